@@ -1,0 +1,46 @@
+# Each target is a thin name for one command. `make` alone lists them.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := core/pyproject.toml $(wildcard plugins/*/pyproject.toml)
+export OMP_NUM_THREADS ?= 1
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and pinned: every later package then finds a torch it is content with.
+$(VENV)/.installed: $(SOURCES) constraints.txt | $(BIN)/python
+	@echo "Installing enginehouse into $(VENV) (once; a few minutes)"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ./core $(foreach p,$(wildcard plugins/*),-e ./$(p))
+	@touch $@
+
+$(VENV)/.developer: $(VENV)/.installed pyproject.toml
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(shell sed -n '/^dev = \[/,/^\]/p' pyproject.toml | grep -o '"[^"]*"')
+	@touch $@
+
+install: $(VENV)/.installed  ## make .venv with enginehouse and its plugins
+
+demo: $(VENV)/.installed  ## train a tiny model to sort digits, by GRPO, in about two minutes
+	@PATH="$(CURDIR)/$(BIN):$$PATH" examples/quickstart/run.sh $(ARGS)
+
+test: $(VENV)/.developer  ## run every test: the quick ones first
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: $(VENV)/.developer  ## style, types and the one-way arrows between packages
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.developer  ## measure: make bench NAME=grpo
+	$(BIN)/python -m benchmarks $(NAME) $(ARGS)
+
+clean:  ## remove what builds and runs left; .venv stays
+	rm -rf runs build dist benchmarks/out examples/*/work .pytest_cache .mypy_cache .ruff_cache
+
+.PHONY: help install demo test lint bench clean

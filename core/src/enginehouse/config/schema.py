@@ -1,0 +1,219 @@
+"""The config of a run: one typed tree. What a backend adds is typed by the backend, under `engine.options`.
+
+Loading, overrides and error messages are in `enginehouse.config.load`; what can only be checked against plugins, data
+and model is in `enginehouse.config.plan`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+
+class Section(BaseModel):
+    """A part of the config: unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse `steps: true`, which pydantic would read as 1."""
+        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation in (int, float):
+            raise ValueError("a number is wanted, not true or false")
+        return value
+
+
+class Model(Section):
+    """The model that is trained, a Hugging Face directory."""
+
+    path: str = Field(description="Directory of a Hugging Face causal language model with its tokenizer")
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    trust_remote_code: bool = False
+
+
+class Data(Section):
+    """Prompts, as JSONL or Parquet files. Columns besides the prompt are handed to the reward function."""
+
+    train: str = Field(description="File of training prompts")
+    validation: str | None = Field(None, description="File of held-out prompts")
+    prompt: str = Field("prompt", description="Column with the prompt: a string, or a list of chat messages")
+    max_prompt_tokens: int = Field(1024, gt=0, description="Longer prompts are an error")
+    chat_template: bool | None = Field(None, description="Apply the tokenizer's chat template; unset: to messages only")
+
+
+class Engine(Section):
+    """Which backend plays a role, and its own options."""
+
+    backend: str = Field("torch", description="A registered name, or distribution:name where two packages offer it")
+    options: dict[str, Any] = Field(default_factory=dict, description="Options of the backend, checked by its own type")
+
+
+class Actor(Section):
+    """The policy being trained."""
+
+    engine: Engine = Field(default_factory=Engine)
+    processes: int = Field(1, gt=0)
+
+
+class Sampling(Section):
+    """How responses are drawn."""
+
+    max_tokens: int = Field(256, gt=0)
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    stop: list[str] = Field(default_factory=list)
+
+
+class Rollout(Section):
+    """The engine that generates."""
+
+    engine: Engine = Field(default_factory=Engine)
+    replicas: int = Field(1, gt=0)
+    placement: Literal["colocated", "separate"] = Field(
+        "colocated", description="In the actor's processes (replicas then equal actor.processes), or in processes of its own"
+    )
+    samples_per_prompt: int = Field(8, gt=0)
+    sampling: Sampling = Field(default_factory=Sampling)
+
+
+class Reference(Section):
+    """The frozen model a KL term holds the policy near to, on the actor's engine. It runs only if algorithm.kl uses it."""
+
+    path: str | None = Field(None, description="Model directory; unset: model.path")
+
+
+class Reward(Section):
+    """The reward of a response, computed in a pool of processes."""
+
+    function: str = Field(description="A registered name, or module:function")
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    processes: int = Field(1, gt=0)
+    timeout_seconds: float = Field(30.0, gt=0, description="Longest time for one response")
+    on_error: Literal["fail", "zero"] = Field("fail", description="What a reward that raises or times out does")
+
+
+class Named(Section):
+    """A registered function and its arguments."""
+
+    name: str
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+
+class KL(Section):
+    """Divergence from the reference model."""
+
+    coefficient: float = Field(0.0, ge=0)
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    place: Literal["loss", "reward"] = "loss"
+
+
+class Algorithm(Section):
+    """How rewards become a gradient."""
+
+    advantage: Named = Field(default_factory=lambda: Named(name="grpo"))
+    loss: Named = Field(default_factory=lambda: Named(name="clipped_policy"))
+    kl: KL = Field(default_factory=KL)
+    epochs: int = Field(1, gt=0, description="Passes over each step's samples")
+    minibatches: int = Field(1, gt=0, description="Optimizer steps a pass")
+    old_logprobs: Literal["rollout", "actor"] = Field(
+        "rollout", description="What the ratio divides by: the rollout's own logprobs, or the actor's computed anew"
+    )
+
+
+class Weights(Section):
+    """How the rollout gets the actor's weights, and how that is verified."""
+
+    transport: str = Field("auto", description="A registered transport; auto: by placement and capabilities")
+    bucket_mib: int = Field(256, gt=0)
+    effect_check_every: int = Field(
+        50, ge=0, description="Compare the rollout's logprobs with the actor's at the first and then every N updates; 0: never"
+    )
+    effect_tolerance: float = Field(0.05, gt=0, description="Largest mean absolute logprob difference allowed")
+
+
+class Train(Section):
+    """The loop."""
+
+    steps: int = Field(100, gt=0)
+    prompts_per_step: int = Field(32, gt=0)
+    seed: int = 0
+    validate_every: int = Field(0, ge=0, description="Steps between validations; 0: only at the end, if there is a file")
+    validation_prompts: int = Field(256, gt=0, description="Most held-out prompts to use")
+    samples_every: int = Field(10, ge=0, description="Steps between files of samples; 0: none")
+    save_every: int = Field(0, ge=0, description="Steps between model exports; 0: only at the end")
+
+
+class Cluster(Section):
+    """Where it runs and how long anything may take."""
+
+    launcher: Literal["ray", "inline"] = Field("ray", description="inline: one process, for a debugger")
+    address: str | None = Field(None, description="A running Ray cluster; unset: start Ray on this machine")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads_per_process: int = Field(1, gt=0)
+    start_timeout_seconds: float = Field(300.0, gt=0)
+    call_timeout_seconds: float = Field(600.0, gt=0, description="Longest time for any one call of a worker")
+
+
+class Plugins(Section):
+    """Which plugins are loaded."""
+
+    enabled: list[str] | None = Field(None, description="Only these; unset: all that are installed")
+    blocked: list[str] = Field(default_factory=list)
+    strict: bool = Field(False, description="A failing observer ends the run")
+
+
+class Run(Section):
+    """The run directory."""
+
+    directory: str = Field("runs/run", description="Where everything the run writes goes")
+    overwrite: bool = Field(False, description="Delete what an earlier run left there")
+
+
+class Config(Section):
+    """A reinforcement-learning run."""
+
+    model: Model
+    data: Data
+    reward: Reward
+    actor: Actor = Field(default_factory=Actor)
+    rollout: Rollout = Field(default_factory=Rollout)
+    reference: Reference = Field(default_factory=Reference)
+    algorithm: Algorithm = Field(default_factory=Algorithm)
+    weights: Weights = Field(default_factory=Weights)
+    train: Train = Field(default_factory=Train)
+    cluster: Cluster = Field(default_factory=Cluster)
+    plugins: Plugins = Field(default_factory=Plugins)
+    run: Run = Field(default_factory=Run)
+
+
+class SFTData(Section):
+    """Demonstrations, as JSONL or Parquet files."""
+
+    train: str
+    prompt: str = "prompt"
+    response: str = "response"
+    max_tokens: int = Field(2048, gt=0, description="Longer prompt and response together are an error")
+    chat_template: bool | None = None
+
+
+class SFTTrain(Section):
+    """The supervised loop."""
+
+    steps: int = Field(100, gt=0)
+    rows_per_step: int = Field(128, gt=0)
+    seed: int = 0
+
+
+class SFTConfig(Section):
+    """A supervised run, on the same engines."""
+
+    model: Model
+    data: SFTData
+    actor: Actor = Field(default_factory=Actor)
+    train: SFTTrain = Field(default_factory=SFTTrain)
+    cluster: Cluster = Field(default_factory=Cluster)
+    plugins: Plugins = Field(default_factory=Plugins)
+    run: Run = Field(default_factory=Run)

@@ -1,0 +1,96 @@
+"""A mesh: named parallel axes, and one rank's place on them.
+
+The controller dispatches by data axes and collects from output ranks; it never needs to know more about how
+an engine parallelises a model. A mesh is plain data and crosses processes and runtimes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+DATA_AXES = ("dp", "dp_replicate", "dp_shard")
+"""Axes that split the rows of a batch. Every other axis splits the model or the sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Named axes, outermost first, and this rank's coordinate on each.
+
+    Attributes:
+        axes: `(name, size)` pairs. Ranks are numbered with the last axis fastest.
+        coordinates: this rank's index on each axis, same order as `axes`.
+        output_coordinates: the coordinate on each model axis of the rank that returns results, where it is not
+            zero; an engine with a pipeline gives `(("pp", last_stage),)`.
+
+    >>> Mesh.of({"dp": 2, "tp": 2}, rank=3)
+    Mesh(axes=(('dp', 2), ('tp', 2)), coordinates=(1, 1), output_coordinates=())
+    >>> Mesh.of({"dp": 2, "tp": 2}, rank=2).is_output_rank
+    True
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    coordinates: tuple[int, ...]
+    output_coordinates: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int], rank: int, output: Mapping[str, int] | None = None) -> Mesh:
+        """Build the mesh of `rank` from axis sizes (outermost first).
+
+        Raises:
+            ValueError: if a size is not positive or `rank` lies outside the mesh.
+        """
+        world_size = math.prod(sizes.values())
+        if any(size < 1 for size in sizes.values()) or not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} does not lie on a mesh of {dict(sizes)} ({world_size} ranks)")
+        coordinates = []
+        for size in reversed(sizes.values()):
+            rank, coordinate = divmod(rank, size)
+            coordinates.append(coordinate)
+        return cls(tuple(sizes.items()), tuple(reversed(coordinates)), tuple((output or {}).items()))
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks on the mesh."""
+        return math.prod(size for _, size in self.axes)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number, last axis fastest."""
+        rank = 0
+        for (_, size), coordinate in zip(self.axes, self.coordinates, strict=True):
+            rank = rank * size + coordinate
+        return rank
+
+    def size(self, axis: str) -> int:
+        """Size of `axis`; 1 for an axis the mesh does not have."""
+        return dict(self.axes).get(axis, 1)
+
+    def coordinate(self, axis: str) -> int:
+        """This rank's coordinate on `axis`; 0 for an axis the mesh does not have."""
+        return {name: c for (name, _), c in zip(self.axes, self.coordinates, strict=True)}.get(axis, 0)
+
+    @property
+    def dp_size(self) -> int:
+        """Number of data-parallel shards: the product of the data axes."""
+        return math.prod(size for name, size in self.axes if name in DATA_AXES)
+
+    @property
+    def dp_rank(self) -> int:
+        """Which data-parallel shard this rank works on, in `range(dp_size)`."""
+        rank = 0
+        for (name, size), coordinate in zip(self.axes, self.coordinates, strict=True):
+            if name in DATA_AXES:
+                rank = rank * size + coordinate
+        return rank
+
+    @property
+    def is_output_rank(self) -> bool:
+        """Whether this rank returns its data shard's results: exactly one rank of each shard does."""
+        wanted = dict(self.output_coordinates)
+        return all(
+            coordinate == wanted.get(name, 0)
+            for (name, _), coordinate in zip(self.axes, self.coordinates, strict=True)
+            if name not in DATA_AXES
+        )

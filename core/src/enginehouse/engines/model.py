@@ -1,0 +1,58 @@
+"""What an engine is told about the model it runs and about the process it runs in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A Hugging Face model, by where it is and how it is to be loaded.
+
+    Attributes:
+        path: a directory with `config.json`, weights in safetensors and, for text, a tokenizer.
+        dtype: dtype of the parameters: `"float32"`, `"bfloat16"` or `"float16"`.
+        head: what stands on top of the decoder: `"causal_lm"` gives logprobs, `"value"` one scalar a token.
+        trust_remote_code: passed to transformers.
+        seed: seeds what the checkpoint does not hold (a fresh value head).
+    """
+
+    path: str
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    head: Literal["causal_lm", "value"] = "causal_lm"
+    trust_remote_code: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessContext:
+    """Where a worker process stands in its group.
+
+    `torch.distributed.init_process_group()` works without arguments in a worker: `RANK`, `WORLD_SIZE`,
+    `LOCAL_RANK`, `MASTER_ADDR` and `MASTER_PORT` are set, and the store already listens on rank 0.
+
+    Attributes:
+        role: name of the role, for messages: `"actor"`, `"rollout"`, ...
+        rank: this process's number in its group, in `range(world_size)`.
+        world_size: number of processes in the group.
+        local_rank: this process's number among those of its group on the same node.
+        node: address of the node, for messages.
+        device: torch device type for this process, `"cpu"` or `"cuda"`; a CUDA process uses device `local_rank`
+            of what is visible to it unless exactly one device is visible.
+        seed: base seed of the run; an engine derives its own from it and its rank.
+        labels: anything else a launcher wants to say.
+    """
+
+    role: str
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    node: str = "localhost"
+    device: Literal["cpu", "cuda"] = "cpu"
+    seed: int = 0
+    labels: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.role} rank {self.rank}/{self.world_size} on {self.node}"

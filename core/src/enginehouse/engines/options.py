@@ -1,0 +1,40 @@
+"""Options every backend of a kind shares. A backend's own options class derives from one of these.
+
+Light to import: the config checks options before any engine is imported.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class EngineOptions(BaseModel):
+    """What all engines take."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=True)
+
+    native: dict[str, Any] = Field(default_factory=dict, description="Arguments passed to the engine itself, unchanged")
+
+
+class TrainOptions(EngineOptions):
+    """What all training engines take. AdamW (Loshchilov & Hutter 2019) with warm-up and a schedule."""
+
+    lr: float = Field(1e-6, gt=0)
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradients with a larger norm are scaled down to it")
+    warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay after the warm-up")
+    total_steps: int | None = Field(None, gt=0, description="Optimizer steps of the run; unset: filled in by the trainer")
+    min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Where the decay ends, as a part of lr")
+    tokens_per_microbatch: int = Field(16384, gt=0, description="Most padded tokens in one forward and backward pass")
+
+
+class RolloutOptions(EngineOptions):
+    """What all rollout engines take."""
+
+    max_model_tokens: int | None = Field(None, gt=0, description="Longest sequence; unset: the model's own limit")
+    max_running: int = Field(1024, gt=0, description="Most completions generated at once")

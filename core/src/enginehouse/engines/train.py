@@ -1,0 +1,206 @@
+"""The protocol of a training engine: one object per rank, driven by the controller in lock step.
+
+Token conventions, the same for every engine and every loss:
+
+* `input_ids` (ragged int64) holds the whole sequence of a row, prompt and response, without padding.
+* Every other per-token column is ragged with the same offsets and is *aligned with the token it speaks of*:
+  `logprobs[t]` is log p(token t | tokens before t). Position 0 of a row has no prediction: its value is 0.
+* `loss_mask` (ragged bool) is true for the tokens the policy chose and the loss counts. It is false at position 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import torch
+
+    from enginehouse.data import Batch
+    from enginehouse.engines.mesh import Mesh
+    from enginehouse.engines.model import ModelSpec, ProcessContext
+    from enginehouse.engines.weights import WeightSource
+
+ALL: tuple[str, ...] = ("*",)
+"""Every tag, where a method takes tags."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Which per-token outputs a forward pass computes, each a ragged float32 column named like the field.
+
+    Attributes:
+        logprobs: log-probability of each token given those before it.
+        entropy: entropy in nats of the distribution each token was drawn from.
+        values: the value head's output at each token (engines with `ModelSpec.head == "value"`).
+        temperature: logits are divided by it before logprobs and entropy, as the sampler does.
+    """
+
+    logprobs: bool = True
+    entropy: bool = False
+    values: bool = False
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LossSpec:
+    """A loss by name, never a closure: it must cross processes and Python environments.
+
+    Attributes:
+        name: a registered loss (`enginehouse plugins list`) or `"module:function"`.
+        arguments: keyword arguments of the loss function; plain data.
+        outputs: what the engine hands the loss.
+    """
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    outputs: Outputs = Outputs()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenView:
+    """What a loss function sees of one micro-batch: flat columns over its tokens, no padding.
+
+    A loss is `loss(view, **arguments) -> LossValue`. Engines build the view; a loss never sees logits, and
+    never knows how the batch was cut.
+
+    Attributes:
+        outputs: `logprobs`, `entropy`, `values`, each float32 `(tokens,)` with a gradient.
+        columns: the batch's ragged columns, each `(tokens,)`, and its dense columns, each `(rows, ...)`.
+        row: int64 `(tokens,)`, the row each token belongs to.
+        rows: number of rows.
+    """
+
+    outputs: Mapping[str, torch.Tensor]
+    columns: Mapping[str, torch.Tensor]
+    row: torch.Tensor
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean kept as its sum and its weight, so that means over parts add up to the mean over the whole."""
+
+    total: float
+    weight: float
+
+    def __add__(self, other: Mean) -> Mean:
+        return Mean(self.total + other.total, self.weight + other.weight)
+
+    @property
+    def value(self) -> float:
+        """`total / weight`; 0 where nothing was counted."""
+        return self.total / self.weight if self.weight else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LossValue:
+    """The result of a loss function on one micro-batch, as parts that add up over micro-batches and ranks.
+
+    The engine minimises `sum(total) / sum(weight)` over all micro-batches of all data-parallel ranks since the
+    last `optim_step`, so no result depends on how the batch was cut.
+
+    Attributes:
+        total: scalar tensor with a gradient: the loss summed over what `weight` counts.
+        weight: the number (of tokens, or of sequences) the mean divides by.
+        metrics: further means worth logging; keys without prefix.
+    """
+
+    total: torch.Tensor
+    weight: float
+    metrics: Mapping[str, Mean] = field(default_factory=dict)
+
+
+Metrics = Mapping[str, float | Mean]
+"""Metrics of one call on one rank: `Mean`s are merged over ranks, floats are equal on every rank."""
+
+
+def merge_metrics(parts: Iterable[Metrics | None]) -> dict[str, float | Mean]:
+    """Merge the metrics of several ranks or calls: `Mean`s add, for floats the last one stands."""
+    merged: dict[str, float | Mean] = {}
+    for part in parts:
+        for name, value in (part or {}).items():
+            known = merged.get(name)
+            merged[name] = known + value if isinstance(known, Mean) and isinstance(value, Mean) else value
+    return merged
+
+
+@runtime_checkable
+class TrainEngine(Protocol):
+    """One training backend's object on one rank.
+
+    All methods are called on every rank of the group in the same order, and may communicate. `batch` is this
+    rank's data shard (every rank of a model-parallel replica gets the same one). Shards may differ in length,
+    and a shard may be empty.
+    """
+
+    mesh: Mesh
+
+    def setup(self, model: ModelSpec, options: Any, context: ProcessContext) -> None:
+        """Load the model and build optimizer and schedule.
+
+        Args:
+            model: what to load.
+            options: an instance of the backend's own options class (`TrainBackend.options`).
+            context: this process's place.
+
+        Raises:
+            ModelError: the model cannot be loaded by this engine.
+        """
+        ...
+
+    def forward(self, batch: Batch, outputs: Outputs) -> Batch | None:
+        """Compute `outputs` for `input_ids` without gradients, in evaluation mode.
+
+        Returns:
+            On output ranks a batch of the same rows in the same order with only the asked columns, ragged
+            float32 aligned with `input_ids`; elsewhere None.
+        """
+        ...
+
+    def forward_backward(self, batch: Batch, loss: LossSpec) -> Metrics:
+        """Accumulate the gradient of `loss` over this shard, in micro-batches under the token budget.
+
+        May be called several times before `optim_step`. Metrics hold `loss` and what the loss reports, as
+        `Mean`s of this rank's part (output ranks; empty elsewhere).
+        """
+        ...
+
+    def optim_step(self) -> Metrics:
+        """Reduce and normalise gradients over the group, clip, step, advance the schedule, zero gradients.
+
+        A step whose gradient norm is not finite changes neither weights nor optimizer state.
+
+        Returns:
+            `grad_norm` (before clipping), `lr` (used by this step) and `skipped` (1.0 if not finite), as floats.
+        """
+        ...
+
+    def weight_source(self) -> WeightSource:
+        """Give access to the current weights under their Hugging Face names."""
+        ...
+
+    def onload(self, tags: tuple[str, ...] = ALL) -> None:
+        """Bring what `offload` moved away back: `"params"`, `"grads"`, `"optimizer"`."""
+        ...
+
+    def offload(self, tags: tuple[str, ...] = ALL) -> None:
+        """Move state to host memory: `"params"`, `"grads"`, `"optimizer"`. Only with capability `offload`."""
+        ...
+
+    def save(self, path: str, what: tuple[str, ...] = ALL) -> None:
+        """Write a checkpoint that another topology can load: `"model"`, `"optimizer"`, `"rng"`."""
+        ...
+
+    def load(self, path: str, what: tuple[str, ...] = ALL) -> None:
+        """Load what `save` wrote, whatever the topology it was written from."""
+        ...
+
+    def export_hf(self, path: str) -> None:
+        """Write the model as a Hugging Face directory: safetensors, config, and the tokenizer if there is one."""
+        ...
+
+    def shutdown(self) -> None:
+        """Release everything; the engine is not used again."""
+        ...

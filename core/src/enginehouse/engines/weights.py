@@ -1,0 +1,272 @@
+"""Weights on their way from training ranks to rollout replicas: metadata, chunks, transports, checksums.
+
+A transport moves bytes and decides nothing. The controller owns the one state machine for all of them
+(`enginehouse.controller.weight_sync`), and compares checksums taken where parameters leave and where they arrive.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from enginehouse.errors import EnginehouseError
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPE_BYTES = {
+    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+"""Bytes of one element of each dtype a weight may have, by torch's name without the `torch.` prefix."""
+
+
+ALIGNMENT = 64
+"""Each parameter begins at a multiple of this many bytes in a bucket: a cache line, and enough for every dtype."""
+
+
+class WeightSyncError(EnginehouseError):
+    """A weight update that did not arrive whole. The rollout replicas still serve the version they had.
+
+    Attributes:
+        parameters: names of the parameters concerned, where known.
+    """
+
+    def __init__(self, message: str, parameters: Sequence[str] = ()):
+        super().__init__(message)
+        self.parameters = tuple(parameters)
+
+    def __reduce__(self):
+        return type(self), (str(self), self.parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class ParamMeta:
+    """One parameter as the training side holds it.
+
+    Attributes:
+        name: its Hugging Face name.
+        dtype: torch dtype name, `"float32"`.
+        shape: its full shape.
+        owners: ranks that hold (a part of) it; empty: every rank holds the whole.
+        mesh_shape: sizes of the mesh axes it is placed on; empty where it is not sharded.
+        placements: one for each mesh axis: `"R"` (replicated) or `"S0"`, `"S1"`, ... (sharded on that dimension).
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    owners: tuple[int, ...] = ()
+    mesh_shape: tuple[int, ...] = ()
+    placements: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the full parameter."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def aligned_nbytes(self) -> int:
+        """Bytes it takes in a bucket: `nbytes` rounded up to `ALIGNMENT`."""
+        return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@runtime_checkable
+class WeightSource(Protocol):
+    """Read access to a training engine's current weights."""
+
+    def metadata(self) -> list[ParamMeta]:
+        """All parameters, in the order the iterators give them; the same list on every rank.
+
+        Tied parameters appear once, under the name the Hugging Face checkpoint uses.
+        """
+        ...
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each whole parameter, on every rank; collective: all ranks must exhaust it together."""
+        ...
+
+    def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield this rank's own part of each parameter it holds; no communication."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WeightChunk:
+    """Some parameters of an update, whole. Tensors may be views of a transport's buffer."""
+
+    tensors: Sequence[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """The announcement of an update to a rollout engine.
+
+    Attributes:
+        version: version the weights will be served as, larger than any before.
+        parameters: what will arrive, in order.
+    """
+
+    version: int
+    parameters: Sequence[ParamMeta]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightState:
+    """What a replica says it serves.
+
+    Attributes:
+        version: weight version.
+        checksums: `checksum` of each parameter as served, by Hugging Face name. Empty where an engine cannot
+            read its weights back in that form (capability `weight_checksums` not declared).
+    """
+
+    version: int
+    checksums: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPlan:
+    """How an update's bytes travel; computed once from metadata, the same on every side.
+
+    Attributes:
+        transport: name of the transport.
+        parameters: all parameters, in sending order.
+        buckets: the parameters' indices, grouped in the order they are sent.
+        bucket_bytes: size of the largest bucket, with every parameter aligned to `ALIGNMENT`.
+        receivers: number of rollout replicas.
+        session: names the connection; unique for a run.
+    """
+
+    transport: str
+    parameters: tuple[ParamMeta, ...]
+    buckets: tuple[tuple[int, ...], ...]
+    bucket_bytes: int
+    receivers: int
+    session: str
+
+
+@runtime_checkable
+class TransportSession(Protocol):
+    """One end of a connection, kept over many updates."""
+
+    def send(self, version: int, weights: Iterable[tuple[str, torch.Tensor]], deadline_seconds: float) -> dict[str, str]:
+        """Send every parameter of the plan, in its order; on a rank that is not the sender only exhaust `weights`.
+
+        `weights` is exhausted in every case, since giving it may be collective. Returns once every receiver took
+        everything, so that the caller may change the tensors.
+
+        Args:
+            version: larger than that of any update before, whole or aborted.
+            weights: name and whole tensor, on any device.
+            deadline_seconds: for the update as a whole.
+
+        Returns:
+            The checksum of each parameter as it was before it left; empty on a rank that does not send.
+
+        Raises:
+            WeightSyncError: a receiver did not take a bucket within the deadline, the update was aborted, or
+                `weights` are not those of the plan.
+        """
+        ...
+
+    def recv(self, version: int, deadline_seconds: float) -> Iterator[WeightChunk]:
+        """Yield what arrives for `version` until the sender's end; a chunk is valid until the next is asked for.
+
+        Asking for the next chunk tells the sender that the last one was taken.
+
+        Raises:
+            WeightSyncError: not all arrived within the deadline, what arrived is of another version or another
+                bucket than the next, or the update was aborted.
+        """
+        ...
+
+    def abort(self, version: int) -> None:
+        """Make the update to `version` fail, whether it has begun on this side or not; later versions are untouched.
+
+        Called from another thread than the one in `send` or `recv`. Where the transport can, the other side's
+        update fails as well; the controller aborts both sides in any case.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release buffers. The sender's end removes what both ends shared."""
+        ...
+
+
+@runtime_checkable
+class WeightTransport(Protocol):
+    """A way to move weights from a train mesh to rollout replicas."""
+
+    def prepare(self, parameters: Sequence[ParamMeta], receivers: int, session: str, bucket_bytes: int) -> TransferPlan:
+        """Plan the transfer from metadata alone; pure."""
+        ...
+
+    def connect(self, plan: TransferPlan, side: str, index: int) -> TransportSession:
+        """Open one end: `side` `"send"` with the training rank, or `"recv"` with the replica's number.
+
+        All senders are connected before the first receiver.
+
+        Raises:
+            WeightSyncError: the other end cannot be reached from this process.
+        """
+        ...
+
+
+def pack_buckets(parameters: Sequence[ParamMeta], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
+    """Group parameters, in order, into buckets of at most `bucket_bytes`; a larger parameter has one of its own.
+
+    Parameters count with their `aligned_nbytes`.
+    """
+    buckets: list[tuple[int, ...]] = []
+    current: list[int] = []
+    size = 0
+    for index, parameter in enumerate(parameters):
+        if current and size + parameter.aligned_nbytes > bucket_bytes:
+            buckets.append(tuple(current))
+            current, size = [], 0
+        current.append(index)
+        size += parameter.aligned_nbytes
+    if current:
+        buckets.append(tuple(current))
+    return tuple(buckets)
+
+
+def checksum(tensor: torch.Tensor) -> str:
+    """Checksum of a tensor's bytes: XXH3, 64 bits, in hexadecimal. Shape and dtype are not part of it."""
+    import torch
+    import xxhash
+
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+    return xxhash.xxh3_64_hexdigest(memoryview(flat.numpy()))
+
+
+def compare_checksums(sent: Mapping[str, str], arrived: Mapping[str, str], where: str) -> None:
+    """Compare what left with what arrived.
+
+    Raises:
+        WeightSyncError: naming each parameter that is missing, unexpected or differs.
+    """
+    missing = [name for name in sent if name not in arrived]
+    unexpected = [name for name in arrived if name not in sent]
+    differing = [name for name in sent if name in arrived and sent[name] != arrived[name]]
+    if not (missing or unexpected or differing):
+        return
+    said = [
+        f"{what}: {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
+        for what, names in (("did not arrive", missing), ("was not sent", unexpected), ("arrived changed", differing))
+        if names
+    ]
+    raise WeightSyncError(
+        f"weight update at {where} is not what was sent; {'; '.join(said)}. The old version keeps serving.",
+        parameters=missing + unexpected + differing,
+    )
+
+
+def as_update(plan: TransferPlan, version: int) -> WeightUpdate:
+    """The announcement of `version` for a plan."""
+    return WeightUpdate(version=version, parameters=plan.parameters)
+
+

@@ -1,0 +1,45 @@
+"""The root of every error this project raises on purpose.
+
+Each error says what went wrong, where, and what to do about it. An error that a user can cause with bad
+input derives from `UserError`: the command line prints its message alone and exits with code 2. Everything
+else that ends a run exits with code 1.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class EnginehouseError(Exception):
+    """Base of all errors raised by enginehouse and its plugins."""
+
+
+class UserError(EnginehouseError):
+    """A mistake in the user's input: config, command line, data set, model path, reward function."""
+
+
+class ConfigError(UserError):
+    """A config that cannot be loaded or cannot work."""
+
+
+class DataError(UserError):
+    """A data file that is missing, unreadable, or lacks what the config names."""
+
+
+class ModelError(UserError):
+    """A model path that is missing or is not a model the chosen engine can load."""
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """Return the end of an error message: the nearest choice if one is near, and all of them.
+
+    >>> nearest("trainr", ["trainer", "data"])
+    "did you mean 'trainer'? Choices: data, trainer"
+    """
+    ordered = sorted(choices)
+    if not ordered:
+        return "there is nothing to choose from"
+    listed = "Choices: " + ", ".join(ordered)
+    close = difflib.get_close_matches(word, ordered, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}? {listed}" if close else listed

@@ -1,0 +1,44 @@
+"""Names of what a backend can do beyond the protocol's minimum. What is not declared is never used or tested."""
+
+from __future__ import annotations
+
+# Training engines
+OFFLOAD = "offload"
+"""`offload` and `onload` move state to host memory and back."""
+PACKING = "packing"
+"""Rows are packed without padding."""
+LORA = "lora"
+"""Low-rank adapters can be trained instead of the whole model."""
+VALUE_HEAD = "value_head"
+"""`ModelSpec.head == "value"` works."""
+RESHARD_CHECKPOINT = "reshard_checkpoint"
+"""`load` accepts a checkpoint written with another number of ranks."""
+
+# Rollout engines
+STOP_STRINGS = "stop_strings"
+"""`SamplingParams.stop` works."""
+SEED = "seed"
+"""`SamplingParams.seed` makes completions repeatable whatever else runs beside them."""
+PROMPT_LOGPROBS = "prompt_logprobs"
+"""`SamplingParams.prompt_logprobs` works (needed for the effect check of a weight update)."""
+PAUSE_KEEP = "pause_keep"
+"""`pause("keep")` works."""
+SLEEP = "sleep"
+"""`sleep` and `wake_up` free and take back accelerator memory."""
+WEIGHT_CHECKSUMS = "weight_checksums"
+"""`weight_state` reports checksums of the weights as served."""
+OPENAI_ENDPOINT = "openai_endpoint"
+"""`Endpoint.url` is an OpenAI-compatible server."""
+
+# Transports
+SAME_PROCESS = "same_process"
+"""Moves weights between two roles of one process."""
+SAME_HOST = "same_host"
+"""Moves weights between processes of one host."""
+CROSS_HOST = "cross_host"
+"""Moves weights between hosts."""
+
+ALL = frozenset(
+    value for name, value in list(globals().items()) if name.isupper() and isinstance(value, str)
+)
+"""Every name above."""

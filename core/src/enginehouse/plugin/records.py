@@ -1,0 +1,207 @@
+"""What a plugin declares: plain data, one record a thing. Code is named by `"module:attribute"` strings.
+
+A record imports nothing: a string is resolved in the process that runs the thing, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from enginehouse.errors import EnginehouseError
+
+
+def _freeze(record: Record, field_name: str, collection: type[frozenset] | type[tuple]) -> None:
+    """Make a collection field immutable, and refuse a lone string (`("torch")` is no tuple: its letters would count)."""
+    value = getattr(record, field_name)
+    if isinstance(value, str):
+        raise TypeError(f"{type(record).__name__}.{field_name} takes several strings, not the one string {value!r}")
+    object.__setattr__(record, field_name, collection(value))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What all records have.
+
+    Attributes:
+        name: what users write in the config.
+        summary: one line for `enginehouse plugins list`.
+
+    Class attributes:
+        kind: the word for what it is, in lookups and messages.
+        references: its fields that are `"module:attribute"` strings.
+    """
+
+    kind: ClassVar[str]
+    references: ClassVar[tuple[str, ...]] = ()
+    name: str
+    summary: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend(Record):
+    """What training and rollout backends have in common.
+
+    Attributes:
+        engine: `"module:Class"` of the engine, imported in the worker.
+        options: `"module:Class"` of a pydantic model of this backend's options.
+        capabilities: names from `enginehouse.plugin.capabilities`.
+        requires: requirement strings that must be installed for the engine to run; checked without importing.
+        runtimes: requirement sets for Python environments of its own, by variant (`"cpu"`, `"cuda"`).
+        devices: device types the engine runs on.
+        unavailable: non-empty where the engine cannot be used yet: the sentence a user who asks for it is told.
+    """
+
+    references: ClassVar[tuple[str, ...]] = ("engine", "options")
+    engine: str
+    options: str
+    capabilities: frozenset[str] | set[str] = frozenset()
+    requires: tuple[str, ...] = ()
+    runtimes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    unavailable: str = ""
+
+    def __post_init__(self) -> None:
+        _freeze(self, "capabilities", frozenset)
+        _freeze(self, "requires", tuple)
+        _freeze(self, "devices", tuple)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainBackend(Backend):
+    """A training engine (`enginehouse.engines.train.TrainEngine`)."""
+
+    kind: ClassVar[str] = "train"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutBackend(Backend):
+    """A rollout engine (`enginehouse.engines.rollout.RolloutEngine`)."""
+
+    kind: ClassVar[str] = "rollout"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transport(Record):
+    """A weight transport (`enginehouse.engines.weights.WeightTransport`), by its class.
+
+    Attributes:
+        transport: `"module:Class"`, constructed without arguments.
+        capabilities: reach: `SAME_PROCESS`, `SAME_HOST`, `CROSS_HOST`.
+    """
+
+    kind: ClassVar[str] = "transport"
+    references: ClassVar[tuple[str, ...]] = ("transport",)
+    transport: str
+    capabilities: frozenset[str] | set[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        _freeze(self, "capabilities", frozenset)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DispatchMode(Record):
+    """How a call's arguments are split over a group and its results gathered.
+
+    Attributes:
+        dispatch: `"module:function"`, `dispatch(group, *args, **kwargs) -> list[(args, kwargs)]`, one entry a rank.
+        collect: `"module:function"`, `collect(group, outputs) -> result`, `outputs` one a rank.
+    """
+
+    kind: ClassVar[str] = "dispatch_mode"
+    references: ClassVar[tuple[str, ...]] = ("dispatch", "collect")
+    dispatch: str
+    collect: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Function(Record):
+    """Something that is one function.
+
+    Attributes:
+        function: `"module:function"`.
+    """
+
+    references: ClassVar[tuple[str, ...]] = ("function",)
+    function: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advantage(Function):
+    """An advantage estimator: `function(batch, **arguments) -> Batch` with an `advantages` column added."""
+
+    kind: ClassVar[str] = "advantage"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss(Function):
+    """A loss: `function(view: TokenView, **arguments) -> LossValue` (`enginehouse.engines.train`)."""
+
+    kind: ClassVar[str] = "loss"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reward(Function):
+    """A reward: `function(prompt, response, **columns) -> float`, run in a process pool."""
+
+    kind: ClassVar[str] = "reward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment(Record):
+    """An RL environment.
+
+    Attributes:
+        environment: `"module:Class"`.
+    """
+
+    kind: ClassVar[str] = "environment"
+    references: ClassVar[tuple[str, ...]] = ("environment",)
+    environment: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tracker(Record):
+    """Somewhere metrics are sent besides `metrics.jsonl`.
+
+    Attributes:
+        tracker: `"module:Class"`.
+    """
+
+    kind: ClassVar[str] = "tracker"
+    references: ClassVar[tuple[str, ...]] = ("tracker",)
+    tracker: str
+
+
+KINDS: tuple[type[Record], ...] = (
+    TrainBackend, RolloutBackend, Transport, DispatchMode, Advantage, Loss, Reward, Environment, Tracker,
+)  # fmt: skip
+"""Every kind of record."""
+
+
+class ResolveError(EnginehouseError):
+    """A `"module:attribute"` string that leads nowhere."""
+
+
+def resolve(reference: str) -> Any:
+    """Import what a `"module:attribute"` string names.
+
+    Raises:
+        ResolveError: the string has no colon, the module cannot be imported, or it lacks the attribute; the
+            cause is chained.
+    """
+    module_name, colon, attribute = reference.partition(":")
+    if not (module_name and colon and attribute):
+        raise ResolveError(f"{reference!r} is not of the form 'module:attribute'")
+    try:
+        found = importlib.import_module(module_name)
+    except Exception as error:
+        raise ResolveError(f"cannot import {module_name!r} for {reference!r}: {type(error).__name__}: {error}") from error
+    for part in attribute.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise ResolveError(f"module {module_name!r} has no {attribute!r} (asked for by {reference!r})") from None
+    return found

@@ -1,0 +1,28 @@
+"""GRPO: a sample is credited with how far its reward stands above its group's mean, in standard deviations.
+
+Source: DeepSeekMath (Shao et al. 2024), section 4.1.2, outcome supervision: A_i = (r_i - mean(r)) / std(r), the same for every
+token of the response. `scale=False` leaves the division out: Dr. GRPO (Liu et al. 2025), section 3.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from enginehouse.rl.advantages.groups import group_statistics, with_token_advantages
+
+if TYPE_CHECKING:
+    from enginehouse.data import Batch
+
+
+def grpo(batch: Batch, *, scale: bool = True, epsilon: float = 1e-6) -> Batch:
+    """Add `advantages` to a batch with columns `reward` float32 `(rows,)`, `group` int64 `(rows,)`, `loss_mask` ragged.
+
+    Args:
+        batch: the samples of a step; all samples of a group are in it.
+        scale: divide by the group's standard deviation.
+        epsilon: added to the standard deviation.
+    """
+    rewards = batch["reward"]
+    _, mean, deviation = group_statistics(rewards, batch["group"])
+    advantages = rewards - mean
+    return with_token_advantages(batch, advantages / (deviation + epsilon) if scale else advantages)

@@ -1,0 +1,53 @@
+"""How per-token losses become one number: the usual aggregations, each as a sum and the weight it divides by.
+
+| name | mean over | source |
+|---|---|---|
+| `token_mean` | all counted tokens | DAPO (Yu et al. 2025), eq. 12 |
+| `sequence_mean_token_mean` | sequences, of each one's mean over its tokens | GRPO (Shao et al. 2024), eq. 3 |
+| `sequence_mean_token_sum` | sequences, of each one's sum | REINFORCE |
+| `sequence_mean_token_sum_scaled` | the same, each sum divided by a fixed `max_tokens` | Dr. GRPO (Liu et al. 2025) |
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from enginehouse.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    import torch
+
+AGGREGATIONS = ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_scaled")
+
+
+def aggregate(
+    losses: torch.Tensor, row: torch.Tensor, rows: int, aggregation: str, max_tokens: int | None = None
+) -> tuple[torch.Tensor, float]:
+    """Sum per-token losses for an aggregation.
+
+    Args:
+        losses: float `(counted,)`, only of tokens the loss counts.
+        row: int64 `(counted,)`, the row of each.
+        rows: number of rows in the micro-batch; a row without counted tokens weighs nothing.
+        aggregation: one of `AGGREGATIONS`.
+        max_tokens: divisor of `sequence_mean_token_sum_scaled`.
+
+    Returns:
+        The scalar total and the weight; both add up over micro-batches and ranks.
+
+    Raises:
+        ConfigError: unknown aggregation, or `max_tokens` missing where it is needed.
+    """
+    if aggregation == "token_mean":
+        return losses.sum(), float(losses.numel())
+    if aggregation not in AGGREGATIONS:
+        raise ConfigError(f"unknown loss aggregation {aggregation!r}; {nearest(aggregation, AGGREGATIONS)}")
+    counts = row.bincount(minlength=rows)
+    weight = float((counts > 0).sum())
+    if aggregation == "sequence_mean_token_mean":
+        return (losses / counts[row]).sum(), weight
+    if aggregation == "sequence_mean_token_sum":
+        return losses.sum(), weight
+    if not max_tokens:
+        raise ConfigError(f"loss aggregation {aggregation!r} divides by max_tokens: set algorithm.loss.arguments.max_tokens")
+    return losses.sum() / max_tokens, weight

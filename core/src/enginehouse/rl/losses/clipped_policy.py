@@ -1,0 +1,74 @@
+"""The clipped policy loss: take the advantage's direction, but no further than the clip range from the old policy.
+
+Source: PPO (Schulman et al. 2017), eq. 7; the asymmetric range ("clip-higher") is DAPO's (Yu et al. 2025), eq. 10; the lower
+bound for negative advantages ("dual clip") is Ye et al. 2020, eq. 5. The KL term is GRPO's (Shao et al. 2024), eq. 3.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from enginehouse.engines.train import LossValue, Mean, TokenView
+from enginehouse.rl.kl import token_kl
+from enginehouse.rl.losses.aggregate import aggregate
+
+
+def clipped_policy(
+    view: TokenView,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    aggregation: str = "token_mean",
+    max_tokens: int | None = None,
+    kl_coefficient: float = 0.0,
+    kl_estimator: str = "k3",
+    entropy_coefficient: float = 0.0,
+) -> LossValue:
+    """Compute the clipped policy loss over the tokens that `loss_mask` counts.
+
+    Args:
+        view: outputs `logprobs` (and `entropy`, if `entropy_coefficient` is set); columns `loss_mask` bool,
+            `old_logprobs` and `advantages` float32 and, with a KL term, `reference_logprobs`, each `(tokens,)`.
+        clip_low: the ratio is not rewarded for falling below `1 - clip_low`.
+        clip_high: nor for rising above `1 + clip_high`.
+        dual_clip: for negative advantages the loss is at most `dual_clip * -advantage`; must exceed 1.
+        aggregation: see `enginehouse.rl.losses.aggregate`.
+        max_tokens: for the aggregation that divides by it.
+        kl_coefficient: weight of the divergence from the reference.
+        kl_estimator: `"k1"`, `"k2"` or `"k3"`.
+        entropy_coefficient: weight of the entropy bonus.
+
+    Returns:
+        The loss, with metrics `clip_fraction`, `ratio`, `policy_kl` (k3, old to new) and, where used, `kl`, `entropy`.
+    """
+    counted = view.columns["loss_mask"].nonzero().squeeze(-1)
+    logprobs = view.outputs["logprobs"][counted]
+    advantages = view.columns["advantages"][counted]
+    log_ratio = logprobs - view.columns["old_logprobs"][counted]
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    losses = torch.maximum(-advantages * ratio, -advantages * clipped)
+    if dual_clip is not None:
+        losses = torch.where(advantages < 0, torch.minimum(losses, -advantages * dual_clip), losses)
+
+    extra: dict[str, torch.Tensor] = {}
+    if kl_coefficient:
+        extra["kl"] = token_kl(logprobs, view.columns["reference_logprobs"][counted], kl_estimator)
+        losses = losses + kl_coefficient * extra["kl"]
+    if entropy_coefficient:
+        extra["entropy"] = view.outputs["entropy"][counted]
+        losses = losses - entropy_coefficient * extra["entropy"]
+
+    total, weight = aggregate(losses, view.row[counted], view.rows, aggregation, max_tokens)
+    with torch.no_grad():
+        outside = ((ratio - clipped) * advantages) > 0
+        measured = {
+            "clip_fraction": outside.sum(),
+            "ratio": ratio.sum(),
+            "policy_kl": ((ratio - 1) - log_ratio).sum(),
+            **{name: value.sum() for name, value in extra.items()},
+        }
+        sums = torch.stack([value.float() for value in measured.values()]).tolist()  # one transfer from the device
+    tokens = float(len(counted))
+    return LossValue(total, weight, {name: Mean(value, tokens) for name, value in zip(measured, sums, strict=True)})

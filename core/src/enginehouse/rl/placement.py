@@ -1,0 +1,143 @@
+"""Puts the roles of a plan on processes: which groups there are, what they share, and how weights reach the rollout.
+
+A new way of placing roles belongs here; the loop does not change.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec, colocate, ray_cluster
+from enginehouse.controller.weight_sync import WeightSync
+from enginehouse.engines.model import ModelSpec
+from enginehouse.errors import ModelError
+from enginehouse.rl.roles import RolloutWorker, TrainWorker
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from enginehouse.config.plan import Plan, SFTPlan
+    from enginehouse.config.schema import Model
+
+
+@dataclass(frozen=True)
+class Roles:
+    """The worker groups of a run."""
+
+    actor: WorkerGroup
+    rollout: WorkerGroup
+    reference: WorkerGroup | None
+    sync: WeightSync
+
+    def describe(self) -> dict[str, Any]:
+        """For reports: each role's processes and what they run."""
+        groups = {"actor": self.actor, "rollout": self.rollout, "reference": self.reference}
+        return {name: group.describe() for name, group in groups.items() if group is not None}
+
+
+def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that lies with the model.
+
+    Raises:
+        ModelError: there is none, or it cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    except Exception as error:
+        raise ModelError(f"cannot load a tokenizer from {model.path}: {error}") from error
+
+
+@contextmanager
+def place(plan: Plan, probe: Sequence[Sequence[int]]) -> Iterator[Roles]:
+    """Start every worker of a run; end them all on the way out.
+
+    Args:
+        plan: the checked config.
+        probe: token sequences for the effect check of weight updates.
+    """
+    config = plan.config
+    actor = _train_spec(plan, config.actor.engine.backend, config.model.path, plan.actor_options)
+    rollout = WorkerSpec(
+        RolloutWorker, config.rollout.engine.backend, _model_spec(config.model, config.model.path), plan.rollout_options
+    ).options(env=_environment(plan))
+    specs = {"actor": actor}
+    if plan.uses_reference:
+        path = config.reference.path or config.model.path
+        specs["reference"] = _train_spec(plan, config.reference.engine.backend, path, plan.reference_options)
+    colocated = config.rollout.placement == "colocated"
+    if colocated:
+        specs["rollout"] = rollout
+    with ExitStack() as stack:
+        if config.cluster.launcher == "ray":
+            stack.enter_context(ray_cluster(config.cluster.address))
+        groups = stack.enter_context(_colocated(plan, specs, config.actor.processes))
+        if not colocated:
+            groups |= stack.enter_context(_colocated(plan, {"rollout": rollout}, config.rollout.replicas))
+        groups["rollout"].launch()
+        sync = WeightSync(
+            groups["actor"],
+            groups["rollout"],
+            plan.transport,
+            bucket_bytes=config.weights.bucket_mib << 20,
+            timeout=config.cluster.call_timeout_seconds,
+            effect_check_every=plan.effect_check_every,
+            effect_tolerance=config.weights.effect_tolerance,
+            probe=[list(map(int, tokens)) for tokens in probe],
+        )
+        sync.connect()
+        stack.callback(sync.close)
+        yield Roles(groups["actor"], groups["rollout"], groups.get("reference"), sync)
+
+
+@contextmanager
+def place_actor(plan: SFTPlan) -> Iterator[WorkerGroup]:
+    """Start the workers of a supervised run; end them on the way out."""
+    config = plan.config
+    spec = _train_spec(plan, config.actor.engine.backend, config.model.path, plan.actor_options)
+    with ExitStack() as stack:
+        if config.cluster.launcher == "ray":
+            stack.enter_context(ray_cluster(config.cluster.address))
+        yield stack.enter_context(_colocated(plan, {"actor": spec}, config.actor.processes))["actor"]
+
+
+@contextmanager
+def _colocated(plan: Plan | SFTPlan, specs: dict[str, WorkerSpec], processes: int) -> Iterator[dict[str, WorkerGroup]]:
+    cluster = plan.config.cluster
+    pool = ResourcePool([processes], gpus_per_process=int(plan.device == "cuda"), timeout=cluster.start_timeout_seconds)
+    groups: dict[str, WorkerGroup] = {}
+    try:
+        groups = colocate(
+            pool,
+            specs,
+            name="+".join(specs),
+            launcher=cluster.launcher,
+            timeout=cluster.call_timeout_seconds,
+            start_timeout=cluster.start_timeout_seconds,
+            seed=plan.config.train.seed,
+            device=plan.device,
+            threads=cluster.threads_per_process,
+        )
+        yield dict(groups)
+    finally:
+        for group in groups.values():
+            group.shutdown()
+        pool.shutdown()
+
+
+def _train_spec(plan: Plan | SFTPlan, backend: str, path: str, options: dict[str, Any]) -> WorkerSpec:
+    return WorkerSpec(TrainWorker, backend, _model_spec(plan.config.model, path), options).options(env=_environment(plan))
+
+
+def _model_spec(model: Model, path: str) -> ModelSpec:
+    return ModelSpec(path=os.path.abspath(path), dtype=model.dtype, trust_remote_code=model.trust_remote_code)
+
+
+def _environment(plan: Plan | SFTPlan) -> dict[str, str]:
+    """What a worker's environment needs: where the user's own functions are imported from, and the plugin switches."""
+    return {"PYTHONPATH": os.pathsep.join(plan.python_path), **plan.plugin_environment}

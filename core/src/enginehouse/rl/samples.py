@@ -1,0 +1,74 @@
+"""Samples of a step: from what the rollout returned to a training batch with rewards and groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from enginehouse.data import Batch
+    from enginehouse.rl.rewards.pool import RewardPool
+
+
+def response_texts(samples: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Decode the tokens the policy chose, a string a row, without special tokens."""
+    mask = samples["loss_mask"]
+    chosen = samples["input_ids"].values[mask.values].tolist()
+    counts = response_lengths(samples).tolist()
+    ids, start = [], 0
+    for count in counts:
+        ids.append(chosen[start : start + count])
+        start += count
+    return tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+
+def response_lengths(samples: Batch) -> torch.Tensor:
+    """Tokens the policy chose, int64 `(rows,)`."""
+    mask = samples["loss_mask"]
+    rows = torch.arange(len(samples)).repeat_interleave(mask.lengths)
+    return torch.bincount(rows[mask.values], minlength=len(samples))
+
+
+def with_rewards(samples: Batch, prompts: Batch, tokenizer: PreTrainedTokenizerBase, rewards: RewardPool) -> Batch:
+    """Score samples, `len(samples) / len(prompts)` adjacent ones a prompt.
+
+    Returns:
+        `samples` with `reward` float32 `(rows,)`, `group` int64 `(rows,)`, and the objects `prompt` and `response`.
+    """
+    repeats = len(samples) // len(prompts)
+    texts = response_texts(samples, tokenizer)
+    asked = [prompts["prompt"][row // repeats] for row in range(len(samples))]
+    columns = prompts["columns"]
+    rows: list[Mapping[str, Any]] = [
+        {**columns[row // repeats], "prompt": prompt, "response": text, "finish_reason": reason}
+        for row, (prompt, text, reason) in enumerate(zip(asked, texts, samples["finish_reason"], strict=True))
+    ]
+    return samples.with_columns(
+        reward=torch.tensor(rewards.score(rows), dtype=torch.float32),
+        group=torch.arange(len(prompts)).repeat_interleave(repeats),
+        prompt=asked,
+        response=texts,
+    )
+
+
+def sample_metrics(samples: Batch) -> dict[str, float]:
+    """Figures of a step's samples: rewards, lengths in tokens, share that ended by themselves, weight versions."""
+    reward, lengths = samples["reward"], response_lengths(samples).float()
+    _, group = samples["group"].unique(return_inverse=True)
+    best = torch.full((int(group.max()) + 1,), -torch.inf).scatter_reduce_(0, group, reward, "amax")
+    worst = torch.full_like(best, torch.inf).scatter_reduce_(0, group, reward, "amin")
+    return {
+        "reward/mean": reward.mean().item(),
+        "reward/std": reward.std(correction=0).item(),
+        "reward/max": reward.max().item(),
+        "reward/min": reward.min().item(),
+        "reward/groups_all_equal": (best == worst).float().mean().item(),
+        "response/tokens_mean": lengths.mean().item(),
+        "response/tokens_max": lengths.max().item(),
+        "response/stopped": sum(reason == "stop" for reason in samples["finish_reason"]) / len(samples),
+        "weights/version": float(samples["weight_version"].min()),
+    }

@@ -1,0 +1,57 @@
+"""KL estimators against the divergence computed from whole distributions."""
+
+import math
+
+import pytest
+import torch
+
+from enginehouse.errors import ConfigError
+from enginehouse.rl.kl import ESTIMATORS, token_kl
+
+
+@pytest.fixture(scope="module")
+def distributions():
+    generator = torch.Generator().manual_seed(0)
+    policy = torch.randn(50, generator=generator).mul(0.3).log_softmax(-1)
+    reference = (policy + 0.1 * torch.randn(50, generator=generator)).log_softmax(-1)
+    return policy, reference
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_expectation_over_the_policy_is_the_divergence(distributions, estimator):
+    policy, reference = distributions
+    expected = (policy.exp() * (policy - reference)).sum()
+    estimated = (policy.exp() * token_kl(policy, reference, estimator)).sum()
+    assert estimated == pytest.approx(expected.item(), abs=1e-6)
+
+
+def test_k2_gradient_is_that_of_the_divergence(distributions):
+    policy, reference = distributions
+    logits = policy.clone().requires_grad_()
+    logprobs = logits.log_softmax(-1)
+    (logprobs.detach().exp() * token_kl(logprobs, reference, "k2")).sum().backward()
+    exact = policy.clone().requires_grad_()
+    logprobs = exact.log_softmax(-1)
+    (logprobs.exp() * (logprobs - reference)).sum().backward()
+    torch.testing.assert_close(logits.grad, exact.grad, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_equal_policies_have_no_divergence(estimator):
+    logprobs = torch.tensor([-1.0, -2.0, -30.0])
+    assert token_kl(logprobs, logprobs, estimator).tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_never_negative(estimator):
+    assert (token_kl(torch.randn(1000), torch.randn(1000), estimator) >= 0).all()
+
+
+def test_k3_by_hand():
+    value = token_kl(torch.tensor([math.log(0.5)]), torch.tensor([math.log(0.25)]), "k3").item()
+    assert value == pytest.approx(0.5 - 1 - math.log(0.5))
+
+
+def test_unknown_estimator_names_the_choices():
+    with pytest.raises(ConfigError, match="k1, k2, k3"):
+        token_kl(torch.zeros(1), torch.zeros(1), "k4")

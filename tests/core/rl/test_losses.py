@@ -1,0 +1,148 @@
+"""Losses against formulas written out token by token, and independence of how a batch is cut."""
+
+import math
+
+import pytest
+import torch
+
+from enginehouse.engines.train import TokenView
+from enginehouse.errors import ConfigError
+from enginehouse.rl.losses.aggregate import AGGREGATIONS
+from enginehouse.rl.losses.clipped_policy import clipped_policy
+from enginehouse.rl.losses.supervised import supervised
+from enginehouse.rl.losses.weighted_logprob import weighted_logprob
+
+LENGTHS = (3, 5, 2, 4)
+
+
+def make_view(lengths=LENGTHS, seed=0, rows=slice(None)) -> TokenView:
+    """Random columns; the first token of each row does not count. `rows` cuts a micro-batch out of the same data."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = sum(lengths)
+    row = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    first = torch.tensor([sum(lengths[:i]) for i in range(len(lengths))])
+    mask = torch.ones(tokens, dtype=torch.bool)
+    mask[first] = False
+    columns = {
+        "loss_mask": mask,
+        "old_logprobs": -torch.rand(tokens, generator=generator),
+        "reference_logprobs": -torch.rand(tokens, generator=generator),
+        "advantages": torch.randn(tokens, generator=generator),
+        "weights": torch.randn(tokens, generator=generator),
+    }
+    outputs = {"logprobs": -torch.rand(tokens, generator=generator), "entropy": torch.rand(tokens, generator=generator)}
+    chosen = range(len(lengths))[rows]
+    keep = (row >= chosen.start) & (row < chosen.stop)
+    return TokenView(
+        outputs={k: v[keep].clone().requires_grad_() for k, v in outputs.items()},
+        columns={k: v[keep] for k, v in columns.items()},
+        row=row[keep] - chosen.start,
+        rows=len(chosen),
+    )
+
+
+def by_hand(view, low, high, dual=None, kl=0.0, entropy=0.0):
+    """The clipped loss of each counted token, as (row, loss), from the papers' formulas."""
+    result = []
+    for t in range(len(view.row)):
+        if not view.columns["loss_mask"][t]:
+            continue
+        new, old, advantage = (x[t].item() for x in (view.outputs["logprobs"], view.columns["old_logprobs"], view.columns["advantages"]))
+        ratio = math.exp(new - old)
+        surrogate = min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
+        if dual is not None and advantage < 0:
+            surrogate = max(surrogate, dual * advantage)
+        log_r = view.columns["reference_logprobs"][t].item() - new
+        loss = -surrogate + kl * (math.exp(log_r) - 1 - log_r) - entropy * view.outputs["entropy"][t].item()
+        result.append((int(view.row[t]), loss))
+    return result
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hand"),
+    [
+        ({}, (0.2, 0.2)),
+        ({"clip_low": 0.1, "clip_high": 0.3}, (0.1, 0.3)),
+        ({"dual_clip": 1.1}, (0.2, 0.2, 1.1)),
+        ({"kl_coefficient": 0.5}, (0.2, 0.2, None, 0.5)),
+        ({"entropy_coefficient": 0.5}, (0.2, 0.2, None, 0.0, 0.5)),
+    ],
+)
+def test_clipped_policy_equals_the_formula(arguments, hand):
+    view = make_view()
+    value = clipped_policy(view, **arguments)
+    losses = [loss for _, loss in by_hand(view, *hand)]
+    assert value.total.item() == pytest.approx(sum(losses), rel=1e-5)
+    assert value.weight == len(losses)
+
+
+def test_aggregations_equal_their_definitions():
+    view = make_view()
+    losses = by_hand(view, 0.2, 0.2)
+    rows = [[loss for r, loss in losses if r == row] for row in range(view.rows)]
+    expected = {
+        "token_mean": sum(map(sum, rows)) / sum(map(len, rows)),
+        "sequence_mean_token_mean": sum(sum(r) / len(r) for r in rows) / len(rows),
+        "sequence_mean_token_sum": sum(map(sum, rows)) / len(rows),
+        "sequence_mean_token_sum_scaled": sum(map(sum, rows)) / len(rows) / 8,
+    }
+    assert set(expected) == set(AGGREGATIONS)
+    for aggregation, mean in expected.items():
+        value = clipped_policy(view, aggregation=aggregation, max_tokens=8)
+        assert value.total.item() / value.weight == pytest.approx(mean, rel=1e-5), aggregation
+
+
+@pytest.mark.parametrize(
+    ("loss", "arguments"),
+    [(clipped_policy, {"aggregation": aggregation, "max_tokens": 8}) for aggregation in AGGREGATIONS]
+    + [(supervised, {"aggregation": aggregation}) for aggregation in AGGREGATIONS[:3]]
+    + [(weighted_logprob, {})],
+)
+def test_parts_add_up_to_the_whole(loss, arguments):
+    whole = loss(make_view(), **arguments)
+    parts = [loss(make_view(rows=cut), **arguments) for cut in (slice(0, 1), slice(1, 3), slice(3, 4))]
+    assert sum(p.total.item() for p in parts) == pytest.approx(whole.total.item(), rel=1e-5)
+    assert sum(p.weight for p in parts) == whole.weight
+
+
+def test_gradient_stops_outside_the_clip_range():
+    view = make_view(lengths=(3,))
+    view.columns["old_logprobs"].copy_(view.outputs["logprobs"].detach() - torch.tensor([0.0, 1.0, -1.0]))  # ratio e, 1/e
+    view.columns["advantages"].copy_(torch.tensor([0.0, 1.0, -1.0]))
+    clipped_policy(view).total.backward()
+    assert view.outputs["logprobs"].grad.tolist() == [0, 0, 0]
+
+
+def test_metrics_report_what_was_clipped():
+    view = make_view(lengths=(5,))
+    view.columns["old_logprobs"].copy_(view.outputs["logprobs"].detach() - torch.tensor([0.0, 1.0, 0.0, 0.0, -1.0]))
+    view.columns["advantages"].copy_(torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0]))
+    metrics = clipped_policy(view).metrics
+    assert metrics["clip_fraction"].value == pytest.approx(0.25)
+    assert metrics["ratio"].value == pytest.approx((math.e + 1 + 1 + 1 / math.e) / 4)
+
+
+def test_a_view_without_counted_tokens_weighs_nothing():
+    view = make_view(lengths=(1, 1))
+    for aggregation in AGGREGATIONS:
+        value = clipped_policy(view, aggregation=aggregation, max_tokens=8)
+        assert (value.total.item(), value.weight) == (0.0, 0.0)
+
+
+def test_weighted_logprob_reproduces_any_policy_gradient():
+    """Given the clipped loss's own gradient as weights, it yields the same gradient."""
+    view = make_view()
+    clipped = clipped_policy(view)
+    (gradient,) = torch.autograd.grad(clipped.total, view.outputs["logprobs"])
+    view.columns["weights"].copy_(-gradient)
+    general = weighted_logprob(view)
+    (same,) = torch.autograd.grad(general.total, view.outputs["logprobs"])
+    torch.testing.assert_close(same, gradient)
+    assert general.weight == clipped.weight
+
+
+def test_mistakes_are_named():
+    with pytest.raises(ConfigError, match="did you mean 'token_mean'"):
+        clipped_policy(make_view(), aggregation="token_means")
+    with pytest.raises(ConfigError, match="max_tokens"):
+        clipped_policy(make_view(), aggregation="sequence_mean_token_sum_scaled")
