@@ -1,0 +1,108 @@
+"""Demonstrations for supervised training: a prompt and the response to learn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from enginehouse.data.batch import Batch
+from enginehouse.data.files import Table, open_table
+from enginehouse.data.ragged import Ragged
+from enginehouse.data.rendering import Renderer, check_length
+from enginehouse.data.sampler import Sampler
+from enginehouse.errors import DataError
+
+
+class DemonstrationDataset:
+    """The demonstrations of a file, tokenized once."""
+
+    def __init__(self, tokens: Sequence[np.ndarray], prompt_lengths: Sequence[int]) -> None:
+        """Use `load`. `tokens` holds prompt and response together."""
+        self._tokens = Ragged.from_list(tokens, dtype=torch.int32)
+        self._prompt_lengths = np.array(prompt_lengths, dtype=np.int64)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        tokenizer: Any,
+        prompt_column: str = "prompt",
+        response_column: str = "response",
+        max_tokens: int = 2048,
+        chat_template: bool | None = None,
+    ) -> DemonstrationDataset:
+        """Read a JSONL or Parquet file and tokenize its demonstrations.
+
+        A demonstration is the prompt as `PromptDataset` renders it, the response, and the tokenizer's end of
+        sequence if it has one and the response does not already end with it.
+
+        Args:
+            path: the file.
+            tokenizer: the model's `transformers` tokenizer.
+            prompt_column: column with the prompt, a string or a list of chat messages.
+            response_column: column with the response, a string.
+            max_tokens: longer demonstrations, prompt and response together, are an error.
+            chat_template: as for `PromptDataset.load`.
+
+        Raises:
+            DataError: saying which file, row and column is wrong and what would be right.
+        """
+        table = open_table(path, (prompt_column, response_column))
+        renderer = Renderer(tokenizer, chat_template)
+        _, prompts = renderer.prompts(table.needed[prompt_column], table.where)
+        responses = _responses(renderer, table, response_column)
+        tokens = [np.concatenate(parts) for parts in zip(prompts, responses, strict=True)]
+        lengths = [len(ids) for ids in tokens]
+        check_length(lengths, max_tokens, "prompt and response together", "data.max_tokens", table.where)
+        return cls(tokens, [len(prompt) for prompt in prompts])
+
+    def __len__(self) -> int:
+        """Number of demonstrations."""
+        return len(self._tokens)
+
+    def rows(self, indices: np.ndarray | Sequence[int]) -> Batch:
+        """The demonstrations at `indices`, in this order.
+
+        Returns:
+            A batch with `input_ids` (ragged int64: prompt, response, end of sequence) and `loss_mask` (ragged bool,
+            true on the response and the end of sequence).
+        """
+        index = np.asarray(indices, dtype=np.int64)
+        tokens = self._tokens.take(index)
+        starts = np.repeat(tokens.offsets.numpy()[:-1] + self._prompt_lengths[index], tokens.lengths.numpy())
+        mask = torch.from_numpy(np.arange(tokens.tokens) >= starts)
+        return Batch({"input_ids": tokens.like(tokens.values.to(torch.int64)), "loss_mask": tokens.like(mask)})
+
+    def all(self, limit: int | None = None) -> Batch:
+        """The first `limit` demonstrations (unset: all) in the order of the file; columns as in `rows`."""
+        return self.rows(np.arange(len(self) if limit is None else min(limit, len(self))))
+
+
+class DemonstrationSampler(Sampler):
+    """Draws each step's demonstrations from a data set; `next()` gives a batch as `DemonstrationDataset.rows` does."""
+
+    def __init__(self, dataset: DemonstrationDataset, rows_per_step: int, seed: int = 0) -> None:
+        """Start before the first demonstration of epoch 0."""
+        super().__init__(dataset, rows_per_step, seed)
+
+
+def _responses(renderer: Renderer, table: Table, column: str) -> list[np.ndarray]:
+    """Token ids of each response with its end of sequence, int32."""
+    texts = table.needed[column]
+    for row, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise DataError(
+                f"{table.where(row)}: the response in column {column!r} is a {type(text).__name__}, expected a string"
+            )
+    end = getattr(renderer.tokenizer, "eos_token_id", None)
+    responses = renderer.tokens(texts, special=False)
+    for row, ids in enumerate(responses):
+        if end is not None and (not len(ids) or ids[-1] != end):
+            responses[row] = np.append(ids, np.int32(end))
+        elif not len(ids):
+            raise DataError(f"{table.where(row)}: the response in column {column!r} has no tokens")
+    return responses

@@ -1,0 +1,313 @@
+"""A ragged column: one sequence a row, laid end to end, never padded."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from enginehouse.data import memory, wire
+from enginehouse.data.errors import BatchError
+
+
+class Ragged:
+    """Sequences of different length, one a row.
+
+    Attributes:
+        values: `(tokens, ...)`, all rows end to end, any device.
+        offsets: int64 `(rows + 1,)` in host memory: row `i` is `values[offsets[i]:offsets[i + 1]]`. Always on the
+            host: slicing and planning read it without waiting for a device.
+
+    Immutable like the batch it belongs to: operations return new columns that share memory where they can. Columns
+    made from each other by `like` share one `offsets` tensor, also after any operation on their batch.
+
+    >>> column = Ragged.from_list([[5, 6, 7], [], [8]])
+    >>> column[0]
+    tensor([5, 6, 7])
+    >>> column.lengths
+    tensor([3, 0, 1])
+    """
+
+    __slots__ = ("offsets", "values")
+
+    values: Tensor
+    offsets: Tensor
+
+    def __init__(self, values: Tensor | np.ndarray, offsets: Tensor | np.ndarray | Sequence[int]) -> None:
+        """Check and keep `values` and `offsets`.
+
+        Raises:
+            BatchError: if the offsets are not int64 numbers that start at 0, never fall and end at `len(values)`.
+        """
+        if isinstance(values, np.ndarray):
+            values = wire.view_array(values)
+        if not isinstance(offsets, Tensor):
+            offsets = torch.as_tensor(np.array(offsets, dtype=None if len(offsets) else np.int64))
+        offsets = offsets.cpu()
+        if values.ndim < 1:
+            raise BatchError("the values of a ragged column have no token axis: expected shape (tokens, ...), got ()")
+        wire.check_dtype(values, "the values of a ragged column")
+        if offsets.dtype is not torch.int64 or offsets.ndim != 1 or not len(offsets):
+            raise BatchError(
+                f"the offsets of a ragged column must be int64 of shape (rows + 1,), got {offsets.dtype} "
+                f"of shape {tuple(offsets.shape)}"
+            )
+        array = offsets.numpy()
+        if array[0] != 0 or array[-1] != values.shape[0]:
+            raise BatchError(
+                f"the offsets of a ragged column must go from 0 to the number of its values, {values.shape[0]}, "
+                f"but go from {array[0]} to {array[-1]}"
+            )
+        falls = np.flatnonzero(array[1:] < array[:-1])
+        if len(falls):
+            row = int(falls[0])
+            raise BatchError(f"the offsets of a ragged column fall from {array[row]} to {array[row + 1]} at row {row}")
+        self.values = values
+        self.offsets = offsets
+
+    @classmethod
+    def _make(cls, values: Tensor, offsets: Tensor) -> Ragged:
+        """Skip all checks."""
+        self = object.__new__(cls)
+        self.values = values
+        self.offsets = offsets
+        return self
+
+    @classmethod
+    def from_lengths(cls, values: Tensor, lengths: Tensor | Sequence[int]) -> Ragged:
+        """Build from `values` `(tokens, ...)` and each row's length."""
+        array = np.asarray(lengths, dtype=np.int64)
+        return cls(values, torch.from_numpy(np.concatenate(([0], np.cumsum(array)))))
+
+    @classmethod
+    def from_list(cls, rows: Sequence[Any], dtype: torch.dtype | None = None) -> Ragged:
+        """Build from one tensor, array or list of numbers a row.
+
+        Args:
+            rows: the rows; tensors must agree in all axes but the first.
+            dtype: dtype of the values; unset: that of the tensors; for lists bool, int64 or float32 by what they
+                hold (int64 where they hold nothing).
+
+        Raises:
+            BatchError: if the rows cannot be laid end to end.
+        """
+        offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+        try:
+            np.cumsum([len(row) for row in rows], out=offsets[1:])
+            if all(isinstance(row, (list, tuple, range)) for row in rows):
+                flat = np.array(list(itertools.chain.from_iterable(rows)))
+                if not flat.size and flat.ndim == 1:
+                    flat = flat.astype(np.int64)
+                if flat.dtype == np.float64:
+                    values = torch.from_numpy(flat).to(dtype or torch.float32)
+                else:
+                    values = torch.from_numpy(flat)
+            elif all(isinstance(row, np.ndarray) for row in rows):
+                values = torch.from_numpy(np.concatenate(rows))
+            else:
+                parts = [torch.as_tensor(row) for row in rows]
+                values = memory.join([part.to(dtype or parts[0].dtype) for part in parts])
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise BatchError(f"a ragged column cannot be made of these {len(rows)} rows: {error}") from error
+        return cls(values.to(dtype) if dtype else values, torch.from_numpy(offsets))
+
+    @classmethod
+    def from_padded(
+        cls, padded: Tensor, lengths: Tensor | Sequence[int], side: Literal["left", "right"] = "right"
+    ) -> Ragged:
+        """Take each row's first (`side="right"`) or last `lengths[row]` entries of `padded` `(rows, length, ...)`."""
+        column = np.asarray(lengths, dtype=np.int64)
+        if len(column) != padded.shape[0] or (len(column) and not 0 <= column.min() <= column.max() <= padded.shape[1]):
+            raise BatchError(f"lengths {column.tolist()} do not fit padding of shape {tuple(padded.shape)}")
+        offsets = torch.from_numpy(np.concatenate(([0], np.cumsum(column))))
+        return cls._make(padded[_padding_mask(column, padded.shape[1], side).to(padded.device)], offsets)
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return self.offsets.shape[0] - 1
+
+    @overload
+    def __getitem__(self, row: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, row: slice) -> Ragged: ...
+    def __getitem__(self, row: int | slice) -> Tensor | Ragged:
+        """A row as a view `(length, ...)`, or consecutive rows as a column."""
+        rows = len(self)
+        if isinstance(row, slice):
+            start, stop, step = row.indices(rows)
+            if step != 1:
+                raise BatchError(f"a ragged column is sliced in steps of 1, not {step}; use take")
+            return self.slice(start, max(start, stop))
+        if not -rows <= row < rows:
+            raise IndexError(f"row {row} of a ragged column with {rows} rows")
+        start, stop = self.offsets[row % rows : row % rows + 2].tolist()
+        return self.values[start:stop]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Each row as a view."""
+        return iter(torch.split(self.values, self.lengths.tolist()) if len(self) else ())
+
+    @property
+    def lengths(self) -> Tensor:
+        """Length of each row in tokens, int64 `(rows,)` in host memory."""
+        return self.offsets[1:] - self.offsets[:-1]
+
+    @property
+    def tokens(self) -> int:
+        """Number of values of all rows together."""
+        return self.values.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the values."""
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the values."""
+        return self.values.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of values and offsets."""
+        return self.values.nbytes + self.offsets.nbytes
+
+    @property
+    def row(self) -> Tensor:
+        """The row each token belongs to, int64 `(tokens,)` on the values' device."""
+        rows = np.repeat(np.arange(len(self)), np.diff(self.offsets.numpy()))
+        return torch.from_numpy(rows).to(self.device)
+
+    def like(self, values: Tensor) -> Ragged:
+        """A column of the same row lengths that holds `values` `(tokens, ...)`.
+
+        Raises:
+            BatchError: if there is not one value a token.
+        """
+        if values.ndim < 1 or values.shape[0] != self.tokens:
+            raise BatchError(f"expected one value for each of {self.tokens} tokens, got shape {tuple(values.shape)}")
+        wire.check_dtype(values, "the values of a ragged column")
+        return Ragged._make(values, self.offsets)
+
+    def aligned(self, other: Ragged) -> bool:
+        """Whether both columns have the same rows' lengths, so that their values speak of the same tokens."""
+        return self.offsets is other.offsets or torch.equal(self.offsets, other.offsets)
+
+    def to_padded(self, value: float | bool, side: Literal["left", "right"] = "right") -> Tensor:
+        """Lay the rows under each other: `(rows, longest, ...)`, filled with `value` on `side`."""
+        lengths = np.diff(self.offsets.numpy())
+        longest = int(lengths.max()) if len(lengths) else 0
+        if len(lengths) and lengths.min() == longest:
+            return self.values.reshape(len(lengths), longest, *self.values.shape[1:])
+        mask = _padding_mask(lengths, longest, side).to(self.device)
+        padded = torch.full((*mask.shape, *self.values.shape[1:]), value, dtype=self.dtype, device=self.device)
+        padded[mask] = self.values
+        return padded
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Ragged:
+        """Values on `device`; the offsets stay on the host."""
+        return Ragged._make(self.values.to(device, non_blocking=non_blocking), self.offsets)
+
+    def slice(self, start: int, stop: int) -> Ragged:
+        """Rows `start` to `stop` (within bounds): a view of the values."""
+        first, last, offsets = slice_offsets(self.offsets, start, stop)
+        return Ragged._make(self.values[first:last], offsets)
+
+    def take(self, rows: np.ndarray) -> Ragged:
+        """The rows at `rows` (int64, within bounds), copied."""
+        tokens, offsets = take_offsets(self.offsets, rows)
+        return Ragged._make(memory.gather(self.values, tokens), offsets)
+
+    def equal(self, other: Ragged) -> bool:
+        """Whether rows, dtype and values are the same (NaN equals NaN)."""
+        return self.aligned(other) and same_values(self.values, other.values)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _read_ragged, (
+            wire.WIRE_VERSION,
+            wire.write_tensor(self.values, protocol),
+            wire.write_tensor(self.offsets, protocol),
+        )
+
+    def __copy__(self) -> Ragged:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ragged:
+        return self
+
+    def __repr__(self) -> str:
+        return f"Ragged({self.describe()})"
+
+    def describe(self) -> str:
+        """Rows, dtype and lengths in a line."""
+        lengths = np.diff(self.offsets.numpy())
+        span = f", {lengths.min()} to {lengths.max()} a row" if len(lengths) else ""
+        trailing = f" x {tuple(self.values.shape[1:])}" if self.values.ndim > 1 else ""
+        device = "" if self.values.is_cpu else f" on {self.device}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{len(self)} rows of {dtype}{trailing}{device}, {self.tokens} tokens{span}"
+
+
+def _read_ragged(version: int, values: wire.WireTensor, offsets: wire.WireTensor) -> Ragged:
+    wire.check_version(version)
+    return Ragged._make(wire.read_tensor(values), wire.read_tensor(offsets))
+
+
+def _padding_mask(lengths: np.ndarray, longest: int, side: str) -> Tensor:
+    """Bool `(rows, longest)`: where a padded row holds its values."""
+    if side not in ("left", "right"):
+        raise BatchError(f"padding goes on the 'left' or 'right', not {side!r}")
+    position = np.arange(longest)
+    if side == "right":
+        return torch.from_numpy(position < lengths[:, None])
+    return torch.from_numpy(position >= longest - lengths[:, None])
+
+
+def slice_offsets(offsets: Tensor, start: int, stop: int) -> tuple[int, int, Tensor]:
+    """First and last token of rows `start` to `stop`, and these rows' own offsets."""
+    part = offsets[start : stop + 1]
+    array = part.numpy()
+    first, last = int(array[0]), int(array[-1])
+    return first, last, part - first if first else part
+
+
+def take_offsets(offsets: Tensor, rows: np.ndarray) -> tuple[np.ndarray, Tensor]:
+    """The tokens of the rows at `rows`, int64, and these rows' own offsets."""
+    array = offsets.numpy()
+    starts = array[rows]
+    lengths = array[rows + 1] - starts
+    taken = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=taken[1:])
+    tokens = np.arange(taken[-1])
+    tokens += np.repeat(starts - taken[:-1], lengths)
+    return tokens, torch.from_numpy(taken)
+
+
+def join_offsets(parts: Sequence[Tensor]) -> Tensor:
+    """Offsets of the rows of all parts, end to end."""
+    joined = np.zeros(sum(part.shape[0] - 1 for part in parts) + 1, dtype=np.int64)
+    at = 0
+    for part in parts:
+        array = part.numpy()
+        rows = len(array) - 1
+        np.add(array, joined[at], out=joined[at : at + rows + 1])
+        at += rows
+    return torch.from_numpy(joined)
+
+
+def same_values(a: Tensor, b: Tensor) -> bool:
+    """Whether dtype, shape and values are the same (NaN equals NaN)."""
+    if a.dtype is not b.dtype or a.shape != b.shape:
+        return False
+    b = b.to(a.device)
+    if a.dtype.itemsize == 1 and a.is_floating_point():  # float8 cannot be compared
+        a, b = a.float(), b.float()
+    if torch.equal(a, b):
+        return True
+    if not (a.is_floating_point() or a.is_complex()):
+        return False
+    return bool(((a == b) | ((a != a) & (b != b))).all())

@@ -1,0 +1,88 @@
+"""Which rows of a data set come next: a fresh order each epoch, resumable to the row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from enginehouse.errors import DataError
+
+if TYPE_CHECKING:
+    from enginehouse.data.batch import Batch
+
+
+class RowSource(Protocol):
+    """A data set as a sampler sees it."""
+
+    def __len__(self) -> int: ...
+
+    def rows(self, indices: np.ndarray) -> Batch:
+        """The rows at `indices` (int64), in this order."""
+        ...
+
+
+class Sampler:
+    """Draws a fixed number of rows a step from a data set, for ever.
+
+    Each epoch goes once through all rows in an order that depends on `(seed, epoch)` alone. A step that reaches
+    the end of an epoch goes on with the next one.
+    """
+
+    def __init__(self, dataset: RowSource, rows_per_step: int, seed: int = 0) -> None:
+        """Start before the first row of epoch 0.
+
+        Raises:
+            ValueError: if `rows_per_step` is not positive or the data set is empty.
+        """
+        if rows_per_step < 1 or not len(dataset):
+            raise ValueError(f"cannot draw {rows_per_step} rows a step from {len(dataset)} rows")
+        self.dataset = dataset
+        self.rows_per_step = rows_per_step
+        self.seed = seed
+        self.epoch = 0
+        self.position = 0
+        self._order = self._shuffled()
+
+    def next(self) -> Batch:
+        """The next step's rows."""
+        return self.dataset.rows(self.next_rows())
+
+    def next_rows(self) -> np.ndarray:
+        """Row numbers of the next step, int64 `(rows_per_step,)`."""
+        parts: list[np.ndarray] = []
+        missing = self.rows_per_step
+        while missing:
+            if self.position == len(self._order):
+                self.epoch += 1
+                self.position = 0
+                self._order = self._shuffled()
+            part = self._order[self.position : self.position + missing]
+            parts.append(part)
+            self.position += len(part)
+            missing -= len(part)
+        return np.concatenate(parts)
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the sampler stands, as plain numbers."""
+        return {"seed": self.seed, "epoch": self.epoch, "position": self.position, "rows": len(self.dataset)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken, with its seed; the number of rows a step may differ.
+
+        Raises:
+            DataError: if the data set has another number of rows than the one the state was taken of.
+        """
+        if state["rows"] != len(self.dataset):
+            raise DataError(
+                f"cannot resume: the checkpoint was written with a data set of {state['rows']} rows, "
+                f"this one has {len(self.dataset)}. Resume with the same file, or start a new run"
+            )
+        self.seed = int(state["seed"])
+        self.epoch = int(state["epoch"])
+        self.position = int(state["position"])
+        self._order = self._shuffled()
+
+    def _shuffled(self) -> np.ndarray:
+        return np.random.default_rng([self.seed % 2**64, self.epoch]).permutation(len(self.dataset))

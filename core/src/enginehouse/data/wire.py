@@ -1,0 +1,127 @@
+"""How tensors cross processes: each as the bytes it covers, taken out of the pickle as a buffer of its own.
+
+With pickle protocol 5 and a buffer callback (Ray's way) neither side copies: the writer hands out its memory, the
+reader's tensors are views of the received buffers. Without one the bytes travel inside the pickle. What was read
+out of a shared store lies in the store's memory, which nobody may write to: batches are immutable.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from enginehouse.data.errors import BatchError, WireVersionError
+
+WIRE_VERSION = 1
+"""Version of the format below. Raise it with every change that an older reader would get wrong."""
+
+_EVERYWHERE = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+)
+_RECENT = ("uint16", "uint32", "uint64", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+
+DTYPES: dict[str, torch.dtype] = {
+    **{str(dtype).removeprefix("torch."): dtype for dtype in _EVERYWHERE},
+    **{name: getattr(torch, name) for name in (*_RECENT, "float8_e8m0fnu") if hasattr(torch, name)},
+}
+"""The dtypes a batch holds, by the name they have on the wire."""
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NO_NUMPY_TWIN = {
+    dtype: torch.int16 if dtype.itemsize == 2 else torch.uint8
+    for name, dtype in DTYPES.items()
+    if name == "bfloat16" or name.startswith("float8")
+}
+
+WireTensor = tuple[str, tuple[int, ...], Any]
+"""dtype name, shape, and the bytes (None for a tensor without elements)."""
+
+_read_only_seen = False
+
+
+def write_tensor(tensor: Tensor, protocol: int) -> WireTensor:
+    """Describe a tensor by what pickle can send. Copies only what is not contiguous or not in host memory."""
+    name = _NAMES[tensor.dtype]
+    shape = tuple(tensor.shape)
+    if tensor.numel() == 0:
+        return name, shape, None
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if not tensor.is_cpu:
+        tensor = tensor.cpu()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+    twin = _NO_NUMPY_TWIN.get(tensor.dtype)
+    array = tensor.numpy() if twin is None else tensor.view(twin).numpy()
+    buffer: Any = array  # numpy's stubs do not declare the buffer protocol
+    return name, shape, pickle.PickleBuffer(buffer) if protocol >= 5 else array.tobytes()
+
+
+def read_tensor(wire: WireTensor) -> Tensor:
+    """Return the tensor as a view of the received bytes."""
+    name, shape, buffer = wire
+    dtype = DTYPES[name]
+    if buffer is None:
+        return torch.empty(shape, dtype=dtype)
+    flat = view_buffer(buffer, dtype)
+    return flat if len(shape) == 1 else flat.view(shape)
+
+
+def view_buffer(buffer: Any, dtype: torch.dtype) -> Tensor:
+    """View any contiguous buffer as a 1-D tensor, read-only ones too.
+
+    Torch warns (once a process) that a tensor over read-only memory could be written to; that is the point here.
+    """
+    global _read_only_seen
+    if _read_only_seen and not torch.is_warn_always_enabled():
+        return torch.frombuffer(buffer, dtype=dtype)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+        flat = torch.frombuffer(buffer, dtype=dtype)
+    _read_only_seen = memoryview(buffer).readonly
+    return flat
+
+
+def view_array(array: np.ndarray) -> Tensor:
+    """View a numpy array as a tensor; read-only arrays (Ray hands out such) without a warning or a copy."""
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    if not array.flags.c_contiguous:
+        array = np.ascontiguousarray(array)
+    if array.flags.writeable or array.size == 0:
+        return torch.from_numpy(array if array.flags.writeable else array.copy())
+    dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+    return view_buffer(array, dtype).view(array.shape)
+
+
+def check_version(version: int) -> None:
+    """Refuse a batch of another format.
+
+    Raises:
+        WireVersionError: naming both versions.
+    """
+    if version != WIRE_VERSION:
+        raise WireVersionError(
+            f"received a batch in wire format {version}, but this process reads wire format {WIRE_VERSION}: "
+            "install the same version of enginehouse in both Python environments"
+        )
+
+
+def check_dtype(tensor: Tensor, what: str) -> None:
+    """Refuse a tensor that cannot cross processes.
+
+    Raises:
+        BatchError: naming `what`, its dtype and its layout.
+    """
+    if tensor.dtype not in _NAMES or tensor.layout is not torch.strided:
+        raise BatchError(
+            f"{what} is a {tensor.layout} tensor of {tensor.dtype}: a batch holds dense tensors of " + ", ".join(DTYPES)
+        )

@@ -1,0 +1,157 @@
+"""What is said about data files that cannot be used, and what is read from those that can."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from enginehouse.data import check_demonstration_file, check_prompt_file
+from enginehouse.data.files import open_table
+from enginehouse.errors import DataError, UserError
+
+KINDS = pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+
+
+@pytest.mark.parametrize("kind", ["a.jsonl", "a.parquet"])
+@pytest.mark.parametrize("use", [lambda p: check_prompt_file(p, "prompt"), lambda p: open_table(p, ["prompt"])])
+def test_a_missing_column_is_answered_with_the_nearest(write: Any, kind: str, use: Any) -> None:
+    path = write(kind, [{"promt": "a", "answer": 1}])
+    with pytest.raises(DataError, match=r"no column 'prompt': did you mean 'promt'\? Choices: answer, promt") as caught:
+        use(path)
+    assert str(path) in str(caught.value)
+    assert isinstance(caught.value, UserError)
+
+
+@KINDS
+def test_a_good_file_gives_its_columns(write: Any, name: str) -> None:
+    path = write(name, [{"prompt": "a", "response": "b", "answer": 1}])
+    assert check_prompt_file(path, "prompt") == ("prompt", "response", "answer")
+    assert check_demonstration_file(str(path), "prompt", "response") == ("prompt", "response", "answer")
+    with pytest.raises(DataError, match="no column 'reply'"):
+        check_demonstration_file(path, "prompt", "reply")
+
+
+def test_a_missing_file_is_answered_with_the_nearest(write: Any, tmp_path: Path) -> None:
+    write("train.jsonl", [{"prompt": "a"}])
+    write("other.txt", ["x"])
+    with pytest.raises(DataError, match=r"no data file .*trian\.jsonl; the nearest in .* is 'train\.jsonl'"):
+        check_prompt_file(tmp_path / "trian.jsonl", "prompt")
+    with pytest.raises(DataError, match=r"holds train\.jsonl"):
+        check_prompt_file(tmp_path / "zzzzzz.parquet", "prompt")
+    with pytest.raises(DataError, match=rf"folder {tmp_path}/no/such does not exist \({tmp_path} does\)"):
+        check_prompt_file(tmp_path / "no" / "such" / "train.jsonl", "prompt")
+    with pytest.raises(DataError, match=r"is a directory.*train\.jsonl"):
+        check_prompt_file(tmp_path, "prompt")
+    with pytest.raises(DataError, match=r"no known kind: data files end in \.jsonl"):
+        check_prompt_file(tmp_path / "other.txt", "prompt")
+
+
+@KINDS
+def test_an_empty_file_has_no_rows(write: Any, name: str) -> None:
+    with pytest.raises(DataError, match="has no rows"):
+        check_prompt_file(write(name, []), "prompt")
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (['{"prompt": "a"}', "", '{"prompt": '], r"line 3: not valid JSON: Expecting value"),
+        (['{"prompt": "a"}', "[1, 2]"], r"line 2: expected one JSON object a line, found a list"),
+        (['{"prompt": "a"}', "", '{"promt": "b"}'], r"row 1 \(line 3\) has no column 'prompt': did you mean 'promt'"),
+    ],
+)
+def test_a_bad_line_is_named(write: Any, lines: list[str], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        open_table(write("a.jsonl", lines), ["prompt"])
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
+    with pytest.raises(DataError, match=r"line 2: not valid JSON: .*utf-8"):
+        open_table(path, ["prompt"])
+    broken = tmp_path / "a.parquet"
+    broken.write_bytes(b"not parquet at all")
+    with pytest.raises(DataError, match=r"a\.parquet cannot be read as Parquet"):
+        check_prompt_file(broken, "prompt")
+
+
+def test_values_in_jsonl_reach_the_reward_as_they_stand_in_the_file(write: Any) -> None:
+    rows = [
+        {"prompt": "2024-01-01", "date": "2024-01-01", "number": 1, "deep": {"a": 1}},
+        {"number": 2.5, "prompt": "b", "deep": {"b": [1, "x", None]}, "late": 10**30},
+    ]
+    table = open_table(write("a.jsonl", rows), ["prompt"])
+    assert table.needed["prompt"] == ["2024-01-01", "b"]
+    others = table.others([1, 0])
+    assert others == [{k: v for k, v in row.items() if k != "prompt"} for row in reversed(rows)]
+    assert type(others[1]["number"]) is int
+
+
+def test_a_json_array_and_a_byte_order_mark_are_read(tmp_path: Path) -> None:
+    array = tmp_path / "a.json"
+    array.write_text('\n [{"prompt": "ä", "x": 1},\n {"prompt": "b"}]')
+    table = open_table(array, ["prompt"])
+    assert table.needed["prompt"] == ["ä", "b"]
+    assert table.others([0, 1]) == [{"x": 1}, {}]
+    marked = tmp_path / "b.jsonl"
+    marked.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}\r\n')
+    assert open_table(marked, ["prompt"]).needed["prompt"] == ["a", "b"]
+
+
+def test_parquet_rows_are_read(write: Any) -> None:
+    rows = [{"prompt": f"p{i}", "answer": i, "deep": {"tags": ["x"] * i}} for i in range(4)]
+    table = open_table(write("a.parquet", rows), ["prompt"])
+    assert len(table) == 4
+    assert table.needed["prompt"] == ["p0", "p1", "p2", "p3"]
+    assert table.others([3, 1, 1]) == [{k: v for k, v in rows[i].items() if k != "prompt"} for i in (3, 1, 1)]
+    assert table.others([]) == []
+    alone = open_table(write("b.parquet", [{"prompt": "a"}]), ["prompt"])
+    assert alone.others([0]) == [{}]
+
+
+def test_checking_a_file_imports_no_torch_and_reading_leaves_nothing_behind(write: Any, tmp_path: Path) -> None:
+    write("a.jsonl", [{"prompt": "a"}])
+    write("a.parquet", [{"prompt": "a"}])
+    before = sorted(os.listdir(tmp_path))
+    home = tmp_path.parent / f"{tmp_path.name}-home"
+    home.mkdir()
+    program = """
+import socket, sys
+def refuse(*a, **k): raise AssertionError("the network was asked")
+socket.socket.connect = socket.getaddrinfo = refuse
+from enginehouse.data import check_prompt_file
+assert check_prompt_file("a.jsonl", "prompt") == ("prompt",)
+assert "pyarrow" not in sys.modules
+assert check_prompt_file("a.parquet", "prompt") == ("prompt",)
+heavy = {"torch", "ray", "transformers", "datasets"} & set(sys.modules)
+assert not heavy, heavy
+from enginehouse.data.files import open_table
+assert len(open_table("a.parquet", ["prompt"])) == 1
+assert len(open_table("a.jsonl", ["prompt"])) == 1
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "HOME": str(home),
+            "HF_HOME": str(home / "hf"),
+            "XDG_CACHE_HOME": str(home / "cache"),
+            "TMPDIR": str(home),
+        },
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert sorted(os.listdir(tmp_path)) == before
+    left = [path for path in home.rglob("*") if path.is_file()]
+    assert not left, left

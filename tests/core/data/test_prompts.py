@@ -1,0 +1,128 @@
+"""Prompts from file to batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from character_tokenizer import TEMPLATE, ids_of, make_tokenizer
+
+from enginehouse.data import Batch, PromptDataset, PromptSampler
+from enginehouse.errors import DataError
+
+CHAT = [{"role": "system", "content": "be good"}, {"role": "user", "content": "hi"}]
+RENDERED = "system:be good\nuser:hi\nassistant:"
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_a_batch_of_prompts_holds_tokens_text_row_and_the_other_columns(write: Any, tokenizer: Any, name: str) -> None:
+    path = write(name, [{"prompt": f"s{i}=", "answer": i, "kind": {"a": str(i)}} for i in range(5)])
+    dataset = PromptDataset.load(path, tokenizer, "prompt", 10)
+    batch = dataset.rows([3, 1])
+    assert len(dataset) == 5
+    assert batch.columns == ("prompt_ids", "prompt", "row", "columns")
+    assert [row.tolist() for row in batch["prompt_ids"]] == [ids_of("s3="), ids_of("s1=")]
+    assert batch["prompt_ids"].dtype is torch.int64
+    assert batch["prompt"] == ("s3=", "s1=")
+    assert batch["row"].tolist() == [3, 1]
+    assert batch["row"].dtype is torch.int64
+    assert batch["columns"] == ({"answer": 3, "kind": {"a": "3"}}, {"answer": 1, "kind": {"a": "1"}})
+
+
+def test_all_gives_the_first_rows_in_order(write: Any, tokenizer: Any) -> None:
+    dataset = PromptDataset.load(write("a.jsonl", [{"prompt": f"p{i}"} for i in range(5)]), tokenizer)
+    assert dataset.all()["row"].tolist() == [0, 1, 2, 3, 4]
+    assert dataset.all(2)["prompt"] == ("p0", "p1")
+    assert len(dataset.all(99)) == 5
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_messages_are_rendered_by_the_chat_template(write: Any, name: str) -> None:
+    tokenizer = make_tokenizer(TEMPLATE, begin=True)
+    batch = PromptDataset.load(write(name, [{"prompt": CHAT, "x": 1}]), tokenizer).all()
+    assert batch["prompt"] == (RENDERED,)
+    assert batch["prompt_ids"][0].tolist() == ids_of(RENDERED), "a template writes the special tokens itself"
+    assert batch["columns"] == ({"x": 1},)
+
+
+def test_the_tokens_are_those_transformers_gives_for_the_messages(write: Any, chat_tokenizer: Any) -> None:
+    expected = chat_tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=True, return_dict=True)
+    batch = PromptDataset.load(write("a.jsonl", [{"prompt": CHAT}]), chat_tokenizer).all()
+    assert batch["prompt_ids"][0].tolist() == expected["input_ids"]
+
+
+def test_plain_strings_get_the_default_special_tokens(write: Any) -> None:
+    path = write("a.jsonl", [{"prompt": "ab"}])
+    for template in (None, TEMPLATE):
+        tokenizer = make_tokenizer(template, begin=True)
+        assert PromptDataset.load(path, tokenizer).all()["prompt_ids"][0].tolist() == [1, *ids_of("ab")]
+
+
+def test_a_template_can_be_asked_for_plain_strings(write: Any, chat_tokenizer: Any) -> None:
+    batch = PromptDataset.load(write("a.jsonl", [{"prompt": "hi"}]), chat_tokenizer, chat_template=True).all()
+    assert batch["prompt"] == ("user:hi\nassistant:",)
+
+
+def test_strings_and_messages_may_be_mixed(write: Any, chat_tokenizer: Any) -> None:
+    batch = PromptDataset.load(
+        write("a.jsonl", [{"prompt": "a"}, {"prompt": CHAT}, {"prompt": "b"}]), chat_tokenizer
+    ).all()
+    assert batch["prompt"] == ("a", RENDERED, "b")
+    assert [row.tolist() for row in batch["prompt_ids"]] == [ids_of("a"), ids_of(RENDERED), ids_of("b")]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        (["ok", 7], {}, r"row 1 \(line 2\): the prompt is 7 \(int\); expected a string, or a list of chat messages"),
+        (["ok", None], {}, r"row 1 .*NoneType"),
+        ([[]], {}, r"row 0 .*list.*expected a string"),
+        ([[{"content": "x"}]], {}, r"row 0 .*'role' and 'content'"),
+        ([["hi"]], {}, r"row 0 .*'role' and 'content'"),
+        (["ok", ""], {}, r"row 1 .*the prompt has no tokens"),
+        ([CHAT], {"chat_template": False}, r"row 0 .*chat messages, but data.chat_template is false"),
+        (
+            ["abc", "abcdef", "abcdefg"],
+            {"max_prompt_tokens": 5},
+            r"row 1 \(line 2\): the prompt has 6 tokens, more than data.max_prompt_tokens=5 \(2 rows .* longest has 7",
+        ),
+    ],
+)
+def test_a_prompt_that_cannot_be_used_is_named_by_row(
+    write: Any, chat_tokenizer: Any, prompts: list[Any], options: Any, message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        PromptDataset.load(write("a.jsonl", [{"prompt": prompt} for prompt in prompts]), chat_tokenizer, **options)
+
+
+@pytest.mark.parametrize(("prompt", "chat_template"), [(CHAT, None), ("hi", True)])
+def test_a_tokenizer_without_a_template_is_said(write: Any, tokenizer: Any, prompt: Any, chat_template: Any) -> None:
+    with pytest.raises(DataError, match="tokenizer has no chat template"):
+        PromptDataset.load(write("a.jsonl", [{"prompt": prompt}]), tokenizer, chat_template=chat_template)
+
+
+def test_a_template_that_refuses_is_quoted(write: Any) -> None:
+    tokenizer = make_tokenizer("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(DataError, match=r"row 0 .*the chat template refuses the messages: roles must alternate"):
+        PromptDataset.load(write("a.jsonl", [{"prompt": CHAT}]), tokenizer)
+
+
+def test_arrow_does_not_add_keys_to_messages(write: Any) -> None:
+    """Arrow fills a key that only some messages have with None; a template would print it."""
+    tokenizer = make_tokenizer("{% for m in messages %}{{ m | length }}{% endfor %}")
+    rows = [{"prompt": CHAT}, {"prompt": [{"role": "user", "content": "x", "name": "bob"}]}]
+    assert PromptDataset.load(write("a.parquet", rows), tokenizer).all()["prompt"] == ("22", "3")
+
+
+def test_a_sampler_draws_batches_and_resumes(write: Any, tokenizer: Any) -> None:
+    path = write("a.jsonl", [{"prompt": f"p{i}", "answer": i} for i in range(7)])
+    sampler = PromptSampler(PromptDataset.load(path, tokenizer), prompts_per_step=3, seed=5)
+    first = Batch.concat([sampler.next(), sampler.next()])
+    state = sampler.state_dict()
+    assert len(set(first["row"].tolist())) == 6
+    assert all(columns["answer"] == row for columns, row in zip(first["columns"], first["row"].tolist(), strict=True))
+    resumed = PromptSampler(PromptDataset.load(path, tokenizer), prompts_per_step=3, seed=5)
+    resumed.load_state_dict(state)
+    for _ in range(4):
+        assert resumed.next().equal(sampler.next())
