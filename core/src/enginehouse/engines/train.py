@@ -33,7 +33,8 @@ class Outputs:
     Attributes:
         logprobs: log-probability of each token given those before it.
         entropy: entropy in nats of the distribution each token was drawn from.
-        values: the value head's output at each token (engines with `ModelSpec.head == "value"`).
+        values: value of the state each token was drawn from: the value head's output at the token before it
+            (engines with `ModelSpec.head == "value"`).
         temperature: logits are divided by it before logprobs and entropy, as the sampler does.
     """
 
@@ -152,6 +153,8 @@ class TrainEngine(Protocol):
 
     def forward(self, batch: Batch, outputs: Outputs) -> Batch | None:
         """Compute `outputs` for `input_ids` without gradients, in evaluation mode.
+
+        Where the batch has a `loss_mask`, only for the tokens it marks, and the others are 0; otherwise for all.
 
         Returns:
             On output ranks a batch of the same rows in the same order with only the asked columns, ragged

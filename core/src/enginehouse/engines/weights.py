@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from enginehouse.errors import EnginehouseError
 
@@ -40,6 +40,10 @@ class WeightSyncError(EnginehouseError):
 
     def __reduce__(self):
         return type(self), (str(self), self.parameters)
+
+
+class WeightUpdateAborted(WeightSyncError):
+    """A side of an update was told to give up, or the other side is gone: the cause is another error, elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +156,9 @@ class TransferPlan:
 class TransportSession(Protocol):
     """One end of a connection, kept over many updates."""
 
-    def send(self, version: int, weights: Iterable[tuple[str, torch.Tensor]], deadline_seconds: float) -> dict[str, str]:
+    def send(
+        self, version: int, weights: Iterable[tuple[str, torch.Tensor]], deadline_seconds: float
+    ) -> dict[str, str]:
         """Send every parameter of the plan, in its order; on a rank that is not the sender only exhaust `weights`.
 
         `weights` is exhausted in every case, since giving it may be collective. Returns once every receiver took
@@ -240,7 +246,7 @@ def checksum(tensor: torch.Tensor) -> str:
     import xxhash
 
     flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-    return xxhash.xxh3_64_hexdigest(memoryview(flat.numpy()))
+    return xxhash.xxh3_64_hexdigest(flat.numpy().data)
 
 
 def compare_checksums(sent: Mapping[str, str], arrived: Mapping[str, str], where: str) -> None:
@@ -265,8 +271,33 @@ def compare_checksums(sent: Mapping[str, str], arrived: Mapping[str, str], where
     )
 
 
+def verify_state(state: WeightState, version: int, sums: Mapping[str, str], where: str) -> None:
+    """Check what a replica says it serves against what was sent.
+
+    Args:
+        state: the replica's word. Where its engine cannot read weights back (no checksums), only the version counts.
+        version: what it was told to serve.
+        sums: checksum of each parameter that was sent.
+        where: names the replica.
+
+    Raises:
+        WeightSyncError: another version, or a parameter that is not served as it was sent.
+    """
+    if state.version != version:
+        raise WeightSyncError(f"{where} was told to serve weight version {version} and says it serves {state.version}")
+    if not state.checksums:
+        return
+    differing = [name for name, served in state.checksums.items() if name in sums and served != sums[name]]
+    absent = [name for name in sums if name not in state.checksums]
+    if differing or absent:
+        wrong = differing + absent
+        named = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
+        raise WeightSyncError(
+            f"{where} took weight version {version} whole, but does not serve {named} as sent. It answers no requests.",
+            parameters=wrong,
+        )
+
+
 def as_update(plan: TransferPlan, version: int) -> WeightUpdate:
     """The announcement of `version` for a plan."""
     return WeightUpdate(version=version, parameters=plan.parameters)
-
-

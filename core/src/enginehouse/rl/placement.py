@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec, colocate, ray_cluster
+from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec, colocate, start_ray
 from enginehouse.controller.weight_sync import WeightSync
 from enginehouse.engines.model import ModelSpec
 from enginehouse.errors import ModelError
@@ -36,7 +36,7 @@ class Roles:
     def describe(self) -> dict[str, Any]:
         """For reports: each role's processes and what they run."""
         groups = {"actor": self.actor, "rollout": self.rollout, "reference": self.reference}
-        return {name: group.describe() for name, group in groups.items() if group is not None}
+        return {name: group.call("describe") for name, group in groups.items() if group is not None}
 
 
 def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
@@ -69,13 +69,13 @@ def place(plan: Plan, probe: Sequence[Sequence[int]]) -> Iterator[Roles]:
     specs = {"actor": actor}
     if plan.uses_reference:
         path = config.reference.path or config.model.path
-        specs["reference"] = _train_spec(plan, config.reference.engine.backend, path, plan.reference_options)
+        specs["reference"] = _train_spec(plan, config.actor.engine.backend, path, plan.reference_options)
     colocated = config.rollout.placement == "colocated"
     if colocated:
         specs["rollout"] = rollout
     with ExitStack() as stack:
         if config.cluster.launcher == "ray":
-            stack.enter_context(ray_cluster(config.cluster.address))
+            stack.enter_context(start_ray(config.cluster.address))
         groups = stack.enter_context(_colocated(plan, specs, config.actor.processes))
         if not colocated:
             groups |= stack.enter_context(_colocated(plan, {"rollout": rollout}, config.rollout.replicas))
@@ -102,7 +102,7 @@ def place_actor(plan: SFTPlan) -> Iterator[WorkerGroup]:
     spec = _train_spec(plan, config.actor.engine.backend, config.model.path, plan.actor_options)
     with ExitStack() as stack:
         if config.cluster.launcher == "ray":
-            stack.enter_context(ray_cluster(config.cluster.address))
+            stack.enter_context(start_ray(config.cluster.address))
         yield stack.enter_context(_colocated(plan, {"actor": spec}, config.actor.processes))["actor"]
 
 

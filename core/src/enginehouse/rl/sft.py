@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from enginehouse.data.demonstrations import DemonstrationDataset
-from enginehouse.data.prompts import PromptSampler
+from enginehouse.data.demonstrations import DemonstrationDataset, DemonstrationSampler
 from enginehouse.engines.train import LossSpec, Mean
 from enginehouse.rl.placement import load_tokenizer, place_actor
 
@@ -31,7 +30,7 @@ class SFTTrainer:
         demonstrations = DemonstrationDataset.load(
             data.train, tokenizer, data.prompt, data.response, data.max_tokens, data.chat_template
         )
-        self.rows = PromptSampler(demonstrations, config.train.rows_per_step, config.train.seed)
+        self.rows = DemonstrationSampler(demonstrations, config.train.rows_per_step, config.train.seed)
 
     def run(self) -> None:
         """Run every step, then save the model.
@@ -41,19 +40,19 @@ class SFTTrainer:
         """
         config, run, clock = self.plan.config, self.run_directory, self.run_directory.clock
         with self.progress.task("starting workers"), place_actor(self.plan) as actor:
-            run.describe({"actor": actor.describe()})
+            run.describe({"actor": actor.call("describe")})
             self.progress.start(config.train.steps)
             for step in range(1, config.train.steps + 1):
                 with clock.step(step):
                     with clock.phase("data"):
                         batch = self.rows.next()
                     with clock.phase("update"):
-                        updated = actor.update(batch.select("input_ids", "loss_mask"), LossSpec("supervised"))
+                        updated = actor.update(batch.select(["input_ids", "loss_mask"]), LossSpec("supervised"))
                 metrics = {name: value.value if isinstance(value, Mean) else value for name, value in updated.items()}
                 metrics |= clock.metrics()
                 metrics["tokens_per_second"] = batch["input_ids"].values.numel() / metrics["time/step"]
                 run.log(step, metrics)
                 self.progress.update(step, metrics)
-            path = run.model_path(config.train.steps)
-            actor.call("export_hf", str(path))
-            run.model_saved(config.train.steps, path)
+            staged = run.model_path(config.train.steps)
+            actor.call("export_hf", str(staged))
+            run.model_saved(config.train.steps, staged)

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+PROBE_SEQUENCES = 4
+"""Prompts that trainer and rollout both score when the effect of a weight update is checked."""
+
 INTERRUPT_SAVE_SECONDS = 4.0
 """How long an interrupted run tries to save the model before it leaves."""
 
@@ -48,7 +51,9 @@ class Trainer:
         self.config = config = plan.config
         self.clock = run.clock
         self.tokenizer = load_tokenizer(config.model)
-        self.prompts = PromptSampler(self._dataset(config.data.train), config.train.prompts_per_step, config.train.seed)
+        prompts = self._dataset(config.data.train)
+        self.prompts = PromptSampler(prompts, config.train.prompts_per_step, config.train.seed)
+        self.probe = [tokens.tolist() for tokens in prompts.all(PROBE_SEQUENCES)["prompt_ids"]]
         self.validation = (
             self._dataset(config.data.validation).all(config.train.validation_prompts) if config.data.validation else None
         )
@@ -73,18 +78,18 @@ class Trainer:
             python_path=self.plan.python_path,
         )
         try:
-            with self.progress.task("starting workers"), place(self.plan, self.prompts.peek(4)["prompt_ids"]) as self.roles:
+            with self.progress.task("starting workers"), place(self.plan, self.probe) as self.roles:
                 try:
                     self.run_directory.describe(self.roles.describe())
                     self.sync_weights()
-                    plugins().observe("enginehouse_run_started", run=self)
+                    plugins().observe("run_started", run=self)
                     self.validate(0)
                     self.progress.start(steps)
                     for step in range(1, steps + 1):
                         metrics = self.timed_step(step)
                         self.run_directory.log(step, metrics)
                         self.progress.update(step, metrics)
-                        plugins().observe("enginehouse_step_finished", run=self, step=step, metrics=metrics)
+                        plugins().observe("step_finished", run=self, step=step, metrics=metrics)
                         every = self.config.train.save_every
                         if every and step % every == 0 and step < steps:
                             self.save(step)
@@ -96,20 +101,20 @@ class Trainer:
                     raise
         finally:
             self.rewards.close()
-            plugins().observe("enginehouse_run_finished", run=self, outcome=outcome)
+            plugins().observe("run_finished", run=self, outcome=outcome)
 
     def timed_step(self, step: int) -> dict[str, float]:
         """Run one step, with its figures of time added."""
         with self.clock.step(step):
-            metrics = dict(plugins().run_step(self, step, self.step))
+            metrics = dict(plugins().run_step(self, step))
             if (every := self.config.train.validate_every) and step % every == 0 or step == self.config.train.steps:
                 metrics |= self.validate(step)
         metrics |= self.clock.metrics()
         metrics["tokens_per_second"] = metrics.pop("tokens") / metrics["time/step"]
         return metrics
 
-    def step(self, run: Trainer, step: int) -> Mapping[str, float]:
-        """One step: sample, score, credit, update, sync. Returns its metrics."""
+    def run_step(self, step: int) -> Mapping[str, float]:
+        """One step: sample, score, credit, update, sync. Returns its metrics. Called through `enginehouse_run_step`."""
         roles, clock, algorithm = self.roles, self.clock, self.config.algorithm
         with clock.phase("generate"):
             prompts = self.prompts.next()
@@ -124,7 +129,7 @@ class Trainer:
             batch = self.advantage(scored, **algorithm.advantage.arguments)
         with clock.phase("update"):
             updated = roles.actor.update(
-                batch.select(*(name for name in TRAINED_ON if name in batch)),
+                batch.select([name for name in TRAINED_ON if name in batch]),
                 self.loss,
                 minibatches=algorithm.minibatches,
                 epochs=algorithm.epochs,
@@ -155,21 +160,21 @@ class Trainer:
             top_k=sampling.top_k,
             stop=tuple(sampling.stop),
         )
-        asked = prompts.select("prompt_ids").with_columns(prompt_index=torch.arange(len(prompts)))
+        asked = prompts.select(["prompt_ids"]).with_columns(prompt_index=torch.arange(len(prompts)))
         return self.roles.rollout.generate(asked, parameters, seed=hash((self.config.train.seed, step)) & 0x7FFFFFFF)
 
     def old_logprobs(self, samples: Batch):
         """The logprobs the policy ratio divides by: as the rollout reported them, or computed anew by the actor."""
         if self.config.algorithm.old_logprobs == "rollout":
             return samples["rollout_logprobs"]
-        return self.roles.actor.forward(samples.select("input_ids"), self._outputs())["logprobs"]
+        return self.roles.actor.forward(samples.select(["input_ids"]), self._outputs())["logprobs"]
 
     def with_reference(self, samples: Batch) -> Batch:
         """Add `reference_logprobs`, if there is a KL term, and take the term from the rewards if that is its place."""
         kl = self.config.algorithm.kl
         if self.roles.reference is None:
             return samples
-        reference = self.roles.reference.forward(samples.select("input_ids"), self._outputs())["logprobs"]
+        reference = self.roles.reference.forward(samples.select(["input_ids"]), self._outputs())["logprobs"]
         samples = samples.with_columns(reference_logprobs=reference)
         if kl.place == "loss":
             return samples
@@ -192,7 +197,7 @@ class Trainer:
         """Bring the actor's weights to every rollout replica, verified."""
         self.version += 1
         report = self.roles.sync.sync(self.version)
-        plugins().observe("enginehouse_weights_updated", run=self, version=report.version, seconds=report.seconds)
+        plugins().observe("weights_updated", run=self, version=report.version, seconds=report.seconds)
         return {"weights/mib": report.nbytes / 2**20} | ({} if report.effect is None else {"weights/effect": report.effect})
 
     def validate(self, step: int) -> dict[str, float]:
@@ -217,13 +222,12 @@ class Trainer:
             rows = zip(*(samples[name].tolist() if name == "reward" else samples[name] for name in names), tokens, strict=True)
             self.run_directory.write_samples(step, [dict(zip((*names, "tokens"), row, strict=True)) for row in rows])
 
-    def save(self, step: int, timeout: float | None = None) -> str:
+    def save(self, step: int, timeout: float | None = None) -> None:
         """Export the actor's model as a Hugging Face directory; whole or not at all."""
-        path = self.run_directory.model_path(step)
-        self.roles.actor.call("export_hf", str(path), timeout=timeout)
-        self.run_directory.model_saved(step, path)
-        plugins().observe("enginehouse_checkpoint_saved", run=self, step=step, path=str(path))
-        return str(path)
+        staged = self.run_directory.model_path(step)
+        self.roles.actor.call("export_hf", str(staged), timeout=timeout)
+        path = self.run_directory.model_saved(step, staged)
+        plugins().observe("checkpoint_saved", run=self, step=step, path=str(path))
 
     def _save_before_leaving(self) -> None:
         step = self.run_directory.last_step

@@ -1,0 +1,62 @@
+"""The single controller: resource pools, worker groups, and how a call spreads over them.
+
+One Python program reads like a single process and drives everything: one controller between roles, SPMD inside a role.
+
+    with start_ray(), WorkerGroup(ResourcePool([2]), WorkerSpec(Actor, lr=1e-5), name="actor") as actor:
+        actor.update(batch)
+
+Importing this imports neither ray nor torch.
+"""
+
+from enginehouse.controller.cluster import Cluster, start_ray, stop_ray
+from enginehouse.controller.colocation import colocate
+from enginehouse.controller.dispatch import PerRank, Same
+from enginehouse.controller.errors import (
+    ControllerError,
+    DispatchError,
+    GroupClosed,
+    PlacementError,
+    RemoteError,
+    WorkerDied,
+    WorkerError,
+    WorkerTimeout,
+    unwrap_user_error,
+)  # fmt: skip
+from enginehouse.controller.future import Future, StillRunning
+from enginehouse.controller.group import WorkerGroup
+from enginehouse.controller.layout import DataLayout
+from enginehouse.controller.pool import ResourcePool
+from enginehouse.controller.registration import Dispatch, Execute, register
+from enginehouse.controller.tracing import add_listener
+from enginehouse.controller.worker import Worker, WorkerSpec
+from enginehouse.engines.model import ProcessContext
+
+__all__ = [
+    "Cluster",
+    "ControllerError",
+    "DataLayout",
+    "Dispatch",
+    "DispatchError",
+    "Execute",
+    "Future",
+    "GroupClosed",
+    "PerRank",
+    "PlacementError",
+    "ProcessContext",
+    "RemoteError",
+    "ResourcePool",
+    "Same",
+    "StillRunning",
+    "Worker",
+    "WorkerDied",
+    "WorkerError",
+    "WorkerGroup",
+    "WorkerSpec",
+    "WorkerTimeout",
+    "add_listener",
+    "colocate",
+    "register",
+    "start_ray",
+    "stop_ray",
+    "unwrap_user_error",
+]

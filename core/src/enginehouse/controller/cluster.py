@@ -1,0 +1,170 @@
+"""Starting Ray on this machine or joining a cluster, quietly, and leaving nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import tempfile
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+from enginehouse.controller.errors import ControllerError
+
+log = logging.getLogger(__name__)
+
+LOGICAL_CPUS = 32
+"""At least so many processes of one CPU fit on a machine where Ray is started here, however few cores it has: a
+worker waits more than it computes, and four ranks must run on a laptop."""
+OBJECT_STORE_BYTES = 2 << 30
+LONGEST_TEMP_DIR = 40
+"""Characters: Ray's unix sockets lie about 60 deeper, and a socket's path may have 107."""
+
+_owned: Cluster | None = None
+
+
+class Cluster:
+    """The Ray cluster this process works on. Made by `start_ray`; a context manager.
+
+    Attributes:
+        owned: whether Ray was started by `start_ray`, and so is stopped with it; else it is only left.
+    """
+
+    def __init__(self, owned: bool, processes: list[psutil.Process] | None = None, temp_dir: str | None = None):
+        self.owned = owned
+        self._processes = processes or []
+        self._temp_dir = temp_dir
+
+    def shutdown(self) -> None:
+        """Leave the cluster; stop it if it was started here, until no process of it is left."""
+        global _owned
+        import ray
+
+        if not self.owned:
+            return
+        left = [child for process in self._processes for child in _family(process)]
+        if ray.is_initialized():
+            ray.shutdown()
+        end_processes(left, patience=5.0)
+        if self._temp_dir:
+            shutil.rmtree(self._temp_dir, ignore_errors=True)
+        self.owned = False
+        if _owned is self:
+            _owned = None
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.shutdown()
+
+
+def start_ray(address: str | None = None, num_cpus: int | None = None) -> Cluster:
+    """Start Ray on this machine, or join a running cluster.
+
+    Where this process is connected to Ray already, nothing changes and `shutdown` of what is returned does nothing.
+
+    Args:
+        address: of a running cluster (`"auto"`, `"host:6379"`, `"ray://host:10001"`); None starts one here, unless
+            this process runs inside a Ray job (`RAY_ADDRESS` is set), which it then joins.
+        num_cpus: CPUs in Ray's count, of a cluster started here; by default this machine's, but at least
+            `LOGICAL_CPUS`.
+
+    Raises:
+        ControllerError: Ray could not be started or joined.
+    """
+    global _owned
+    # Read when ray is imported or started: no usage report, no console report of errors we report ourselves.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    import ray
+
+    from enginehouse.controller.ray_notices import quiet_notices
+
+    if ray.is_initialized():
+        return Cluster(owned=False)
+    quiet_notices()
+    address = address or os.environ.get("RAY_ADDRESS") or None
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    try:
+        if address is not None:
+            ray.init(address=address, **quiet)
+            _owned = Cluster(owned=True)
+            return _owned
+        before = set(psutil.Process().children())
+        temp_dir = _short_temp_dir()
+        ray.init(
+            address="local",
+            num_cpus=num_cpus or max(os.cpu_count() or 1, LOGICAL_CPUS),
+            include_dashboard=False,
+            object_store_memory=_object_store_bytes(),
+            _temp_dir=temp_dir,
+            **quiet,
+        )
+    except Exception as error:
+        where = f"join the Ray cluster at {address!r}" if address else "start Ray on this machine"
+        raise ControllerError(f"could not {where}: {error}") from error
+    processes = [process for process in psutil.Process().children() if process not in before and _is_ray(process)]
+    _owned = Cluster(owned=True, processes=processes, temp_dir=temp_dir)
+    return _owned
+
+
+def stop_ray() -> None:
+    """Stop what `start_ray` started, or leave what it joined; does nothing where it did neither."""
+    if _owned is not None:
+        _owned.shutdown()
+
+
+def is_owned() -> bool:
+    """Whether Ray runs here because `start_ray` started it: a cluster of one node that will not grow."""
+    return _owned is not None and bool(_owned._processes)
+
+
+def end_processes(processes: list[psutil.Process], patience: float) -> None:
+    """Wait for processes to end by themselves, then kill those that have not."""
+    _, alive = psutil.wait_procs([one for one in processes if _runs(one)], timeout=patience)
+    for process in alive:
+        if _runs(process):
+            log.info("killing process %s, which did not end by itself", process.pid)
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+    psutil.wait_procs(alive, timeout=2.0)
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _is_ray(process: psutil.Process) -> bool:
+    try:
+        return any(f"{os.sep}ray{os.sep}" in word for word in process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def _family(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return [process, *process.children(recursive=True)]
+    except psutil.Error:
+        return []
+
+
+def _short_temp_dir() -> str | None:
+    """A directory for Ray's sockets where the machine's own is too long for them; None where it is not."""
+    base = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    return None if len(base) <= LONGEST_TEMP_DIR else tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+
+
+def _object_store_bytes() -> int:
+    """A modest part of memory, and of what shared memory allows."""
+    size = min(int(psutil.virtual_memory().total * 0.3), OBJECT_STORE_BYTES)
+    with contextlib.suppress(OSError):
+        size = min(size, max(int(shutil.disk_usage("/dev/shm").free * 0.8), 80 << 20))
+    return size

@@ -1,0 +1,131 @@
+"""What can go wrong between the controller and its workers, each error naming role, rank, node, pid and method.
+
+All errors here pickle, so that a controller may itself run inside a Ray task or job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from enginehouse.errors import EnginehouseError, UserError
+
+
+class ControllerError(EnginehouseError):
+    """Something the controller cannot do: place, start, dispatch, collect."""
+
+
+class PlacementError(ControllerError):
+    """A resource pool that the cluster cannot give, or not within the deadline."""
+
+
+class DispatchError(ControllerError):
+    """Arguments that cannot be split over a group, or results that cannot be put together."""
+
+
+class GroupClosed(ControllerError):
+    """A call to a worker group that was shut down, or that is broken: `reason` says by what."""
+
+    def __init__(self, message: str, reason: str = ""):
+        super().__init__(message)
+        self.reason = reason
+
+    def __reduce__(self):
+        return type(self), (str(self), self.reason)
+
+
+class WorkerError(ControllerError):
+    """A call that failed on a worker.
+
+    Attributes:
+        role: name of the worker group.
+        rank: the worker's rank in it.
+        node: address of its node.
+        pid: its process id.
+        method: the method called; `__init__` while it was being built.
+        log_lines: the worker's last log lines, oldest first.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        role: str = "",
+        rank: int = 0,
+        node: str = "",
+        pid: int = 0,
+        method: str = "",
+        log_lines: Sequence[str] = (),
+    ):
+        super().__init__(message)
+        self.role = role
+        self.rank = rank
+        self.node = node
+        self.pid = pid
+        self.method = method
+        self.log_lines = tuple(log_lines)
+
+    def __reduce__(self):
+        return _restore, (type(self), str(self), self.__dict__)
+
+
+class WorkerDied(WorkerError):
+    """The worker's process ended: killed, out of memory, a crash in native code."""
+
+
+class WorkerTimeout(WorkerError):
+    """The call did not end within its deadline.
+
+    Attributes:
+        seconds: the deadline.
+        stacks: for each late rank, the Python stacks of all its threads and of its running coroutines, or why there
+            are none. `rank` is the first of them.
+    """
+
+    seconds: float = 0.0
+    stacks: Mapping[int, str] = {}
+
+
+class RemoteError(WorkerError):
+    """The call raised on the worker.
+
+    Attributes:
+        cause: the exception that was raised, where it could be brought here; else None.
+        type_name: its type's name.
+        traceback_text: the worker's traceback.
+    """
+
+    cause: BaseException | None = None
+    type_name: str = ""
+    traceback_text: str = ""
+
+
+class RemoteTraceback(Exception):
+    """Carries a worker's traceback text, as the `__cause__` of a `RemoteError`: Python prints it first."""
+
+    def __str__(self) -> str:
+        return "\n" + str(self.args[0]) if self.args else ""
+
+
+def _restore(kind: type[WorkerError], message: str, state: dict[str, Any]) -> WorkerError:
+    error = kind(message)
+    error.__dict__.update(state)
+    return error
+
+
+def unwrap_user_error(error: BaseException | None) -> UserError | None:
+    """Find the `UserError` behind an error, also one raised on a worker; None if the user is not to blame.
+
+    The command line exits with code 2 and the `UserError`'s message where there is one, else with code 1.
+    """
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        current = waiting.pop()
+        if current is None or id(current) in seen:
+            continue
+        seen.add(id(current))
+        if isinstance(current, UserError):
+            return current
+        waiting += [current.__cause__, getattr(current, "cause", None)]
+    return None

@@ -1,0 +1,319 @@
+"""Worker groups: the processes of a role, called as if they were one object."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from enginehouse.controller.dispatch import Call, Mode, resolve_mode
+from enginehouse.controller.errors import ControllerError, DispatchError, GroupClosed
+from enginehouse.controller.future import Future
+from enginehouse.controller.launchers.interface import Device, Lane, LaunchOptions, Processes
+from enginehouse.controller.layout import DataLayout
+from enginehouse.controller.pool import ResourcePool
+from enginehouse.controller.registration import CallSpec, is_async, registered_methods
+from enginehouse.controller.tracing import CallTrace
+from enginehouse.controller.worker import WorkerSpec
+from enginehouse.engines.mesh import Mesh
+
+
+class WorkerGroup:
+    """A role's workers, one process a rank; each registered method of the worker class is a method of the group.
+
+    Args:
+        pool: where the processes sit. The inline launcher needs none.
+        spec: the worker class and its arguments.
+        name: the role's name, for messages and logs.
+        launcher: `"ray"`, or `"inline"`: one rank in this process, same semantics, where `breakpoint()` works, what a
+            worker raises is raised unchanged, and deadlines are not enforced.
+        timeout: deadline of a call in seconds, where `@register` or the call itself gives none.
+        start_timeout: seconds until every worker's `__init__` must have ended.
+        seed: the run's base seed, in `ProcessContext.seed`.
+        device: `"cpu"` or `"cuda"`, in `ProcessContext.device`.
+        threads: threads of numeric libraries (OMP_NUM_THREADS) in each process.
+
+    Raises:
+        PlacementError: the cluster does not give what the pool asks for.
+        WorkerError: a worker could not be built. No process is left behind.
+
+    A call raises a `WorkerError` when it fails. After a rank died or a deadline passed the group is broken and
+    refuses further calls with that reason; an exception raised by a worker leaves it usable.
+    """
+
+    def __init__(
+        self,
+        pool: ResourcePool | None,
+        spec: WorkerSpec,
+        *,
+        name: str = "workers",
+        launcher: str = "ray",
+        timeout: float = 600.0,
+        start_timeout: float = 300.0,
+        seed: int = 0,
+        device: Device = "cpu",
+        threads: int = 1,
+    ):
+        reserve_names(spec)
+        options = LaunchOptions(name, start_timeout, seed, device, threads)
+        processes = launch(launcher, pool, {name: spec}, options)
+        self._attach(processes, name, timeout, owners=[])
+
+    @classmethod
+    def view(cls, processes: Processes, role: str, timeout: float, owners: list[WorkerGroup]) -> WorkerGroup:
+        """One role of processes that several share; they end when the last of `owners` is shut down."""
+        group = cls.__new__(cls)
+        group._attach(processes, role, timeout, owners)
+        return group
+
+    def _attach(self, processes: Processes, role: str, timeout: float, owners: list[WorkerGroup]) -> None:
+        self.name = role
+        self._processes = processes
+        self._timeout = timeout
+        self._cls = processes.roles[role].cls
+        self._specs = registered_methods(self._cls)
+        self._modes: dict[str, Mode] = {}
+        self._async: dict[str, bool] = {}
+        self._layout: DataLayout | None = None
+        self._closed = False
+        self._owners = owners
+        owners.append(self)
+        for method in self._specs:
+            setattr(self, method, GroupMethod(self, method))
+
+    # What it is
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self._processes.places)
+
+    @property
+    def nodes(self) -> list[str]:
+        """Each rank's node address."""
+        return [place.node for place in self._processes.places]
+
+    @property
+    def pids(self) -> list[int]:
+        """Each rank's process id, on its node."""
+        return [place.pid for place in self._processes.places]
+
+    @property
+    def meshes(self) -> list[Mesh | None]:
+        """Each rank's mesh, as it was after `__init__` or at the last `refresh_meshes`."""
+        return self._processes.meshes(self.name)
+
+    @property
+    def layout(self) -> DataLayout:
+        """How the data axis lies over the ranks.
+
+        Raises:
+            DispatchError: the meshes do not fit together.
+        """
+        if self._layout is None:
+            self._layout = DataLayout.of(self.meshes, self.name)
+        return self._layout
+
+    @property
+    def broken(self) -> str | None:
+        """Why the group refuses calls; None while it takes them."""
+        return f"{self.name} was shut down" if self._closed else self._processes.broken
+
+    def refresh_meshes(self) -> list[Mesh | None]:
+        """Ask the workers for their meshes again, where they are made after `__init__`."""
+        self._layout = None
+        return self._processes.meshes(self.name, refresh=True)
+
+    # Calling
+
+    def call(
+        self, method: str, *args: Any, timeout: float | None = None, blocking: bool | None = None, **kwargs: Any
+    ) -> Any:
+        """Call a registered method with another deadline, or blocking or not, than it was registered with.
+
+        Args:
+            method: its name.
+            args: its arguments, as its dispatch mode takes them.
+            timeout: deadline in seconds.
+            blocking: False returns a `Future`.
+            kwargs: keyword arguments; one named `timeout` or `blocking` cannot be passed this way.
+
+        Raises:
+            AttributeError: no such registered method.
+            WorkerError: the call failed.
+        """
+        spec = self._specs.get(method)
+        if spec is None:
+            raise AttributeError(
+                f"{self._cls.__name__} has no registered method {method!r}, only {sorted(self._specs)}"
+            )
+        mode = self._modes.get(method)
+        if mode is None:
+            mode = self._modes[method] = resolve_mode(spec)
+        return self._invoke(
+            method, spec, mode, args, kwargs, timeout or spec.timeout, spec.blocking if blocking is None else blocking
+        )
+
+    def execute_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call any method, registered or not, on every rank with the same arguments; one result a rank."""
+        return self._invoke(method, _ALL, resolve_mode(_ALL), args, kwargs, None, True)
+
+    def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> Future:
+        """`execute_all` that does not wait."""
+        return self._invoke(method, _ALL, resolve_mode(_ALL), args, kwargs, None, False)
+
+    def execute_rank_zero(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call any method, registered or not, on rank 0."""
+        return self._invoke(method, _ZERO, resolve_mode(_ZERO), args, kwargs, None, True)
+
+    def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> Future:
+        """`execute_rank_zero` that does not wait."""
+        return self._invoke(method, _ZERO, resolve_mode(_ZERO), args, kwargs, None, False)
+
+    def _invoke(
+        self,
+        method: str,
+        spec: CallSpec,
+        mode: Mode,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float | None,
+        blocking: bool,
+    ) -> Any:
+        if self._closed:
+            raise GroupClosed(f"{self.name}.{method} cannot be called any more: it was shut down", "shut down")
+        calls = self._calls(method, mode, args, kwargs)
+        if spec.execute == "rank_zero":
+            calls = [calls[0], *[None] * (len(calls) - 1)]
+        called = [rank for rank, call in enumerate(calls) if call is not None]
+        ranks = [rank for rank in mode.returning(self) if rank in called] or called if mode.returning else called
+        lane: Lane = "loop" if self._runs_on_loop(method) else "main"
+        trace = CallTrace(self.name, method)
+        deadline = self._timeout if timeout is None else timeout
+        try:
+            pending = self._processes.submit(self.name, method, calls, frozenset(ranks), lane, deadline)
+            if blocking:
+                return mode.collect(self, pending.wait(), ranks)
+        finally:
+            if blocking:
+                trace.end()
+        single = ranks[0] if mode.passes_on and len(ranks) == 1 else None
+        return Future(pending, lambda outputs: mode.collect(self, outputs, ranks), single, trace.end)
+
+    def _calls(self, method: str, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Call | None]:
+        calls = mode.dispatch(self, *args, **kwargs)
+        if not isinstance(calls, (list, tuple)) or len(calls) != self.world_size or not any(calls):
+            raise DispatchError(
+                f"{self.name}.{method}: its dispatch function must return a list with one (args, kwargs) for each of "
+                f"{self.world_size} ranks (None for one that is not called), not {_shape(calls)}"
+            )
+        for rank, call in enumerate(calls):
+            if call is not None and not _is_call(call):
+                raise DispatchError(f"{self.name}.{method}: rank {rank} got {_shape(call)} instead of (args, kwargs)")
+        return calls
+
+    def _runs_on_loop(self, method: str) -> bool:
+        known = self._async.get(method)
+        if known is None:
+            known = self._async[method] = is_async(self._cls, method)
+        return known
+
+    # Ending
+
+    def shutdown(self, timeout: float = 10.0) -> None:
+        """Shut the workers down (their `shutdown` is called, if they have one) and end their processes.
+
+        Colocated groups share processes: they end with the last of them. May be called again.
+
+        Args:
+            timeout: seconds the workers get; a worker still busy then is ended all the same.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if all(group._closed for group in self._owners):
+            self._processes.shutdown(timeout)
+
+    def __enter__(self) -> WorkerGroup:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.shutdown()
+
+    def __repr__(self) -> str:
+        return f"WorkerGroup({self.name!r}, {self._cls.__name__} x {self.world_size})"
+
+
+class GroupMethod:
+    """A registered method, bound to its group."""
+
+    def __init__(self, group: WorkerGroup, method: str):
+        self._group = group
+        self._method = method
+        worker_method = getattr(group._cls, method)
+        self.__name__ = method
+        self.__doc__ = worker_method.__doc__
+        self._spec = group._specs[method]
+        self._mode: Mode | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._mode is None:
+            self._mode = resolve_mode(self._spec)
+        spec = self._spec
+        return self._group._invoke(self._method, spec, self._mode, args, kwargs, spec.timeout, spec.blocking)
+
+    def __repr__(self) -> str:
+        return f"<{self._group.name}.{self._method} over {self._group.world_size} ranks>"
+
+
+def launch(
+    launcher: str, pool: ResourcePool | None, roles: Mapping[str, WorkerSpec], options: LaunchOptions
+) -> Processes:
+    """Bring the processes up, with one object a role in each.
+
+    Raises:
+        ControllerError: no such launcher, or the pool does not fit it.
+        WorkerError: a worker could not be built.
+    """
+    if launcher == "inline":
+        from enginehouse.controller.launchers.inline import InlineProcesses
+
+        return InlineProcesses(pool, roles, options)
+    if launcher != "ray":
+        raise ControllerError(f"{options.name}: launcher is 'ray' or 'inline', not {launcher!r}")
+    if pool is None:
+        raise ControllerError(f"{options.name}: the Ray launcher needs a ResourcePool")
+    if options.device == "cuda" and not pool.gpus_per_process:
+        raise ControllerError(f"{options.name}: device 'cuda' needs gpus_per_process, pool {pool.name!r} has none")
+    from enginehouse.controller.launchers.ray import RayProcesses
+
+    return RayProcesses(pool, roles, options)
+
+
+def reserve_names(spec: WorkerSpec) -> None:
+    """Refuse a worker whose registered method would hide something of the group.
+
+    Raises:
+        ControllerError: naming the method.
+    """
+    for method in registered_methods(spec.cls):
+        if hasattr(WorkerGroup, method) or method == "name":
+            raise ControllerError(
+                f"{spec.cls.__name__}.{method} cannot be registered: a worker group has a {method!r} of its own"
+                + ("; a worker's shutdown is called by the group's without being registered" * (method == "shutdown"))
+            )
+
+
+_ALL = CallSpec("one_to_all")
+_ZERO = CallSpec("rank_zero")
+
+
+def _is_call(call: Any) -> bool:
+    return isinstance(call, tuple) and len(call) == 2 and isinstance(call[0], tuple) and isinstance(call[1], dict)
+
+
+def _shape(value: Any) -> str:
+    with contextlib.suppress(TypeError):
+        return f"{type(value).__name__} of length {len(value)}"
+    return type(value).__name__

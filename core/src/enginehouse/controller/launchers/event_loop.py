@@ -1,0 +1,62 @@
+"""One event loop on a thread of its own: where a process's async methods run."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import threading
+from collections.abc import Coroutine
+from typing import Any
+
+
+class EventLoop:
+    """Started at the first use."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def running(self) -> asyncio.AbstractEventLoop | None:
+        """The loop, if anything ran on it yet."""
+        return self._loop
+
+    @property
+    def thread_id(self) -> int | None:
+        """The thread it runs on."""
+        return self._thread.ident if self._thread else None
+
+    def submit(self, coroutine: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
+        """Run a coroutine; the future is for other threads."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._started())
+
+    def stop(self, timeout: float = 2.0) -> None:
+        """Cancel what runs and end the thread."""
+        with self._lock:
+            loop, thread = self._loop, self._thread
+            self._loop = self._thread = None
+        if loop is None or thread is None:
+            return
+
+        async def cancel_all() -> None:
+            tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        # a task that resists cancellation ends with the process
+        with contextlib.suppress(concurrent.futures.TimeoutError, RuntimeError):
+            asyncio.run_coroutine_threadsafe(cancel_all(), loop).result(timeout)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(timeout)
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(target=loop.run_forever, name="event loop", daemon=True)
+                self._thread.start()
+                self._loop = loop
+            return self._loop

@@ -1,0 +1,108 @@
+"""How an exception travels from a worker to the controller: as plain data, the exception itself pickled inside."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from types import TracebackType
+
+from enginehouse.controller.errors import RemoteError, RemoteTraceback
+from enginehouse.controller.launchers.stacks import OURS
+
+
+class WorkerFailure(Exception):
+    """What a worker raises in place of what was raised in it. Never seen outside the controller.
+
+    Attributes:
+        at: `time.time()` when it happened, to find the first of several.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        rank: int,
+        node: str,
+        pid: int,
+        method: str,
+        type_name: str,
+        text: str,
+        traceback_text: str,
+        pickled: bytes | None,
+        log_lines: tuple[str, ...],
+        at: float,
+    ):
+        super().__init__(role, rank, node, pid, method, type_name, text, traceback_text, pickled, log_lines, at)
+        self.role = role
+        self.rank = rank
+        self.node = node
+        self.pid = pid
+        self.method = method
+        self.type_name = type_name
+        self.text = text
+        self.traceback_text = traceback_text
+        self.pickled = pickled
+        self.log_lines = log_lines
+        self.at = at
+
+    @classmethod
+    def of(
+        cls, error: BaseException, role: str, rank: int, node: str, pid: int, method: str, log_lines: tuple[str, ...]
+    ) -> WorkerFailure:
+        """Pack an exception that was just caught."""
+        text = "".join(traceback.format_exception(type(error), error, _outside(error.__traceback__)))
+        name = type(error).__qualname__
+        return cls(role, rank, node, pid, method, name, str(error), text, _pickled(error), log_lines, time.time())
+
+    def to_error(self, note: str = "") -> RemoteError:
+        """The error to raise on the controller.
+
+        Args:
+            note: a sentence to add to the message.
+        """
+        where = f"{self.role} rank {self.rank} (node {self.node}, pid {self.pid})"
+        message = f"{where}: {self.method!r} raised {self.type_name}: {self.text}"
+        for part in (note, _quoted(self.log_lines)):
+            message += f"\n{part}" if part else ""
+        error = RemoteError(
+            message, role=self.role, rank=self.rank, node=self.node, pid=self.pid, method=self.method,
+            log_lines=self.log_lines,
+        )  # fmt: skip
+        error.type_name = self.type_name
+        error.traceback_text = self.traceback_text
+        error.cause = _unpickled(self.pickled)
+        error.__cause__ = RemoteTraceback(self.traceback_text)
+        return error
+
+
+def _quoted(lines: tuple[str, ...]) -> str:
+    return "\n".join(["Its last log lines:", *(f"  {line}" for line in lines)]) if lines else ""
+
+
+def _outside(tb: TracebackType | None) -> TracebackType | None:
+    """The traceback from where it leaves our own machinery, which tells a user nothing."""
+    start = tb
+    while start is not None and OURS in start.tb_frame.f_code.co_filename.replace("\\", "/"):
+        start = start.tb_next
+    return start or tb
+
+
+def _pickled(error: BaseException) -> bytes | None:
+    """Pickle an exception, if it also unpickles (one whose constructor takes other arguments does not)."""
+    from ray import cloudpickle
+
+    try:
+        pickled = cloudpickle.dumps(error)
+        cloudpickle.loads(pickled)
+    except Exception:
+        return None
+    return pickled
+
+
+def _unpickled(pickled: bytes | None) -> BaseException | None:
+    from ray import cloudpickle
+
+    try:
+        error = cloudpickle.loads(pickled) if pickled else None
+    except Exception:
+        return None  # its class is not importable here; the text says what it said
+    return error if isinstance(error, BaseException) else None

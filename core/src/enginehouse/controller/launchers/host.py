@@ -1,0 +1,209 @@
+"""The Ray actor every worker process is: it holds the objects of the process's roles and runs their methods.
+
+Three lanes, as Ray concurrency groups: sync methods run on one thread in call order (the default group); async
+methods on the process's event loop, each waited for by a thread of group `loop`; group `control` answers while
+both are busy.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from enginehouse.controller.launchers import rendezvous, worker_logging
+from enginehouse.controller.launchers.failure import WorkerFailure
+from enginehouse.controller.launchers.occupants import Occupants
+from enginehouse.controller.launchers.stacks import process_stacks
+from enginehouse.engines.mesh import Mesh
+from enginehouse.engines.model import ProcessContext
+
+STACKS_SIGNAL = getattr(signal, "SIGUSR2", None)
+"""Makes a worker write the stacks of its threads to its log, even while native code holds the interpreter lock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Stands in a call's arguments for the nth of the values that travel beside it, each stored once for all ranks."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """Stands in a call's arguments for the output of a call that may still be running.
+
+    The reference is held one level down, where Ray does not wait for it: waiting is done on the thread that runs
+    the call, so that calls keep their order and the control lane stays free.
+    """
+
+    reference: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a process says about itself before anything is built in it."""
+
+    node: str
+    node_id: str
+    pid: int
+    log_files: tuple[str, ...]
+
+
+class Host:
+    """One worker process.
+
+    Args:
+        group: the group's name.
+        rank: this process's rank.
+        world_size: processes in the group.
+        variables: environment variables to set, before torch is imported.
+        log_level: level of the root logger.
+    """
+
+    def __init__(self, group: str, rank: int, world_size: int, variables: Mapping[str, str], log_level: int):
+        os.environ.update(variables)
+        # Ctrl-C reaches every process of the terminal; only the driver may act on it, to end things in order.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if STACKS_SIGNAL is not None:
+            faulthandler.register(STACKS_SIGNAL, all_threads=True)
+        self._recent = worker_logging.install(group, rank, world_size, log_level)
+        self._group = group
+        self._rank = rank
+        self._occupants = Occupants()
+        self._running: dict[int, str] = {}
+        self._node = "?"
+        self._store: Any = None
+
+    def facts(self) -> Facts:
+        """Where this process is."""
+        import ray
+
+        self._node = ray.util.get_node_ip_address()
+        node_id = ray.get_runtime_context().get_node_id()
+        return Facts(self._node, node_id, os.getpid(), _log_files())
+
+    def prepare(self, store_address: str | None, timeout: float) -> int | None:
+        """Import torch; on rank 0 (`store_address` given) open the rendezvous and return its port."""
+        try:
+            import torch.distributed  # noqa: F401
+
+            if store_address is None:
+                return None
+            self._store, port = rendezvous.open_store(store_address, timeout)
+            return port
+        except BaseException as error:
+            raise self._failure(error, self._group, "rendezvous") from None
+
+    def build(
+        self,
+        pickled_specs: bytes,
+        contexts: Mapping[str, ProcessContext],
+        variables: Mapping[str, str],
+        paths: list[str],
+    ) -> dict[str, Mesh | None]:
+        """Build the object of every role; returns their meshes. `paths` are where the driver imports from, too."""
+        from ray import cloudpickle
+
+        os.environ.update(variables)
+        sys.path += [path for path in paths if path not in sys.path]
+        role = self._group
+        self._running[threading.get_ident()] = "'__init__'"
+        try:
+            specs = cloudpickle.loads(pickled_specs)
+            for role, spec in specs.items():
+                self._occupants.build(role, spec, contexts[role])
+            return {role: self._occupants.mesh(role) for role in specs}
+        except BaseException as error:
+            raise self._failure(error, role, "__init__") from None
+        finally:
+            self._running.pop(threading.get_ident(), None)
+
+    def call(self, head: tuple[Any, ...], *shared: Any) -> Any:
+        """Run a sync method. `head` is role, method, whether to return the result, args, kwargs."""
+        role, method, keep, args, kwargs = head
+        thread = threading.get_ident()
+        self._running[thread] = f"{method!r}"
+        try:
+            if args or kwargs:
+                args, kwargs = _resolved(args, kwargs, shared)
+            result = self._occupants.call(role, method, args, kwargs)
+            return result if keep else None
+        except BaseException as error:
+            raise self._failure(error, role, method) from None
+        finally:
+            del self._running[thread]
+
+    def call_async(self, head: tuple[Any, ...], *shared: Any) -> Any:
+        """Run an async method on the event loop; this thread waits for it."""
+        role, method, keep, args, kwargs = head
+        try:
+            if args or kwargs:
+                args, kwargs = _resolved(args, kwargs, shared)
+            result = self._occupants.loop.submit(self._occupants.call_async(role, method, args, kwargs)).result()
+            return result if keep else None
+        except BaseException as error:
+            raise self._failure(error, role, method) from None
+
+    def mesh(self, role: str) -> Mesh | None:
+        """The mesh of a role's object now."""
+        return self._occupants.mesh(role)
+
+    def close(self, timeout: float) -> None:
+        """Shut the objects down, before the process is ended."""
+        self._occupants.close(timeout)
+
+    def ping(self) -> int:
+        """Answer, from the control lane."""
+        return self._rank
+
+    def stacks(self) -> tuple[str, tuple[str, ...]]:
+        """Stacks of all threads and coroutines, and the last log lines; from the control lane."""
+        return process_stacks(self._running, self._occupants.loop.running), self._recent.lines()
+
+    def _failure(self, error: BaseException, role: str, method: str) -> WorkerFailure:
+        passed_on = getattr(error, "cause", None)
+        if isinstance(passed_on, WorkerFailure):
+            return passed_on  # an argument was the output of a call that had failed on another worker
+        return WorkerFailure.of(error, role, self._rank, self._node, os.getpid(), method, self._recent.lines())
+
+
+def _resolved(
+    args: tuple[Any, ...], kwargs: dict[str, Any], shared: tuple[Any, ...]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Put values where their stand-ins are."""
+
+    def value(given: Any) -> Any:
+        if type(given) is Shared:
+            return shared[given.index]
+        if type(given) is Late:
+            import ray
+
+            return ray.get(given.reference)
+        return given
+
+    return tuple(map(value, args)), {name: value(given) for name, given in kwargs.items()}
+
+
+def _log_files() -> tuple[str, ...]:
+    """Where this process's stderr and stdout go, if to files."""
+    found = []
+    for stream, number in ((sys.stderr, 2), (sys.stdout, 1)):
+        try:
+            path = os.readlink(f"/proc/self/fd/{number}")
+        except OSError:  # not Linux
+            path = str(getattr(stream, "name", ""))
+        if os.path.isfile(path):
+            found.append(path)
+    return tuple(found)
+
+
+def log_level_for_workers() -> int:
+    """The level workers log at: the driver's own for this project, but at least INFO is kept for errors."""
+    return min(logging.getLogger("enginehouse").getEffectiveLevel(), logging.INFO)

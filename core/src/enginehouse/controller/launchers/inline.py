@@ -1,0 +1,157 @@
+"""A group in this process: one rank, same semantics, for a debugger. Nothing here has a deadline.
+
+What a worker raises is raised unchanged, so that a debugger stops where it happened.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent import futures
+from typing import Any
+
+from enginehouse.controller.dispatch import Call
+from enginehouse.controller.errors import ControllerError, GroupClosed
+from enginehouse.controller.future import Future, StillRunning
+from enginehouse.controller.launchers import rendezvous
+from enginehouse.controller.launchers.interface import Lane, LaunchOptions, Place
+from enginehouse.controller.launchers.occupants import Occupants
+from enginehouse.controller.pool import ResourcePool
+from enginehouse.controller.worker import WorkerSpec
+from enginehouse.engines.mesh import Mesh
+from enginehouse.engines.model import ProcessContext
+
+
+class InlineCall:
+    """A call in this process: ended already if sync, a future of the event loop if async."""
+
+    def __init__(self, result: futures.Future[Any], keep: bool):
+        self._result = result
+        self._keep = keep
+
+    def wait(self, limit: float | None = None) -> list[Any]:
+        """See `Pending.wait`; raises what the worker raised, unchanged."""
+        futures.wait([self._result], timeout=limit)
+        if not self._result.done():
+            raise StillRunning(f"the call still runs after {limit} s")
+        value = self._result.result()
+        return [value if self._keep else None]
+
+    def done(self) -> bool:
+        """See `Pending.done`."""
+        return self._result.done()
+
+    def reference(self, rank: int) -> Any:
+        """There is nothing to refer to: the value is here."""
+        return None
+
+
+class InlineProcesses:
+    """The one rank of a group, or of several colocated ones, in this process.
+
+    Raises:
+        ControllerError: the pool has more than one process.
+    """
+
+    def __init__(self, pool: ResourcePool | None, roles: Mapping[str, WorkerSpec], options: LaunchOptions):
+        if pool is not None and pool.world_size != 1:
+            raise ControllerError(
+                f"{options.name}: the inline launcher runs one process, and pool {pool.name!r} has {pool.world_size}; "
+                'use launcher="ray" or a pool of [1]'
+            )
+        self.roles = dict(roles)
+        self.options = options
+        self.places = [Place(0, 0, 1, socket.gethostname(), os.getpid())]
+        self._occupants = Occupants()
+        self._broken: str | None = None
+        self._variables = _Variables()
+        if any(spec.distributed for spec in self.roles.values()):
+            self._store, port = rendezvous.open_store("127.0.0.1", options.start_timeout)
+            self._variables.set(rendezvous.environment(0, 1, 0, 1, ("127.0.0.1", port)))
+        try:
+            for role, spec in self.roles.items():
+                context = ProcessContext(
+                    role=role, node=self.places[0].node, device=options.device, seed=options.seed,
+                    labels={"roles": tuple(self.roles)},
+                )  # fmt: skip
+                self._occupants.build(role, spec, context)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @property
+    def broken(self) -> str | None:
+        """Why no further call is possible: only a shutdown breaks an inline group."""
+        return self._broken
+
+    def submit(
+        self, role: str, method: str, calls: Sequence[Call | None], keep: frozenset[int], lane: Lane, timeout: float
+    ) -> InlineCall:
+        """Run a sync method here and now; start an async one."""
+        if self._broken is not None:
+            raise GroupClosed(f"{role}.{method} cannot be called any more: {self._broken}", self._broken)
+        assert calls[0] is not None
+        args = tuple(map(_value, calls[0][0]))
+        kwargs = {name: _value(value) for name, value in calls[0][1].items()}
+        if lane == "loop":
+            running = self._occupants.loop.submit(self._occupants.call_async(role, method, args, kwargs))
+            return InlineCall(running, 0 in keep)
+        ended: futures.Future[Any] = futures.Future()
+        try:
+            ended.set_result(self._occupants.call(role, method, args, kwargs))
+        except Exception as error:
+            ended.set_exception(error)
+        return InlineCall(ended, 0 in keep)
+
+    def meshes(self, role: str, refresh: bool = False) -> list[Mesh | None]:
+        """See `Processes.meshes`."""
+        return [self._occupants.mesh(role)]
+
+    def shutdown(self, timeout: float = 10.0) -> None:
+        """See `Processes.shutdown`; this process stays."""
+        if self._broken is None:
+            self._broken = f"{self.options.name} was shut down"
+            self._occupants.close(timeout)
+            self._variables.restore()
+
+
+class _Variables:
+    """The environment variables of inline groups, put back when the last group that set them is gone."""
+
+    _lock = threading.Lock()
+    _users = 0
+    _before: dict[str, str | None] = {}  # noqa: RUF012 - shared on purpose
+
+    def __init__(self) -> None:
+        self._using = False
+
+    def set(self, variables: Mapping[str, str]) -> None:
+        kind = type(self)
+        with kind._lock:
+            for name in variables:
+                kind._before.setdefault(name, os.environ.get(name))
+            os.environ.update(variables)
+            kind._users += 1
+            self._using = True
+
+    def restore(self) -> None:
+        kind = type(self)
+        with kind._lock:
+            if not self._using:
+                return
+            self._using = False
+            kind._users -= 1
+            if kind._users:
+                return
+            for name, value in kind._before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+            kind._before.clear()
+
+
+def _value(given: Any) -> Any:
+    return given.result() if isinstance(given, Future) else given

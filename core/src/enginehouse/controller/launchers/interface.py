@@ -1,0 +1,109 @@
+"""What a worker group needs of its processes, whoever launched them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from enginehouse.controller.dispatch import Call
+from enginehouse.controller.worker import WorkerSpec
+from enginehouse.engines.mesh import Mesh
+
+Device = Literal["cpu", "cuda"]
+Lane = Literal["main", "loop"]
+"""Where a call runs: sync methods on the one main thread, async methods on the event loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One process of a group.
+
+    Attributes:
+        rank: its rank.
+        local_rank: its number among the group's processes on its node.
+        local_world_size: how many those are.
+        node: address of the node.
+        pid: process id there.
+        log_files: its log files there, errors first.
+    """
+
+    rank: int
+    local_rank: int
+    local_world_size: int
+    node: str
+    pid: int
+    log_files: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchOptions:
+    """How processes are launched.
+
+    Attributes:
+        name: the group's name, for messages.
+        start_timeout: seconds until every worker must be built.
+        seed: `ProcessContext.seed`.
+        device: `ProcessContext.device`.
+        threads: threads of numeric libraries in each process.
+    """
+
+    name: str
+    start_timeout: float = 300.0
+    seed: int = 0
+    device: Device = "cpu"
+    threads: int = 1
+
+
+class Pending(Protocol):
+    """A call on its way."""
+
+    def wait(self, limit: float | None = None) -> list[Any]:
+        """Outputs, one a rank (None for ranks that were not called or whose results are not collected).
+
+        Raises:
+            StillRunning: `limit` seconds passed, and the call's deadline has not: it goes on.
+            WorkerError: the call failed, or its deadline passed.
+        """
+        ...
+
+    def done(self) -> bool:
+        """Whether every rank has ended, or the deadline passed."""
+        ...
+
+    def reference(self, rank: int) -> Any:
+        """Something that stands for one rank's output in the arguments of another call, or None if there is none."""
+        ...
+
+
+class Processes(Protocol):
+    """The processes of a group, each holding one object for every role."""
+
+    @property
+    def places(self) -> Sequence[Place]:
+        """Where each rank is."""
+        ...
+
+    @property
+    def roles(self) -> Mapping[str, WorkerSpec]:
+        """What lives in each process."""
+        ...
+
+    @property
+    def broken(self) -> str | None:
+        """Why no further call is possible; None while calls are."""
+        ...
+
+    def submit(
+        self, role: str, method: str, calls: Sequence[Call | None], keep: frozenset[int], lane: Lane, timeout: float
+    ) -> Pending:
+        """Send a call; results of the ranks in `keep` come back."""
+        ...
+
+    def meshes(self, role: str, refresh: bool = False) -> list[Mesh | None]:
+        """Each rank's mesh: as it was after `__init__` or at the last refresh."""
+        ...
+
+    def shutdown(self, timeout: float) -> None:
+        """End the processes: workers' `shutdown` first, then the processes, all within about `timeout` seconds."""
+        ...

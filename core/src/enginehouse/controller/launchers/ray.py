@@ -1,0 +1,354 @@
+"""Worker processes as Ray actors: one `Host` actor a rank, placed on a pool's bundles."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import psutil
+
+from enginehouse.controller.cluster import end_processes
+from enginehouse.controller.dispatch import Call
+from enginehouse.controller.errors import ControllerError, GroupClosed, WorkerError
+from enginehouse.controller.future import StillRunning
+from enginehouse.controller.launchers import rendezvous
+from enginehouse.controller.launchers.diagnosis import Diagnosis
+from enginehouse.controller.launchers.encoding import encode
+from enginehouse.controller.launchers.host import Facts, Host, log_level_for_workers
+from enginehouse.controller.launchers.interface import Lane, LaunchOptions, Place
+from enginehouse.controller.pool import ResourcePool, Slot
+from enginehouse.controller.worker import WorkerSpec
+from enginehouse.engines.mesh import Mesh
+from enginehouse.engines.model import ProcessContext
+
+ASYNC_CALLS = 32
+"""Most async calls a process runs at once; more wait their turn."""
+SETTLE_SECONDS = 10.0
+"""How long a call waits for ranks that are still busy with an earlier one that failed elsewhere."""
+CLOSE_BROKEN_SECONDS = 3.0
+"""How long the healthy ranks of a broken group get to clean up."""
+
+
+class RayCall:
+    """A call on its way to Ray actors."""
+
+    def __init__(
+        self,
+        processes: RayProcesses,
+        role: str,
+        method: str,
+        refs: dict[int, Any],
+        timeout: float,
+        deadline: float | None = None,
+    ):
+        self.processes = processes
+        self.role = role
+        self.method = method
+        self.refs = refs
+        self.timeout = timeout
+        self.deadline = time.monotonic() + timeout if deadline is None else deadline
+
+    def wait(self, limit: float | None = None) -> list[Any]:
+        """See `Pending.wait`: the happy path is one `ray.get`; looking into it starts when that fails."""
+        import ray
+
+        left = max(self.deadline - time.monotonic(), 0.0)
+        found: Exception | None = None
+        try:
+            values = ray.get(list(self.refs.values()), timeout=left if limit is None else min(limit, left))
+        except ray.exceptions.GetTimeoutError:
+            if limit is not None and limit < left:
+                found = StillRunning(f"{self.role}.{self.method} still runs after {limit} s")
+            else:
+                found = self.processes.late(self)
+        except Exception as error:
+            found = self.processes.failed(self, error)
+        if found is not None:
+            raise found  # here, so that its cause stays the worker's traceback and Ray's own error is not shown
+        if len(values) == len(self.processes.places):
+            return values
+        outputs: list[Any] = [None] * len(self.processes.places)
+        for rank, value in zip(self.refs, values):
+            outputs[rank] = value
+        return outputs
+
+    def done(self) -> bool:
+        """See `Pending.done`."""
+        import ray
+
+        refs = list(self.refs.values())
+        return (
+            len(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) == len(refs) or time.monotonic() >= self.deadline
+        )
+
+    def reference(self, rank: int) -> Any:
+        """Ray's reference to one rank's output."""
+        return self.refs.get(rank)
+
+
+class RayProcesses:
+    """The Ray actors of one group (or of several colocated ones).
+
+    Raises:
+        PlacementError: the pool cannot be had.
+        WorkerError: a worker died or raised while it was built, or did not get there in time. Nothing is left behind.
+    """
+
+    def __init__(self, pool: ResourcePool, roles: Mapping[str, WorkerSpec], options: LaunchOptions):
+        self.roles = dict(roles)
+        self.options = options
+        self.places: list[Place] = []
+        self._pool = pool
+        self._lock = threading.RLock()
+        self._broken: str | None = None
+        self._stragglers: tuple[RayCall, tuple[int, ...]] | None = None
+        self._stuck: set[int] = set()
+        self._local: dict[int, psutil.Process] = {}
+        self._actors: list[Any] = []
+        self._meshes: dict[str, list[Mesh | None]] = {}
+        deadline = time.monotonic() + options.start_timeout
+        slots = pool.occupy(options.name)
+        try:
+            self._actors = [self._actor(rank, slot, len(slots)) for rank, slot in enumerate(slots)]
+            self._lanes = {
+                "main": [actor.call for actor in self._actors],
+                "loop": [actor.call_async for actor in self._actors],
+            }
+            facts = self._settle_in(deadline)
+            self._build(facts, deadline)
+        except BaseException:
+            self._kill(patience=2.0)
+            raise
+
+    @property
+    def broken(self) -> str | None:
+        """Why no further call is possible."""
+        return self._broken
+
+    # Starting
+
+    def _actor(self, rank: int, slot: Slot, world_size: int) -> Any:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        from enginehouse.plugin import plugins
+
+        variables = {"OMP_NUM_THREADS": str(self.options.threads), **plugins().environment()}
+        placed = PlacementGroupSchedulingStrategy(slot.placement_group, placement_group_bundle_index=slot.bundle)
+        host = ray.remote(  # type: ignore[call-overload]
+            num_cpus=slot.cpus,
+            num_gpus=slot.gpus,
+            max_restarts=0,
+            max_task_retries=0,
+            concurrency_groups={"loop": ASYNC_CALLS, "control": 1},
+            scheduling_strategy=placed,
+            **self._runtime_env(),
+        )(_with_lanes(Host))
+        return host.remote(self.options.name, rank, world_size, variables, log_level_for_workers())
+
+    def _runtime_env(self) -> dict[str, Any]:
+        """Only what must hold before the interpreter starts goes through Ray: it costs the process its warm start."""
+        env: dict[str, str] = {}
+        pythons: set[str] = set()
+        for role, spec in self.roles.items():
+            for name, value in spec.env.items():
+                if env.setdefault(name, value) != value:
+                    raise ControllerError(
+                        f"{self.options.name}: roles of one process want {name}={env[name]!r} and {value!r} ({role})"
+                    )
+            if spec.python is not None:
+                pythons.add(spec.python)
+        if len(pythons) > 1:
+            raise ControllerError(
+                f"{self.options.name}: colocated roles want different interpreters: {sorted(pythons)}"
+            )
+        runtime_env: dict[str, Any] = {"env_vars": env} if env else {}
+        if pythons:
+            runtime_env["py_executable"] = pythons.pop()
+        return {"runtime_env": runtime_env} if runtime_env else {}
+
+    def _settle_in(self, deadline: float) -> list[Facts]:
+        """Wait for the processes to be there, and learn where they are."""
+        import ray
+
+        # until a process has said where it is, all there is to say of it is its rank
+        self.places = [Place(rank, 0, 1, "not placed yet", 0) for rank in range(len(self._actors))]
+        facts: list[Facts] = self._start_call(
+            "start", {r: a.facts.remote() for r, a in enumerate(self._actors)}, deadline
+        )
+        nodes = [fact.node_id for fact in facts]
+        self.places = [
+            Place(
+                rank=rank,
+                local_rank=nodes[:rank].count(fact.node_id),
+                local_world_size=nodes.count(fact.node_id),
+                node=fact.node,
+                pid=fact.pid,
+                log_files=fact.log_files,
+            )
+            for rank, fact in enumerate(facts)
+        ]
+        here = ray.get_runtime_context().get_node_id()
+        for rank, fact in enumerate(facts):
+            if fact.node_id == here:
+                with suppress(psutil.Error):
+                    self._local[rank] = psutil.Process(fact.pid)
+        return facts
+
+    def _build(self, facts: Sequence[Facts], deadline: float) -> None:
+        from ray import cloudpickle
+
+        size = len(facts)
+        store = None
+        if any(spec.distributed for spec in self.roles.values()):
+            address = "127.0.0.1" if len({fact.node_id for fact in facts}) == 1 else facts[0].node
+            left = max(deadline - time.monotonic(), 1.0)
+            asked = {r: a.prepare.remote(address if r == 0 else None, left) for r, a in enumerate(self._actors)}
+            store = (address, self._start_call("rendezvous", asked, deadline)[0])
+        pickled = cloudpickle.dumps(self.roles)
+        paths = _own_import_paths()
+        refs = {}
+        for place, actor in zip(self.places, self._actors):
+            contexts = {
+                role: ProcessContext(
+                    role=role, rank=place.rank, world_size=size, local_rank=place.local_rank, node=place.node,
+                    device=self.options.device, seed=self.options.seed, labels={"roles": tuple(self.roles)},
+                )
+                for role in self.roles
+            }  # fmt: skip
+            variables = rendezvous.environment(place.rank, size, place.local_rank, place.local_world_size, store)
+            refs[place.rank] = actor.build.remote(pickled, contexts, variables, paths)
+        built = self._start_call("__init__", refs, deadline)
+        self._meshes = {role: [meshes[role] for meshes in built] for role in self.roles}
+
+    def _start_call(self, method: str, refs: dict[int, Any], deadline: float) -> list[Any]:
+        return RayCall(self, self.options.name, method, refs, self.options.start_timeout, deadline).wait()
+
+    # Calling
+
+    def submit(
+        self, role: str, method: str, calls: Sequence[Call | None], keep: frozenset[int], lane: Lane, timeout: float
+    ) -> RayCall:
+        """See `Processes.submit`. One lock holds the order of calls the same on every rank."""
+        encoded = encode(role, method, calls, keep)
+        with self._lock:
+            self._refuse_if_broken(role, method)
+            if self._stragglers:
+                self._wait_for_stragglers(role, method)
+            lanes = self._lanes[lane]
+            refs = {rank: lanes[rank].remote(*parts) for rank, parts in enumerate(encoded) if parts is not None}
+        return RayCall(self, role, method, refs, timeout)
+
+    def meshes(self, role: str, refresh: bool = False) -> list[Mesh | None]:
+        """See `Processes.meshes`."""
+        if refresh:
+            refs = {rank: actor.mesh.remote(role) for rank, actor in enumerate(self._actors)}
+            self._meshes[role] = RayCall(self, role, "mesh", refs, 60.0).wait()
+        return self._meshes[role]
+
+    # Failing
+
+    def late(self, call: RayCall) -> WorkerError:
+        """The error of a call whose deadline passed; breaks the group."""
+        diagnosis = self._diagnosis(call)
+        error = diagnosis.late()
+        self._stuck |= set(diagnosis.unfinished())
+        self._break(error)
+        return error
+
+    def failed(self, call: RayCall, error: Exception) -> WorkerError:
+        """The error of a call of which Ray reported one. A death breaks the group; an exception leaves it usable."""
+        diagnosis = self._diagnosis(call)
+        found = diagnosis.failed(error)
+        if diagnosis.deadly:
+            self._stuck |= {found.rank, *diagnosis.unfinished()}
+            self._break(found)
+        elif busy := diagnosis.unfinished():
+            self._stragglers = (call, tuple(busy))
+        return found
+
+    def _diagnosis(self, call: RayCall) -> Diagnosis:
+        return Diagnosis(
+            role=call.role, method=call.method, timeout=call.timeout, refs=call.refs, places=self.places,
+            actors=self._actors, local=self._local,
+        )  # fmt: skip
+
+    def _break(self, error: WorkerError) -> None:
+        if self._broken is None:
+            self._broken = str(error).splitlines()[0]
+
+    def _refuse_if_broken(self, role: str, method: str) -> None:
+        if self._broken is not None:
+            raise GroupClosed(f"{role}.{method} cannot be called any more: {self._broken}", self._broken)
+
+    def _wait_for_stragglers(self, role: str, method: str) -> None:
+        """Give ranks that were busy when another one raised a moment to end; a group with a stuck rank is broken."""
+        import ray
+
+        assert self._stragglers is not None
+        call, ranks = self._stragglers
+        refs = [call.refs[rank] for rank in ranks]
+        _, busy = ray.wait(refs, num_returns=len(refs), timeout=SETTLE_SECONDS)
+        if busy:
+            stuck = [rank for rank in ranks if call.refs[rank] in busy]
+            self._stuck |= set(stuck)
+            self._broken = f"rank(s) {stuck} are still in {call.role}.{call.method}, in which another rank raised"
+            self._refuse_if_broken(role, method)
+        self._stragglers = None
+
+    # Ending
+
+    def shutdown(self, timeout: float = 10.0) -> None:
+        """See `Processes.shutdown`."""
+        import ray
+
+        with self._lock:
+            if not self._actors:
+                return
+            if ray.is_initialized():
+                self._close_workers(min(timeout, CLOSE_BROKEN_SECONDS) if self._broken or self._stragglers else timeout)
+            self._broken = self._broken or f"{self.options.name} was shut down"
+            self._kill(patience=max(timeout / 2, 2.0))
+
+    def _close_workers(self, timeout: float) -> None:
+        import ray
+
+        refs = [actor.close.remote(timeout) for rank, actor in enumerate(self._actors) if rank not in self._stuck]
+        if refs:
+            ray.wait(refs, num_returns=len(refs), timeout=timeout)
+
+    def _kill(self, patience: float) -> None:
+        """End the processes and what they started, and give the pool's place back."""
+        import ray
+
+        family = list(self._local.values())
+        for process in self._local.values():
+            with suppress(psutil.Error):
+                family += process.children(recursive=True)
+        if ray.is_initialized():
+            for actor in self._actors:
+                ray.kill(actor, no_restart=True)
+        self._actors = []
+        end_processes(family, patience)
+        self._pool.leave(self.options.name)
+
+
+def _own_import_paths() -> list[str]:
+    """Where this program imports its own modules from: `sys.path` without what belongs to the Python environment."""
+    environment = tuple(map(os.path.realpath, (sys.prefix, sys.base_prefix)))
+    paths = [os.path.abspath(path) for path in sys.path]
+    return [path for path in paths if os.path.isdir(path) and not os.path.realpath(path).startswith(environment)]
+
+
+def _with_lanes(cls: type) -> type:
+    """The host class with its methods marked for Ray's concurrency groups; `Host` itself knows nothing of Ray."""
+    import ray
+
+    for name, lane in (("call_async", "loop"), ("ping", "control"), ("stacks", "control")):
+        ray.method(concurrency_group=lane)(getattr(cls, name))
+    return cls

@@ -1,0 +1,40 @@
+"""The meeting point of `torch.distributed`: rank 0 binds the port itself, so no other process can take it first.
+
+Every rank, 0 included, connects to the store as a client (`TORCHELASTIC_USE_AGENT_STORE`), so that plain
+`torch.distributed.init_process_group("gloo")` works in a worker.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+
+def open_store(address: str, timeout: float) -> tuple[Any, int]:
+    """Open the store on a port the system chooses; returns it (keep it) and the port. Imports torch."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore(
+        address, 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=max(timeout, 1.0))
+    )
+    return store, store.port
+
+
+def environment(
+    rank: int, world_size: int, local_rank: int, local_world_size: int, store: tuple[str, int] | None
+) -> dict[str, str]:
+    """The environment variables of one rank; `store` is the address and port, None without a rendezvous."""
+    variables = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+    }
+    if store is not None:
+        variables |= {
+            "MASTER_ADDR": store[0],
+            "MASTER_PORT": str(store[1]),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+    return variables

@@ -1,0 +1,44 @@
+"""Logging in a worker: lines carry role and rank, and the last ones are kept to go with an error."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import deque
+
+from enginehouse.controller.launchers.occupants import current_role
+
+KEPT_LINES = 20
+
+
+class RecentLines(logging.Handler):
+    """Keeps the last lines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: deque[str] = deque(maxlen=KEPT_LINES)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.extend(self.format(record).splitlines())
+
+    def lines(self) -> tuple[str, ...]:
+        """The last lines, oldest first."""
+        return tuple(self._lines)
+
+
+def install(group: str, rank: int, world_size: int, level: int) -> RecentLines:
+    """Set up this process's root logger: to its log file (stderr), and to what is returned."""
+
+    def add_place(record: logging.LogRecord) -> bool:
+        record.place = f"{current_role.get() or group} {rank}/{world_size}"
+        return True
+
+    formatter = logging.Formatter("%(asctime)s %(levelname)s [%(place)s] %(name)s: %(message)s")
+    recent = RecentLines()
+    root = logging.getLogger()
+    root.setLevel(level)
+    for handler in (logging.StreamHandler(sys.stderr), recent):
+        handler.setFormatter(formatter)
+        handler.addFilter(add_place)
+        root.addHandler(handler)
+    return recent

@@ -1,0 +1,60 @@
+"""Which rank works on which shard of the data, and which ranks answer for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from enginehouse.controller.errors import DispatchError
+from enginehouse.engines.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class DataLayout:
+    """The data axis of a group.
+
+    Attributes:
+        shards: number of data shards.
+        shard_of: for each rank, the shard it works on.
+        output_ranks: for each shard, the rank that returns its results.
+    """
+
+    shards: int
+    shard_of: tuple[int, ...]
+    output_ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, meshes: Sequence[Mesh | None], group: str = "workers") -> DataLayout:
+        """The layout of a group whose ranks have these meshes; without meshes every rank is its own shard.
+
+        Raises:
+            DispatchError: the meshes do not describe one group: some are missing, sizes differ, a shard has no or
+                several output ranks.
+        """
+        if all(mesh is None for mesh in meshes):
+            ranks = tuple(range(len(meshes)))
+            return cls(len(ranks), ranks, ranks)
+        shard_of: list[int] = []
+        output: dict[int, int] = {}
+        shards = 0
+        for rank, mesh in enumerate(meshes):
+            if mesh is None:
+                raise DispatchError(f"{group}: rank {rank} has no mesh and other ranks have one")
+            if mesh.world_size != len(meshes) or mesh.rank != rank:
+                raise DispatchError(
+                    f"{group}: the mesh of rank {rank} says rank {mesh.rank} of {mesh.world_size}, "
+                    f"but the group has {len(meshes)} ranks"
+                )
+            if rank and mesh.dp_size != shards:
+                raise DispatchError(f"{group}: rank {rank} counts {mesh.dp_size} data shards, rank 0 {shards}")
+            shards = mesh.dp_size
+            shard_of.append(mesh.dp_rank)
+            if mesh.is_output_rank:
+                if mesh.dp_rank in output:
+                    raise DispatchError(
+                        f"{group}: ranks {output[mesh.dp_rank]} and {rank} both return data shard {mesh.dp_rank}"
+                    )
+                output[mesh.dp_rank] = rank
+        if silent := [shard for shard in range(shards) if shard not in output]:
+            raise DispatchError(f"{group}: no rank returns data shard(s) {silent}; see Mesh.output_coordinates")
+        return cls(shards, tuple(shard_of), tuple(output[shard] for shard in range(shards)))

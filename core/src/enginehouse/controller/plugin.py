@@ -1,0 +1,42 @@
+"""The built-in dispatch modes: how a worker group's call is split over its ranks and its results gathered."""
+
+from __future__ import annotations
+
+from enginehouse.plugin import DispatchMode, hookimpl
+
+
+@hookimpl
+def enginehouse_register_dispatch_modes(register):
+    dispatch, collect = "enginehouse.controller.dispatch", "enginehouse.controller.collect"
+    register(
+        DispatchMode(
+            name="one_to_all",
+            summary="The same arguments to every rank; a list of results, one a rank",
+            dispatch=f"{dispatch}:one_to_all",
+            collect=f"{collect}:collect_list",
+        )
+    )
+    register(
+        DispatchMode(
+            name="all_to_all",
+            summary="Explicit scatter: each argument holds one entry a rank; a list of results, one a rank",
+            dispatch=f"{dispatch}:all_to_all",
+            collect=f"{collect}:collect_list",
+        )
+    )
+    register(
+        DispatchMode(
+            name="rank_zero",
+            summary="Rank 0 alone; its result",
+            dispatch=f"{dispatch}:rank_zero",
+            collect=f"{collect}:collect_first",
+        )
+    )
+    register(
+        DispatchMode(
+            name="dp",
+            summary="Batches split over the data axis; results joined from the output ranks, in order",
+            dispatch=f"{dispatch}:dp",
+            collect=f"{collect}:collect_concat",
+        )
+    )

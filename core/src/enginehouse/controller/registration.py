@@ -1,0 +1,118 @@
+"""`@register`: how a worker's method is called over a group. The decorator only marks; the group does the work."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeVar, overload
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+MARK = "__enginehouse_call__"
+COLLECT_RULES = ("list", "concat", "first", "merge")
+
+
+class Dispatch(str, Enum):
+    """The built-in dispatch modes; a plain string does as well."""
+
+    ONE_TO_ALL = "one_to_all"
+    ALL_TO_ALL = "all_to_all"
+    RANK_ZERO = "rank_zero"
+    DP = "dp"
+
+
+class Execute(str, Enum):
+    """Which ranks execute a call; a plain string does as well."""
+
+    ALL = "all"
+    RANK_ZERO = "rank_zero"
+
+
+@dataclass(frozen=True, slots=True)
+class CallSpec:
+    """What `@register` says about a method; its arguments are described there."""
+
+    dispatch: str | Mapping[str, Callable[..., Any]] = "one_to_all"
+    collect: str | Callable[..., Any] | None = None
+    execute: str = "all"
+    blocking: bool = True
+    timeout: float | None = None
+
+
+@overload
+def register(dispatch: F) -> F: ...
+@overload
+def register(
+    dispatch: str | Mapping[str, Callable[..., Any]] = ...,
+    *,
+    collect: str | Callable[..., Any] | None = ...,
+    execute: str = ...,
+    blocking: bool = ...,
+    timeout: float | None = ...,
+) -> Callable[[F], F]: ...
+def register(
+    dispatch: Any = "one_to_all",
+    *,
+    collect: str | Callable[..., Any] | None = None,
+    execute: str = "all",
+    blocking: bool = True,
+    timeout: float | None = None,
+) -> Any:
+    """Make a method of a worker callable on its group: `group.method(...)`.
+
+    Args:
+        dispatch: how arguments reach the ranks.
+
+            - `"one_to_all"`: every rank gets the same arguments.
+            - `"rank_zero"`: only rank 0 is called.
+            - `"all_to_all"`: each argument is a list (or `PerRank`) with one entry a rank; `Same(value)` goes to all.
+            - `"dp"`: batches are split over the data axis of the workers' meshes, the same shard to every rank of a
+              model-parallel replica; other arguments go to all as they are; results come from output ranks only.
+            - `{"dispatch_fn": f, "collect_fn": g}`: `f(group, *args, **kwargs)` returns one `(args, kwargs)` a rank
+              (None: that rank is not called), `g(group, outputs)` gets one output a rank.
+            - any other name: a dispatch mode that a plugin registered, found on the controller at the first call.
+        collect: how results are put together: `"list"`, `"concat"` (batches, lists, arrays; None if all are None),
+            `"first"`, `"merge"` (`enginehouse.engines.train.merge_metrics`), or `g(group, outputs)`. By default
+            `one_to_all` and `all_to_all` give a list, `dp` concatenates, `rank_zero` gives the one result.
+        execute: `"rank_zero"` calls rank 0 only, with what the dispatch gives it.
+        blocking: False returns a `Future`.
+        timeout: deadline in seconds; None takes the group's.
+    """
+    if inspect.isfunction(dispatch):
+        return register()(dispatch)
+    if isinstance(dispatch, Mapping):
+        if set(dispatch) != {"dispatch_fn", "collect_fn"}:
+            raise ValueError(
+                f"a dispatch mode in place has the keys 'dispatch_fn' and 'collect_fn', not {list(dispatch)}"
+            )
+    elif not isinstance(dispatch, str):
+        raise TypeError(f"dispatch is the name of a mode or a dict of two functions, not {type(dispatch).__name__}")
+    if not (collect is None or callable(collect) or collect in COLLECT_RULES):
+        raise ValueError(f"collect is one of {', '.join(COLLECT_RULES)}, or a function, not {collect!r}")
+    if isinstance(dispatch, str):
+        dispatch = str(dispatch.value if isinstance(dispatch, Enum) else dispatch)
+    spec = CallSpec(dispatch, collect, Execute(execute).value, blocking, timeout)
+
+    def mark(function: F) -> F:
+        setattr(function, MARK, spec)
+        return function
+
+    return mark
+
+
+def registered_methods(cls: type) -> dict[str, CallSpec]:
+    """The registered methods of a class. An override without a decorator keeps what its parent's said."""
+    found: dict[str, CallSpec] = {}
+    for parent in reversed(cls.__mro__):
+        for name, member in vars(parent).items():
+            spec = getattr(member, MARK, None)
+            if spec is not None:
+                found[name] = spec
+    return found
+
+
+def is_async(cls: type, method: str) -> bool:
+    """Whether a method runs on the worker's event loop."""
+    return inspect.iscoroutinefunction(getattr(cls, method, None))

@@ -1,0 +1,69 @@
+"""A light trace of worker-group calls, for timelines: listeners in this process, called as each call ends.
+
+    remove = add_listener(lambda group, method, call, start_ns, end_ns: ...)
+
+`call` numbers this controller's calls; times are `time.monotonic_ns()`. A call ends when its results are collected
+or its error is raised; a listener runs in the thread that collects, must be quick, and one that raises is dropped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+Listener = Callable[[str, str, int, int, int], None]
+
+_listeners: list[Listener] = []
+_numbers = itertools.count()
+
+
+def add_listener(listener: Listener) -> Callable[[], None]:
+    """Call `listener(group, method, call, start_ns, end_ns)` for every call from now on; returns what removes it."""
+    _listeners.append(listener)
+
+    def remove() -> None:
+        if listener in _listeners:
+            _listeners.remove(listener)
+
+    return remove
+
+
+class CallTrace:
+    """One call: tells observers of `call_dispatched` when made, listeners and `call_collected` when ended."""
+
+    __slots__ = ("_ended", "call", "group", "method", "start_ns")
+
+    def __init__(self, group: str, method: str):
+        from enginehouse.plugin import plugins
+
+        self.group = group
+        self.method = method
+        self.call = next(_numbers)
+        self._ended = False
+        self.start_ns = time.monotonic_ns()
+        manager = plugins()
+        if manager.observes("call_dispatched"):
+            manager.observe("call_dispatched", group=group, method=method, call=self.call)
+
+    def end(self) -> None:
+        """The call's results are in, or it failed; only the first time counts."""
+        if self._ended:
+            return
+        self._ended = True
+        end_ns = time.monotonic_ns()
+        for listener in tuple(_listeners):
+            try:
+                listener(self.group, self.method, self.call, self.start_ns, end_ns)
+            except Exception:
+                _listeners.remove(listener)
+                log.warning("a listener of worker-group calls failed and is not called again", exc_info=True)
+        from enginehouse.plugin import plugins
+
+        manager = plugins()
+        if manager.observes("call_collected"):
+            seconds = (end_ns - self.start_ns) / 1e9
+            manager.observe("call_collected", group=self.group, method=self.method, call=self.call, seconds=seconds)

@@ -1,0 +1,295 @@
+"""The one state machine by which weights reach the rollout replicas, whatever the transport: verified, or not at all.
+
+    pause -> start -> send || receive -> compare bytes -> finish -> compare what is served -> (effect) -> resume
+
+*Bytes*: each parameter's checksum before it left is compared with its checksum where it arrived, before any replica
+lets go of the old version. *Version*: each replica then says which version it serves, and with which checksums.
+*Effect*: at the first update and every so often, a few fixed token sequences are scored by each replica and by the
+trainer: engines exist that hold the right bytes and compute with others.
+
+The worker methods called here are those of `enginehouse.rl.roles`; any worker class that has them will do.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from enginehouse.controller.errors import ControllerError, RemoteError, WorkerError
+from enginehouse.controller.future import StillRunning
+from enginehouse.engines.weights import (
+    TransferPlan,
+    WeightState,
+    WeightSyncError,
+    WeightUpdateAborted,
+    compare_checksums,
+    verify_state,
+)
+from enginehouse.transports.lookup import load_transport
+
+if TYPE_CHECKING:
+    from enginehouse.controller.future import Future
+    from enginehouse.controller.group import WorkerGroup
+
+log = logging.getLogger(__name__)
+
+GRACE_SECONDS = 15.0
+"""How much longer the controller waits than the workers do: their own errors say more than its time-out."""
+
+GLANCE_SECONDS = 0.25
+"""How often one side is looked at while the other is waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReport:
+    """A verified update.
+
+    Attributes:
+        version: what every replica serves now.
+        seconds: from the first call to the last replica's resumption.
+        nbytes: bytes of the weights, counted once.
+        effect: mean absolute difference in nats of the replica that differs most, where it was checked.
+    """
+
+    version: int
+    seconds: float
+    nbytes: int
+    effect: float | None
+
+
+class WeightSync:
+    """Brings a training group's weights to a rollout group.
+
+    Args:
+        train: workers with the methods of `TrainWorker`.
+        rollout: workers with the methods of `RolloutWorker`, one a replica.
+        transport: name of a weight transport, or `"module:Class"`.
+        bucket_bytes: most bytes to travel at once, but for larger parameters.
+        timeout: seconds any stage of an update may take.
+        effect_check_every: compare logprobs at the first update and then at every so many-th; 0 never does.
+        effect_tolerance: largest mean absolute difference of logprobs, in nats.
+        probe: token sequences for the effect check; sequences of less than two tokens have nothing to compare.
+    """
+
+    def __init__(
+        self,
+        train: WorkerGroup,
+        rollout: WorkerGroup,
+        transport: str,
+        *,
+        bucket_bytes: int,
+        timeout: float,
+        effect_check_every: int = 50,
+        effect_tolerance: float = 0.05,
+        probe: Sequence[Sequence[int]] | None = None,
+    ):
+        self._train = train
+        self._rollout = rollout
+        self._transport = transport
+        self._bucket_bytes = bucket_bytes
+        self._timeout = timeout
+        self._every = effect_check_every
+        self._tolerance = effect_tolerance
+        self._probe = [list(sequence) for sequence in probe or () if len(sequence) > 1]
+        self._plan: TransferPlan | None = None
+        self._nbytes = 0
+        self._updates = 0  # since the connection: the first is always checked for its effect
+        self._tried = 0  # newest version tried
+
+    def connect(self) -> None:
+        """Plan the transfer and open both ends. Again after a group was restarted.
+
+        Raises:
+            WeightSyncError: the two sides cannot reach each other by this transport.
+        """
+        parameters = self._call(self._train, "weight_metadata")
+        plan = load_transport(self._transport).prepare(
+            parameters, self._rollout.world_size, uuid.uuid4().hex, self._bucket_bytes
+        )
+        self._plan = replace(plan, transport=self._transport)
+        self._nbytes = sum(parameter.nbytes for parameter in parameters)
+        self._updates = 0
+        try:
+            self._call(self._train, "connect_weights", self._plan)
+            self._call(self._rollout, "connect_weights", self._plan)
+        except Exception as error:
+            self.close()
+            raise _explained(error, f"weight transport {self._transport!r} could not be connected") from error
+
+    def sync(self, version: int) -> SyncReport:
+        """Make every replica serve the trainer's current weights as `version`.
+
+        Args:
+            version: larger than any tried before.
+
+        Raises:
+            WeightSyncError: naming the parameters and the replica. Every replica serves the version it had, unless
+                the message says otherwise.
+        """
+        if self._plan is None:
+            raise WeightSyncError("weights cannot be sent before the transport is connected")
+        if version <= self._tried:
+            raise WeightSyncError(f"weight version {version} is not newer than {self._tried}, which was tried before")
+        self._tried = version
+        self._in_flight = ()
+        begun = time.perf_counter()
+        try:
+            sent = self._transfer(version)
+            effect = self._commit(version, sent)
+        except BaseException as error:
+            self._abort(version)
+            if not isinstance(error, Exception):
+                raise
+            raise _explained(error, f"weight update {version} failed") from error
+        self._updates += 1
+        return SyncReport(version, time.perf_counter() - begun, self._nbytes, effect)
+
+    def close(self) -> None:
+        """Close both ends, as far as they still can be reached."""
+        self._plan = None
+        for group in (self._rollout, self._train):
+            with suppress(ControllerError):
+                self._call(group, "close_weights", timeout=GRACE_SECONDS)
+
+    # The stages
+
+    def _transfer(self, version: int) -> Mapping[str, str]:
+        """Pause, send and receive, and compare bytes; returns each parameter's checksum before it left."""
+        receiving = self._begin(self._rollout, "receive_weights", version, self._timeout)
+        sending = self._begin(self._train, "send_weights", version, self._timeout)
+        self._in_flight = (sending, receiving)
+        arrived = _both(receiving, sending)
+        every_rank = [sums for sums in sending.result() if sums]
+        sent: Mapping[str, str] = every_rank[0] if every_rank else {}
+        for sums in every_rank[1:]:
+            compare_checksums(sent, sums, "another training rank, which holds other weights than rank 0")
+        for replica, sums in enumerate(arrived):
+            compare_checksums(sent, sums, self._name(replica))
+        return sent
+
+    def _commit(self, version: int, sent: Mapping[str, str]) -> float | None:
+        """Serve the new version, verified; returns the effect check's figure where one is due."""
+        check = bool(self._every and self._probe) and self._updates % self._every == 0
+        states: list[WeightState] = self._call(self._rollout, "commit_weights", version, not check)
+        for replica, state in enumerate(states):
+            verify_state(state, version, sent, self._name(replica))
+        if not check:
+            return None
+        effect = self._effect(version)
+        self._call(self._rollout, "resume_weights", version)
+        return effect
+
+    def _effect(self, version: int) -> float:
+        """Score the probe on both sides; returns the largest mean difference of a replica."""
+        from enginehouse.data import Batch, Ragged
+        from enginehouse.engines.train import Outputs
+
+        scoring = self._begin(self._rollout, "score", self._probe)
+        computing = self._begin(self._train, "forward", Batch({"input_ids": Ragged.from_list(self._probe)}), Outputs())
+        scored = _both(scoring, computing)
+        column = computing.result()["logprobs"]
+        expected = [column[row].tolist() for row in range(len(self._probe))]
+        worst = 0.0
+        for replica, rows in enumerate(scored):
+            difference = mean_difference(expected, rows)
+            if not difference <= self._tolerance:  # a NaN is not within tolerance
+                raise WeightSyncError(
+                    f"{self._name(replica)} has the weights of version {version} by their bytes, but computes with "
+                    f"something else: its logprobs differ from the trainer's by {difference:.4g} nats on average "
+                    f"(weights.effect_tolerance is {self._tolerance:g}). It answers no requests."
+                )
+            worst = max(worst, difference)
+        return worst
+
+    def _abort(self, version: int) -> None:
+        """Make both sides give up `version`; what cannot be reached is logged."""
+        outstanding: list[Future] = list(self._in_flight)
+        for group in (self._train, self._rollout):
+            try:
+                outstanding.append(self._begin(group, "abort_weights", version, timeout=GRACE_SECONDS))
+            except ControllerError as error:
+                log.warning("%s was not told that weight update %d is aborted: %s", group.name, version, error)
+        deadline = time.monotonic() + GRACE_SECONDS
+        for future in outstanding:
+            try:
+                future.result(max(0.0, deadline - time.monotonic()))
+            except Exception as error:
+                log.info("while weight update %d was aborted: %s", version, error)
+
+    # Calls
+
+    def _begin(self, group: WorkerGroup, method: str, *args: Any, timeout: float | None = None) -> Future:
+        limit = self._timeout + GRACE_SECONDS if timeout is None else timeout
+        return group.call(method, *args, timeout=limit, blocking=False)
+
+    def _call(self, group: WorkerGroup, method: str, *args: Any, timeout: float | None = None) -> Any:
+        return self._begin(group, method, *args, timeout=timeout).result()
+
+    def _name(self, replica: int) -> str:
+        return f"{self._rollout.name} replica {replica}"
+
+    _in_flight: tuple[Future, ...] = ()
+
+
+def _both(waited: Future, other: Future) -> Any:
+    """The result of `waited`, once `other` has ended as well; an error of either, the one that caused the other."""
+    while True:
+        try:
+            result = waited.result(GLANCE_SECONDS)
+        except StillRunning:
+            if other.done():
+                _check(other, waited)
+        except Exception as error:
+            raise _root_cause(error, other) from error
+        else:
+            _check(other, waited)
+            return result
+
+
+def _check(future: Future, other: Future) -> None:
+    """Wait for `future`; its error, or that of `other` if it is the cause."""
+    try:
+        future.result()
+    except Exception as error:
+        raise _root_cause(error, other) from error
+
+
+def _root_cause(error: Exception, other: Future) -> Exception:
+    """`error`, unless it only says that the update was aborted and `other` knows why."""
+    if not isinstance(getattr(error, "cause", error), WeightUpdateAborted):
+        return error
+    try:
+        other.result(GRACE_SECONDS)
+    except StillRunning:
+        pass
+    except Exception as cause:
+        return cause
+    return error
+
+
+def mean_difference(expected: Sequence[Sequence[float]], scored: Sequence[Sequence[float]]) -> float:
+    """Mean absolute difference of logprobs over all tokens but each sequence's first, which has none.
+
+    NaN where the two are not of the same lengths.
+    """
+    if [len(row) for row in expected] != [len(row) for row in scored]:
+        return float("nan")
+    pairs = [
+        pair for ours, theirs in zip(expected, scored, strict=True) for pair in zip(ours[1:], theirs[1:], strict=True)
+    ]
+    return sum(abs(float(ours) - float(theirs)) for ours, theirs in pairs) / len(pairs)
+
+
+def _explained(error: Exception, what: str) -> WeightSyncError:
+    """A `WeightSyncError` that says all the error's cause says, with its parameters."""
+    cause = error.cause if isinstance(error, RemoteError) and error.cause is not None else error
+    if isinstance(error, WeightSyncError):
+        return error
+    text = str(cause) if isinstance(cause, WeightSyncError) else str(error)
+    where = f" at {error.role} rank {error.rank} on {error.node}" if isinstance(error, WorkerError) else ""
+    return WeightSyncError(f"{what}{where}: {text}", getattr(cause, "parameters", ()))

@@ -1,0 +1,92 @@
+"""From a batch of prompts to an engine's requests, and from its results to a batch of samples.
+
+Both with a few array operations for a whole batch: this runs once a step for every row.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from enginehouse.data import Batch, Ragged
+from enginehouse.engines.rollout import Completion, GenerateRequest, GenerateResult, SamplingParams
+
+
+def row_seeds(seed: int, rows: np.ndarray) -> list[int]:
+    """A seed of 31 bits for each row number of a whole batch, so that samples do not depend on who draws them.
+
+    The numbers are mixed as in SplitMix64 (Steele, Lea & Flood 2014): neighbouring rows get unrelated seeds.
+    """
+    with np.errstate(over="ignore"):
+        mixed = (rows.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        mixed += np.uint64((seed + 1) * 0xD1342543DE82EF95 & 0xFFFFFFFFFFFFFFFF)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((mixed ^ (mixed >> np.uint64(31))) & np.uint64(0x7FFFFFFF)).tolist()
+
+
+def make_requests(
+    prompts: Ragged, sampling: SamplingParams, seeds: Sequence[int] | None, name: str
+) -> list[GenerateRequest]:
+    """One request a row.
+
+    Args:
+        prompts: token ids.
+        sampling: the same for all rows, but for the seed.
+        seeds: one a row; None: rows keep `sampling.seed`.
+        name: begins the requests' ids.
+    """
+    tokens = prompts.values.tolist()
+    offsets = prompts.offsets.tolist()
+    return [
+        GenerateRequest(
+            id=f"{name}-{row}",
+            prompt_ids=tokens[begin:end],
+            sampling=sampling if seeds is None else replace(sampling, seed=seeds[row]),
+        )
+        for row, (begin, end) in enumerate(itertools.pairwise(offsets))
+    ]
+
+
+def assemble(requests: Sequence[GenerateRequest], results: Sequence[GenerateResult]) -> Batch:
+    """Samples as a batch: in the order of the requests, and the samples of a request in theirs.
+
+    Returns:
+        `input_ids` ragged int64 (prompt and response), `loss_mask` ragged bool (true on the response),
+        `rollout_logprobs` ragged float32 (0 on the prompt), `finish_reason` objects, and `weight_version` int64
+        `(rows,)`, the version the last token was drawn from.
+    """
+    completions: list[Completion] = [completion for result in results for completion in result.completions]
+    prompts: list[np.ndarray] = []
+    for request, result in zip(requests, results, strict=True):
+        prompts += [np.asarray(request.prompt_ids, dtype=np.int64)] * len(result.completions)
+    lengths = np.empty((len(completions), 2), dtype=np.int64)
+    lengths[:, 0] = [len(prompt) for prompt in prompts]
+    lengths[:, 1] = [len(completion.token_ids) for completion in completions]
+    response = np.repeat(np.tile([False, True], len(completions)), lengths.reshape(-1))
+    tokens = np.empty(len(response), dtype=np.int64)
+    tokens[~response] = np.concatenate(prompts) if prompts else ()
+    tokens[response] = _flat([completion.token_ids for completion in completions], np.int64)
+    logprobs = np.zeros(len(response), dtype=np.float32)
+    logprobs[response] = _flat([completion.logprobs for completion in completions], np.float32)
+    input_ids = Ragged.from_lengths(torch.from_numpy(tokens), lengths.sum(1))
+    return Batch(
+        {
+            "input_ids": input_ids,
+            "loss_mask": input_ids.like(torch.from_numpy(response)),
+            "rollout_logprobs": input_ids.like(torch.from_numpy(logprobs)),
+            "finish_reason": [completion.finish_reason for completion in completions],
+            "weight_version": torch.tensor([completion.last_version for completion in completions], dtype=torch.int64),
+        }
+    )
+
+
+def _flat(rows: Sequence[Sequence[float]], dtype: type) -> np.ndarray:
+    """All rows end to end; a row is a list, an array or a tensor in host memory."""
+    if rows and isinstance(rows[0], list):
+        return np.fromiter(itertools.chain.from_iterable(rows), dtype)
+    return np.concatenate([np.asarray(row, dtype) for row in rows]) if rows else np.empty(0, dtype)

@@ -1,0 +1,378 @@
+"""The two kinds of worker: one holds a training engine's rank, the other a rollout engine's replica.
+
+A worker adds to its engine what is the same for all engines: building it from a backend's record, minibatches,
+batches to requests and back, and its end of a weight update. Actor, reference, critic and reward model are
+`TrainWorker`s that differ in the model and in what is called.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+import torch
+
+from enginehouse.controller import Worker, register
+from enginehouse.data import Batch, Ragged
+from enginehouse.engines.mesh import Mesh
+from enginehouse.engines.model import ModelSpec
+from enginehouse.engines.rollout import Health, PauseMode, RolloutEngine, SamplingParams
+from enginehouse.engines.train import ALL, LossSpec, Mean, Metrics, Outputs, TrainEngine, merge_metrics
+from enginehouse.engines.weights import ParamMeta, TransferPlan, TransportSession, WeightState, WeightSyncError
+from enginehouse.errors import EnginehouseError
+from enginehouse.plugin import Backend, plugins, resolve
+from enginehouse.rl.generation import assemble, make_requests, row_seeds
+from enginehouse.rl.landing import WeightLanding
+from enginehouse.transports.lookup import load_transport
+
+
+class TrainWorker(Worker):
+    """One rank of a training engine.
+
+    Args:
+        backend: name of a training backend, as in the config.
+        model: what to train.
+        options: the backend's own options, checked here by its own type.
+    """
+
+    def __init__(self, backend: str, model: ModelSpec, options: dict[str, Any] | None = None):
+        record = plugins().get("train", backend)
+        self._backend = record.name
+        checked = resolve(record.options)(**(options or {}))
+        self.engine: TrainEngine = resolve(record.engine)()
+        self.engine.setup(model, checked, self.context)
+        self._session: TransportSession | None = None
+
+    @property
+    def mesh(self) -> Mesh:
+        """The engine's mesh: how the controller splits batches over the ranks."""
+        return self.engine.mesh
+
+    @register(dispatch="dp")
+    def forward(self, batch: Batch, outputs: Outputs) -> Batch | None:
+        """Compute per-token outputs of `input_ids`; see `TrainEngine.forward`."""
+        return self.engine.forward(batch, outputs)
+
+    @register(dispatch="dp", collect="merge")
+    def update(
+        self, batch: Batch, loss: LossSpec, minibatches: int = 1, epochs: int = 1, seed: int = 0
+    ) -> dict[str, float | Mean]:
+        """Train on a batch: `epochs` passes of `minibatches` optimizer steps each.
+
+        Each rank cuts its own shard. The number of steps is the same on all ranks, however their shards differ: a
+        rank with fewer rows than minibatches takes part in some steps with none.
+
+        Args:
+            batch: `input_ids`, `loss_mask` and what the loss needs.
+            loss: what to minimise.
+            minibatches: optimizer steps a pass; with more than one, rows are shuffled before each pass.
+            epochs: passes over the batch.
+            seed: of the shuffles.
+
+        Returns:
+            The loss's means over all steps; the optimizer's figures (`grad_norm`, `lr`, `skipped`), each the average
+            over the steps; `optimizer_steps`; and `busy/update`, seconds in this method, the mean over ranks.
+        """
+        begun = time.perf_counter()
+        parts: list[Metrics] = []
+        steps: list[Metrics] = []
+        for epoch in range(epochs):
+            for minibatch in self._minibatches(batch, minibatches, (seed, epoch)):
+                parts.append(self.engine.forward_backward(minibatch, loss))
+                steps.append(self.engine.optim_step())
+        figures = {
+            name: sum(_number(step[name]) for step in steps) / len(steps) for name in (steps[0] if steps else ())
+        }
+        return {
+            **merge_metrics(parts),
+            **figures,
+            "optimizer_steps": float(len(steps)),
+            "busy/update": Mean(time.perf_counter() - begun, 1.0),
+        }
+
+    def _minibatches(self, batch: Batch, count: int, seed: tuple[int, int]) -> list[Batch]:
+        if count == 1:
+            return [batch]
+        order = np.random.default_rng((*seed, self.mesh.dp_rank)).permutation(len(batch))
+        return batch.take(order).split(count)
+
+    # Weights
+
+    @register(dispatch="rank_zero")
+    def weight_metadata(self) -> list[ParamMeta]:
+        """What the engine's weights are, under their Hugging Face names."""
+        return self.engine.weight_source().metadata()
+
+    @register
+    def connect_weights(self, plan: TransferPlan) -> None:
+        """Open this rank's end of a weight transport, closing one that was open."""
+        self.close_weights()
+        self._session = load_transport(plan.transport).connect(plan, "send", self.context.rank)
+
+    @register
+    def send_weights(self, version: int, deadline_seconds: float) -> dict[str, str]:
+        """Send the current weights as `version`.
+
+        Returns:
+            The checksum of each parameter before it left; empty on a rank that does not send.
+        """
+        if self._session is None:
+            raise WeightSyncError(f"{self.context} was asked for weights before a transport was connected")
+        return self._session.send(version, self.engine.weight_source().iter_full(), deadline_seconds)
+
+    @register
+    async def abort_weights(self, version: int) -> None:
+        """Make `send_weights` fail, for this version, whether it runs or comes later."""
+        if self._session is not None:
+            self._session.abort(version)
+
+    @register
+    def close_weights(self) -> None:
+        """Close this rank's end of the weight transport."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+
+    # State
+
+    @register
+    def onload(self, tags: tuple[str, ...] = ALL) -> None:
+        """Bring offloaded state back; see `TrainEngine.onload`."""
+        self.engine.onload(tags)
+
+    @register
+    def offload(self, tags: tuple[str, ...] = ALL) -> None:
+        """Move state to host memory; see `TrainEngine.offload`."""
+        self.engine.offload(tags)
+
+    @register
+    def save(self, path: str, what: tuple[str, ...] = ALL) -> None:
+        """Write a checkpoint; see `TrainEngine.save`."""
+        self.engine.save(path, what)
+
+    @register
+    def load(self, path: str, what: tuple[str, ...] = ALL) -> None:
+        """Load a checkpoint; see `TrainEngine.load`."""
+        self.engine.load(path, what)
+
+    @register
+    def export_hf(self, path: str) -> None:
+        """Write the model as a Hugging Face directory; see `TrainEngine.export_hf`."""
+        self.engine.export_hf(path)
+
+    @register
+    async def describe(self) -> dict[str, Any]:
+        """What runs here, for reports."""
+        return _describe(self, self._backend, type(self.engine).__name__) | {"mesh": dict(self.mesh.axes)}
+
+    def shutdown(self) -> None:
+        """Release the engine and the transport."""
+        self.close_weights()
+        self.engine.shutdown()
+
+
+class RolloutWorker(Worker):
+    """One replica of a rollout engine. `launch` must come before anything else.
+
+    Args:
+        backend: name of a rollout backend, as in the config.
+        model: what to load; its weights count as version 0.
+        options: the backend's own options, checked here by its own type.
+    """
+
+    def __init__(self, backend: str, model: ModelSpec, options: dict[str, Any] | None = None):
+        record: Backend = plugins().get("rollout", backend)
+        self._backend = record.name
+        self._model = model
+        self._options = resolve(record.options)(**(options or {}))
+        self.engine: RolloutEngine = resolve(record.engine)()
+        self._name = backend  # the engine's own name and version once it is launched
+        self._calls = 0
+        self._weights: WeightLanding | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
+
+    @register
+    async def launch(self) -> str:
+        """Start the engine.
+
+        Returns:
+            Its name and version.
+        """
+        endpoint = await self.engine.launch(self._model, self._options, self.context)
+        self._name = endpoint.engine
+        self._weights = WeightLanding(self.engine, str(self.context), self._thread)
+        return endpoint.engine
+
+    @property
+    def weights(self) -> WeightLanding:
+        """This replica's end of weight updates."""
+        if self._weights is None:
+            raise EnginehouseError(f"{self.context} was used before it was launched")
+        return self._weights
+
+    @register(dispatch="dp")
+    async def generate(self, batch: Batch, sampling: SamplingParams, seed: int | None = None) -> Batch:
+        """Draw `sampling.n` completions of each row's prompt.
+
+        Args:
+            batch: `prompt_ids` ragged int64; with a seed also `prompt_index` int64 `(rows,)`, the row's number in the
+                whole batch: a row's samples depend on the seed and this number, not on the number of replicas.
+            sampling: how to draw.
+            seed: same seed, same weights: same samples. None draws afresh.
+
+        Returns:
+            `n` rows for each row of `batch`, next to each other: the columns of `assemble`, and `seconds` float32
+            `(rows,)`, how long this replica took for its share. The columns of `batch` are not returned.
+        """
+        begun = time.perf_counter()
+        await self.weights.serving.wait()
+        seeds = None
+        if seed is not None:
+            if "prompt_index" not in batch:
+                raise EnginehouseError(
+                    "generate with a seed needs a column 'prompt_index' with each row's number in the whole batch"
+                )
+            seeds = row_seeds(seed, batch.tensor("prompt_index").numpy())
+        self._calls += 1
+        requests = make_requests(batch.ragged("prompt_ids"), sampling, seeds, f"{self.context.rank}-{self._calls}")
+        results = await asyncio.gather(*(self.engine.generate(request) for request in requests))
+        samples = assemble(requests, results)
+        return samples.with_columns(seconds=torch.full((len(samples),), time.perf_counter() - begun))
+
+    @register
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[Sequence[float]]:
+        """Logprob of each token of some sequences given those before it, the first 0, at temperature 1.
+
+        Answers also between `commit_weights` and `resume_weights`, when `generate` waits.
+        """
+        self._calls += 1
+        scoring = SamplingParams(max_tokens=0, prompt_logprobs=True)
+        name = f"{self.context.rank}-{self._calls}"
+        requests = make_requests(Ragged.from_list([list(one) for one in sequences]), scoring, None, name)
+        results = await asyncio.gather(*(self.engine.generate(request) for request in requests))
+        missing = [result.id for result in results if result.prompt_logprobs is None]
+        if missing:
+            raise EnginehouseError(f"{self.context}: {self._name} returned no logprobs of the prompt for {missing}")
+        return [result.prompt_logprobs for result in results if result.prompt_logprobs is not None]
+
+    # Weights; the order of things is the controller's, `enginehouse.controller.weight_sync`
+
+    @register
+    async def connect_weights(self, plan: TransferPlan) -> None:
+        """Open this replica's end of a weight transport, closing one that was open."""
+        self.weights.connect(plan, load_transport(plan.transport).connect(plan, "recv", self.context.rank))
+
+    @register
+    async def receive_weights(
+        self, version: int, deadline_seconds: float, pause: PauseMode = "wait"
+    ) -> Mapping[str, str]:
+        """Pause, and stage what arrives as `version` beside what is served.
+
+        Returns:
+            The checksum of each parameter as it arrived.
+
+        Raises:
+            WeightSyncError: it did not arrive whole; the old version is served again.
+        """
+        return await self.weights.receive(version, deadline_seconds, pause)
+
+    @register
+    async def commit_weights(self, version: int, serve: bool = True) -> WeightState:
+        """Serve what was staged, and say what is served.
+
+        Args:
+            version: what was received.
+            serve: answer `generate` again; otherwise only `score` is answered until `resume_weights`.
+        """
+        return await self.weights.commit(version, serve)
+
+    @register
+    async def resume_weights(self, version: int) -> None:
+        """Answer `generate` again after `commit_weights(serve=False)`."""
+        self.weights.serve(version)
+
+    @register
+    async def abort_weights(self, version: int) -> None:
+        """Give up an update: what was staged is thrown away, and the old version served, if it still is there."""
+        await self.weights.abort(version)
+
+    @register
+    async def weight_state(self) -> WeightState:
+        """Version and checksums as served."""
+        return await self.engine.weight_state()
+
+    @register
+    async def close_weights(self) -> None:
+        """Close this replica's end of the weight transport."""
+        if self._weights is not None:
+            self._weights.close()
+
+    # Control
+
+    @register
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        """See `RolloutEngine.pause`."""
+        await self.engine.pause(mode)
+
+    @register
+    async def resume(self) -> None:
+        """See `RolloutEngine.resume`."""
+        await self.engine.resume()
+
+    @register
+    async def abort(self, ids: Sequence[str] | None = None) -> None:
+        """See `RolloutEngine.abort`."""
+        await self.engine.abort(ids)
+
+    @register
+    async def sleep(self, tags: tuple[str, ...] = ALL) -> None:
+        """See `RolloutEngine.sleep`."""
+        await self.engine.sleep(tags)
+
+    @register
+    async def wake_up(self, tags: tuple[str, ...] = ALL) -> None:
+        """See `RolloutEngine.wake_up`."""
+        await self.engine.wake_up(tags)
+
+    @register
+    async def health(self) -> Health:
+        """See `RolloutEngine.health`."""
+        return await self.engine.health()
+
+    @register
+    async def describe(self) -> dict[str, Any]:
+        """What runs here, for reports."""
+        return _describe(self, self._backend, self._name)
+
+    async def shutdown(self) -> None:
+        """Release the engine and the transport."""
+        await self.close_weights()
+        if self._weights is not None:
+            await self.engine.shutdown()
+        self._thread.shutdown(wait=False)
+
+
+def _number(value: float | Mean) -> float:
+    return value.value if isinstance(value, Mean) else value
+
+
+def _describe(worker: Worker, backend: str, engine: str) -> dict[str, Any]:
+    context = worker.context
+    return {
+        "rank": context.rank,
+        "node": context.node,
+        "pid": os.getpid(),
+        "device": context.device,
+        "backend": backend,
+        "engine": engine,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "enginehouse": metadata.version("enginehouse"),
+    }

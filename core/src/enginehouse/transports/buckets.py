@@ -1,0 +1,77 @@
+"""What all transports do with a plan: make it, lay out its buckets, and hold a sender to its order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from enginehouse.engines.weights import ParamMeta, TransferPlan, WeightSyncError, pack_buckets
+
+if TYPE_CHECKING:
+    import torch
+
+
+def plan_transfer(
+    transport: str, parameters: Sequence[ParamMeta], receivers: int, session: str, bucket_bytes: int
+) -> TransferPlan:
+    """Plan a transfer in buckets of whole parameters, each of at most `bucket_bytes` where its parameters allow."""
+    buckets = pack_buckets(parameters, bucket_bytes)
+    return TransferPlan(
+        transport=transport,
+        parameters=tuple(parameters),
+        buckets=buckets,
+        bucket_bytes=max((sum(parameters[i].aligned_nbytes for i in bucket) for bucket in buckets), default=0),
+        receivers=receivers,
+        session=session,
+    )
+
+
+def layout(plan: TransferPlan, bucket: int) -> list[tuple[ParamMeta, int]]:
+    """The parameters of a bucket, each with the byte it begins at."""
+    placed = []
+    offset = 0
+    for index in plan.buckets[bucket]:
+        parameter = plan.parameters[index]
+        placed.append((parameter, offset))
+        offset += parameter.aligned_nbytes
+    return placed
+
+
+def in_plan_order(
+    plan: TransferPlan, weights: Iterator[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[ParamMeta, torch.Tensor]]:
+    """Yield `weights`, each checked to be what the plan says comes next.
+
+    Raises:
+        WeightSyncError: another name, shape or dtype than planned, too few parameters or too many.
+    """
+    for parameter in plan.parameters:
+        name, tensor = next(weights, (None, None))
+        if name is None or tensor is None:
+            raise WeightSyncError(
+                f"the training engine's weights ended before {parameter.name!r}, though its metadata announce it",
+                [parameter.name],
+            )
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if (name, dtype, tuple(tensor.shape)) != (parameter.name, parameter.dtype, parameter.shape):
+            raise WeightSyncError(
+                f"the training engine gave {name!r} ({dtype}, shape {tuple(tensor.shape)}) where its metadata announce "
+                f"{parameter.name!r} ({parameter.dtype}, shape {parameter.shape})",
+                [parameter.name],
+            )
+        yield parameter, tensor
+    extra = next(weights, None)
+    if extra is not None:
+        raise WeightSyncError(f"the training engine gave {extra[0]!r}, which its metadata do not announce", [extra[0]])
+
+
+@contextmanager
+def exhausted(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+    """Exhaust `weights` at the end in any case: other ranks may be gathering the same parameters with this one."""
+    iterator = iter(weights)
+    try:
+        yield iterator
+    finally:
+        for _ in iterator:
+            pass

@@ -1,0 +1,29 @@
+"""A point in time after which a wait is an error."""
+
+from __future__ import annotations
+
+import time
+
+
+class Deadline:
+    """A limit set once for several waits.
+
+    Args:
+        seconds: from now.
+    """
+
+    __slots__ = ("_end", "seconds")
+
+    def __init__(self, seconds: float):
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds left, never negative."""
+        return max(0.0, self._end - time.monotonic())
+
+    @property
+    def passed(self) -> bool:
+        """Whether no time is left."""
+        return time.monotonic() >= self._end

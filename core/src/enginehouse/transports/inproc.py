@@ -1,0 +1,216 @@
+"""Weights between two roles of one process: references to the trainer's own tensors, bucket by bucket.
+
+Training rank i sends to rollout replica i, which lives in the same process. Nothing is copied here; the rollout
+engine copies what it stages. One bucket is on its way while the next is gathered, so that a trainer that gathers
+sharded parameters never holds more than two.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from enginehouse.engines.weights import (
+    ParamMeta,
+    TransferPlan,
+    TransportSession,
+    WeightChunk,
+    WeightSyncError,
+    WeightUpdateAborted,
+    checksum,
+)
+from enginehouse.transports.buckets import exhausted, in_plan_order, plan_transfer
+from enginehouse.transports.bystander import Bystander
+from enginehouse.transports.deadline import Deadline
+
+if TYPE_CHECKING:
+    import torch
+
+_mailboxes: dict[tuple[str, int], Mailbox] = {}
+_mailboxes_lock = threading.Lock()
+
+
+class InprocTransport:
+    """Passes tensors by reference between a training rank and the rollout replica of the same number and process."""
+
+    def prepare(self, parameters: Sequence[ParamMeta], receivers: int, session: str, bucket_bytes: int) -> TransferPlan:
+        """See `WeightTransport`."""
+        return plan_transfer("inproc", parameters, receivers, session, bucket_bytes)
+
+    def connect(self, plan: TransferPlan, side: str, index: int) -> TransportSession:
+        """See `WeightTransport`.
+
+        Raises:
+            WeightSyncError: replica `index` is not in the process of training rank `index`.
+        """
+        key = (plan.session, index)
+        if side == "send":
+            if index >= plan.receivers:
+                return Bystander()
+            with _mailboxes_lock:
+                mailbox = _mailboxes[key] = Mailbox(plan, key)
+            return InprocSender(mailbox)
+        with _mailboxes_lock:
+            found = _mailboxes.get(key)
+        if found is None:
+            raise WeightSyncError(
+                f"transport 'inproc' needs rollout replica {index} in the process of training rank {index}, and that "
+                "rank is not here. Place the rollout in the actor's processes, or choose another transport."
+            )
+        return InprocReceiver(found)
+
+
+class Mailbox:
+    """What one sender and one receiver share. Every field is read and written under `changed`."""
+
+    def __init__(self, plan: TransferPlan, key: tuple[str, int]):
+        self.plan = plan
+        self.key = key
+        self.changed = threading.Condition()
+        self.version = -1  # of the newest update begun
+        self.aborted = -1  # updates up to this version fail
+        self.closed = False
+        self.taken = 0  # buckets of `version` the receiver is done with
+        self.bucket: tuple[int, list[tuple[str, torch.Tensor]]] | None = None  # the one on its way, with its number
+
+    def wait(self, ready: Callable[[], bool], version: int, deadline: Deadline, missing: str) -> None:
+        """Wait, holding `changed`, until `ready()`.
+
+        Raises:
+            WeightUpdateAborted: `version` was aborted, or an end is closed.
+            WeightSyncError: the deadline passed; `missing` says what did not happen.
+        """
+        self.changed.wait_for(lambda: ready() or self.aborted >= version or self.closed, deadline.left)
+        if self.aborted >= version:
+            raise WeightUpdateAborted(f"weight update {version} was aborted")
+        if self.closed:
+            raise WeightUpdateAborted(f"weight update {version}: the connection was closed")
+        if not ready():
+            raise WeightSyncError(f"weight update {version}: {missing} within {deadline.seconds:g} s")
+
+    def abort(self, version: int) -> None:
+        """Make updates up to `version` fail on both ends."""
+        with self.changed:
+            self.aborted = max(self.aborted, version)
+            if self.version <= version:
+                self.bucket = None
+            self.changed.notify_all()
+
+    def close(self) -> None:
+        """Make every wait fail, and forget the tensors."""
+        with self.changed:
+            self.closed = True
+            self.bucket = None
+            self.changed.notify_all()
+        with _mailboxes_lock:
+            if _mailboxes.get(self.key) is self:
+                del _mailboxes[self.key]
+
+
+class InprocSession:
+    """What both ends have in common."""
+
+    def __init__(self, mailbox: Mailbox):
+        self._mailbox = mailbox
+
+    def abort(self, version: int) -> None:
+        """See `TransportSession`."""
+        self._mailbox.abort(version)
+
+    def close(self) -> None:
+        """See `TransportSession`."""
+        self._mailbox.close()
+
+
+class InprocSender(InprocSession):
+    """A training rank's end."""
+
+    def send(
+        self, version: int, weights: Iterable[tuple[str, torch.Tensor]], deadline_seconds: float
+    ) -> dict[str, str]:
+        """See `TransportSession`."""
+        deadline = Deadline(deadline_seconds)
+        with exhausted(weights) as source:
+            try:
+                return self._send(version, source, deadline)
+            except BaseException:
+                self.abort(version)
+                raise
+
+    def _send(self, version: int, source: Iterator[tuple[str, torch.Tensor]], deadline: Deadline) -> dict[str, str]:
+        box = self._mailbox
+        with box.changed:
+            if version <= box.version:
+                raise WeightSyncError(f"weight update {version} is not newer than {box.version}, the last one begun")
+            box.version, box.taken, box.bucket = version, 0, None
+            box.changed.notify_all()
+        sums: dict[str, str] = {}
+        planned = in_plan_order(box.plan, source)
+        count = len(box.plan.buckets)
+        for number, bucket in enumerate(box.plan.buckets):
+            tensors = []
+            for _ in bucket:
+                parameter, tensor = next(planned)
+                sums[parameter.name] = checksum(tensor)
+                tensors.append((parameter.name, tensor.detach()))
+            with box.changed:
+                self._wait_taken(number, version, deadline, count)
+                box.bucket = (number, tensors)
+                box.changed.notify_all()
+        for _ in planned:  # raises where there is more than was planned
+            pass
+        with box.changed:
+            self._wait_taken(count, version, deadline, count)
+        return sums
+
+    def _wait_taken(self, taken: int, version: int, deadline: Deadline, count: int) -> None:
+        box = self._mailbox
+        missing = f"rollout replica {box.key[1]} did not take bucket {taken} of {count}"
+        box.wait(lambda: box.taken >= taken, version, deadline, missing)
+
+    def recv(self, version: int, deadline_seconds: float) -> Iterator[WeightChunk]:
+        """Not for a sender's end."""
+        raise TypeError("a training rank does not receive weights")
+
+
+class InprocReceiver(InprocSession):
+    """A rollout replica's end."""
+
+    def send(
+        self, version: int, weights: Iterable[tuple[str, torch.Tensor]], deadline_seconds: float
+    ) -> dict[str, str]:
+        """Not for a receiver's end."""
+        raise TypeError("a rollout replica does not send weights")
+
+    def recv(self, version: int, deadline_seconds: float) -> Iterator[WeightChunk]:
+        """See `TransportSession`."""
+        box = self._mailbox
+        deadline = Deadline(deadline_seconds)
+        try:
+            for number in range(len(box.plan.buckets)):
+                yield WeightChunk(self._take(number, version, deadline))
+                with box.changed:
+                    if box.aborted >= version:
+                        raise WeightUpdateAborted(f"weight update {version} was aborted")
+                    box.bucket = None
+                    box.taken = number + 1
+                    box.changed.notify_all()
+        except BaseException:  # GeneratorExit too: a receiver that stops early ends the update for the sender
+            self.abort(version)
+            raise
+
+    def _take(self, number: int, version: int, deadline: Deadline) -> list[tuple[str, torch.Tensor]]:
+        box = self._mailbox
+        with box.changed:
+            count = len(box.plan.buckets)
+            missing = f"bucket {number + 1} of {count} from training rank {box.key[1]} did not arrive"
+            box.wait(lambda: box.version > version or (box.version == version and box.bucket is not None),
+                     version, deadline, missing)  # fmt: skip
+            if box.version > version:
+                raise WeightSyncError(f"weight update {version} was expected, the trainer is already at {box.version}")
+            assert box.bucket is not None
+            arrived, tensors = box.bucket
+            if arrived != number:
+                raise WeightSyncError(f"weight update {version}: bucket {number + 1} expected, {arrived + 1} arrived")
+            return tensors

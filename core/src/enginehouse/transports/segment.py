@@ -1,0 +1,86 @@
+"""A named piece of POSIX shared memory, mapped into this process."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import mmap
+import os
+from multiprocessing.shared_memory import SharedMemory
+
+from enginehouse.engines.weights import WeightSyncError
+
+
+class Segment:
+    """Shared memory by name. The mapping lives as long as anything refers to `memory`.
+
+    `SharedMemory` makes and removes the name: Python's resource tracker then removes it if this process is killed
+    between. It is not used for the mapping, for two reasons. Attaching with it registers the name with the
+    attaching process's tracker as well (before Python 3.13), which would remove it when that process ends; and its
+    mapping cannot be closed while a tensor views it.
+
+    Attributes:
+        name: name of the segment, without a slash.
+        memory: the mapped bytes, writable.
+    """
+
+    def __init__(self, name: str, memory: mmap.mmap, owner: SharedMemory | None = None):
+        self.name = name
+        self.memory = memory
+        self._owner = owner
+
+    @staticmethod
+    def name_of(session: str) -> str:
+        """The segment's name for a session: short, as some systems allow 31 characters."""
+        return "eh-" + hashlib.blake2s(session.encode(), digest_size=10).hexdigest()
+
+    @classmethod
+    def create(cls, name: str, size: int) -> Segment:
+        """Make a segment of `size` zero bytes, all of them allocated.
+
+        Raises:
+            WeightSyncError: there is not as much shared memory, or the name is taken.
+        """
+        try:
+            owner = SharedMemory(name, create=True, size=size)
+        except FileExistsError as error:
+            raise WeightSyncError(f"shared memory {name!r} exists already: one session has two senders") from error
+        owner.close()
+        try:
+            return cls(name, _map(name, allocate=True), owner)
+        except OSError as error:
+            owner.unlink()
+            if error.errno not in (errno.ENOSPC, errno.ENOMEM):
+                raise
+            raise WeightSyncError(
+                f"{size / 2**20:.0f} MiB of shared memory are needed and not free. Enlarge /dev/shm (containers: "
+                "--shm-size), or make the buckets smaller (weights.bucket_mib)."
+            ) from error
+
+    @classmethod
+    def attach(cls, name: str) -> Segment:
+        """Map what another process of this host made.
+
+        Raises:
+            FileNotFoundError: there is no such segment on this host.
+        """
+        return cls(name, _map(name, allocate=False))
+
+    def unlink(self) -> None:
+        """Remove the name, if this process made it; the memory goes with the last mapping. May be called twice."""
+        owner, self._owner = self._owner, None
+        if owner is not None:
+            owner.unlink()
+
+
+def _map(name: str, allocate: bool) -> mmap.mmap:
+    import _posixshmem  # what SharedMemory itself uses; the class has no way to attach without a tracker before 3.13
+
+    descriptor = _posixshmem.shm_open("/" + name, os.O_RDWR, mode=0o600)
+    try:
+        size = os.fstat(descriptor).st_size
+        if allocate and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, 0, size)  # a full /dev/shm is an error here, and SIGBUS at a later write
+        return mmap.mmap(descriptor, size)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,54 @@
+"""`dp` calls over meshes, on real processes and real batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from controller_workers import Sharded
+
+from enginehouse.controller import DispatchError
+from enginehouse.data import Batch
+
+
+def batch_of(count: int) -> Batch:
+    return Batch({"x": torch.arange(count), "name": [f"row {index}" for index in range(count)]})
+
+
+@pytest.mark.parametrize("count", [5, 2, 1, 0])
+def test_rows_come_back_in_order_from_a_model_parallel_group(launch, count):
+    group = launch(Sharded, {"pp": 2, "dp": 2, "tp": 1}, {"pp": 1}, processes=4)
+    result = group.times(batch_of(count), factor=10)
+    assert result.tensor("x").tolist() == [10 * row for row in range(count)]
+    assert list(result.objects("name")) == [f"row {row}" for row in range(count)]
+    seen = group.execute_all("what_was_seen")
+    assert seen[0] == seen[2], "both stages of a pipeline see the same shard"
+    assert seen[1] == seen[3]
+    assert [row for shard in (seen[0][0], seen[1][0]) for row in shard] == list(range(count))
+
+
+def test_results_come_from_output_ranks_only(launch):
+    group = launch(Sharded, {"pp": 2, "dp": 2}, {"pp": 1}, processes=4)
+    assert group.answer_from(batch_of(5)) == [(2, 3), (3, 2)]
+    assert group.rows(batch_of(5)) == [3, 2]
+    assert group.nothing(batch_of(5)) is None
+    assert group.layout.output_ranks == (2, 3)
+
+
+def test_large_shards_are_shared_by_a_replica(launch):
+    group = launch(Sharded, {"dp": 1, "tp": 2})
+    assert group.times(batch_of(50_000)).tensor("x").sum() == 2 * sum(range(50_000))
+
+
+def test_a_mesh_made_later_counts_once_refreshed(launch):
+    group = launch(Sharded)
+    assert group.layout.shards == 2
+    group.execute_all("late_mesh", {"dp": 1, "tp": 2})
+    group.refresh_meshes()
+    assert group.layout.shards == 1
+    assert group.rows(batch_of(3)) == [3]
+
+
+def test_a_mesh_of_another_size_is_an_error_that_names_it(launch):
+    group = launch(Sharded, {"dp": 4})
+    with pytest.raises(DispatchError, match=r"4.*2 ranks"):
+        group.rows(batch_of(3))

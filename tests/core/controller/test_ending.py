@@ -1,0 +1,96 @@
+"""Nothing is left over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import controller_workers
+import psutil
+import pytest
+from controller_workers import Leaver, Trouble
+
+from enginehouse.controller import GroupClosed
+
+
+def test_workers_shut_down_in_order_and_their_children_end_with_them(launch, tmp_path):
+    note = tmp_path / "note"
+    group = launch(Leaver, str(note))
+    children = group.execute_all("start_child")
+    assert all(_alive(pid) for pid in [*group.pids, *children])
+    group.shutdown()
+    assert not any(_alive(pid) for pid in [*group.pids, *children])
+    assert sorted(note.read_text().splitlines()) == ["rank 0 left", "rank 1 left"]
+
+
+def test_a_hanging_group_ends_as_well(launch):
+    group = launch(Trouble, timeout=0.3)
+    with pytest.raises(Exception, match="hang_on"):
+        group.hang_on(1)
+    started = time.monotonic()
+    group.shutdown()
+    assert time.monotonic() - started < 8
+    assert not any(_alive(pid) for pid in group.pids)
+    with pytest.raises(GroupClosed):
+        group.fine()
+
+
+PROGRAM = """
+import sys, time
+sys.path.insert(0, {here!r})
+from controller_workers import Trouble
+from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec, start_ray
+import psutil
+with start_ray(), WorkerGroup(ResourcePool([4]), WorkerSpec(Trouble).options(distributed=False), name="four") as group:
+    print("pids", *[child.pid for child in psutil.Process().children(recursive=True)], flush=True)
+    {body}
+print("left", [child.name() for child in psutil.Process().children(recursive=True)], flush=True)
+"""
+
+
+def _start(body: str) -> tuple[subprocess.Popen, list[int]]:
+    program = PROGRAM.format(here=str(Path(controller_workers.__file__).parent), body=body)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline().split()
+    assert line[:1] == ["pids"], process.communicate()
+    return process, [int(pid) for pid in line[1:]]
+
+
+def test_a_cluster_started_here_ends_and_says_nothing():
+    process, pids = _start("assert group.fine() == [0, 1, 2, 3]")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert out.splitlines() == ["left []"]
+    assert err == ""
+    assert not any(_alive(pid) for pid in pids)
+
+
+def test_ctrl_c_reaches_only_the_driver_and_everything_ends():
+    process, pids = _start("import os; print('calling', flush=True); group.call('hang_on', 0, timeout=60)")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "calling\n"
+    started = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)  # what a terminal does
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - started < 30
+    assert err.rstrip().endswith("KeyboardInterrupt")
+    assert "WorkerDied" not in err
+    assert not any(_alive(pid) for pid in pids)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,110 @@
+"""The inline launcher: the same program in one process."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+from controller_workers import Accumulator, Meeting, Reducer, Sharded, Surroundings, Trouble, Unpicklable
+
+from enginehouse.controller import (
+    ControllerError,
+    GroupClosed,
+    ResourcePool,
+    StillRunning,
+    WorkerGroup,
+    WorkerSpec,
+    colocate,
+)
+from enginehouse.data import Batch
+
+
+@pytest.fixture
+def inline():
+    groups = []
+
+    def launch(cls, *args, distributed=False, **options):
+        spec = WorkerSpec(cls, *args).options(distributed=distributed)
+        groups.append(WorkerGroup(None, spec, launcher="inline", **options))
+        return groups[-1]
+
+    yield launch
+    for group in groups:
+        group.shutdown()
+
+
+def test_every_mode_answers_as_over_ray(inline):
+    group = inline(Accumulator, 5)
+    assert group.add(3) == [8]
+    assert group.total_of_rank_zero() == 8
+    assert group.add_own([1], scale=[2]) == [10]
+    assert group.add_later(1).result() == [11]
+    assert group.metrics()["lr"] == 0.5
+    assert group.execute_all("unregistered") == [1]
+    assert group.pids == [os.getpid()]
+
+
+def test_batches_go_through_and_come_back(inline):
+    batch = Batch({"x": torch.arange(3), "name": ["a", "b", "c"]})
+    assert inline(Sharded).times(batch).tensor("x").tolist() == [0, 2, 4]
+
+
+def test_what_a_worker_raises_is_raised_unchanged(inline):
+    group = inline(Trouble)
+    with pytest.raises(Unpicklable) as caught:
+        group.raise_unpicklable()
+    assert hasattr(caught.value, "lock"), "the very object"
+    with pytest.raises(ValueError, match=r"^no$"):
+        inline(Trouble, "no")
+    assert group.fine() == [0]
+
+
+def test_sync_methods_run_on_the_callers_thread_and_async_ones_on_a_loop(inline):
+    group = inline(Meeting)
+    arrivals = [group.call("arrive", 2, blocking=False) for _ in range(2)]
+    threads = {future.result()[0] for future in arrivals}
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
+    with pytest.raises(KeyError):
+        group.fail()
+
+
+def test_a_future_can_be_polled(inline):
+    group = inline(Trouble)
+    future = group.call("hang_async", blocking=False)
+    with pytest.raises(StillRunning):
+        future.result(timeout=0.01)
+    assert not future.done()
+
+
+def test_a_failed_call_that_was_not_waited_for_raises_when_asked(inline):
+    future = inline(Trouble).call("raise_on", 0, blocking=False)
+    assert future.done()
+    with pytest.raises(ValueError, match="bad value"):
+        future.result()
+
+
+def test_torch_distributed_works_and_the_environment_is_put_back(inline):
+    before = os.environ.get("MASTER_PORT")
+    group = inline(Reducer, distributed=True)
+    assert group.sum_of_ranks() == [1]
+    group.shutdown()
+    assert os.environ.get("MASTER_PORT") == before
+    with pytest.raises(GroupClosed):
+        group.sum_of_ranks()
+
+
+def test_roles_can_be_colocated(inline):
+    specs = {role: WorkerSpec(Surroundings).options(distributed=False) for role in ("actor", "rollout")}
+    groups = colocate(ResourcePool([1]), specs, launcher="inline", seed=7)
+    place = groups["rollout"].execute_rank_zero("place")
+    assert (place.role, place.seed, place.labels["roles"]) == ("rollout", 7, ("actor", "rollout"))
+    for group in groups.values():
+        group.shutdown()
+
+
+def test_only_one_process_fits(inline):
+    with pytest.raises(ControllerError, match=r"one process.* has 2"):
+        WorkerGroup(ResourcePool([2]), WorkerSpec(Trouble), launcher="inline")

@@ -1,0 +1,156 @@
+"""Faults for weight-sync tests: transports that damage what they carry, and engines that lie about what they serve.
+
+Fakes, for what real transports and engines do only when broken. In a module of its own because worker processes import it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from enginehouse.backends.torch.rollout import TorchRolloutEngine
+from enginehouse.engines.weights import WeightChunk, WeightState, WeightSyncError
+from enginehouse.rl.roles import RolloutWorker, TrainWorker
+from enginehouse.transports.inproc import InprocTransport
+from enginehouse.transports.shared_memory import SharedMemoryTransport
+
+PARAMETER = "model.norm.weight"
+"""What is damaged."""
+VERSION = 2
+"""The update that goes wrong."""
+
+
+class FaultySession:
+    """A session whose receiver damages `PARAMETER` at `VERSION`."""
+
+    def __init__(self, session, fault):
+        self._session, self._fault = session, fault
+        self.send, self.abort, self.close = session.send, session.abort, session.close
+
+    def recv(self, version, deadline_seconds):
+        for chunk in self._session.recv(version, deadline_seconds):
+            if version == VERSION and PARAMETER in dict(chunk.tensors):
+                chunk = self._fault(chunk)
+            if chunk is not None:
+                yield chunk
+
+
+def flip_a_bit(chunk):
+    def damaged(name, tensor):
+        if name == PARAMETER:
+            tensor = tensor.clone()
+            tensor.view(torch.uint8).view(-1)[1] ^= 1
+        return name, tensor
+
+    return WeightChunk([damaged(*item) for item in chunk.tensors])
+
+
+def drop(chunk):
+    return None
+
+
+class _Faulty:
+    fault = staticmethod(drop)
+
+    def connect(self, plan, side, index):
+        session = super().connect(plan, side, index)  # type: ignore[misc]
+        return FaultySession(session, self.fault) if side == "recv" and index == plan.receivers - 1 else session
+
+
+class CorruptingInproc(_Faulty, InprocTransport):
+    fault = staticmethod(flip_a_bit)
+
+
+class DroppingInproc(_Faulty, InprocTransport):
+    pass
+
+
+class CorruptingSharedMemory(_Faulty, SharedMemoryTransport):
+    fault = staticmethod(flip_a_bit)
+
+
+class DroppingSharedMemory(_Faulty, SharedMemoryTransport):
+    pass
+
+
+class StaleEngine(TorchRolloutEngine):
+    """Says it serves the new weights, with the right checksums, and computes with the old ones."""
+
+    async def start_weight_update(self, update):
+        await super().start_weight_update(update)
+        self.sums = {}
+
+    async def update_weights(self, chunk):
+        from enginehouse.engines.weights import checksum
+
+        self.sums |= {name: checksum(tensor) for name, tensor in chunk.tensors}
+
+    async def finish_weight_update(self, version):
+        await super().abort_weight_update()
+        self.pretended = version
+
+    async def weight_state(self):
+        return WeightState(self.pretended, self.sums)
+
+
+class MangledEngine(TorchRolloutEngine):
+    """Damages a parameter after it was staged whole, and is honest about it."""
+
+    async def weight_state(self):
+        state = await super().weight_state()
+        return dataclasses.replace(state, checksums={**state.checksums, PARAMETER: "0" * 16}) if state.version else state
+
+
+class RefusingEngine(TorchRolloutEngine):
+    """Refuses a parameter while it is staged, at `VERSION`."""
+
+    async def start_weight_update(self, update):
+        await super().start_weight_update(update)
+        self.refuses = update.version == VERSION
+
+    async def update_weights(self, chunk):
+        await super().update_weights(chunk)
+        if self.refuses:
+            raise WeightSyncError(f"no room for {PARAMETER!r}", [PARAMETER])
+
+
+class StaleRolloutWorker(RolloutWorker):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.engine = StaleEngine()
+
+
+class MangledRolloutWorker(RolloutWorker):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.engine = MangledEngine()
+
+
+class RefusingRolloutWorker(RolloutWorker):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.engine = RefusingEngine()
+
+
+class HalfWayTrainWorker(TrainWorker):
+    """Fails in the middle of giving its weights, at `VERSION`."""
+
+    def send_weights(self, version, deadline_seconds):
+        engine = self.engine
+
+        class Failing:
+            def weight_source(self):
+                return self
+
+            def iter_full(self):
+                for number, item in enumerate(engine.weight_source().iter_full()):
+                    if version == VERSION and number == 3:
+                        raise RuntimeError("gathering failed")
+                    yield item
+
+        self.engine = Failing()
+        try:
+            return super().send_weights(version, deadline_seconds)
+        finally:
+            self.engine = engine

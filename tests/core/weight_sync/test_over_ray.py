@@ -1,0 +1,93 @@
+"""Weight updates and rollouts between real processes, over Ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from enginehouse.controller import start_ray
+from enginehouse.engines.rollout import SamplingParams
+from enginehouse.engines.train import LossSpec, Outputs
+from enginehouse.engines.weights import WeightSyncError
+
+from . import faults
+from .roles_for_tests import DEMONSTRATIONS, PROMPTS, open_house
+
+pytestmark = pytest.mark.slow
+TESTS = Path(__file__).parents[2]
+ENV = {"PYTHONPATH": os.pathsep.join(map(str, (TESTS, TESTS / "core"))), "OMP_NUM_THREADS": "1"}
+SAMPLING = SamplingParams(n=2, max_tokens=6)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    with start_ray() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def separate():
+    """One trainer and two replicas, each in a process of its own; replica 1's transport is faulty at one update."""
+    with open_house(
+        f"{faults.__name__}:CorruptingSharedMemory", launcher="ray", processes=1, replicas=2, env=ENV
+    ) as house:
+        yield house
+
+
+def test_two_replicas_serve_what_was_sent_and_a_corrupted_bucket_at_one_stops_both(separate):
+    sync = separate.connect()
+    separate.train()
+    assert sync.sync(1).effect < 1e-4
+    states, answers = separate.rollout.weight_state(), separate.answers()
+    assert states[0] == states[1]
+    separate.train()
+    with pytest.raises(WeightSyncError, match=f"replica 1 .*changed: {faults.PARAMETER}") as caught:
+        sync.sync(faults.VERSION)
+    assert caught.value.parameters == (faults.PARAMETER,)
+    assert separate.rollout.weight_state() == states
+    assert separate.answers() == answers
+    assert sync.sync(3).version == 3
+    assert separate.versions() == [3, 3]
+    assert not list(Path("/dev/shm").glob("eh-*"))
+
+
+def test_samples_do_not_depend_on_the_number_of_replicas(separate):
+    with open_house("inproc") as one:
+        alone = one.rollout.generate(PROMPTS, SAMPLING, seed=3)
+    with open_house("inproc", launcher="ray", processes=2, env=ENV) as two:
+        # colocated: each of two trainers sends to the replica in its process
+        shared = two.rollout.generate(PROMPTS, SAMPLING, seed=3)
+        assert torch.equal(shared["input_ids"].values, alone["input_ids"].values)
+        uneven = DEMONSTRATIONS.slice(0, 3)  # two rows at one rank, one at the other: three minibatches for both
+        assert two.actor.update(uneven, LossSpec("supervised"), minibatches=3)["optimizer_steps"] == 3
+        sync = two.connect()
+        assert sync.sync(1).effect < 1e-4
+        states = two.rollout.weight_state()
+        assert states[0] == states[1]
+        assert [state.version for state in states] == [1, 1]
+        assert two.actor.forward(DEMONSTRATIONS.select(["input_ids"]), Outputs())["logprobs"].values.isfinite().all()
+
+
+def test_inproc_between_processes_is_refused_when_it_is_connected(separate):
+    separate.transport, transport = "inproc", separate.transport
+    try:
+        with pytest.raises(WeightSyncError, match="needs rollout replica . in the process of training rank"):
+            separate.connect()
+    finally:
+        separate.transport = transport
+
+
+def test_a_killed_replica_ends_the_update_soon_with_its_name(separate):
+    """Last: it breaks the group."""
+    sync = separate.connect()
+    os.kill(separate.rollout.pids[1], signal.SIGKILL)
+    begun = time.monotonic()
+    with pytest.raises(WeightSyncError, match="rollout rank 1"):
+        sync.sync(10)
+    assert time.monotonic() - begun < 25
+    assert len(separate.actor.weight_metadata()) > 0  # the trainer is still there

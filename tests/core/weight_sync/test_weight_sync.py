@@ -1,0 +1,143 @@
+"""The verified weight update, with real torch engines in this process; faults are put in by `faults`."""
+
+from __future__ import annotations
+
+import pytest
+
+from enginehouse.controller import StillRunning
+from enginehouse.engines.train import Outputs
+from enginehouse.engines.weights import WeightSyncError
+
+from . import faults
+from .roles_for_tests import DEMONSTRATIONS, GREEDY, PROMPTS, open_house
+
+TRANSPORTS = ["inproc", "shared_memory"]
+
+
+@pytest.fixture(params=TRANSPORTS)
+def house(request):
+    with open_house(request.param) as opened:
+        yield opened
+
+
+def test_after_an_update_the_rollout_computes_what_the_trainer_computes(house):
+    sync = house.connect(effect_check_every=2)
+    for version in range(1, 5):
+        house.train()
+        report = sync.sync(version)
+        assert (report.version, house.versions()) == (version, [version])
+        assert report.seconds > 0
+        assert report.nbytes == sum(parameter.nbytes for parameter in house.actor.weight_metadata())
+        if version % 2:
+            assert report.effect < 1e-4
+        else:
+            assert report.effect is None
+        sequences = [DEMONSTRATIONS["input_ids"][row].tolist() for row in range(len(DEMONSTRATIONS))]
+        trained = house.actor.forward(DEMONSTRATIONS.select(["input_ids"]), Outputs())["logprobs"]
+        for row, served in enumerate(house.rollout.score(sequences)[0]):
+            assert served == pytest.approx(trained[row].tolist(), abs=2e-4)
+
+
+def test_samples_say_which_version_drew_them(house):
+    sync = house.connect()
+    before = house.rollout.generate(PROMPTS, GREEDY)
+    sync.sync(7)
+    after = house.rollout.generate(PROMPTS, GREEDY)
+    assert set(before["weight_version"].tolist()) == {0}
+    assert set(after["weight_version"].tolist()) == {7}
+
+
+def test_versions_only_grow_and_a_transport_comes_first(house):
+    sync = house.connect()
+    sync.sync(3)
+    with pytest.raises(WeightSyncError, match="not newer than 3"):
+        sync.sync(3)
+    sync.close()
+    with pytest.raises(WeightSyncError, match="before the transport is connected"):
+        sync.sync(4)
+
+
+def check_that_the_old_version_serves_and_the_next_update_works(house, *, parameters, said):
+    """Update 1 works, 2 fails as said and changes nothing that is served, 3 works."""
+    sync = house.connect()
+    house.train()
+    sync.sync(1)
+    state, answers = house.rollout.weight_state(), house.answers()
+    house.train()
+    with pytest.raises(WeightSyncError, match=said) as caught:
+        sync.sync(faults.VERSION)
+    assert set(caught.value.parameters) >= parameters
+    assert house.rollout.weight_state() == state
+    assert house.answers() == answers
+    assert sync.sync(3).version == 3
+    assert house.versions() == [3]
+    assert house.rollout.weight_state() != state
+
+
+@pytest.mark.parametrize("transport", ["CorruptingInproc", "CorruptingSharedMemory"])
+def test_a_bucket_corrupted_in_flight_stops_the_update_with_the_parameters_name(transport):
+    with open_house(f"{faults.__name__}:{transport}") as house:
+        check_that_the_old_version_serves_and_the_next_update_works(
+            house, parameters={faults.PARAMETER}, said=f"replica 0 .*arrived changed: {faults.PARAMETER}"
+        )
+
+
+@pytest.mark.parametrize("transport", ["DroppingInproc", "DroppingSharedMemory"])
+def test_a_bucket_lost_in_flight_stops_the_update_with_the_parameters_name(transport):
+    with open_house(f"{faults.__name__}:{transport}") as house:
+        check_that_the_old_version_serves_and_the_next_update_works(
+            house, parameters={faults.PARAMETER}, said=f"replica 0 .*did not arrive: .*{faults.PARAMETER}"
+        )
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_parameter_the_engine_refuses_stops_the_update_and_the_cause_is_named(transport):
+    with open_house(transport, rollout=faults.RefusingRolloutWorker) as house:
+        check_that_the_old_version_serves_and_the_next_update_works(
+            house, parameters={faults.PARAMETER}, said=f"no room for '{faults.PARAMETER}'"
+        )
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_trainer_that_fails_while_it_gives_its_weights_stops_the_update_and_the_cause_is_named(transport):
+    with open_house(transport, train=faults.HalfWayTrainWorker) as house:
+        check_that_the_old_version_serves_and_the_next_update_works(
+            house, parameters=set(), said="update 2 failed.*gathering failed"
+        )
+
+
+def check_that_nothing_is_answered(house):
+    pending = house.rollout.call("generate", PROMPTS, GREEDY, blocking=False)
+    with pytest.raises(StillRunning):
+        pending.result(0.2)
+
+
+def test_an_engine_that_does_not_serve_what_it_staged_is_caught_and_answers_nothing():
+    with open_house("inproc", rollout=faults.MangledRolloutWorker) as house:
+        with pytest.raises(WeightSyncError, match=f"does not serve {faults.PARAMETER} as sent") as caught:
+            house.connect().sync(1)
+        assert caught.value.parameters == (faults.PARAMETER,)
+        check_that_nothing_is_answered(house)
+
+
+def test_an_engine_with_the_right_bytes_that_computes_with_others_is_caught_by_the_effect_check():
+    with open_house("inproc", rollout=faults.StaleRolloutWorker) as house:
+        house.train()
+        with pytest.raises(WeightSyncError, match=r"computes with something else.* [0-9.]+ nats"):
+            house.connect().sync(1)
+        check_that_nothing_is_answered(house)
+
+
+@pytest.mark.parametrize("switched_off", [{"effect_check_every": 0}, {"probe": None}, {"probe": [[3]]}])
+def test_the_effect_check_can_be_switched_off(switched_off):
+    with open_house("inproc", rollout=faults.StaleRolloutWorker) as house:
+        house.train()
+        assert house.connect(**switched_off).sync(1).effect is None
+
+
+def test_a_new_connection_replaces_the_old_one_and_checks_the_effect_again(house):
+    sync = house.connect()
+    assert sync.sync(1).effect is not None
+    assert sync.sync(2).effect is None
+    sync.connect()
+    assert sync.sync(3).effect is not None
