@@ -38,7 +38,5 @@ SAME_HOST = "same_host"
 CROSS_HOST = "cross_host"
 """Moves weights between hosts."""
 
-ALL = frozenset(
-    value for name, value in list(globals().items()) if name.isupper() and isinstance(value, str)
-)
+ALL = frozenset(value for name, value in list(globals().items()) if name.isupper() and isinstance(value, str))
 """Every name above."""

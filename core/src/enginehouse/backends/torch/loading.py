@@ -1,0 +1,106 @@
+"""Loading a Hugging Face causal language model from a directory; shared by the training and the rollout engine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from enginehouse.engines.model import ModelSpec
+from enginehouse.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+VALUE_HEAD = "value_head"
+"""Name of the value head in the model; its weight `value_head.weight` in a checkpoint has shape `(1, hidden)`."""
+
+
+def load_model(spec: ModelSpec, device: torch.device | str) -> PreTrainedModel:
+    """Load the model of `spec` onto `device`, in evaluation mode (no dropout), every weight from the checkpoint.
+
+    With `spec.head == "value"` the model has a further submodule `value_head`, a `torch.nn.Linear(hidden, 1)`
+    without bias: from the checkpoint if that has `value_head.weight`, else drawn with `spec.seed`; the language
+    model's own head is left in place.
+
+    Raises:
+        ModelError: the directory is missing, is not a model, is of a kind transformers cannot load as a causal
+            language model, or lacks weights; the cause is chained.
+    """
+    path = Path(spec.path)
+    if not path.is_dir():
+        raise ModelError(f"model path {spec.path!r} is not a directory; give a local Hugging Face model directory")
+    if not (path / "config.json").is_file():
+        raise ModelError(f"model path {spec.path!r} holds no config.json, so it is not a Hugging Face model directory")
+    if not any(next(path.glob(pattern), None) for pattern in WEIGHT_FILES):
+        raise ModelError(f"model path {spec.path!r} holds no weights (looked for {' and '.join(WEIGHT_FILES)})")
+
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with quiet_transformers():
+            from_pretrained: Any = AutoModelForCausalLM.from_pretrained  # its type says it returns the model alone
+            model, loaded = from_pretrained(
+                str(path),
+                dtype=getattr(torch, spec.dtype),
+                trust_remote_code=spec.trust_remote_code,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except Exception as error:
+        raise ModelError(
+            f"model path {spec.path!r} cannot be loaded as a causal language model: {type(error).__name__}: {error}"
+        ) from error
+    if missing := sorted(loaded["missing_keys"]):
+        named = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        raise ModelError(f"the weights in {spec.path!r} lack {named}")
+    if spec.head == "value":
+        model.add_module(VALUE_HEAD, _value_head(model, spec, path))
+    return model.to(device).eval()
+
+
+def _value_head(model: PreTrainedModel, spec: ModelSpec, path: Path) -> torch.nn.Linear:
+    """The value head: the checkpoint's if it has one, else normal with the standard deviation `1 / sqrt(hidden)`."""
+    hidden = model.config.get_text_config().hidden_size
+    head = torch.nn.Linear(hidden, 1, bias=False, dtype=getattr(torch, spec.dtype))
+    stored = _stored_tensor(path, f"{VALUE_HEAD}.weight")
+    if stored is None:
+        drawn = torch.randn(1, hidden, generator=torch.Generator().manual_seed(spec.seed)) / hidden**0.5
+    elif tuple(stored.shape) != (1, hidden):
+        raise ModelError(f"{VALUE_HEAD}.weight in {spec.path!r} has shape {tuple(stored.shape)}, not {(1, hidden)}")
+    else:
+        drawn = stored
+    with torch.no_grad():
+        head.weight.copy_(drawn)
+    return head
+
+
+def _stored_tensor(path: Path, name: str) -> torch.Tensor | None:
+    """Read one tensor from a directory's safetensors files, or None where none of them has it."""
+    from safetensors import safe_open
+
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(str(file), framework="pt") as tensors:
+            if name in tensors.keys():  # noqa: SIM118 (safe_open has keys() only)
+                return tensors.get_tensor(name)
+    return None
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Keep transformers' progress bars and warnings off the terminal; what matters of them becomes an error."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,36 @@
+"""The built-in backends in plain PyTorch, declared the way any plugin declares its own."""
+
+from __future__ import annotations
+
+from enginehouse.plugin import RolloutBackend, TrainBackend, hookimpl
+from enginehouse.plugin.capabilities import (
+    PAUSE_KEEP,
+    PROMPT_LOGPROBS,
+    RESHARD_CHECKPOINT,
+    SEED,
+    STOP_STRINGS,
+    VALUE_HEAD,
+    WEIGHT_CHECKSUMS,
+)  # fmt: skip
+
+
+@hookimpl
+def enginehouse_register_backends(register):
+    register(
+        TrainBackend(
+            name="torch",
+            summary="Plain PyTorch, data parallel: any Hugging Face causal LM, on CPU or GPU; the test suite's oracle",
+            engine="enginehouse.backends.torch.train:TorchTrainEngine",
+            options="enginehouse.backends.torch.options:TorchTrainOptions",
+            capabilities={VALUE_HEAD, RESHARD_CHECKPOINT},
+        )
+    )
+    register(
+        RolloutBackend(
+            name="torch",
+            summary="Batched decoding on the model's own forward with a key-value cache, on CPU or GPU",
+            engine="enginehouse.backends.torch.rollout:TorchRolloutEngine",
+            options="enginehouse.backends.torch.options:TorchRolloutOptions",
+            capabilities={STOP_STRINGS, SEED, PROMPT_LOGPROBS, PAUSE_KEEP, WEIGHT_CHECKSUMS},
+        )
+    )

@@ -1,0 +1,97 @@
+"""The data-parallel ranks of one role: their device, their process group, and doing a thing on one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from enginehouse.errors import EnginehouseError
+
+if TYPE_CHECKING:
+    from enginehouse.engines.model import ProcessContext
+
+
+def device_of(context: ProcessContext) -> torch.device:
+    """The process's device, made the current one if it is a CUDA device."""
+    if context.device == "cpu":
+        return torch.device("cpu")
+    index = 0 if torch.cuda.device_count() == 1 else context.local_rank
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+@dataclass(slots=True)
+class Ranks:
+    """This process among the ranks of its role.
+
+    Attributes:
+        rank: this process's number.
+        world_size: number of processes; with 1 there is no process group and nothing communicates.
+        owns_group: whether `leave` ends the process group: False where another role of this process made it.
+    """
+
+    rank: int
+    world_size: int
+    owns_group: bool
+
+    @classmethod
+    def join(cls, context: ProcessContext) -> Ranks:
+        """Join the group of `context`, or use the one that another role of this process has joined.
+
+        Raises:
+            EnginehouseError: this process is in a group of another size.
+        """
+        if context.world_size == 1:
+            return cls(0, 1, owns_group=False)
+        if dist.is_initialized():
+            if (dist.get_rank(), dist.get_world_size()) != (context.rank, context.world_size):
+                raise EnginehouseError(
+                    f"{context}: this process is already rank {dist.get_rank()}/{dist.get_world_size()} of a process "
+                    "group; roles that share processes must have the same number of ranks"
+                )
+            return cls(context.rank, context.world_size, owns_group=False)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if context.device == "cuda" else "gloo")
+        return cls(context.rank, context.world_size, owns_group=True)
+
+    def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Overwrite `tensors` with those of rank 0; collective."""
+        if self.world_size > 1:
+            with torch.no_grad():
+                for tensor in tensors:
+                    dist.broadcast(tensor, src=0)
+
+    def gather(self, value: object) -> list:
+        """Every rank's `value`, in rank order, on every rank; collective."""
+        if self.world_size == 1:
+            return [value]
+        gathered: list = [None] * self.world_size
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+    def on_rank_zero(self, action: Callable[[], None]) -> None:
+        """Run `action` on rank 0 while the others wait; if it fails, every rank raises. Collective.
+
+        Raises:
+            EnginehouseError: on the other ranks, if `action` failed on rank 0; there its own exception.
+        """
+        failure: Exception | None = None
+        if self.rank == 0:
+            try:
+                action()
+            except Exception as error:
+                failure = error
+        said = self.gather(None if failure is None else f"{type(failure).__name__}: {failure}")[0]
+        if failure is not None:
+            raise failure
+        if said is not None:
+            raise EnginehouseError(f"failed on rank 0: {said}")
+
+    def leave(self) -> None:
+        """End the process group if this object made it."""
+        if self.owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+        self.owns_group = False

@@ -1,0 +1,93 @@
+"""Drawing tokens from logits, one uniform number a token.
+
+The uniforms come from a counter: they depend on (seed, sample, position) and on nothing else, so a seeded completion
+is the same whatever else runs in the batch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+LARGEST_UNIFORM = 1 - 2.0**-23  # times a float32 total it stays below the total: no draw falls off the end
+
+
+def streams(seeds: np.ndarray, samples: np.ndarray) -> np.ndarray:
+    """Start one SplitMix64 stream (Steele et al. 2014) for each (seed, sample), both uint64; returns uint64."""
+    return _mix(_mix(seeds + GOLDEN) + samples * GOLDEN)
+
+
+def uniforms(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """The number at `positions` (how many tokens were drawn before) of each stream: float32 in [0, 1)."""
+    bits = _mix(streams + (positions.astype(np.uint64) + np.uint64(1)) * GOLDEN)
+    drawn = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return np.minimum(drawn, LARGEST_UNIFORM).astype(np.float32)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def draw(
+    logits: torch.Tensor,
+    uniforms: torch.Tensor,
+    temperature: torch.Tensor | None = None,
+    top_k: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw a token from each row of logits by inverting its distribution function.
+
+    Args:
+        logits: `(rows, vocabulary)` float32.
+        uniforms: `(rows,)` float32 in [0, 1).
+        temperature: `(rows,)` float32, 0 for greedy; None: all 1.
+        top_k: `(rows,)` int64, 0 keeps all tokens; None: all 0. Of tokens equally likely the lower id is kept.
+        top_p: `(rows,)` float32, taken of what top-k kept; None: all 1.
+
+    Returns:
+        Tokens `(rows,)` int64, and their logprobs `(rows,)` float32 under `logits / temperature` over the whole
+        vocabulary, with temperature 1 where it is 0.
+    """
+    if temperature is not None:
+        greedy = temperature == 0
+        logits = logits / torch.where(greedy, 1.0, temperature)[:, None]
+    probabilities = torch.softmax(logits, -1)
+    kept = probabilities if top_k is None and top_p is None else _truncate(probabilities, top_k, top_p)
+    distribution = kept.cumsum(-1)
+    tokens = torch.searchsorted(distribution, uniforms[:, None] * distribution[:, -1:], right=True)
+    tokens.clamp_(max=logits.shape[1] - 1)  # logits that are not finite must not index beyond the vocabulary
+    if temperature is not None:
+        tokens = torch.where(greedy[:, None], logits.argmax(-1, keepdim=True), tokens)
+    return tokens[:, 0], probabilities.gather(1, tokens).log_()[:, 0]
+
+
+def _truncate(probabilities: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None) -> torch.Tensor:
+    """Zero what top-k, then top-p, leave out; not renormalised."""
+    ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+    if top_k is not None:
+        rank = torch.arange(ordered.shape[1], device=ordered.device)
+        ordered = ordered * ((rank < top_k[:, None]) | (top_k[:, None] == 0))
+    if top_p is not None:
+        reached = ordered.cumsum(-1)
+        wanted = torch.where(top_p < 1, top_p, torch.inf)[:, None] * reached[:, -1:]
+        ordered = ordered * (reached - ordered < wanted)
+    return torch.zeros_like(probabilities).scatter_(1, order, ordered)
+
+
+def prompt_logprobs(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """Logprob of each token given those before it, 0 at the first.
+
+    Args:
+        logits: `(rows, tokens, vocabulary)` float32.
+        tokens: `(rows, tokens)` int64.
+        temperature: `(rows,)` float32, 0 counts as 1.
+
+    Returns:
+        `(rows, tokens)` float32.
+    """
+    scale = torch.where(temperature == 0, 1.0, temperature)[:, None, None]
+    scored = torch.log_softmax(logits[:, :-1] / scale, -1).gather(2, tokens[:, 1:, None])[:, :, 0]
+    return torch.cat((scored.new_zeros((tokens.shape[0], 1)), scored), 1)

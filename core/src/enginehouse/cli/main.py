@@ -1,0 +1,93 @@
+"""The command line: one file a command, imported when the command is used, so that `--help` answers at once."""
+
+from __future__ import annotations
+
+import importlib
+import traceback
+from typing import Any, NamedTuple
+
+import click
+
+from enginehouse import __version__
+from enginehouse.errors import EnginehouseError, UserError
+
+DEBUG_VARIABLE = "ENGINEHOUSE_DEBUG"
+
+
+class Lazy(NamedTuple):
+    """A command that is not imported yet: `"module:attribute"` and its line in `--help`."""
+
+    reference: str
+    help: str
+
+
+COMMANDS: dict[str, Lazy] = {
+    "train": Lazy("enginehouse.cli.train:train", "Train a model by reinforcement learning."),
+    "sft": Lazy("enginehouse.cli.sft:sft", "Train a model on demonstrations."),
+    "plan": Lazy("enginehouse.cli.plan:plan", "Check a config and say what it would do, without starting anything."),
+    "plugins": Lazy("enginehouse.cli.plugins:plugins", "Show which backends and other plugins there are."),
+}
+"""Core's own commands, in the order of `--help`."""
+
+
+class LazyGroup(click.Group):
+    """A group that knows its own commands by name, and asks plugins for theirs only when it must.
+
+    Errors raised on purpose end here: their message alone on stderr, exit code 2 for a user's mistake and 1 for
+    anything else; with `--debug` the traceback too.
+    """
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        self._add_plugins_commands(ctx)
+        return [*COMMANDS, *sorted(self.commands)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in COMMANDS:
+            module, _, attribute = COMMANDS[cmd_name].reference.partition(":")
+            return getattr(importlib.import_module(module), attribute)
+        self._add_plugins_commands(ctx)
+        return self.commands.get(cmd_name)
+
+    def add_command(self, cmd: click.Command, name: str | None = None) -> None:
+        wanted = name or cmd.name
+        if wanted in COMMANDS or wanted in self.commands:
+            raise ValueError(f"there is a command {wanted!r} already")
+        super().add_command(cmd, name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        names = self.list_commands(ctx)
+        width = formatter.width - 6 - max(map(len, names))
+        rows = [
+            (name, COMMANDS[name].help if name in COMMANDS else self.commands[name].get_short_help_str(width))
+            for name in names
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except EnginehouseError as error:
+            if ctx.params["debug"]:
+                click.echo("".join(traceback.format_exception(error)), err=True)
+            click.echo(f"Error: {error}", err=True)
+            ctx.exit(2 if isinstance(error, UserError) else 1)
+
+    def _add_plugins_commands(self, ctx: click.Context) -> None:
+        if "plugins' commands" not in ctx.meta:
+            ctx.meta["plugins' commands"] = True
+            from enginehouse.plugin import plugins
+
+            self.commands.clear()
+            plugins().add_commands(self)
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="enginehouse")
+@click.option("--debug", is_flag=True, envvar=DEBUG_VARIABLE, help="Show the traceback of an error.")
+def main(debug: bool) -> None:
+    """Train language models by reinforcement learning, with any training and any rollout engine."""
+
+
+if __name__ == "__main__":
+    main(prog_name="enginehouse")

@@ -1,0 +1,59 @@
+"""A backend's options as rows of a table, read from its pydantic model."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+    from pydantic.fields import FieldInfo
+
+BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+
+
+class Option(NamedTuple):
+    """One option: dotted name, type with its bounds, default as YAML would show it, description."""
+
+    name: str
+    type: str
+    default: str
+    description: str
+
+
+def described_options(model: type[BaseModel], prefix: str = "") -> list[Option]:
+    """Describe every option of a model, nested models with dotted names."""
+    return list(_options(model, prefix))
+
+
+def _options(model: type[BaseModel], prefix: str) -> Iterator[Option]:
+    from pydantic import BaseModel
+
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _options(field.annotation, f"{prefix}{name}.")
+        else:
+            yield Option(prefix + name, _type(field), _default(field), field.description or "")
+
+
+def _type(field: FieldInfo) -> str:
+    bounds = [
+        f"{sign} {getattr(one, name)}" for one in field.metadata for name, sign in BOUNDS.items() if hasattr(one, name)
+    ]
+    return ", ".join([_annotation(field.annotation), *bounds])
+
+
+def _annotation(annotation: Any) -> str:
+    if typing.get_origin(annotation) is typing.Literal:
+        return " | ".join(map(str, typing.get_args(annotation)))
+    if isinstance(annotation, type) and not typing.get_args(annotation):
+        return annotation.__name__
+    return str(annotation).replace("typing.", "").replace("NoneType", "None")
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "(required)"
+    value = field.get_default(call_default_factory=True)
+    return "unset" if value is None else str(value)

@@ -1,0 +1,277 @@
+"""`enginehouse plugins list|show`: what is installed, in what state, and what it offers.
+
+Neither torch nor ray nor an engine is imported; `show` imports a backend's options, for their schema.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from enginehouse import __version__
+from enginehouse.plugin import CONTRACT, KINDS, Backend, Plugin, PluginManager, Provided
+from enginehouse.plugin import plugins as loaded_plugins
+from enginehouse.plugin.lookup import ambiguous, label, not_found
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+COLOURS = {"ok": "green", "unavailable": "yellow", "requirements missing": "yellow", "blocked": "dim"}
+
+
+@click.group()
+def plugins() -> None:
+    """Show which backends and other plugins there are."""
+
+
+@plugins.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Write JSON, with every field.")
+@click.option("--kind", type=click.Choice([kind.kind for kind in KINDS]), help="Only records of this kind.")
+def list_(as_json: bool, kind: str | None) -> None:
+    """List plugins, the backends they bring, and their state."""
+    manager = loaded_plugins()
+    if as_json:
+        click.echo(json.dumps(_as_json(manager, kind), indent=2, default=dict))
+        return
+    _show_table(manager, kind)
+
+
+@plugins.command("show")
+@click.argument("name")
+def show(name: str) -> None:
+    """Show all there is to know of a plugin, a distribution, or anything a plugin declares, by NAME."""
+    manager = loaded_plugins()
+    named = [
+        plugin for plugin in manager.plugins if plugin.name == name or (plugin.answers_to(name) and not plugin.internal)
+    ]
+    records = [] if named else manager.providers(name=name)
+    if not named and not records:
+        raise _unknown(manager, name)
+    for plugin in named:
+        _show_plugin(manager, plugin)
+    for provided in records:
+        _show_record(manager, provided)
+
+
+def record_state(manager: PluginManager, provided: Provided) -> tuple[str, str]:
+    """The state of one record and, where it is not `"ok"`, one line on why."""
+    record = provided.record
+    if isinstance(record, Backend):
+        if record.unavailable:
+            return "unavailable", record.unavailable
+        if missing := manager.missing(record):
+            return "requirements missing", "; ".join(map(str, missing))
+    return "ok", ""
+
+
+def _problems(manager: PluginManager, kind: str | None) -> Iterator[tuple[str, str]]:
+    """Yield what has a problem and the problem, one line each."""
+    for plugin in manager.plugins:
+        if plugin.problem:
+            yield f"{plugin.name} ({plugin.distribution})", f"{plugin.status}: {plugin.problem}"
+    said: set[str] = set()
+    for provided in manager.providers(kind):
+        state, why = record_state(manager, provided)
+        line = f"{state}: {why}"
+        # a plugin's training and rollout backend often lack the same thing
+        if state != "ok" and line not in said:
+            said.add(line)
+            yield f"{provided.record.name} ({provided.plugin.distribution})", line
+    for record_kind, name in sorted({(one.record.kind, one.record.name) for one in manager.providers(kind)}):
+        providers = manager.providers(record_kind, name)
+        if len(providers) > 1:
+            yield name, str(ambiguous(record_kind, name, providers))
+
+
+def _show_table(manager: PluginManager, kind: str | None) -> None:
+    from rich.table import Table
+
+    console = _console()
+    backends = [(one, one.record) for one in manager.providers(kind) if isinstance(one.record, Backend)]
+    # beside seven columns a narrow terminal leaves no room for capabilities: they go below
+    wide = console.width >= 110
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("backend", "kind", "distribution", "version", "protocol"):
+        table.add_column(column, no_wrap=True, overflow="fold")
+    for column in ("state", *(["capabilities"] if wide else [])):
+        table.add_column(column, overflow="fold")
+    below = Table(box=None, show_header=False, pad_edge=False)
+    for provided, record in backends:
+        plugin = provided.plugin
+        state, _ = record_state(manager, provided)
+        capabilities = ", ".join(sorted(record.capabilities))
+        cells = [record.name, record.kind, plugin.distribution, plugin.version, plugin.protocol, _coloured(state)]
+        table.add_row(*cells, *([capabilities] if wide else []))
+        if capabilities and not wide:
+            below.add_row(f"[bold]{record.name}[/] {record.kind}", capabilities)
+    for plugin in manager.plugins:
+        if plugin.status != "ok":
+            name = _plain(f"({plugin.name})")
+            table.add_row(name, "", plugin.distribution, plugin.version, plugin.protocol, _coloured(plugin.status))
+    if table.row_count:
+        console.print(table)
+    for word, names in _others(manager, kind).items():
+        below.add_row(f"[bold]{word}[/]", _plain(", ".join(names)))
+    if below.row_count:
+        console.print()
+        console.print(below)
+    problems = list(_problems(manager, kind))
+    if problems:
+        console.print("\n[bold]problems[/]  (in full: enginehouse plugins show NAME)")
+        for what, problem in problems:
+            console.print(f"  {_plain(what)}: {_plain(problem)}")
+
+
+def _others(manager: PluginManager, kind: str | None) -> dict[str, list[str]]:
+    """Names of records that are no backends, by kind; those of other distributions say which."""
+    others: dict[str, list[str]] = {}
+    for record, plugin in manager.providers(kind):
+        if not isinstance(record, Backend):
+            owner = "" if plugin.internal else f" ({plugin.distribution})"
+            others.setdefault(label(record.kind), []).append(record.name + owner)
+    return others
+
+
+def _show_plugin(manager: PluginManager, plugin: Plugin) -> None:
+    console = _console()
+    _heading(console, plugin.name, f"plugin of {plugin}")
+    _fields(
+        console,
+        {
+            "module": plugin.module,
+            "protocol": plugin.protocol,
+            "state": _coloured(manager.state(plugin)),
+            "problem": _plain(plugin.problem),
+        },
+    )
+    if plugin.traceback:
+        console.print(_plain(plugin.traceback.rstrip()), highlight=False)
+    for record in plugin.records:
+        _show_record(manager, Provided(record, plugin))
+
+
+def _show_record(manager: PluginManager, provided: Provided) -> None:
+    console = _console()
+    record, plugin = provided
+    state, why = record_state(manager, provided)
+    _heading(console, record.name, f"{label(record.kind)} of {plugin}")
+    fields = {"summary": _plain(record.summary), "state": _coloured(state) + (f": {_plain(why)}" if why else "")}
+    for field in dataclasses.fields(record):
+        if field.name not in ("name", "summary", "unavailable"):
+            fields[field.name] = _plain(_text(getattr(record, field.name)))
+    _fields(console, fields)
+    if isinstance(record, Backend):
+        _show_options(console, record)
+
+
+def _show_options(console: Console, backend: Backend) -> None:
+    from rich.table import Table
+
+    from enginehouse.cli.options_schema import described_options
+    from enginehouse.plugin import ResolveError, resolve
+
+    try:
+        options = described_options(resolve(backend.options))
+    except ResolveError as error:
+        console.print(f"  options cannot be shown: {_plain(str(error))}")
+        return
+    table = Table(box=None, header_style="bold", pad_edge=True)
+    for column in ("option", "type", "default", "description"):
+        table.add_column(column, overflow="fold", no_wrap=column == "option")
+    for option in options:
+        table.add_row(option.name, _plain(option.type), _plain(option.default), _plain(option.description))
+    console.print(table)
+
+
+def _unknown(manager: PluginManager, name: str) -> Exception:
+    """The error for a name nobody has: as for a backend that is not loaded, else with every name as a choice."""
+    from enginehouse.errors import nearest
+    from enginehouse.plugin import PluginLookupError
+
+    error = not_found("train", name, manager.plugins, ())
+    if error.reason != "unknown":
+        return error
+    names = {plugin.name for plugin in manager.plugins} | {one.record.name for one in manager.providers()}
+    return PluginLookupError(f"nothing is called {name!r}; {nearest(name, names)}", "unknown")
+
+
+def _as_json(manager: PluginManager, kind: str | None) -> dict[str, Any]:
+    return {
+        "enginehouse": __version__,
+        "contract": ".".join(map(str, CONTRACT)),
+        "plugins": [
+            {
+                "name": plugin.name,
+                "distribution": plugin.distribution,
+                "version": plugin.version,
+                "module": plugin.module,
+                "internal": plugin.internal,
+                "protocol": plugin.protocol,
+                "state": manager.state(plugin),
+                "problem": plugin.problem,
+                "traceback": plugin.traceback,
+                "records": [
+                    _record_as_json(manager, Provided(record, plugin))
+                    for record in plugin.records
+                    if kind is None or record.kind == kind
+                ],
+            }
+            for plugin in manager.plugins
+        ],
+    }
+
+
+def _record_as_json(manager: PluginManager, provided: Provided) -> dict[str, Any]:
+    state, problem = record_state(manager, provided)
+    fields = {field.name: getattr(provided.record, field.name) for field in dataclasses.fields(provided.record)}
+    plain = {name: sorted(value) if isinstance(value, frozenset) else value for name, value in fields.items()}
+    return {"kind": provided.record.kind, "state": state, "problem": problem, **plain}
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    # piped output has no width of its own; rich would cut it to 80 columns
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140
+    return Console(highlight=False, width=width)
+
+
+def _heading(console: Console, name: str, what: str) -> None:
+    console.print(f"\n[bold]{_plain(name)}[/]  {_plain(what)}")
+
+
+def _fields(console: Console, fields: dict[str, str]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, pad_edge=True)
+    for name, text in fields.items():
+        if text:
+            table.add_row(name, text)
+    console.print(table)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, frozenset):
+        return ", ".join(sorted(value))
+    if isinstance(value, (tuple, list)):
+        return ", ".join(map(str, value))
+    if isinstance(value, dict):
+        return "\n".join(f"{name}: {_text(part)}" for name, part in value.items())
+    return str(value)
+
+
+def _plain(text: str) -> str:
+    """Text that rich does not read as markup."""
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _coloured(state: str) -> str:
+    return f"[{COLOURS.get(state, 'red')}]{state}[/]"

@@ -1,0 +1,34 @@
+"""`enginehouse sft`: a supervised run, on the same engines."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command()
+@click.argument("config", type=click.Path())
+@click.argument("overrides", nargs=-1)
+@click.option("-q", "--quiet", is_flag=True, help="Say only how it ended.")
+def sft(config: str, overrides: tuple[str, ...], quiet: bool) -> None:
+    """Train a model on demonstrations, as the YAML file CONFIG says.
+
+    OVERRIDES are dotted.key=value, the value in YAML; they win over the file. Paths in both are relative to the current
+    directory. Exit codes as those of `enginehouse train`.
+
+    \b
+    enginehouse sft examples/quickstart/sft.yaml
+    enginehouse sft sft.yaml train.steps=200 actor.engine.options.lr=1e-3
+    """
+    from enginehouse.cli.session import run_plan
+    from enginehouse.config.load import load_config
+    from enginehouse.config.plan import plan_sft
+    from enginehouse.config.schema import SFTConfig
+
+    planned = plan_sft(load_config(config, overrides, SFTConfig), config_path=config)
+
+    def build(run, progress):
+        from enginehouse.rl.sft import SFTTrainer
+
+        return SFTTrainer(planned, run, progress)
+
+    run_plan(planned, build, quiet=quiet)

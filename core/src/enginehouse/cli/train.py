@@ -1,0 +1,38 @@
+"""`enginehouse train`: a reinforcement-learning run."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command()
+@click.argument("config", type=click.Path())
+@click.argument("overrides", nargs=-1)
+@click.option("-q", "--quiet", is_flag=True, help="Say only how it ended.")
+def train(config: str, overrides: tuple[str, ...], quiet: bool) -> None:
+    """Train a model by reinforcement learning, as the YAML file CONFIG says.
+
+    OVERRIDES are dotted.key=value, the value in YAML; they win over the file. Paths in both are relative to the current
+    directory. Everything is checked before a process starts; `enginehouse plan` does only that.
+
+    \b
+    enginehouse train examples/quickstart/grpo.yaml
+    enginehouse train grpo.yaml train.steps=50 rollout.engine.backend=vllm
+    enginehouse train grpo.yaml 'rollout.sampling.stop=["</answer>"]' run.overwrite=true
+
+    Ctrl-C ends the run in order and says what was saved. Exit codes: 0 finished, 1 failed, 2 a mistake in the config,
+    the data or the model, 130 interrupted.
+    """
+    from enginehouse.cli.session import run_plan
+    from enginehouse.config.load import load_config
+    from enginehouse.config.plan import plan
+    from enginehouse.config.schema import Config
+
+    planned = plan(load_config(config, overrides, Config), config_path=config)
+
+    def build(run, progress):
+        from enginehouse.rl.trainer import Trainer
+
+        return Trainer(planned, run, progress)
+
+    run_plan(planned, build, quiet=quiet)

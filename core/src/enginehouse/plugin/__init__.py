@@ -1,0 +1,57 @@
+"""What a plugin's author imports, and how the rest of enginehouse finds what plugins declare.
+
+Light: neither torch, ray nor pydantic is imported from here.
+"""
+
+from enginehouse.plugin.errors import PluginError, PluginLookupError
+from enginehouse.plugin.hookspecs import CONTRACT, hookimpl
+from enginehouse.plugin.loaded import Plugin, Provided
+from enginehouse.plugin.manager import PluginManager, load_plugins
+from enginehouse.plugin.placement import Placement
+from enginehouse.plugin.process import configure_plugins, plugins
+from enginehouse.plugin.records import (
+    KINDS,
+    Advantage,
+    Backend,
+    DispatchMode,
+    Environment,
+    Function,
+    Loss,
+    Record,
+    ResolveError,
+    Reward,
+    RolloutBackend,
+    Tracker,
+    TrainBackend,
+    Transport,
+    resolve,
+)  # fmt: skip
+
+__all__ = [
+    "CONTRACT",
+    "KINDS",
+    "Advantage",
+    "Backend",
+    "DispatchMode",
+    "Environment",
+    "Function",
+    "Loss",
+    "Placement",
+    "Plugin",
+    "PluginError",
+    "PluginLookupError",
+    "PluginManager",
+    "Provided",
+    "Record",
+    "ResolveError",
+    "Reward",
+    "RolloutBackend",
+    "Tracker",
+    "TrainBackend",
+    "Transport",
+    "configure_plugins",
+    "hookimpl",
+    "load_plugins",
+    "plugins",
+    "resolve",
+]

@@ -1,0 +1,11 @@
+"""Core's own plugins. They declare what core brings through the same hooks as anybody's; there is no other way in."""
+
+from __future__ import annotations
+
+BUILTIN: tuple[str, ...] = (
+    "enginehouse.backends.torch.plugin",
+    "enginehouse.transports.plugin",
+    "enginehouse.controller.plugin",
+    "enginehouse.rl.plugin",
+)
+"""Modules, in the order they are registered. Their names are reserved: no other plugin may declare one of them."""

@@ -1,0 +1,48 @@
+"""What a record must be before it is accepted. A mistake is found when it is declared and owned by who declared it."""
+
+from __future__ import annotations
+
+import re
+
+from enginehouse.errors import nearest
+from enginehouse.plugin import capabilities, records
+from enginehouse.plugin.errors import PluginError
+
+DECLARING: dict[str, tuple[type[records.Record], ...]] = {
+    "enginehouse_register_backends": (records.TrainBackend, records.RolloutBackend),
+    "enginehouse_register_transports": (records.Transport,),
+    "enginehouse_register_dispatch_modes": (records.DispatchMode,),
+    "enginehouse_register_advantages": (records.Advantage,),
+    "enginehouse_register_losses": (records.Loss,),
+    "enginehouse_register_rewards": (records.Reward,),
+    "enginehouse_register_environments": (records.Environment,),
+    "enginehouse_register_trackers": (records.Tracker,),
+}
+"""Each declaring hook and the records it takes."""
+
+# No colon: "distribution:name" and "module:function" stand beside plain names in configs.
+NAME = re.compile(r"[a-z][a-z0-9_.-]*\Z")
+REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*\Z")
+
+
+def check_record(record: object, hook: str) -> records.Record:
+    """Return `record` if `hook` takes it and its fields can be right.
+
+    Raises:
+        PluginError: it is of another kind, or its name, a reference or a capability cannot be right.
+    """
+    accepted = DECLARING[hook]
+    if not isinstance(record, accepted):
+        wanted = " or ".join(kind.__name__ for kind in accepted)
+        raise PluginError(f"{hook} takes {wanted}, not {record!r}")
+    what = f"{record.kind} {record.name!r}"
+    if not NAME.match(record.name):
+        raise PluginError(f"{what}: a name is lower-case letters, digits, '-', '_' and '.', beginning with a letter")
+    for field_name in record.references:
+        reference = getattr(record, field_name)
+        if not (isinstance(reference, str) and REFERENCE.match(reference)):
+            raise PluginError(f"{what}: {field_name} is {reference!r}, not of the form 'module:attribute'")
+    for capability in getattr(record, "capabilities", ()):
+        if capability not in capabilities.ALL:
+            raise PluginError(f"{what}: no capability {capability!r}; {nearest(str(capability), capabilities.ALL)}")
+    return record

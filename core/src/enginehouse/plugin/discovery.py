@@ -1,0 +1,81 @@
+"""Which plugins are installed and which of them are wanted. Nothing is imported here: switches come first."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+
+from enginehouse.plugin.loaded import Plugin
+
+GROUP = "enginehouse"
+"""The entry-point group of plugins."""
+
+ENABLED = "ENGINEHOUSE_PLUGINS"
+"""Environment variable: unset, all plugins; empty, none; else only these, separated by commas."""
+
+BLOCKED = "ENGINEHOUSE_BLOCK_PLUGINS"
+"""Environment variable: not these, separated by commas."""
+
+
+@dataclass(frozen=True, slots=True)
+class Switches:
+    """Which plugins may be imported, by plugin or distribution name. Core's own are always loaded.
+
+    Attributes:
+        enabled: only these; None: all that are installed.
+        blocked: not these.
+        strict: an observer that fails ends the run.
+    """
+
+    enabled: tuple[str, ...] | None = None
+    blocked: tuple[str, ...] = ()
+    strict: bool = False
+
+    def over(self, environment: Mapping[str, str]) -> Switches:
+        """These switches with the environment's: its enabled plugins stand in for ours, blocked ones add up."""
+        said = environment.get(ENABLED)
+        enabled = self.enabled if said is None else _names(said)
+        blocked = (*self.blocked, *_names(environment.get(BLOCKED, "")))
+        return Switches(enabled, tuple(dict.fromkeys(blocked)), self.strict)
+
+    def environment(self) -> dict[str, str]:
+        """The environment variables that make another process load the same plugins."""
+        variables = {} if self.enabled is None else {ENABLED: ",".join(self.enabled)}
+        return {**variables, BLOCKED: ",".join(self.blocked)} if self.blocked else variables
+
+    def refusal(self, plugin: Plugin) -> str:
+        """Why `plugin` is not to be imported; empty if it may be."""
+        if any(plugin.answers_to(name) for name in self.blocked):
+            return f"blocked by name ({BLOCKED}, or plugins.blocked in the config)"
+        if self.enabled is not None and not any(plugin.answers_to(name) for name in self.enabled):
+            return f"not among the plugins that are enabled ({ENABLED}, or plugins.enabled in the config)"
+        return ""
+
+
+def from_environment() -> Switches:
+    """The switches of this process's environment alone."""
+    return Switches().over(os.environ)
+
+
+def installed(entry_points: Iterable[metadata.EntryPoint] | None = None) -> list[tuple[Plugin, metadata.EntryPoint]]:
+    """All plugins there are, sorted by name, none imported; `entry_points` stand in for what is installed."""
+    if entry_points is None:
+        entry_points = metadata.entry_points(group=GROUP)
+    found = [(_plugin(entry_point), entry_point) for entry_point in entry_points]
+    return sorted(found, key=lambda pair: (pair[0].name, pair[0].distribution))
+
+
+def _plugin(entry_point: metadata.EntryPoint) -> Plugin:
+    distribution = entry_point.dist
+    return Plugin(
+        name=entry_point.name,
+        distribution=distribution.name if distribution else "unknown",
+        version=distribution.version if distribution else "unknown",
+        module=entry_point.value,
+    )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())

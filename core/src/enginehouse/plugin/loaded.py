@@ -1,0 +1,66 @@
+"""One plugin as the manager knows it: where it comes from, what became of loading it, what it declared."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from enginehouse.plugin.records import Record
+
+State = Literal["ok", "blocked", "broken", "incompatible", "requirements missing"]
+"""What became of a plugin: usable, kept out by a switch, failed to load, for another contract, lacks its engine."""
+
+
+@dataclass(slots=True, eq=False)
+class Plugin:
+    """A plugin and its fate.
+
+    Attributes:
+        name: its entry point's name; for core's own, its package.
+        distribution: the installed distribution it comes from.
+        version: that distribution's version.
+        module: the module its entry point names.
+        internal: one of core's own.
+        protocol: the contract version it says it is written for; empty where it was never imported.
+        status: how loading it ended. Whether requirements are missing is known to the manager alone (`states`).
+        problem: one line on what is wrong; empty where nothing is.
+        traceback: of the error that broke it.
+        records: what it declared.
+        withdrawn: kind and name of what it had declared before it failed.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    module: str
+    internal: bool = False
+    protocol: str = ""
+    status: State = "ok"
+    problem: str = ""
+    traceback: str = ""
+    records: list[Record] = field(default_factory=list)
+    withdrawn: list[tuple[str, str]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.version}"
+
+    def answers_to(self, name: str) -> bool:
+        """Whether `name` is this plugin's name or its distribution's."""
+        return name == self.name or same_distribution(name, self.distribution)
+
+
+class Provided(NamedTuple):
+    """A record and the plugin that declared it."""
+
+    record: Record
+    plugin: Plugin
+
+
+def same_distribution(one: str, other: str) -> bool:
+    """Whether two spellings name the same distribution (PEP 503)."""
+    return _normal(one) == _normal(other)
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

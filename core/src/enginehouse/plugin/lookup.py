@@ -1,0 +1,109 @@
+"""Why a name cannot be used: the error for each case, with what the user can do about it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from importlib import metadata
+
+from enginehouse.errors import nearest
+from enginehouse.plugin.errors import PluginLookupError
+from enginehouse.plugin.loaded import Plugin, Provided, same_distribution
+from enginehouse.plugin.records import Backend
+from enginehouse.plugin.requirements import Missing, install_line
+
+LABELS = {"train": "training backend", "rollout": "rollout backend", "transport": "weight transport"}
+
+
+def label(kind: str) -> str:
+    """A kind of record in words."""
+    return LABELS.get(kind, kind.replace("_", " "))
+
+
+def split_name(name: str) -> tuple[str | None, str]:
+    """Split `"distribution:name"`; None where only a name is given."""
+    distribution, colon, rest = name.rpartition(":")
+    return (distribution, rest) if colon else (None, name)
+
+
+def ambiguous(kind: str, name: str, providers: Sequence[Provided]) -> PluginLookupError:
+    """Several distributions provide the name."""
+    owners = sorted({provided.plugin.distribution for provided in providers})
+    choices = " or ".join(f"'{owner}:{name}'" for owner in owners)
+    return PluginLookupError(
+        f"{label(kind)} {name!r} is provided by {' and '.join(owners)}; write {choices}", "ambiguous"
+    )
+
+
+def unavailable(backend: Backend, plugin: Plugin) -> PluginLookupError:
+    """The backend is declared but cannot be used yet."""
+    return PluginLookupError(f"{label(backend.kind)} {backend.name!r} ({plugin}): {backend.unavailable}", "unavailable")
+
+
+def requirements_missing(backend: Backend, plugin: Plugin, missing: Sequence[Missing]) -> PluginLookupError:
+    """The plugin is installed, what its engine needs is not."""
+    return PluginLookupError(
+        f"{label(backend.kind)} {backend.name!r} is installed ({plugin}), but {'; '.join(map(str, missing))}. "
+        f"Try: {install_line(missing, plugin.distribution)}",
+        "requirements missing",
+    )
+
+
+def not_found(kind: str, asked: str, plugins: Iterable[Plugin], provided: Sequence[Provided]) -> PluginLookupError:
+    """Nothing usable has the name: a plugin that would have it is not loaded, not installed, or there is none."""
+    distribution, name = split_name(asked)
+    known = list(plugins)
+    for plugin in known:
+        if plugin.status != "ok" and _may_provide(plugin, kind, distribution, name):
+            return _not_loaded(kind, asked, plugin)
+    installable = _installable(known) if kind in ("train", "rollout") else []
+    if name in installable:
+        return PluginLookupError(
+            f'{label(kind)} {asked!r} is not installed. Try: pip install "enginehouse[{name}]"', "not installed"
+        )
+    choices = {one.record.name for one in provided if one.record.kind == kind}
+    said = [f"no {label(kind)} {asked!r}; {nearest(name, choices)}"]
+    others = sorted({one.record.kind for one in provided if one.record.name == name and one.record.kind != kind})
+    if others:
+        said.append(f"{name!r} names something else: {', '.join(label(other) for other in others)}.")
+    if installable:
+        said.append(f'Not installed: {", ".join(installable)} (pip install "enginehouse[NAME]").')
+    unloaded = [f"{plugin.name} ({plugin.status})" for plugin in known if plugin.status != "ok"]
+    if unloaded:
+        said.append(f"Plugins that were not loaded: {', '.join(unloaded)}; see `enginehouse plugins list`.")
+    return PluginLookupError(". ".join([said[0], " ".join(said[1:])]) if said[1:] else said[0], "unknown")
+
+
+def _installable(known: Sequence[Plugin]) -> list[str]:
+    """Core's extras whose plugin is not installed: first-party backends are named nowhere but in core's metadata."""
+    from packaging.requirements import Requirement
+
+    try:
+        requirements = [Requirement(text) for text in metadata.requires("enginehouse") or ()]
+    except metadata.PackageNotFoundError:
+        return []
+    there = [plugin.distribution for plugin in known]
+    return [
+        extra
+        for extra in metadata.metadata("enginehouse").get_all("Provides-Extra") or ()
+        for requirement in requirements
+        if requirement.marker
+        and requirement.marker.evaluate({"extra": extra})
+        and not any(same_distribution(requirement.name, name) for name in there)
+    ]
+
+
+def _may_provide(plugin: Plugin, kind: str, distribution: str | None, name: str) -> bool:
+    if distribution is not None and not same_distribution(distribution, plugin.distribution):
+        return False
+    return distribution is not None or (kind, name) in plugin.withdrawn or plugin.answers_to(name)
+
+
+def _not_loaded(kind: str, asked: str, plugin: Plugin) -> PluginLookupError:
+    message = (
+        f"{label(kind)} {asked!r}: plugin {plugin.name!r} ({plugin}) is installed but {plugin.status}: {plugin.problem}"
+    )
+    if plugin.traceback:
+        message += "\n" + textwrap.indent(plugin.traceback.rstrip(), "    ")
+    assert plugin.status != "ok"
+    return PluginLookupError(message, plugin.status)

@@ -1,0 +1,20 @@
+"""Where a run's training and rollout roles are, as far as the choice of a weight transport depends on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """What `enginehouse_pick_transport` is told about the cluster.
+
+    Attributes:
+        colocated: actor and rollout live in the same processes.
+        hosts: number of hosts the two roles are spread over.
+        device: torch device type of the weights, `"cpu"` or `"cuda"`.
+    """
+
+    colocated: bool
+    hosts: int = 1
+    device: str = "cpu"

@@ -1,0 +1,76 @@
+"""`enginehouse plan`: exit code 0 and the plan, or 2 and what is wrong. Nothing is started or written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from projects import Project
+
+
+def enginehouse(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line in `directory`; it reports on stderr which heavy modules it imported."""
+    code = (
+        "import atexit, sys\n"
+        "atexit.register(lambda: print('IMPORTED', *[m for m in ('torch', 'ray') if m in sys.modules], file=sys.stderr))\n"
+        "from enginehouse.cli.main import main\n"
+        f"main({list(arguments)!r}, prog_name='enginehouse')\n"
+    )
+    environment = {**os.environ, "ENGINEHOUSE_PLUGINS": "", "COLUMNS": "200"}
+    return subprocess.run([sys.executable, "-c", code], cwd=directory, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    return Project(tmp_path)
+
+
+def test_it_says_what_would_happen_and_starts_nothing(project: Project):
+    project.save()
+    done = enginehouse(project.root, "plan", "grpo.yaml", "train.steps=7")
+    assert done.returncode == 0, done.stderr
+    assert "7 steps, an optimizer step each" in done.stdout
+    assert done.stderr == "IMPORTED\n"
+    assert not (project.root / "runs").exists()
+
+
+def test_it_checks_supervised_configs_too(project: Project):
+    project.save_sft()
+    done = enginehouse(project.root, "plan", "--sft", "sft.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "40 demonstrations" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("rollot.replicas=2", "unknown key 'rollot' (in the override 'rollot.replicas=2'): did you mean 'rollout'?"),
+        ("train.steps=many", "train.steps (in the override 'train.steps=many'): expected a whole number"),
+        ("rollout.engine.backend=vlmm", "no rollout backend 'vlmm'"),
+        ("algorithm.minibatches=100", "a step has 32 samples"),
+        ("data.train=trian.jsonl", "no data file trian.jsonl; the nearest in"),
+        ("data.prompt=question", "train.jsonl has no column 'question'"),
+        ("model.path=modell", "modell does not exist"),
+        ("reward.function=scoring:wrong", "reward.function: module 'scoring'"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(project: Project, command: str, override: str, said: str):
+    project.save()
+    done = enginehouse(project.root, command, "grpo.yaml", override)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert done.stderr.endswith("IMPORTED\n")
+    assert not (project.root / "runs").exists()
+
+
+def test_a_missing_config_is_named_with_the_nearest(project: Project):
+    project.save()
+    done = enginehouse(project.root, "plan", "grop.yaml")
+    assert done.returncode == 2
+    assert "config file grop.yaml does not exist; did you mean 'grpo.yaml'?" in done.stderr

@@ -1,0 +1,258 @@
+"""`enginehouse plugins`, and what every command shares: light start, errors as messages, plugins' commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = ("torch", "ray", "transformers")
+
+
+class CommandLine:
+    """Runs the command line in a process of its own, with fake distributions on its path."""
+
+    def __init__(self, site: Path):
+        self.site = site
+
+    def install(self, name: str, source: str, version: str = "0.1.0", entry: str | None = None) -> None:
+        module = name.replace("-", "_")
+        self.site.joinpath(f"{module}.py").write_text("from enginehouse.plugin import *\n" + source)
+        info = self.site / f"{module}-{version}.dist-info"
+        info.mkdir()
+        info.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        info.joinpath("entry_points.txt").write_text(f"[enginehouse]\n{entry or name} = {module}\n")
+
+    def run(self, *arguments: str, then: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+        program = f"""
+import sys
+sys.argv = ["enginehouse", *{list(arguments)!r}]
+from enginehouse.cli.main import main
+try:
+    main()
+finally:
+    {then or "pass"}
+"""
+        variables = {"PYTHONPATH": str(self.site), "ENGINEHOUSE_BLOCK_PLUGINS": "", **environment}
+        return subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, **variables},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    def imported(self, *arguments: str, **environment: str) -> set[str]:
+        """Top-level modules a command imports."""
+        names = "print('\\n' + ' '.join({name.partition('.')[0] for name in sys.modules}), file=sys.stderr)"
+        ended = self.run(*arguments, then=names, **environment)
+        assert ended.returncode == 0, ended.stderr
+        return set(ended.stderr.splitlines()[-1].split())
+
+
+@pytest.fixture
+def command_line(tmp_path):
+    return CommandLine(tmp_path)
+
+
+BACKEND = """
+@hookimpl
+def enginehouse_register_backends(register):
+    register(TrainBackend(name={name!r}, engine="nowhere:Engine", options="enginehouse.engines.options:TrainOptions",
+                          capabilities={{"offload"}}))
+"""
+
+
+def listed(command_line: CommandLine, *arguments: str, **environment: str) -> dict[str, dict]:
+    ended = command_line.run("plugins", "list", "--json", *arguments, **environment)
+    assert ended.returncode == 0, ended.stderr
+    return {plugin["name"]: plugin for plugin in json.loads(ended.stdout)["plugins"]}
+
+
+def test_list_and_show_import_no_engine(command_line):
+    command_line.install("sound-engines", BACKEND.format(name="sound"))
+    for arguments in (
+        ("plugins", "list"),
+        ("plugins", "list", "--json"),
+        ("plugins", "show", "sound"),
+        ("plugins", "show", "torch"),
+    ):
+        assert not command_line.imported(*arguments) & set(HEAVY)
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("plugins", "--help")])
+def test_help_imports_neither_engine_nor_config(command_line, arguments):
+    assert not command_line.imported(*arguments) & {*HEAVY, "pydantic", "datasets", "numpy"}
+
+
+def test_list_answers_within_its_budget(command_line):
+    spent = "import time; print(time.process_time(), file=sys.stderr)"
+    # CPU seconds, and the best of several, so that a busy machine does not decide
+    for _ in range(10):
+        seconds = float(command_line.run("plugins", "list", then=spent).stderr.splitlines()[-1])
+        if seconds < 0.3:
+            return
+    pytest.fail(f"plugins list took {seconds:.2f} s of CPU time, the last of ten times")
+
+
+def test_the_table_shows_each_backend_with_where_it_is_from_and_what_it_can(command_line):
+    command_line.install("sound-engines", BACKEND.format(name="sound"), version="2.3.4")
+    lines = command_line.run("plugins", "list", COLUMNS="140").stdout.splitlines()
+    assert lines[0].split() == ["backend", "kind", "distribution", "version", "protocol", "state", "capabilities"]
+    rows = [line.split() for line in lines]
+    assert ["sound", "train", "sound-engines", "2.3.4", "1.0", "ok", "offload"] in rows
+    assert any(row[:6] == ["torch", "rollout", "enginehouse", "0.1.0", "1.0", "ok"] for row in rows)
+    assert any(row == ["advantage", "grpo,", "rloo"] for row in rows)
+
+
+def test_a_narrow_terminal_still_shows_capabilities(command_line):
+    said = command_line.run("plugins", "list", COLUMNS="80").stdout
+    assert "reshard_checkpoint, value_head" in said
+    assert all(len(line) <= 80 for line in said.splitlines())
+
+
+def test_each_state_is_listed_with_its_reason_under_the_table(command_line):
+    command_line.install("fragile", "raise RuntimeError('no luck today')")
+    command_line.install("dated", "enginehouse_protocol = '9.0'")
+    command_line.install("shut", BACKEND.format(name="shut"))
+    command_line.install(
+        "needy", BACKEND.format(name="needy").replace("engine=", "requires=('absent-thing>=1',), engine=")
+    )
+    command_line.install("north", BACKEND.format(name="twin"))
+    command_line.install("south", BACKEND.format(name="twin"))
+    plugins = listed(command_line, ENGINEHOUSE_BLOCK_PLUGINS="shut")
+    wanted = {
+        "fragile": "broken",
+        "dated": "incompatible",
+        "shut": "blocked",
+        "needy": "requirements missing",
+        "north": "ok",
+    }
+    assert {name: plugins[name]["state"] for name in wanted} == wanted
+    said = command_line.run("plugins", "list", ENGINEHOUSE_BLOCK_PLUGINS="shut", COLUMNS="200").stdout
+    table, _, problems = said.partition("problems")
+    for name, state in wanted.items():
+        assert f"({name})" in table or state in ("ok", "requirements missing")
+    assert "fragile (fragile): broken: RuntimeError: no luck today" in problems
+    assert "plugin contract 9.0, and enginehouse 0.1.0 offers 1.0" in problems
+    assert "needy (needy): requirements missing: needs absent-thing>=1, but it is not installed" in problems
+    assert "write 'north:twin' or 'south:twin'" in problems
+    assert "Traceback" not in said
+
+
+def test_json_gives_every_field_and_kind_chooses(command_line):
+    command_line.install("sound-engines", BACKEND.format(name="sound"))
+    plugins = listed(command_line, "--kind", "train")
+    (record,) = plugins["sound-engines"]["records"]
+    assert record["kind"] == "train"
+    assert record["state"] == "ok"
+    assert record["capabilities"] == ["offload"]
+    assert record["engine"] == "nowhere:Engine"
+    assert plugins["enginehouse.rl"]["records"] == []
+    assert plugins["enginehouse.backends.torch"]["protocol"] == "1.0"
+
+
+def test_show_gives_a_broken_plugins_traceback(command_line):
+    command_line.install("fragile", "def inner():\n    raise RuntimeError('no luck today')\ninner()")
+    said = command_line.run("plugins", "show", "fragile").stdout
+    assert "broken" in said
+    assert "in inner" in said
+    assert "RuntimeError: no luck today" in said
+
+
+def test_show_lists_options_with_defaults_bounds_and_descriptions(command_line):
+    said = command_line.run("plugins", "show", "torch").stdout
+    assert "training backend of enginehouse" in said
+    assert "rollout backend of enginehouse" in said
+    row = next(line for line in said.splitlines() if "max_grad_norm" in line)
+    assert row.split()[1:5] == ["float,", ">", "0", "1.0"]
+    assert "larger norm are scaled down" in row
+    schedule = next(line for line in said.splitlines() if line.split()[:1] == ["schedule"])
+    assert "constant | linear | cosine" in schedule
+
+
+def test_show_says_which_options_it_cannot_import(command_line):
+    source = BACKEND.format(name="hollow").replace("enginehouse.engines.options:TrainOptions", "nowhere:Options")
+    command_line.install("hollow", source)
+    ended = command_line.run("plugins", "show", "hollow")
+    assert ended.returncode == 0
+    assert "options cannot be shown: cannot import 'nowhere'" in ended.stdout
+
+
+def test_show_of_an_unknown_name_names_the_nearest_and_exits_with_2(command_line):
+    ended = command_line.run("plugins", "show", "troch")
+    assert ended.returncode == 2
+    assert "did you mean 'torch'?" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+FAILING_COMMANDS = """
+import click
+from enginehouse.errors import EnginehouseError, UserError
+
+def fail(error):
+    raise error
+
+@hookimpl
+def enginehouse_commands(cli):
+    wrong = lambda: fail(UserError("the file is not there"))
+    cli.add_command(click.Command("mistake", callback=wrong, short_help="Be wrong."))
+    cli.add_command(click.Command("accident", callback=lambda: fail(EnginehouseError("a worker died"))))
+"""
+
+
+def test_a_plugin_adds_commands(command_line):
+    command_line.install("extra-commands", FAILING_COMMANDS)
+    said = command_line.run("--help").stdout
+    assert "mistake" in said
+    assert "Be wrong." in said
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "message"), [("mistake", 2, "the file is not there"), ("accident", 1, "a worker died")]
+)
+def test_an_error_raised_on_purpose_is_its_message_alone(command_line, command, code, message):
+    command_line.install("extra-commands", FAILING_COMMANDS)
+    ended = command_line.run(command)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (code, "", f"Error: {message}\n")
+
+
+@pytest.mark.parametrize(("arguments", "environment"), [(("--debug",), {}), ((), {"ENGINEHOUSE_DEBUG": "1"})])
+def test_debug_shows_the_traceback_too(command_line, arguments, environment):
+    command_line.install("extra-commands", FAILING_COMMANDS)
+    ended = command_line.run(*arguments, "mistake", **environment)
+    assert ended.returncode == 2
+    assert "Traceback" in ended.stderr
+    assert "in fail" in ended.stderr
+
+
+@pytest.mark.parametrize("what", ["raise RuntimeError('not today')", "cli.add_command(click.Command('train'))"])
+def test_a_plugin_whose_commands_fail_leaves_the_command_line_working(command_line, what):
+    command_line.install("clumsy", f"import click\n@hookimpl\ndef enginehouse_commands(cli):\n    {what}\n")
+    ended = command_line.run("--help")
+    assert ended.returncode == 0
+    assert "Train a model by reinforcement learning." in ended.stdout
+    assert "clumsy" in ended.stderr
+
+
+def test_an_unknown_command_is_a_usage_error(command_line):
+    ended = command_line.run("trian")
+    assert ended.returncode == 2
+    assert "trian" in ended.stderr
+
+
+def test_cores_own_commands_are_there_under_their_names():
+    import click
+
+    from enginehouse.cli.main import COMMANDS, main
+
+    with click.Context(main) as context:
+        for name in COMMANDS:
+            command = main.get_command(context, name)
+            assert command is not None
+            assert command.name == name
+            assert command.help

@@ -1,0 +1,193 @@
+"""`enginehouse train`: how a run ends and what it says then.
+
+The trainer here is a stand-in that fails, hangs or is interrupted on purpose; real training is in tests/integration.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from projects import Project
+
+from enginehouse.cli.main import main
+from enginehouse.cli.train import train
+
+STAND_IN = """
+import subprocess, sys, time, types
+from enginehouse.cli import interrupts
+from enginehouse.cli.main import main
+from enginehouse.controller.errors import RemoteError, WorkerDied
+from enginehouse.errors import DataError
+
+class Trainer:
+    def __init__(self, plan, run, progress):
+        self.run_directory, self.progress = run, progress
+
+    def run(self):
+        self.progress.start(10)
+        for step in (1, 2):
+            with self.run_directory.clock.step(step), self.run_directory.clock.phase("generate"):
+                metrics = {"reward/mean": step / 10, "loss": 1.0}
+            self.run_directory.log(step, metrics)
+            self.progress.update(step, metrics)
+        BEHAVIOUR
+
+sys.modules["enginehouse.rl.trainer"] = module = types.ModuleType("enginehouse.rl.trainer")
+module.Trainer = Trainer
+interrupts.GRACE_SECONDS = 1.0
+main(["train", "grpo.yaml", *sys.argv[1:]], prog_name="enginehouse")
+"""
+
+ORDERLY = "print('READY', flush=True)\n        time.sleep(60)"
+STUBBORN = """
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        ready = False
+        while True:
+            try:
+                if not ready:
+                    ready = True
+                    print("READY", child.pid, flush=True)
+                time.sleep(60)
+            except KeyboardInterrupt:
+                pass
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    project = Project(tmp_path)
+    project.save()
+    return project
+
+
+def start(project: Project, behaviour: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", STAND_IN.replace("BEHAVIOUR", behaviour), *arguments],
+        cwd=project.root,
+        env={**os.environ, "ENGINEHOUSE_PLUGINS": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def until_ready(process: subprocess.Popen[str]) -> list[str]:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("READY"):
+            return line.split()[1:]
+    raise AssertionError(process.communicate()[1])
+
+
+def record(project: Project) -> dict:
+    return json.loads((project.root / "runs/one/run.json").read_text())
+
+
+def spans(project: Project) -> list[str]:
+    return [e["name"] for e in json.loads((project.root / "runs/one/timeline.json").read_text()) if e["ph"] == "X"]
+
+
+def test_a_run_that_finishes_says_what_it_reached(project: Project):
+    out, err = start(project, "pass").communicate()
+    assert "outcome: finished after 2 of 10 steps" in out, err
+    assert "next: " in out
+    assert record(project)["status"] == "finished"
+    assert (project.root / "runs/one/config.yaml").exists()
+    assert len((project.root / "runs/one/metrics.jsonl").read_text().splitlines()) == 2
+    assert spans(project) == ["generate", "step 1", "generate", "step 2"]
+
+
+def test_quiet_says_only_how_it_ended(project: Project):
+    out, _ = start(project, "pass", "--quiet").communicate()
+    assert out == f"finished: {project.root / 'runs/one'}\n"
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "code", "said"),
+    [
+        (
+            'raise WorkerDied("actor rank 1 on 10.0.0.1 (pid 7) died in update")',
+            1,
+            "actor rank 1 on 10.0.0.1 (pid 7) died",
+        ),
+        ('raise RuntimeError("a bug")', 1, "a bug"),
+        ('raise DataError("row 3 is longer than data.max_prompt_tokens")', 2, "row 3 is longer"),
+        (
+            'error = RemoteError("actor rank 0: DataError"); error.cause = DataError("row 9 is too long"); raise error',
+            2,
+            "row 9 is too long",
+        ),
+    ],
+)
+def test_a_run_that_fails_keeps_its_metrics_and_says_why(project: Project, behaviour: str, code: int, said: str):
+    process = start(project, behaviour)
+    _, err = process.communicate()
+    assert process.returncode == code, err
+    assert said in err
+    assert "The run failed. Saved: metrics of 2 steps, no model. It is all in runs/one" in err
+    assert record(project)["status"] == "failed"
+    assert "Traceback" in (project.root / "runs/one/error.txt").read_text()
+    assert len((project.root / "runs/one/metrics.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_ends_in_order_and_says_what_was_saved(project: Project, number: signal.Signals):
+    process = start(project, ORDERLY)
+    until_ready(process)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "Saved: metrics of 2 steps, no model" in err
+    assert "Traceback" not in err
+    assert record(project)["status"] == "interrupted"
+    assert spans(project)[-1] == "step 2"
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_run_that_does_not_end_is_ended_with_its_children(project: Project, signals: int):
+    process = start(project, STUBBORN)
+    (child,) = until_ready(process)
+    started = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    if signals == 2:
+        assert process.stderr is not None
+        while "Interrupted" not in process.stderr.readline():
+            pass
+        process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert time.monotonic() - started < 15
+    assert "Saved: metrics of 2 steps" in err
+    assert record(project)["status"] == "interrupted"
+    assert not Path(f"/proc/{child}/cmdline").exists() or not Path(f"/proc/{child}/cmdline").read_text()
+
+
+def test_an_earlier_run_is_not_touched_unless_asked(project: Project):
+    start(project, "pass").communicate()
+    before = record(project)
+    process = start(project, "pass")
+    _, err = process.communicate()
+    assert process.returncode == 2
+    assert "holds an earlier run" in err
+    assert record(project) == before
+    process = start(project, "pass", "run.overwrite=true")
+    process.communicate()
+    assert process.returncode == 0
+    assert record(project) != before
+
+
+def test_help_shows_examples():
+    said = CliRunner().invoke(train, ["--help"]).output
+    assert "enginehouse train grpo.yaml train.steps=50 rollout.engine.backend=vllm" in said
+
+
+def test_a_config_argument_is_required():
+    assert CliRunner().invoke(main, ["train"]).exit_code == 2

@@ -1,0 +1,97 @@
+"""Both documented ways to install from a checkout, with the machine's own pip, and what the built wheels say.
+
+The Python environments are new, but third-party packages are lent to them by the running one, so that nothing
+large is downloaded; hatchling is installed once instead of for each build.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parents[3]
+PLUGINS = sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml"))
+OURS = ("enginehouse", "_enginehouse", "__editable__", "__pycache__", "distutils-precedence")
+
+
+class CleanEnvironment:
+    """A Python environment without enginehouse, which sees the running one's third-party packages."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=300)
+        site = next(folder.glob("lib/python*/site-packages"))
+        lent = folder / "lent"
+        lent.mkdir()
+        for path in Path(sysconfig.get_path("purelib")).iterdir():
+            if not path.name.startswith(OURS) and not path.name.endswith(".pth"):
+                lent.joinpath(path.name).symlink_to(path)
+        site.joinpath("lent.pth").write_text(f"{lent}\n")
+        self.pip("install", "--quiet", "hatchling>=1.25")
+
+    def run(self, *command: str, cwd: Path) -> str:
+        # constraints-local.txt speaks of $PWD, which a shell keeps and subprocess does not
+        environment = {**os.environ, "PWD": str(cwd)}
+        for name in ("ENGINEHOUSE_PLUGINS", "ENGINEHOUSE_BLOCK_PLUGINS", "PYTHONPATH"):
+            environment.pop(name, None)
+        ended = subprocess.run(
+            [str(self.folder / "bin" / command[0]), *command[1:]],
+            cwd=cwd, env=environment, capture_output=True, text=True, timeout=600,
+        )  # fmt: skip
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return ended.stdout
+
+    def pip(self, *arguments: str) -> str:
+        return self.run("python", "-m", "pip", "--disable-pip-version-check", *arguments, cwd=ROOT)
+
+    def origin(self, distribution: str) -> str:
+        """The URL a distribution was installed from."""
+        program = (
+            f"from importlib.metadata import distribution as d; print(d({distribution!r}).read_text('direct_url.json'))"
+        )
+        return json.loads(self.run("python", "-c", program, cwd=self.folder))["url"]
+
+    def plugins(self) -> dict[str, dict]:
+        """What `enginehouse plugins list` says there, by plugin."""
+        said = self.run("enginehouse", "plugins", "list", "--json", cwd=self.folder)
+        return {plugin["name"]: plugin for plugin in json.loads(said)["plugins"]}
+
+
+@pytest.fixture
+def clean(tmp_path):
+    return CleanEnvironment(tmp_path / "environment")
+
+
+@pytest.mark.parametrize("arguments", [(".[fsdp]",), ("-c", "constraints-local.txt", "./core[fsdp]")], ids=" ".join)
+def test_installing_from_a_checkout_takes_the_plugin_from_it(clean, arguments):
+    clean.pip("install", "--no-build-isolation", *arguments)
+    assert clean.origin("enginehouse") == f"file://{ROOT}/core"
+    assert clean.origin("enginehouse-fsdp") == f"file://{ROOT}/plugins/fsdp"
+    found = clean.plugins()
+    assert found["fsdp"]["distribution"] == "enginehouse-fsdp"
+    assert found["fsdp"]["state"] == "ok"
+    assert [record["name"] for record in found["fsdp"]["records"]] == ["fsdp"]
+    assert set(PLUGINS) & set(found) == {"fsdp"}
+
+
+def test_wheels_say_nothing_of_the_machine_they_were_built_on(clean, tmp_path):
+    folders = [f"./plugins/{name}" for name in PLUGINS]
+    clean.pip("wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", str(tmp_path), "./core", *folders)
+    wheels = {path.name.partition("-")[0]: zipfile.ZipFile(path) for path in tmp_path.glob("*.whl")}
+    assert set(wheels) == {"enginehouse", *(f"enginehouse_{name}" for name in PLUGINS)}
+    for name, wheel in wheels.items():
+        files = wheel.namelist()
+        (metadata,) = [wheel.read(file).decode() for file in files if file.endswith(".dist-info/METADATA")]
+        assert "file:" not in metadata
+        assert str(ROOT) not in metadata
+        assert {file.partition("/")[0] for file in files if ".dist-info/" not in file} == {name}
+        assert f"{name}/py.typed" in files

@@ -1,0 +1,80 @@
+"""The distributions of this checkout fit together: names, versions, extras, and what a plugin package must be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from enginehouse import __version__
+from enginehouse.plugin import PluginLookupError, load_plugins
+
+tomllib = pytest.importorskip("tomllib")
+
+ROOT = Path(__file__).parents[3]
+PLUGINS = sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml"))
+
+
+def project(*folder: str) -> dict:
+    return tomllib.loads(ROOT.joinpath(*folder, "pyproject.toml").read_text())["project"]
+
+
+def test_every_first_party_plugin_is_in_the_checkout():
+    assert PLUGINS == ["fsdp", "megatron", "sglang", "vllm"]
+
+
+def test_versions_are_in_lockstep():
+    versions = {name: project("plugins", name)["version"] for name in PLUGINS}
+    assert {project("core")["version"], __version__, *versions.values()} == {__version__}
+
+
+def test_each_extra_of_core_is_one_plugin_with_bounds_and_there_is_no_extra_for_all():
+    extras = project("core")["optional-dependencies"]
+    assert extras == {name: [f"enginehouse-{name}>=0.1,<0.2"] for name in PLUGINS}
+
+
+def test_the_workspace_and_the_constraints_take_every_plugin_from_the_checkout():
+    extras = project()["optional-dependencies"]
+    constraints = ROOT.joinpath("constraints-local.txt").read_text().splitlines()
+    for name in PLUGINS:
+        assert extras[name] == [f"enginehouse-{name} @ {{root:uri}}/plugins/{name}"]
+        assert f"enginehouse-{name} @ file://${{PWD}}/plugins/{name}" in constraints
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_a_plugin_depends_on_core_alone_and_its_engine_is_an_extra(name):
+    declared = project("plugins", name)
+    assert declared["name"] == f"enginehouse-{name}"
+    assert declared["dependencies"] == ["enginehouse>=0.1,<0.2"]
+    assert declared["optional-dependencies"]["engine"]
+    assert declared["entry-points"]["enginehouse"] == {name: f"enginehouse_{name}.plugin"}
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_a_plugins_modules_are_light(name):
+    source = ROOT / "plugins" / name / "src"
+    assert source.joinpath(f"enginehouse_{name}", "__init__.py").read_text() == ""
+    program = (
+        f"import sys; sys.path.insert(0, {str(source)!r}); import enginehouse_{name}.plugin; "
+        "assert 'pydantic' not in sys.modules; "
+        f"import enginehouse_{name}.options; "
+        "assert not {'torch', 'ray', 'transformers', 'vllm', 'sglang', 'megatron'} & set(sys.modules), sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_a_plugin_whose_engine_is_to_come_says_so(monkeypatch, name):
+    monkeypatch.syspath_prepend(str(ROOT / "plugins" / name / "src"))
+    manager = load_plugins(entry_points=[EntryPoint(name, f"enginehouse_{name}.plugin", "enginehouse")])
+    assert manager.states[name] == "ok"
+    (record,) = next(plugin for plugin in manager.plugins if plugin.name == name).records
+    if not record.unavailable:
+        assert manager.get(record.kind, name)
+        return
+    with pytest.raises(PluginLookupError, match=r"comes in a later release.*`torch`") as caught:
+        manager.get(record.kind, name)
+    assert caught.value.reason == "unavailable"

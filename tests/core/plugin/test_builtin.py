@@ -1,0 +1,54 @@
+"""What core brings itself: every record leads to something that is there."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+
+from enginehouse.plugin import Backend, load_plugins, resolve
+from enginehouse.plugin.builtin import BUILTIN
+
+PROVIDED = [one for one in load_plugins(enabled=[]).providers() if one.plugin.internal]
+
+
+def test_core_declares_these_and_no_others():
+    names = {kind: [] for kind in ("train", "rollout", "transport", "dispatch_mode", "advantage", "loss", "reward")}
+    for provided in PROVIDED:
+        names[provided.record.kind].append(provided.record.name)
+    assert names == {
+        "train": ["torch"],
+        "rollout": ["torch"],
+        "transport": ["inproc", "shared_memory"],
+        "dispatch_mode": ["one_to_all", "all_to_all", "rank_zero", "dp"],
+        "advantage": ["grpo", "rloo"],
+        "loss": ["clipped_policy", "supervised", "weighted_logprob"],
+        "reward": ["exact_match"],
+    }
+
+
+def test_core_declares_through_its_internal_plugins_alone():
+    assert tuple(dict.fromkeys(one.plugin.module for one in PROVIDED)) == BUILTIN
+
+
+@pytest.mark.parametrize("provided", PROVIDED, ids=lambda one: f"{one.record.kind}-{one.record.name}")
+def test_every_reference_of_a_built_in_record_leads_somewhere(provided):
+    for field in provided.record.references:
+        found = resolve(getattr(provided.record, field))
+        assert callable(found)
+        assert inspect.getdoc(found), f"{found} has no docstring"
+
+
+@pytest.mark.parametrize("provided", PROVIDED, ids=lambda one: f"{one.record.kind}-{one.record.name}")
+def test_every_built_in_record_has_a_summary_of_one_line(provided):
+    assert 10 < len(provided.record.summary) < 110
+    assert provided.record.summary[-1] != "."
+
+
+def test_records_carry_no_code():
+    for provided in PROVIDED:
+        for field in dataclasses.fields(provided.record):
+            assert not callable(getattr(provided.record, field.name))
+        if isinstance(provided.record, Backend):
+            assert not provided.record.unavailable

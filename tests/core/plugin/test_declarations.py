@@ -1,0 +1,166 @@
+"""What a plugin may declare. A mistake breaks the plugin that made it, with a sentence for its author."""
+
+from __future__ import annotations
+
+import pytest
+
+from enginehouse.plugin import TrainBackend, Transport, load_plugins
+
+BACKEND = """
+@hookimpl
+def enginehouse_register_backends(register):
+    register({record})
+"""
+
+
+def problem_of(distributions, source) -> str:
+    """Load one plugin that declares wrongly beside one that works; return the problem of the first."""
+    distributions.add("clumsy", source)
+    distributions.backend("sound", backend="sound")
+    manager = load_plugins(enabled=["clumsy", "sound"])
+    assert manager.states["clumsy"] == "broken"
+    assert manager.get("train", "sound")
+    assert not [one for one in manager.providers() if one.plugin.name == "clumsy"]
+    return next(plugin.problem for plugin in manager.plugins if plugin.name == "clumsy")
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ("TrainBackend(name='torch', engine='a:B', options='a:C')", "'torch' is a name of enginehouse itself"),
+        ("Loss(name='quiet', function='a:b')", "takes TrainBackend or RolloutBackend"),
+        ("'swift'", "takes TrainBackend or RolloutBackend"),
+        ("TrainBackend(name='a:b', engine='a:B', options='a:C')", "a name is lower-case letters"),
+        (
+            "TrainBackend(name='swift', engine='a.B', options='a:C')",
+            "engine is 'a.B', not of the form 'module:attribute'",
+        ),
+        ("TrainBackend(name='swift', engine=dict, options='a:C')", "not of the form 'module:attribute'"),
+        ("TrainBackend(name='swift', engine='a:B', options='a:C', capabilities={'ofload'})", "did you mean 'offload'"),
+        ("TrainBackend(name='swift', engine='a:B', options='a:C', requires=('torch>=2.6'))", "takes several strings"),
+        ("TrainBackend(name='swift')", "engine"),
+    ],
+)
+def test_a_record_that_cannot_be_right_breaks_its_plugin(distributions, record, said):
+    assert said in problem_of(distributions, BACKEND.format(record=record))
+
+
+def test_a_name_declared_twice_by_one_plugin_is_a_mistake(distributions):
+    source = """
+    @hookimpl
+    def enginehouse_register_losses(register):
+        for _ in range(2):
+            register(Loss(name="quiet", function="a:b"))
+    """
+    assert "loss 'quiet' is declared twice" in problem_of(distributions, source)
+
+
+def test_an_unknown_hook_is_a_mistake_and_the_nearest_is_named(distributions):
+    source = """
+    @hookimpl
+    def enginehouse_register_backend(register):
+        pass
+    """
+    assert "did you mean 'enginehouse_register_backends'" in problem_of(distributions, source)
+
+
+def test_an_unknown_hook_that_is_optional_is_for_a_later_version(distributions):
+    distributions.add("ahead", "@hookimpl(optionalhook=True)\ndef enginehouse_of_tomorrow(thing): pass")
+    assert load_plugins(enabled=["ahead"]).states["ahead"] == "ok"
+
+
+def test_a_hook_without_its_mark_is_not_overlooked(distributions):
+    source = """
+    def enginehouse_register_backends(register):
+        pass
+    """
+    assert "enginehouse_register_backends is not marked with @hookimpl" in problem_of(distributions, source)
+
+
+def test_a_hook_with_an_argument_there_is_not_is_a_mistake(distributions):
+    source = """
+    @hookimpl
+    def enginehouse_step_finished(stepp):
+        pass
+    """
+    assert "stepp" in problem_of(distributions, source)
+
+
+@pytest.mark.parametrize("hook", ["enginehouse_step_finished(step)", "enginehouse_pick_transport(train)"])
+def test_only_the_step_may_be_wrapped(distributions, hook):
+    source = f"""
+    @hookimpl(wrapper=True)
+    def {hook}:
+        return (yield)
+    """
+    assert "takes no wrapper" in problem_of(distributions, source)
+
+
+def test_declaring_after_loading_is_a_mistake(distributions):
+    module = distributions.add(
+        "late",
+        """
+        @hookimpl
+        def enginehouse_register_losses(register):
+            global kept
+            kept = register
+        """,
+    )
+    import sys
+
+    from enginehouse.plugin import Loss, PluginError
+
+    load_plugins(enabled=["late"])
+    with pytest.raises(PluginError, match="after the plugin was loaded"):
+        sys.modules[module].kept(Loss(name="quiet", function="a:b"))
+
+
+def test_every_kind_of_record_can_be_declared(distributions):
+    distributions.add(
+        "generous",
+        """
+        @hookimpl
+        def enginehouse_register_backends(register):
+            register(TrainBackend(name="given", engine="a:B", options="a:C"))
+            register(RolloutBackend(name="given", engine="a:B", options="a:C"))
+
+        @hookimpl
+        def enginehouse_register_transports(register):
+            register(Transport(name="given", transport="a:B", capabilities={"cross_host"}))
+
+        @hookimpl
+        def enginehouse_register_dispatch_modes(register):
+            register(DispatchMode(name="given", dispatch="a:b", collect="a:c"))
+
+        @hookimpl
+        def enginehouse_register_advantages(register):
+            register(Advantage(name="given", function="a:b"))
+
+        @hookimpl
+        def enginehouse_register_losses(register):
+            register(Loss(name="given", function="a:b"))
+
+        @hookimpl
+        def enginehouse_register_rewards(register):
+            register(Reward(name="given", function="a:b"))
+
+        @hookimpl
+        def enginehouse_register_environments(register):
+            register(Environment(name="given", environment="a:B"))
+
+        @hookimpl
+        def enginehouse_register_trackers(register):
+            register(Tracker(name="given", tracker="a:B"))
+        """,
+    )
+    from enginehouse.plugin import KINDS
+
+    manager = load_plugins(enabled=["generous"])
+    assert [type(manager.get(kind, "given")) for kind in KINDS] == list(KINDS)
+
+
+def test_collections_of_a_record_become_immutable():
+    backend = TrainBackend(name="swift", engine="a:B", options="a:C", capabilities={"lora"}, requires=["torch"])
+    assert backend.capabilities == frozenset({"lora"})
+    assert backend.requires == ("torch",)
+    assert isinstance(Transport(name="swift", transport="a:B", capabilities=set()).capabilities, frozenset)
