@@ -8,14 +8,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from projects import Project
+
+from enginehouse.cli.main import main
 
 
 def enginehouse(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command line in `directory`; it reports on stderr which heavy modules it imported."""
     code = (
         "import atexit, sys\n"
-        "atexit.register(lambda: print('IMPORTED', *[m for m in ('torch', 'ray') if m in sys.modules], file=sys.stderr))\n"
+        "heavy = lambda: [name for name in ('torch', 'ray') if name in sys.modules]\n"
+        "atexit.register(lambda: print('IMPORTED', *heavy(), file=sys.stderr))\n"
         "from enginehouse.cli.main import main\n"
         f"main({list(arguments)!r}, prog_name='enginehouse')\n"
     )
@@ -44,8 +48,7 @@ def test_it_checks_supervised_configs_too(project: Project):
     assert "40 demonstrations" in done.stdout
 
 
-@pytest.mark.parametrize("command", ["plan", "train"])
-@pytest.mark.parametrize(
+BAD_INPUT = pytest.mark.parametrize(
     ("override", "said"),
     [
         ("rollot.replicas=2", "unknown key 'rollot' (in the override 'rollot.replicas=2'): did you mean 'rollout'?"),
@@ -58,9 +61,21 @@ def test_it_checks_supervised_configs_too(project: Project):
         ("reward.function=scoring:wrong", "reward.function: module 'scoring'"),
     ],
 )
-def test_bad_input_is_refused_before_anything_starts(project: Project, command: str, override: str, said: str):
+
+
+@BAD_INPUT
+def test_bad_input_is_refused(project: Project, monkeypatch: pytest.MonkeyPatch, override: str, said: str):
+    monkeypatch.chdir(project.root)
     project.save()
-    done = enginehouse(project.root, command, "grpo.yaml", override)
+    done = CliRunner().invoke(main, ["plan", "grpo.yaml", override])
+    assert done.exit_code == 2
+    assert said in done.stderr
+
+
+@BAD_INPUT
+def test_training_on_bad_input_starts_nothing(project: Project, override: str, said: str):
+    project.save()
+    done = enginehouse(project.root, "train", "grpo.yaml", override)
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr

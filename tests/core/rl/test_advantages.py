@@ -47,7 +47,8 @@ def test_grpo_is_the_distance_from_the_group_mean_in_standard_deviations(samples
     for row, advantage in enumerate(per_row(grpo(make_batch(rewards, groups)))):
         mates = [r for r, g in zip(rewards, groups, strict=True) if g == groups[row]]
         deviation = statistics.stdev(mates) if len(mates) > 1 else 0.0
-        assert advantage == pytest.approx((rewards[row] - statistics.mean(mates)) / (deviation + 1e-6), rel=1e-4, abs=1e-4)
+        expected = (rewards[row] - statistics.mean(mates)) / (deviation + 1e-6)
+        assert advantage == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
 @given(grouped)

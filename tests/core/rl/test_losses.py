@@ -47,7 +47,8 @@ def by_hand(view, low, high, dual=None, kl=0.0, entropy=0.0):
     for t in range(len(view.row)):
         if not view.columns["loss_mask"][t]:
             continue
-        new, old, advantage = (x[t].item() for x in (view.outputs["logprobs"], view.columns["old_logprobs"], view.columns["advantages"]))
+        new, old = view.outputs["logprobs"][t].item(), view.columns["old_logprobs"][t].item()
+        advantage = view.columns["advantages"][t].item()
         ratio = math.exp(new - old)
         surrogate = min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
         if dual is not None and advantage < 0:
@@ -107,7 +108,7 @@ def test_parts_add_up_to_the_whole(loss, arguments):
 
 def test_gradient_stops_outside_the_clip_range():
     view = make_view(lengths=(3,))
-    view.columns["old_logprobs"].copy_(view.outputs["logprobs"].detach() - torch.tensor([0.0, 1.0, -1.0]))  # ratio e, 1/e
+    view.columns["old_logprobs"].copy_(view.outputs["logprobs"].detach() - torch.tensor([0.0, 1.0, -1.0]))
     view.columns["advantages"].copy_(torch.tensor([0.0, 1.0, -1.0]))
     clipped_policy(view).total.backward()
     assert view.outputs["logprobs"].grad.tolist() == [0, 0, 0]

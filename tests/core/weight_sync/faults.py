@@ -1,16 +1,19 @@
 """Faults for weight-sync tests: transports that damage what they carry, and engines that lie about what they serve.
 
-Fakes, for what real transports and engines do only when broken. In a module of its own because worker processes import it.
+Fakes, for what real transports and engines do only when broken. In a module of its own: worker
+processes import it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 
 import torch
 
 from enginehouse.backends.torch.rollout import TorchRolloutEngine
-from enginehouse.engines.weights import WeightChunk, WeightState, WeightSyncError
+from enginehouse.controller import register
+from enginehouse.engines.weights import WeightChunk, WeightState, WeightSyncError, checksum
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
 from enginehouse.transports.inproc import InprocTransport
 from enginehouse.transports.shared_memory import SharedMemoryTransport
@@ -82,8 +85,6 @@ class StaleEngine(TorchRolloutEngine):
         self.sums = {}
 
     async def update_weights(self, chunk):
-        from enginehouse.engines.weights import checksum
-
         self.sums |= {name: checksum(tensor) for name, tensor in chunk.tensors}
 
     async def finish_weight_update(self, version):
@@ -99,7 +100,9 @@ class MangledEngine(TorchRolloutEngine):
 
     async def weight_state(self):
         state = await super().weight_state()
-        return dataclasses.replace(state, checksums={**state.checksums, PARAMETER: "0" * 16}) if state.version else state
+        return (
+            dataclasses.replace(state, checksums={**state.checksums, PARAMETER: "0" * 16}) if state.version else state
+        )
 
 
 class RefusingEngine(TorchRolloutEngine):
@@ -113,6 +116,19 @@ class RefusingEngine(TorchRolloutEngine):
         await super().update_weights(chunk)
         if self.refuses:
             raise WeightSyncError(f"no room for {PARAMETER!r}", [PARAMETER])
+
+
+class StuckEngine(TorchRolloutEngine):
+    """Never comes to rest."""
+
+    async def pause(self, mode="abort"):
+        await asyncio.Event().wait()
+
+
+class StuckRolloutWorker(RolloutWorker):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.engine = StuckEngine()
 
 
 class StaleRolloutWorker(RolloutWorker):
@@ -131,6 +147,15 @@ class RefusingRolloutWorker(RolloutWorker):
     def __init__(self, *args):
         super().__init__(*args)
         self.engine = RefusingEngine()
+
+
+class DriftingTrainWorker(TrainWorker):
+    """Rank 1 comes to hold other weights than rank 0."""
+
+    @register
+    def drift(self):
+        if self.context.rank == 1:
+            next(tensor for name, tensor in self.engine.weight_source().iter_full() if name == PARAMETER).add_(1)
 
 
 class HalfWayTrainWorker(TrainWorker):

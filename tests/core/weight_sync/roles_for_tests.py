@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from models import tiny_model
 
 from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec, colocate
 from enginehouse.controller.weight_sync import WeightSync
@@ -15,7 +16,6 @@ from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.train import LossSpec
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
-from models import tiny_model
 
 PROBE = [[3, 4, 5, 6, 7], [8, 9, 10]]
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -31,7 +31,9 @@ PROMPTS = Batch(
 DEMONSTRATIONS = Batch(
     {
         "input_ids": Ragged.from_list([[3, 4, 5, 6, 7], [8, 9], [10, 11, 12], [5, 5, 5, 5]]),
-        "loss_mask": Ragged.from_list([[False, False, True, True, True], [False, True], [False, True, True], [False] + 3 * [True]]),
+        "loss_mask": Ragged.from_list(
+            [[False, False, True, True, True], [False, True], [False, True, True], [False] + 3 * [True]]
+        ),
     }
 )
 

@@ -12,7 +12,7 @@ import torch
 
 from enginehouse.controller import start_ray
 from enginehouse.engines.rollout import SamplingParams
-from enginehouse.engines.train import LossSpec, Outputs
+from enginehouse.engines.train import LossSpec
 from enginehouse.engines.weights import WeightSyncError
 
 from . import faults
@@ -59,7 +59,7 @@ def test_two_replicas_serve_what_was_sent_and_a_corrupted_bucket_at_one_stops_bo
 def test_samples_do_not_depend_on_the_number_of_replicas(separate):
     with open_house("inproc") as one:
         alone = one.rollout.generate(PROMPTS, SAMPLING, seed=3)
-    with open_house("inproc", launcher="ray", processes=2, env=ENV) as two:
+    with open_house("inproc", train=faults.DriftingTrainWorker, launcher="ray", processes=2, env=ENV) as two:
         # colocated: each of two trainers sends to the replica in its process
         shared = two.rollout.generate(PROMPTS, SAMPLING, seed=3)
         assert torch.equal(shared["input_ids"].values, alone["input_ids"].values)
@@ -70,13 +70,16 @@ def test_samples_do_not_depend_on_the_number_of_replicas(separate):
         states = two.rollout.weight_state()
         assert states[0] == states[1]
         assert [state.version for state in states] == [1, 1]
-        assert two.actor.forward(DEMONSTRATIONS.select(["input_ids"]), Outputs())["logprobs"].values.isfinite().all()
+        two.actor.drift()
+        with pytest.raises(WeightSyncError, match=f"another training rank.*{faults.PARAMETER}"):
+            sync.sync(2)
+        assert two.rollout.weight_state() == states
 
 
 def test_inproc_between_processes_is_refused_when_it_is_connected(separate):
     separate.transport, transport = "inproc", separate.transport
     try:
-        with pytest.raises(WeightSyncError, match="needs rollout replica . in the process of training rank"):
+        with pytest.raises(WeightSyncError, match=r"needs rollout replica \d in the process of training rank"):
             separate.connect()
     finally:
         separate.transport = transport

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from models import tiny_model
 
 from enginehouse.backends.torch.options import TorchTrainOptions
 from enginehouse.backends.torch.train import TorchTrainEngine
@@ -15,7 +16,6 @@ from enginehouse.engines.train import LossSpec, Mean, Outputs
 from enginehouse.errors import EnginehouseError
 from enginehouse.plugin import PluginLookupError
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
-from models import tiny_model
 
 from .roles_for_tests import DEMONSTRATIONS, PROMPTS, open_house
 
@@ -101,7 +101,10 @@ def test_a_seed_without_row_numbers_is_refused(house):
 
 def test_a_rollout_that_was_not_launched_says_so():
     spec = WorkerSpec(RolloutWorker, "torch", ModelSpec(tiny_model()))
-    with WorkerGroup(None, spec, launcher="inline") as group, pytest.raises(EnginehouseError, match="before it was launched"):
+    with (
+        WorkerGroup(None, spec, launcher="inline") as group,
+        pytest.raises(EnginehouseError, match="before it was launched"),
+    ):
         group.generate(PROMPTS, SamplingParams())
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from enginehouse.controller import StillRunning
@@ -104,6 +106,16 @@ def test_a_trainer_that_fails_while_it_gives_its_weights_stops_the_update_and_th
         check_that_the_old_version_serves_and_the_next_update_works(
             house, parameters=set(), said="update 2 failed.*gathering failed"
         )
+
+
+def test_an_engine_that_never_pauses_ends_in_an_error_at_the_deadline():
+    with open_house("inproc", rollout=faults.StuckRolloutWorker) as house:
+        sync = house.connect(timeout=0.3)
+        begun = time.monotonic()
+        with pytest.raises(WeightSyncError, match=r"within 0\.3 s"):
+            sync.sync(1)
+        assert time.monotonic() - begun < 5
+        assert house.versions() == [0]
 
 
 def check_that_nothing_is_answered(house):

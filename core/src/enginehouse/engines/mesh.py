@@ -45,7 +45,7 @@ class Mesh:
         if any(size < 1 for size in sizes.values()) or not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} does not lie on a mesh of {dict(sizes)} ({world_size} ranks)")
         coordinates = []
-        for size in reversed(sizes.values()):
+        for size in reversed(list(sizes.values())):
             rank, coordinate = divmod(rank, size)
             coordinates.append(coordinate)
         return cls(tuple(sizes.items()), tuple(reversed(coordinates)), tuple((output or {}).items()))

@@ -131,7 +131,9 @@ def _colocated(plan: Plan | SFTPlan, specs: dict[str, WorkerSpec], processes: in
 
 
 def _train_spec(plan: Plan | SFTPlan, backend: str, path: str, options: dict[str, Any]) -> WorkerSpec:
-    return WorkerSpec(TrainWorker, backend, _model_spec(plan.config.model, path), options).options(env=_environment(plan))
+    return WorkerSpec(TrainWorker, backend, _model_spec(plan.config.model, path), options).options(
+        env=_environment(plan)
+    )
 
 
 def _model_spec(model: Model, path: str) -> ModelSpec:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from enginehouse.engines.train import Mean, Metrics
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -29,8 +31,25 @@ def response_texts(samples: Batch, tokenizer: PreTrainedTokenizerBase) -> list[s
 def response_lengths(samples: Batch) -> torch.Tensor:
     """Tokens the policy chose, int64 `(rows,)`."""
     mask = samples["loss_mask"]
-    rows = torch.arange(len(samples)).repeat_interleave(mask.lengths)
-    return torch.bincount(rows[mask.values], minlength=len(samples))
+    return torch.bincount(mask.row[mask.values], minlength=len(samples))
+
+
+def sample_rows(samples: Batch) -> list[dict[str, Any]]:
+    """What the model said, a plain row a sample, for `samples/`."""
+    names = ("prompt", "response", "reward", "finish_reason", "tokens")
+    columns = (
+        samples["prompt"],
+        samples["response"],
+        samples["reward"].tolist(),
+        samples["finish_reason"],
+        response_lengths(samples).tolist(),
+    )
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def plain(metrics: Metrics) -> dict[str, float]:
+    """Metrics as they are logged: each mean as its value."""
+    return {name: value.value if isinstance(value, Mean) else value for name, value in metrics.items()}
 
 
 def with_rewards(samples: Batch, prompts: Batch, tokenizer: PreTrainedTokenizerBase, rewards: RewardPool) -> Batch:
@@ -56,7 +75,7 @@ def with_rewards(samples: Batch, prompts: Batch, tokenizer: PreTrainedTokenizerB
 
 
 def sample_metrics(samples: Batch) -> dict[str, float]:
-    """Figures of a step's samples: rewards, lengths in tokens, share that ended by themselves, weight versions."""
+    """Figures of a step's samples: rewards, lengths in tokens, share that ended by itself, weight version, seconds."""
     reward, lengths = samples["reward"], response_lengths(samples).float()
     _, group = samples["group"].unique(return_inverse=True)
     best = torch.full((int(group.max()) + 1,), -torch.inf).scatter_reduce_(0, group, reward, "amax")
@@ -71,4 +90,5 @@ def sample_metrics(samples: Batch) -> dict[str, float]:
         "response/tokens_max": lengths.max().item(),
         "response/stopped": sum(reason == "stop" for reason in samples["finish_reason"]) / len(samples),
         "weights/version": float(samples["weight_version"].min()),
+        "busy/generate": samples["seconds"].max().item(),
     }

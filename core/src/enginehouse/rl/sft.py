@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from enginehouse.data.demonstrations import DemonstrationDataset, DemonstrationSampler
-from enginehouse.engines.train import LossSpec, Mean
+from enginehouse.engines.train import LossSpec
 from enginehouse.rl.placement import load_tokenizer, place_actor
+from enginehouse.rl.samples import plain
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import SFTPlan
@@ -48,9 +49,8 @@ class SFTTrainer:
                         batch = self.rows.next()
                     with clock.phase("update"):
                         updated = actor.update(batch.select(["input_ids", "loss_mask"]), LossSpec("supervised"))
-                metrics = {name: value.value if isinstance(value, Mean) else value for name, value in updated.items()}
-                metrics |= clock.metrics()
-                metrics["tokens_per_second"] = batch["input_ids"].values.numel() / metrics["time/step"]
+                metrics = plain(updated) | clock.metrics()
+                metrics["tokens_per_second"] = batch["input_ids"].tokens / metrics["time/step"]
                 run.log(step, metrics)
                 self.progress.update(step, metrics)
             staged = run.model_path(config.train.steps)

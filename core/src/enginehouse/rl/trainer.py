@@ -14,18 +14,18 @@ import torch
 
 from enginehouse.data.prompts import PromptDataset, PromptSampler
 from enginehouse.engines.rollout import SamplingParams
-from enginehouse.engines.train import LossSpec, Mean, Outputs
+from enginehouse.engines.train import LossSpec, Outputs
 from enginehouse.errors import EnginehouseError
 from enginehouse.plugin import plugins
 from enginehouse.plugin.records import resolve
 from enginehouse.rl.kl import token_kl
 from enginehouse.rl.placement import Roles, load_tokenizer, place
 from enginehouse.rl.rewards.pool import RewardPool
-from enginehouse.rl.samples import response_lengths, sample_metrics, with_rewards
+from enginehouse.rl.samples import plain, sample_metrics, sample_rows, with_rewards
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import Plan
-    from enginehouse.data import Batch
+    from enginehouse.data import Batch, Ragged
     from enginehouse.runs import Progress, RunDirectory
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,9 @@ PROBE_SEQUENCES = 4
 
 INTERRUPT_SAVE_SECONDS = 4.0
 """How long an interrupted run tries to save the model before it leaves."""
+
+TRAINED_ON = ("input_ids", "loss_mask", "old_logprobs", "advantages", "reference_logprobs", "rollout_logprobs")
+"""The columns an update sends to the actor, where there are such."""
 
 
 class Trainer:
@@ -46,17 +49,19 @@ class Trainer:
         progress: where progress is shown.
     """
 
+    roles: Roles
+    rewards: RewardPool
+
     def __init__(self, plan: Plan, run: RunDirectory, progress: Progress):
-        self.plan, self.run_directory, self.progress = plan, run, progress
+        self.plan, self.run_directory, self.progress, self.clock = plan, run, progress, run.clock
         self.config = config = plan.config
-        self.clock = run.clock
         self.tokenizer = load_tokenizer(config.model)
         prompts = self._dataset(config.data.train)
         self.prompts = PromptSampler(prompts, config.train.prompts_per_step, config.train.seed)
         self.probe = [tokens.tolist() for tokens in prompts.all(PROBE_SEQUENCES)["prompt_ids"]]
-        self.validation = (
-            self._dataset(config.data.validation).all(config.train.validation_prompts) if config.data.validation else None
-        )
+        self.validation: Batch | None = None
+        if config.data.validation:
+            self.validation = self._dataset(config.data.validation).all(config.train.validation_prompts)
         self.advantage = resolve(plan.advantage)
         self.version = 0
 
@@ -68,32 +73,11 @@ class Trainer:
             KeyboardInterrupt: after the workers were ended in order and, if there was time, the model saved.
         """
         outcome = "failed"
-        steps = self.config.train.steps
-        self.rewards = RewardPool(
-            self.plan.reward,
-            self.config.reward.arguments,
-            processes=self.config.reward.processes,
-            timeout_seconds=self.config.reward.timeout_seconds,
-            on_error=self.config.reward.on_error,
-            python_path=self.plan.python_path,
-        )
+        self.rewards = RewardPool.of(self.plan)
         try:
             with self.progress.task("starting workers"), place(self.plan, self.probe) as self.roles:
                 try:
-                    self.run_directory.describe(self.roles.describe())
-                    self.sync_weights()
-                    plugins().observe("run_started", run=self)
-                    self.validate(0)
-                    self.progress.start(steps)
-                    for step in range(1, steps + 1):
-                        metrics = self.timed_step(step)
-                        self.run_directory.log(step, metrics)
-                        self.progress.update(step, metrics)
-                        plugins().observe("step_finished", run=self, step=step, metrics=metrics)
-                        every = self.config.train.save_every
-                        if every and step % every == 0 and step < steps:
-                            self.save(step)
-                    self.save(steps)
+                    self.run_steps()
                     outcome = "finished"
                 except KeyboardInterrupt:
                     outcome = "interrupted"
@@ -103,48 +87,58 @@ class Trainer:
             self.rewards.close()
             plugins().observe("run_finished", run=self, outcome=outcome)
 
-    def timed_step(self, step: int) -> dict[str, float]:
-        """Run one step, with its figures of time added."""
-        with self.clock.step(step):
-            metrics = dict(plugins().run_step(self, step))
-            if (every := self.config.train.validate_every) and step % every == 0 or step == self.config.train.steps:
-                metrics |= self.validate(step)
-        metrics |= self.clock.metrics()
-        metrics["tokens_per_second"] = metrics.pop("tokens") / metrics["time/step"]
-        return metrics
+    def run_steps(self) -> None:
+        """The loop itself, on workers that are up."""
+        steps, every = self.config.train.steps, self.config.train.save_every
+        self.run_directory.describe(self.roles.describe())
+        self.sync_weights()
+        plugins().observe("run_started", run=self)
+        self.validate(0)
+        self.progress.start(steps)
+        for step in range(1, steps + 1):
+            with self.clock.step(step):
+                metrics = dict(plugins().run_step(self, step))
+            metrics |= self.clock.metrics()
+            metrics["tokens_per_second"] = metrics.pop("tokens") / metrics["time/step"]
+            self.run_directory.log(step, metrics)
+            self.progress.update(step, metrics)
+            plugins().observe("step_finished", run=self, step=step, metrics=metrics)
+            if step == steps or (self.config.train.validate_every and step % self.config.train.validate_every == 0):
+                self.validate(step)
+            if step == steps or (every and step % every == 0):
+                self.save(step)
 
     def run_step(self, step: int) -> Mapping[str, float]:
         """One step: sample, score, credit, update, sync. Returns its metrics. Called through `enginehouse_run_step`."""
-        roles, clock, algorithm = self.roles, self.clock, self.config.algorithm
-        with clock.phase("generate"):
+        roles, phase, algorithm = self.roles, self.clock.phase, self.config.algorithm
+        with phase("generate"):
             prompts = self.prompts.next()
             samples = self.generate(prompts, self.config.rollout.samples_per_prompt, step)
-        with clock.phase("reward"):
+        with phase("reward"):
             samples = with_rewards(samples, prompts, self.tokenizer, self.rewards)
-        with clock.phase("old_logprobs"):
-            samples = samples.with_columns(old_logprobs=self.old_logprobs(samples))
-        with clock.phase("reference"):
-            scored = self.with_reference(samples)
-        with clock.phase("advantage"):
-            batch = self.advantage(scored, **algorithm.advantage.arguments)
-        with clock.phase("update"):
+        with phase("old_logprobs"):
+            batch = samples.with_columns(old_logprobs=self.old_logprobs(samples))
+        with phase("reference"):
+            batch = self.with_reference(batch)
+        with phase("advantage"):
+            batch = self.advantage(batch, **algorithm.advantage.arguments)
+        with phase("update"):
             updated = roles.actor.update(
                 batch.select([name for name in TRAINED_ON if name in batch]),
-                self.loss,
+                self.loss(),
                 minibatches=algorithm.minibatches,
                 epochs=algorithm.epochs,
                 seed=self.config.train.seed + step,
             )
-        with clock.phase("sync"):
+        with phase("sync"):
             synced = self.sync_weights()
         self.write_samples(step, samples)
         return {
             **sample_metrics(samples),
-            **{name: value.value if isinstance(value, Mean) else value for name, value in updated.items()},
+            **plain(updated),
             **synced,
-            "busy/generate": float(samples["seconds"].max()),
             "reward/failures": float(self.rewards.failures),
-            "tokens": float(samples["input_ids"].values.numel()),
+            "tokens": float(samples["input_ids"].tokens),
         }
 
     # The stages
@@ -161,55 +155,55 @@ class Trainer:
             stop=tuple(sampling.stop),
         )
         asked = prompts.select(["prompt_ids"]).with_columns(prompt_index=torch.arange(len(prompts)))
-        return self.roles.rollout.generate(asked, parameters, seed=hash((self.config.train.seed, step)) & 0x7FFFFFFF)
+        return self.roles.rollout.generate(asked, parameters, seed=(self.config.train.seed << 32) + step)
 
-    def old_logprobs(self, samples: Batch):
+    def old_logprobs(self, samples: Batch) -> Ragged:
         """The logprobs the policy ratio divides by: as the rollout reported them, or computed anew by the actor."""
         if self.config.algorithm.old_logprobs == "rollout":
             return samples["rollout_logprobs"]
-        return self.roles.actor.forward(samples.select(["input_ids"]), self._outputs())["logprobs"]
+        return self.roles.actor.forward(samples.select(["input_ids", "loss_mask"]), self._outputs())["logprobs"]
 
-    def with_reference(self, samples: Batch) -> Batch:
+    def with_reference(self, batch: Batch) -> Batch:
         """Add `reference_logprobs`, if there is a KL term, and take the term from the rewards if that is its place."""
         kl = self.config.algorithm.kl
         if self.roles.reference is None:
-            return samples
-        reference = self.roles.reference.forward(samples.select(["input_ids"]), self._outputs())["logprobs"]
-        samples = samples.with_columns(reference_logprobs=reference)
+            return batch
+        scored = self.roles.reference.forward(batch.select(["input_ids", "loss_mask"]), self._outputs())
+        batch = batch.with_columns(reference_logprobs=scored["logprobs"])
         if kl.place == "loss":
-            return samples
-        mask = samples["loss_mask"]
-        divergence = token_kl(samples["old_logprobs"].values, reference.values, kl.estimator) * mask.values
-        rows = torch.arange(len(samples)).repeat_interleave(mask.lengths)
-        per_row = torch.zeros(len(samples)).index_add_(0, rows, divergence)
-        return samples.with_columns(reward=samples["reward"] - kl.coefficient * per_row)
+            return batch
+        mask = batch["loss_mask"]
+        divergence = token_kl(batch["old_logprobs"].values, scored["logprobs"].values, kl.estimator) * mask.values
+        per_row = torch.zeros(len(batch)).index_add_(0, mask.row, divergence)
+        return batch.with_columns(reward=batch["reward"] - kl.coefficient * per_row)
 
-    @property
     def loss(self) -> LossSpec:
         """The configured loss, with the KL term if that is its place."""
         algorithm = self.config.algorithm
         arguments = dict(algorithm.loss.arguments)
-        if algorithm.kl.coefficient and algorithm.kl.place == "loss":
+        if self.roles.reference is not None and algorithm.kl.place == "loss":
             arguments |= {"kl_coefficient": algorithm.kl.coefficient, "kl_estimator": algorithm.kl.estimator}
-        return LossSpec(algorithm.loss.name, arguments, self._outputs(entropy=bool(arguments.get("entropy_coefficient"))))
+        outputs = self._outputs(entropy=bool(arguments.get("entropy_coefficient")))
+        return LossSpec(algorithm.loss.name, arguments, outputs)
 
     def sync_weights(self) -> dict[str, float]:
         """Bring the actor's weights to every rollout replica, verified."""
         self.version += 1
         report = self.roles.sync.sync(self.version)
         plugins().observe("weights_updated", run=self, version=report.version, seconds=report.seconds)
-        return {"weights/mib": report.nbytes / 2**20} | ({} if report.effect is None else {"weights/effect": report.effect})
+        effect = {} if report.effect is None else {"weights/effect": report.effect}
+        return {"weights/mib": report.nbytes / 2**20, **effect}
 
-    def validate(self, step: int) -> dict[str, float]:
-        """Sample one response for each held-out prompt, as in training; returns `validation/*`."""
+    def validate(self, step: int) -> None:
+        """Sample one response for each held-out prompt, as in training, and log the mean reward."""
         if self.validation is None:
-            return {}
+            return
         with self.clock.phase("validate"):
-            samples = with_rewards(self.generate(self.validation, 1, -1 - step), self.validation, self.tokenizer, self.rewards)
+            samples = self.generate(self.validation, 1, (1 << 31) + step)
+            samples = with_rewards(samples, self.validation, self.tokenizer, self.rewards)
         metrics = {"validation/reward": samples["reward"].mean().item()}
         self.run_directory.log_validation(step, metrics)
         self.progress.validated(step, metrics)
-        return metrics
 
     # What is written
 
@@ -217,10 +211,7 @@ class Trainer:
         """Write what the model said, in chosen steps."""
         every = self.config.train.samples_every
         if every and (step == 1 or step % every == 0):
-            tokens = response_lengths(samples).tolist()
-            names = ("prompt", "response", "reward", "finish_reason")
-            rows = zip(*(samples[name].tolist() if name == "reward" else samples[name] for name in names), tokens, strict=True)
-            self.run_directory.write_samples(step, [dict(zip((*names, "tokens"), row, strict=True)) for row in rows])
+            self.run_directory.write_samples(step, sample_rows(samples))
 
     def save(self, step: int, timeout: float | None = None) -> None:
         """Export the actor's model as a Hugging Face directory; whole or not at all."""
@@ -243,10 +234,3 @@ class Trainer:
     def _dataset(self, path: str) -> PromptDataset:
         data = self.config.data
         return PromptDataset.load(path, self.tokenizer, data.prompt, data.max_prompt_tokens, data.chat_template)
-
-    roles: Roles
-    rewards: RewardPool
-
-
-TRAINED_ON = ("input_ids", "loss_mask", "old_logprobs", "advantages", "reference_logprobs", "rollout_logprobs", "reward")
-"""The columns an update sends to the actor."""

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from enginehouse.engines.options import RolloutOptions, TrainOptions
 
 
+def _none(native: dict[str, Any]) -> dict[str, Any]:
+    if native:
+        raise ValueError("the torch backends are no wrapper of another engine: there is nothing to pass these to")
+    return native
+
+
+Native = Annotated[dict[str, Any], AfterValidator(_none)]
+
+
 class TorchTrainOptions(TrainOptions):
     """Options of the `torch` training engine."""
+
+    native: Native = Field(default_factory=dict, description="Must be empty")
 
     share_prompts: Literal["auto", "never"] = Field(
         "auto", description="auto: rows that begin with the same prompt compute it once, where that costs less"
@@ -19,6 +30,8 @@ class TorchTrainOptions(TrainOptions):
 
 class TorchRolloutOptions(RolloutOptions):
     """Options of the `torch` rollout engine."""
+
+    native: Native = Field(default_factory=dict, description="Must be empty")
 
     fused: bool = Field(
         True, description="Use the faster forward pass where the model's shape is known and it proves right"

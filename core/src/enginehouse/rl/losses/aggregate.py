@@ -49,5 +49,5 @@ def aggregate(
     if aggregation == "sequence_mean_token_sum":
         return losses.sum(), weight
     if not max_tokens:
-        raise ConfigError(f"loss aggregation {aggregation!r} divides by max_tokens: set algorithm.loss.arguments.max_tokens")
+        raise ConfigError(f"loss aggregation {aggregation!r} needs max_tokens: set algorithm.loss.arguments.max_tokens")
     return losses.sum() / max_tokens, weight

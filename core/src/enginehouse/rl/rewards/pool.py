@@ -12,12 +12,15 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pebble
 
 from enginehouse.errors import EnginehouseError
 from enginehouse.plugin.records import resolve
+
+if TYPE_CHECKING:
+    from enginehouse.config.plan import Plan
 
 TARGET_CHUNK_SECONDS = 0.05
 """Cheap rewards are sent in chunks of about this long, so that a call's overhead is paid once a chunk."""
@@ -54,7 +57,8 @@ class RewardPool:
     """Scores rows with one function in `processes` processes.
 
     Args:
-        function: `"module:function"`, called as `function(prompt=..., response=..., finish_reason=..., **columns, **arguments)`.
+        function: `"module:function"`, called with keywords only: `prompt`, `response`, `finish_reason`, the data set's
+            other columns, and `arguments`.
         arguments: further keyword arguments of every call.
         processes: number of processes.
         timeout_seconds: longest time for one row; its process is killed then.
@@ -85,11 +89,24 @@ class RewardPool:
             context=multiprocessing.get_context("spawn"),
         )
 
+    @classmethod
+    def of(cls, plan: Plan) -> RewardPool:
+        """The pool a plan asks for."""
+        reward = plan.config.reward
+        return cls(
+            plan.reward,
+            reward.arguments,
+            processes=reward.processes,
+            timeout_seconds=reward.timeout_seconds,
+            on_error=reward.on_error,
+            python_path=plan.python_path,
+        )
+
     def score(self, rows: Sequence[Mapping[str, Any]]) -> list[float]:
         """Score rows, in order.
 
         Raises:
-            RewardError: a row has no score and `on_error` is `"fail"`; names the row and shows the function's traceback.
+            RewardError: a row has no score and `on_error` is `"fail"`; names the row, shows the function's traceback.
         """
         started = time.perf_counter()
         chunk = self._rows_per_chunk(len(rows))
@@ -113,7 +130,7 @@ class RewardPool:
         self._pool.join(timeout=5)
 
     def _rows_per_chunk(self, rows: int) -> int:
-        """As many rows as make a chunk worth sending, but no fewer chunks than processes; one row until that is known."""
+        """As many rows as make a chunk worth sending, but no fewer chunks than processes."""
         if self._seconds_per_row is None:
             return 1 if rows <= self.processes else math.ceil(rows / (4 * self.processes))
         fitting = int(TARGET_CHUNK_SECONDS / max(self._seconds_per_row, 1e-9))

@@ -1,0 +1,180 @@
+"""Loading a config: overrides, and errors that name the key, the place and the cure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from enginehouse.config.load import dump_config, keys, load_config
+from enginehouse.config.schema import Config, SFTConfig
+from enginehouse.errors import ConfigError
+
+GOOD = """\
+model: {path: m}
+data:
+  train: d.jsonl
+reward: {function: "f:g"}
+"""
+
+
+def write(tmp_path: Path, text: str = GOOD) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def refusal(path: Path, *overrides: str, schema: Any = Config) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides, schema)
+    return str(caught.value)
+
+
+def test_defaults_fill_what_the_file_leaves_out(tmp_path: Path):
+    config = load_config(write(tmp_path))
+    assert config.rollout.engine.backend == "torch"
+    assert config.algorithm.advantage.name == "grpo"
+
+
+def test_overrides_win_over_the_file_and_are_yaml(tmp_path: Path):
+    config = load_config(
+        write(tmp_path),
+        [
+            "rollout.engine.backend=vllm",
+            "train.steps=3",
+            "train.steps=4",
+            "actor.engine.options.lr=1e-3",
+            "rollout.sampling.stop=[a, 'b=c']",
+            "data.validation=null",
+        ],
+    )
+    assert config.rollout.engine.backend == "vllm"
+    assert config.train.steps == 4
+    assert config.actor.engine.options == {"lr": 1e-3}
+    assert config.rollout.sampling.stop == ["a", "b=c"]
+    assert config.data.validation is None
+
+
+def test_an_override_reaches_into_a_section_that_the_file_leaves_empty(tmp_path: Path):
+    assert load_config(write(tmp_path, GOOD + "train:\n"), ["train.steps=7"]).train.steps == 7
+
+
+@pytest.mark.parametrize(
+    ("added", "said"),
+    [
+        ("rollot: {}", "unknown key 'rollot' (line 5): did you mean 'rollout'?"),
+        ("train: {stepz: 1}", "unknown key 'train.stepz' (line 5): did you mean 'steps'?"),
+        ("train: {samples_per_prompt: 1}", "did you mean 'rollout.samples_per_prompt'?"),
+        ("train:\n  steps: many", "train.steps (line 6): expected a whole number, got the string 'many'"),
+        ("train: {steps: 1.5}", "train.steps (line 5): expected a whole number, got the number 1.5"),
+        ("train: {steps: true}", "train.steps (line 5): a number is wanted, not true or false"),
+        ("train: {steps: 0}", "train.steps (line 5): expected more than 0, got the number 0"),
+        ("train:", "train (line 5): expected a mapping of keys to values, got nothing (null)"),
+        ("algorithm: grpo", "algorithm (line 5): expected a mapping of keys to values, got the string 'grpo'"),
+        ("run: {directory: 5}", "run.directory (line 5): expected a string, got the number 5"),
+        ("run: {overwrite: maybe}", "run.overwrite (line 5): expected true or false, got the string 'maybe'"),
+        ("rollout: {sampling: {stop: x}}", "rollout.sampling.stop (line 5): expected a list, got the string 'x'"),
+        ("rollout: {sampling: {stop: [1]}}", "rollout.sampling.stop[0] (line 5): expected a string, got the number 1"),
+        ("rollout: {placement: near}", "expected one of 'colocated' or 'separate', got the string 'near'"),
+        (
+            "rollout: {sampling: {top_p: 1.5}}",
+            "rollout.sampling.top_p (line 5): expected at most 1, got the number 1.5",
+        ),
+    ],
+)
+def test_a_wrong_key_or_value_is_named_with_its_place(tmp_path: Path, added: str, said: str):
+    assert said in refusal(write(tmp_path, GOOD + added + "\n"))
+
+
+def test_missing_keys_are_named_with_what_they_are_for(tmp_path: Path):
+    said = refusal(write(tmp_path, "data: {}\nreward: {}\n"))
+    assert "missing key 'model': The model that is trained, a Hugging Face directory." in said
+    assert "missing key 'data.train': File of training prompts" in said
+    assert "missing key 'reward.function'" in said
+
+
+def test_all_problems_of_file_and_overrides_are_in_one_message(tmp_path: Path):
+    path = write(tmp_path, GOOD + "rollot: 1\ntrain: {steps: many, seed: x}\n")
+    said = refusal(path, "weights.bucket_mib=big", "nonsense", "train.epochs=2")
+    assert said.startswith("6 problems in the config ")
+    for part in ("rollot", "train.steps (line 6)", "train.seed", "in the override 'weights.bucket_mib=big'"):
+        assert part in said
+    assert "'nonsense' is not of the form dotted.key=value" in said
+    assert "unknown key 'train.epochs' (in the override 'train.epochs=2'): did you mean 'algorithm.epochs'?" in said
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("train.steps", "is not of the form dotted.key=value"),
+        ("=3", "is not of the form dotted.key=value"),
+        ("train..steps=3", "is not of the form dotted.key=value"),
+        ("model.path.x=3", "sets a key inside model.path, which holds the string 'm'"),
+        ("train.steps={a: 1", "line 1, is not valid YAML"),
+        ("nothing.at.all=3", "unknown key 'nothing' (in the override 'nothing.at.all=3')"),
+    ],
+)
+def test_an_override_that_cannot_be_applied_says_why(tmp_path: Path, override: str, said: str):
+    assert said in refusal(write(tmp_path), override)
+
+
+def test_a_missing_file_is_told_with_the_nearest(tmp_path: Path):
+    write(tmp_path)
+    assert "did you mean 'run.yaml'?" in refusal(tmp_path / "runn.yaml")
+    assert "does not exist either" in refusal(tmp_path / "nowhere" / "run.yaml")
+    assert "is a directory, not a config file" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "just words\n"])
+def test_a_file_that_holds_no_sections_is_refused(tmp_path: Path, text: str):
+    assert "where a mapping of sections" in refusal(write(tmp_path, text))
+
+
+def test_an_empty_file_lacks_its_required_keys(tmp_path: Path):
+    assert "missing key 'model'" in refusal(write(tmp_path, ""))
+
+
+def test_a_supervised_config_is_its_own_type(tmp_path: Path):
+    said = refusal(write(tmp_path), schema=SFTConfig)
+    assert "unknown key 'reward'" in said
+
+
+def test_the_config_has_at_most_sixty_options():
+    assert len(list(keys(Config))) <= 60
+
+
+def test_every_option_of_one_section_is_documented_or_plain():
+    assert all(name.isidentifier() for path in keys(Config) for name in path)
+
+
+words = st.text(max_size=8)
+plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | words
+values = st.recursive(plain, lambda i: st.lists(i, max_size=2) | st.dictionaries(words, i, max_size=2), max_leaves=4)
+arguments = st.dictionaries(words, values, max_size=2)
+configs = st.fixed_dictionaries(
+    {
+        "model": st.fixed_dictionaries({"path": words}),
+        "data": st.fixed_dictionaries({"train": words, "validation": st.none() | words}),
+        "reward": st.fixed_dictionaries({"function": words, "arguments": arguments}),
+    },
+    optional={
+        "actor": st.fixed_dictionaries({"engine": st.fixed_dictionaries({"options": arguments})}),
+        "rollout": st.fixed_dictionaries(
+            {"sampling": st.fixed_dictionaries({"temperature": st.floats(0, 10), "stop": st.lists(words, max_size=3)})}
+        ),
+        "train": st.fixed_dictionaries({"steps": st.integers(1, 10**9), "seed": st.integers()}),
+        "plugins": st.fixed_dictionaries({"enabled": st.none() | st.lists(words, max_size=2)}),
+    },
+)
+
+
+@given(configs)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_dumped_config_reloads_equal(tmp_path: Path, data: dict[str, Any]):
+    config = Config.model_validate(data)
+    path = tmp_path / "dumped.yaml"
+    path.write_text(dump_config(config), encoding="utf-8", newline="")
+    assert load_config(path) == config

@@ -1,0 +1,357 @@
+"""Planning: everything that cannot work is refused before anything starts, and what will happen is said."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from projects import Project
+
+from enginehouse.config.load import load_config
+from enginehouse.config.plan import Plan, SFTPlan, plan, plan_sft
+from enginehouse.config.schema import SFTConfig
+from enginehouse.errors import ConfigError, DataError, ModelError, UserError
+from enginehouse.plugin import PluginLookupError, PluginManager, load_plugins
+
+
+@pytest.fixture(scope="module")
+def plugins() -> PluginManager:
+    """Core's own plugins alone."""
+    return load_plugins(enabled=())
+
+
+@pytest.fixture
+def make(project: Project, plugins: PluginManager) -> Callable[..., Plan]:
+    def make(*overrides: str) -> Plan:
+        path = project.save()
+        return plan(load_config(path, overrides), plugins, path)
+
+    return make
+
+
+@pytest.fixture
+def make_sft(project: Project, plugins: PluginManager) -> Callable[..., SFTPlan]:
+    def make(*overrides: str) -> SFTPlan:
+        path = project.save_sft()
+        return plan_sft(load_config(path, overrides, SFTConfig), plugins, path)
+
+    return make
+
+
+def refusal(make: Callable[..., Any], *overrides: str, kind: type[UserError] = ConfigError) -> str:
+    with pytest.raises(UserError) as caught:
+        make(*overrides)
+    assert type(caught.value) is kind, repr(caught.value)
+    return str(caught.value)
+
+
+def test_a_plan_fills_in_what_depends_on_something_else(make: Callable[..., Plan], project: Project):
+    planned = make("algorithm.epochs=2", "algorithm.minibatches=3")
+    assert planned.optimizer_steps == 10 * 2 * 3
+    assert planned.actor_options["total_steps"] == 60
+    assert planned.samples_per_step == 32
+    assert planned.transport == "inproc"
+    assert planned.reward == "scoring:right"
+    assert planned.advantage == "enginehouse.rl.advantages.grpo:grpo"
+    assert planned.run_directory == project.root / "runs/one"
+    assert planned.python_path == (str(project.root),)
+    assert planned.distributions == ("enginehouse",)
+    assert not planned.uses_reference
+    assert not (project.root / "runs").exists()
+
+
+def test_a_plan_says_what_will_happen(make: Callable[..., Plan]):
+    said = make("algorithm.minibatches=4", "algorithm.kl.coefficient=0.1").render()
+    for part in (
+        "model: Qwen3ForCausalLM in float32",
+        "1 process of torch",
+        "1 replica of torch, in the actor's processes",
+        "by inproc (actor and rollout are in the same process); their effect checked every 50 updates",
+        "8 prompts x 4 samples = 32 samples",
+        "10 steps x 1 epoch x 4 minibatches = 40 optimizer steps",
+        "0.1 times the k3 divergence in the loss",
+        "40 prompts in train.jsonl",
+    ):
+        assert part in said
+
+
+def test_separate_processes_get_another_transport(make: Callable[..., Plan]):
+    planned = make("rollout.placement=separate", "actor.processes=2")
+    assert planned.transport == "shared_memory"
+
+
+def test_a_loss_with_a_kl_term_uses_the_reference_with_the_actors_options(make: Callable[..., Plan]):
+    planned = make("algorithm.kl.coefficient=0.1", "actor.engine.options.lr=0.5")
+    assert planned.uses_reference
+    assert planned.reference_options == planned.actor_options
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["algorithm.minibatches=33"],
+            "a step has 32 samples (8 prompts, train.prompts_per_step, times 4, rollout.samples_",
+        ),
+        (["actor.processes=33", "rollout.placement=separate"], "fewer than the 33 processes of the actor"),
+        (
+            ["rollout.samples_per_prompt=1"],
+            "'grpo' compares the samples of one prompt with each other: it needs at least 2",
+        ),
+        (["rollout.samples_per_prompt=1", "algorithm.advantage.name=rloo"], "'rloo' compares the samples"),
+        (["rollout.sampling.temperature=0"], "is zero everywhere and nothing is learned"),
+        (["train.prompts_per_step=41"], "train.prompts_per_step is 41, and train.jsonl holds only 40 prompts"),
+        (["actor.processes=2"], "rollout.replicas (1) has to equal actor.processes (2)"),
+        (["cluster.launcher=inline", "actor.processes=2", "rollout.replicas=2"], "have to be 1, not 2"),
+        (["rollout.sampling.max_tokens=128"], "the model's positions (max_position_embeddings), 128"),
+        (["rollout.engine.options.max_model_tokens=8"], "rollout.engine.options.max_model_tokens, 8"),
+        (["train.validate_every=5"], "there is no file to validate on (data.validation)"),
+    ],
+)
+def test_arithmetic_that_cannot_work_is_said_in_words(make: Callable[..., Plan], overrides: list[str], said: str):
+    assert said in refusal(make, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["algorithm.minibatches=20", "actor.processes=2", "rollout.replicas=2"], "about 1.6 a minibatch"),
+        (["data.max_prompt_tokens=125"], "prompts of more than 120 tokens leave no room for 8 new ones"),
+        (["actor.engine.options.warmup_steps=10"], "does not end within the run's 10"),
+        (["actor.engine.options.total_steps=4"], "total_steps is 4 and the run takes 10 optimizer steps"),
+        (["reference.path=model"], "algorithm.kl.coefficient is 0: no reference model runs"),
+    ],
+)
+def test_what_may_surprise_is_noted_and_runs(make: Callable[..., Plan], overrides: list[str], said: str):
+    assert any(said in note for note in make(*overrides).notes)
+
+
+@pytest.mark.parametrize("key", ["actor", "rollout"])
+def test_an_unknown_backend_is_refused_with_the_choices(make: Callable[..., Plan], key: str):
+    said = refusal(make, f"{key}.engine.backend=torhc", kind=PluginLookupError)
+    assert said.startswith(f"{key}.engine.backend: ")
+    assert "'torch'" in said
+
+
+def test_an_unknown_option_of_a_backend_is_refused_with_the_nearest(make: Callable[..., Plan]):
+    said = refusal(make, "actor.engine.options.learning_rat=1", "actor.engine.options.lr=fast")
+    assert "unknown key 'actor.engine.options.learning_rat'" in said
+    assert "actor.engine.options.lr: expected a number, got the string 'fast' (options of backend 'torch')" in said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind", "said"),
+    [
+        (["data.train=trian.jsonl"], DataError, "the nearest in"),
+        (["data.validation=nothing.jsonl"], DataError, "no data file nothing.jsonl"),
+        (["data.prompt=promt"], DataError, "no column 'promt': did you mean 'prompt'?"),
+    ],
+)
+def test_data_that_is_not_there_is_refused(make: Callable[..., Plan], overrides: list[str], kind: Any, said: str):
+    assert said in refusal(make, *overrides, kind=kind)
+
+
+def test_a_model_path_that_is_no_model_is_refused(make: Callable[..., Plan], project: Project):
+    assert "did you mean model?" in refusal(make, "model.path=modle", kind=ModelError)
+    hub = refusal(make, "model.path=Qwen/Qwen3-0.6B", kind=ModelError)
+    assert "hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B" in hub
+    assert "is a file" in refusal(make, "model.path=train.jsonl", kind=ModelError)
+    (project.root / "empty").mkdir()
+    missing = refusal(make, "model.path=empty", kind=ModelError)
+    for part in ("config.json", "weights (model.safetensors)", "a tokenizer (tokenizer.json)"):
+        assert part in missing
+
+
+def test_a_model_that_lacks_a_shard_is_refused(make: Callable[..., Plan], project: Project):
+    model = project.root / "model"
+    (model / "model.safetensors").rename(model / "model-1.safetensors")
+    (model / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}'
+    )
+    said = refusal(make, kind=ModelError)
+    assert "model-2.safetensors" in said
+    assert "weights model-1.safetensors" not in said
+
+
+def test_a_reference_with_another_vocabulary_is_refused(make: Callable[..., Plan], project: Project):
+    project.make_model("other", vocab_size=99)
+    said = refusal(make, "reference.path=other", "algorithm.kl.coefficient=0.1", kind=ModelError)
+    assert "99 tokens" in said
+
+
+@pytest.mark.parametrize(
+    ("reference", "said"),
+    [
+        ("scorign:right", "there is no module 'scorign'; did you mean 'scoring'"),
+        ("scoring:rigth", "has no 'rigth'; did you mean 'right'?"),
+        ("scoring:not_a_function", "is int, not a function"),
+        ("scoring.py:right", "names a file; name the module: scoring:right"),
+        ("exact_mach", "did you mean 'exact_match'?"),
+        ("scoring:", "neither a registered name nor of the form module:function"),
+        ("needs_more:f", "importing 'needs_more' raised ModuleNotFoundError: No module named 'nowhere'"),
+        ("explodes:f", "importing 'explodes' raised ZeroDivisionError: division by zero"),
+        ("exits:f", "importing 'exits' raised SystemExit: 3"),
+        ("garbled:f", "importing 'garbled' raised SyntaxError"),
+    ],
+)
+def test_a_reward_that_cannot_be_imported_says_which_part_fails(
+    make: Callable[..., Plan], project: Project, reference: str, said: str
+):
+    for name, source in {
+        "needs_more": "import nowhere\n",
+        "explodes": "def f(): pass\n1 / 0\n",
+        "exits": "import sys\nsys.exit(3)\n",
+        "garbled": "def f(:\n",
+    }.items():
+        (project.root / f"{name}.py").write_text(source)
+    kind = PluginLookupError if reference == "exact_mach" else ConfigError
+    message = refusal(make, f"reward.function={reference!r}", kind=kind)
+    assert said in message
+    if reference == "explodes:f":
+        assert "explodes.py, line 2: 1 / 0" in message
+
+
+def test_a_reward_beside_the_config_file_can_be_imported(project: Project, plugins: PluginManager):
+    (project.root / "deep").mkdir()
+    (project.root / "deep" / "deep_scoring.py").write_text("def f(**columns): return 1.0\n")
+    project.config["reward"] = {"function": "deep_scoring:f"}
+    path = project.save("deep/run.yaml")
+    planned = plan(load_config(path), plugins, path)
+    assert planned.python_path == (str(project.root), str(project.root / "deep"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["reward.function=scoring:bare"], "bare(prompt, response) does not take 'finish_reason', 'answer'"),
+        (["reward.arguments={scale: 2}", "reward.function=scoring:bare"], "'scale'"),
+        (
+            ["reward.arguments={answer: 2}"],
+            "a reward already gets 'answer', from the run or as a column of train.jsonl",
+        ),
+        (
+            ["data.train=demonstrations.jsonl"],
+            "needs 'answer', which is not among what every reward gets",
+        ),
+        (["algorithm.loss.arguments={clip_lo: 0.1}"], "does not take 'clip_lo'"),
+        (["algorithm.advantage.arguments={scal: true}"], "did you mean 'scale'?"),
+        (["algorithm.advantage.name=scoring:missing"], "algorithm.advantage.name: module 'scoring'"),
+        (["algorithm.loss.name=supervised", "algorithm.kl.coefficient=1"], "'kl_coefficient', 'kl_estimator'"),
+    ],
+)
+def test_arguments_that_a_function_cannot_take_are_refused(make: Callable[..., Plan], overrides: list[str], said: str):
+    assert said in refusal(make, *overrides)
+
+
+def test_a_transport_that_does_not_reach_is_refused(make: Callable[..., Plan]):
+    said = refusal(make, "weights.transport=inproc", "rollout.placement=separate")
+    assert "in different processes of one host (rollout.placement), and 'inproc' does not reach there" in said
+    assert "no weight transport 'carrier_pigeon'" in refusal(
+        make, "weights.transport=carrier_pigeon", kind=PluginLookupError
+    )
+
+
+LIMITED = """
+from enginehouse.plugin import *
+@hookimpl
+def enginehouse_register_backends(register):
+    register(RolloutBackend(name="limited", engine="nowhere:Engine",
+                            options="enginehouse.engines.options:RolloutOptions", devices=("cpu",)))
+"""
+
+
+@pytest.fixture
+def limited(project: Project) -> PluginManager:
+    """Core's plugins and a rollout backend without any capability."""
+    from importlib.metadata import EntryPoint
+
+    (project.root / "limited_plugin.py").write_text(LIMITED)
+    sys.path.insert(0, str(project.root))
+    return load_plugins(entry_points=[EntryPoint("limited", "limited_plugin", "enginehouse")])
+
+
+def test_what_a_backend_cannot_do_is_switched_off_with_a_note_or_refused(project: Project, limited: PluginManager):
+    config = load_config(project.save(), ["rollout.engine.backend=limited"])
+    planned = plan(config, limited)
+    assert planned.effect_check_every == 0
+    assert any("the effect of a weight update is not checked" in note for note in planned.notes)
+    stopping = load_config(project.save(), ["rollout.engine.backend=limited", "rollout.sampling.stop=[x]"])
+    with pytest.raises(ConfigError, match="cannot stop at strings"):
+        plan(stopping, limited)
+
+
+def test_a_backend_for_another_device_is_refused(project: Project, limited: PluginManager):
+    config = load_config(project.save(), ["rollout.engine.backend=limited", "cluster.device=cuda", "cluster.address=x"])
+    with pytest.raises(ConfigError, match="'limited' runs on cpu, and this run is on cuda"):
+        plan(config, limited)
+
+
+def test_an_earlier_run_is_only_deleted_when_asked(make: Callable[..., Plan], project: Project):
+    earlier = project.root / "runs/one"
+    earlier.mkdir(parents=True)
+    make()
+    (earlier / "run.json").write_text("{}")
+    assert "holds an earlier run" in refusal(make)
+    make("run.overwrite=true")
+    assert (earlier / "run.json").exists()
+
+
+def test_a_directory_that_is_no_run_is_never_deleted(make: Callable[..., Plan], project: Project):
+    said = refusal(make, "run.directory=model", "run.overwrite=true")
+    assert "was not made by a run" in said
+    (project.root / "run.json").write_text("{}")
+    said = refusal(make, "run.directory=.", "run.overwrite=true")
+    assert "the current directory" in said
+    assert "is a file" in refusal(make, "run.directory=train.jsonl")
+
+
+def test_a_run_does_not_delete_the_model_it_reads(make: Callable[..., Plan], project: Project):
+    earlier = project.root / "runs/one"
+    earlier.mkdir(parents=True)
+    (earlier / "run.json").write_text("{}")
+    project.make_model("runs/one/model")
+    said = refusal(make, "run.overwrite=true", "model.path=runs/one/model")
+    assert "model.path (runs/one/model) lies in" in said
+
+
+def test_several_problems_are_listed_together(make: Callable[..., Plan]):
+    said = refusal(make, "data.train=nothing.jsonl", "model.path=nowhere", "rollout.samples_per_prompt=1")
+    assert said.startswith("3 problems in the config ")
+
+
+def test_a_supervised_plan(make_sft: Callable[..., SFTPlan]):
+    planned = make_sft()
+    assert planned.optimizer_steps == planned.actor_options["total_steps"] == 5
+    assert "40 demonstrations in demonstrations.jsonl" in planned.render()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind", "said"),
+    [
+        (["actor.processes=9"], ConfigError, "a step has 8 rows (train.rows_per_step), fewer than the 9 processes"),
+        (["data.response=reply"], DataError, "no column 'reply'"),
+        (["data.chat_template=true"], ConfigError, "has no chat template"),
+        (["model.path=nowhere"], ModelError, "nowhere does not exist"),
+        (["actor.engine.backend=megatorch"], PluginLookupError, "actor.engine.backend"),
+    ],
+)
+def test_a_supervised_run_that_cannot_work_is_refused(
+    make_sft: Callable[..., SFTPlan], overrides: list[str], kind: Any, said: str
+):
+    assert said in refusal(make_sft, *overrides, kind=kind)
+
+
+def test_planning_imports_neither_torch_nor_ray(project: Project):
+    path = project.save()
+    code = (
+        "import sys\n"
+        "from enginehouse.config.load import load_config\n"
+        "from enginehouse.config.plan import plan\n"
+        f"plan(load_config({str(path)!r}), config_path={str(path)!r})\n"
+        "print([name for name in ('torch', 'ray', 'transformers', 'datasets') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,135 @@
+"""The run directory: what it holds, and that models are there whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy
+import pytest
+from projects import Project
+
+from enginehouse.config.load import dump_config, load_config
+from enginehouse.errors import ConfigError, EnginehouseError
+from enginehouse.runs import RunDirectory
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path / "runs" / "one", "a: 1\n", command=["enginehouse", "train"])
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_model(path: Path, content: str = "weights") -> None:
+    path.mkdir()
+    (path / "model.safetensors").write_text(content)
+
+
+def test_metrics_are_on_disk_when_log_returns(run: RunDirectory):
+    run.log(1, {"reward/mean": 0.5, "time/step": 0.1})
+    run.log(2, {"reward/mean": 0.75, "time/step": 0.1})
+    (first, second) = lines(run.path / "metrics.jsonl")
+    assert (first["step"], second["step"]) == (1, 2)
+    assert second["reward/mean"] == 0.75
+    assert run.last_step == 2
+
+
+def test_numbers_that_json_has_no_word_for_become_null(run: RunDirectory):
+    run.log(1, {"loss": math.nan, "norm": math.inf, "n": numpy.float32(0.5), "ok": 1.0})
+    (row,) = lines(run.path / "metrics.jsonl")
+    assert (row["loss"], row["norm"], row["n"], row["ok"]) == (None, None, 0.5, 1.0)
+
+
+def test_validations_do_not_mix_with_steps(run: RunDirectory):
+    run.log_validation(0, {"validation/reward": 0.1})
+    run.log_validation(5, {"validation/reward": 0.2})
+    assert [row["step"] for row in lines(run.path / "validation.jsonl")] == [0, 5]
+    assert run.last_step == 0
+
+
+def test_samples_are_rows_in_their_own_file(run: RunDirectory):
+    path = run.write_samples(10, [{"prompt": "1+1=", "response": "2\n", "reward": 1.0}])
+    assert path == run.path / "samples" / "step-000010.jsonl"
+    assert lines(path) == [{"prompt": "1+1=", "response": "2\n", "reward": 1.0}]
+
+
+def test_a_model_is_in_its_place_only_once_it_is_whole(run: RunDirectory):
+    staged = run.model_path(5)
+    write_model(staged)
+    assert run.saved_model is None
+    assert not (run.path / "model").exists()
+    place = run.model_saved(5, staged)
+    assert place == run.path / "checkpoints" / "step-000005"
+    assert (run.path / "model" / "model.safetensors").read_text() == "weights"
+    assert not staged.exists()
+
+
+def test_a_later_model_takes_the_link_and_leaves_the_earlier_one(run: RunDirectory):
+    for step, content in ((5, "old"), (10, "new")):
+        staged = run.model_path(step)
+        write_model(staged, content)
+        run.model_saved(step, staged)
+    assert (run.path / "model" / "model.safetensors").read_text() == "new"
+    assert (run.path / "checkpoints" / "step-000005" / "model.safetensors").read_text() == "old"
+
+
+def test_saving_a_step_again_replaces_it_whole(run: RunDirectory):
+    for content in ("first", "second"):
+        staged = run.model_path(5)
+        write_model(staged, content)
+        run.model_saved(5, staged)
+    assert (run.path / "model" / "model.safetensors").read_text() == "second"
+    assert [path.name for path in (run.path / "checkpoints").iterdir()] == ["step-000005"]
+
+
+def test_an_export_that_was_cut_off_is_cleared_away(run: RunDirectory):
+    write_model(run.model_path(5))
+    assert not run.model_path(5).exists()
+
+
+def test_a_model_that_is_not_where_it_was_to_be_written_is_an_error(run: RunDirectory):
+    with pytest.raises(EnginehouseError, match="share the file system"):
+        run.model_saved(5, run.model_path(5))
+
+
+def test_the_record_says_how_the_run_stands(run: RunDirectory):
+    def record() -> dict:
+        return json.loads((run.path / "run.json").read_text())
+
+    assert record()["status"] == "running"
+    run.describe({"actor": {"processes": 1}})
+    run.log(1, {})
+    run.finish("failed", "it broke", "Traceback ...")
+    assert record()["status"] == "failed"
+    assert record()["error"] == "it broke"
+    assert record()["steps"] == 1
+    assert record()["command"] == ["enginehouse", "train"]
+    assert record()["roles"] == {"actor": {"processes": 1}}
+    assert {"enginehouse", "torch", "ray"} <= set(record()["versions"])
+    assert (run.path / "error.txt").read_text() == "Traceback ..."
+    json.loads((run.path / "timeline.json").read_text())
+
+
+def test_the_config_in_a_run_directory_loads_equal(project: Project):
+    config = load_config(project.save(), ["train.steps=3", "reward.arguments={a: 1e-5, b: 'yes'}"])
+    run = RunDirectory.create("runs/x", dump_config(config))
+    assert load_config(run.path / "config.yaml") == config
+
+
+def test_overwriting_deletes_an_earlier_run_and_nothing_else(tmp_path: Path):
+    path = tmp_path / "one"
+    RunDirectory.create(path, "").log(1, {})
+    with pytest.raises(ConfigError, match="earlier run"):
+        RunDirectory.create(path, "")
+    RunDirectory.create(path, "", overwrite=True)
+    assert (path / "metrics.jsonl").read_text() == ""
+    other = tmp_path / "precious"
+    other.mkdir()
+    (other / "thesis.txt").write_text("years")
+    with pytest.raises(ConfigError, match="never deleted"):
+        RunDirectory.create(other, "", overwrite=True)
+    assert (other / "thesis.txt").exists()

@@ -1,0 +1,142 @@
+"""What a run shows: lines on a pipe, a display on a terminal, and the terminal given back."""
+
+from __future__ import annotations
+
+import io
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from enginehouse.runs import Progress, RunDirectory, summary_lines
+
+METRICS = {"reward/mean": 0.25, "loss": 0.5, "tokens_per_second": 21034.4, "time/step": 0.1, "time/generate": 0.06}
+
+
+def on_pipe() -> tuple[Progress, io.StringIO]:
+    stream = io.StringIO()
+    return Progress("run", console=Console(file=stream, force_terminal=False, width=200)), stream
+
+
+def on_terminal() -> tuple[Progress, io.StringIO]:
+    stream = io.StringIO()
+    return Progress("run", console=Console(file=stream, force_terminal=True, width=100)), stream
+
+
+def test_a_pipe_gets_plain_lines_now_and_then():
+    progress, stream = on_pipe()
+    with progress, progress.task("starting workers"):
+        progress.start(100)
+        for step in range(1, 101):
+            progress.update(step, METRICS)
+    lines = stream.getvalue().splitlines()
+    assert "\x1b" not in stream.getvalue()
+    assert lines[0] == "starting workers ..."
+    steps = [line for line in lines if line.startswith("step ")]
+    assert len(steps) == 21  # the first, then every fifth
+    assert steps[-1].startswith("step 100/100  reward 0.250  loss 0.500  tokens/s 21,034")
+
+
+def test_slow_steps_get_a_line_each_minute(monkeypatch: pytest.MonkeyPatch):
+    progress, stream = on_pipe()
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    with progress:
+        progress.start(10_000)
+        for step in range(1, 5):
+            now[0] += 61
+            progress.update(step, METRICS)
+    assert len(stream.getvalue().splitlines()) == 4
+
+
+def test_quiet_says_nothing():
+    stream = io.StringIO()
+    progress = Progress(mode="quiet", console=Console(file=stream))
+    with progress:
+        progress.start(2)
+        progress.update(1, METRICS)
+        progress.validated(1, {"validation/reward": 0.5})
+    assert stream.getvalue() == ""
+    assert progress.history.now("reward/mean") == 0.25
+
+
+def test_a_terminal_gets_a_display_with_reward_phases_and_time_left():
+    progress, stream = on_terminal()
+    with progress:
+        progress.start(10)
+        progress.update(1, METRICS)
+        progress.validated(1, {"validation/reward": 0.125})
+        assert progress._live is not None
+        progress._live.refresh()
+    shown = stream.getvalue()
+    for part in ("step 1/10", "0.250", "21,034", "generate 0.06", "reward 0.125", "left"):
+        assert part in shown
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_the_terminal_is_given_back_however_the_run_ends(error: type[BaseException]):
+    progress, stream = on_terminal()
+    progress.history.start(10)
+    with pytest.raises(error), progress:
+        raise error
+    hidden, shown = stream.getvalue().rfind("\x1b[?25l"), stream.getvalue().rfind("\x1b[?25h")
+    assert 0 <= hidden < shown
+
+
+def test_taking_figures_in_costs_next_to_nothing():
+    progress, _ = on_terminal()
+    with progress:
+        progress.start(100_000)
+        started = time.thread_time()
+        for step in range(1, 5001):
+            progress.update(step, METRICS)
+        assert (time.thread_time() - started) / 5000 < 50e-6
+
+
+def test_the_summary_says_outcome_figures_places_and_what_next(tmp_path: Path):
+    run = RunDirectory.create(tmp_path / "one", "")
+    progress, _ = on_pipe()
+    with progress:
+        progress.validated(0, {"validation/reward": 0.1})
+        progress.start(20)
+        for step in range(1, 21):
+            metrics = METRICS | {"reward/mean": step / 20}
+            run.log(step, metrics)
+            progress.update(step, metrics)
+        progress.validated(20, {"validation/reward": 0.9})
+    run.write_samples(20, [{"prompt": "p"}])
+    staged = run.model_path(20)
+    staged.mkdir()
+    run.model_saved(20, staged)
+    said = "\n".join(summary_lines(run, progress.history, "finished"))
+    for part in (
+        "outcome: finished after 20 of 20 steps",
+        "reward: 0.275 -> 0.775 (means of the first and the last 10 steps)",
+        "validation/reward: 0.100 at step 0 -> 0.900 at step 20",
+        "saved: metrics of 20 steps, the model of step 20",
+        "samples/step-000020.jsonl",
+        "timeline.json in https://ui.perfetto.dev",
+        "from_pretrained",
+        "steps/s",
+    ):
+        assert part in said
+
+
+def test_a_run_that_ended_before_its_first_step_says_so(tmp_path: Path):
+    run = RunDirectory.create(tmp_path / "one", "")
+    progress, _ = on_pipe()
+    said = "\n".join(summary_lines(run, progress.history, "interrupted"))
+    assert "interrupted before the first step ended" in said
+    assert "no metrics yet, no model" in said
+
+
+def test_few_steps_are_not_counted_at_both_ends(tmp_path: Path):
+    run = RunDirectory.create(tmp_path / "one", "")
+    progress, _ = on_pipe()
+    with progress:
+        progress.start(3)
+        for step in range(1, 4):
+            run.log(step, {})
+            progress.update(step, {"reward/mean": float(step)})
+    assert "reward: 1.000 -> 3.000 (the first and the last step)" in summary_lines(run, progress.history, "finished")

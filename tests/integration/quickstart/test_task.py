@@ -1,0 +1,93 @@
+"""The quickstart's data, model and configs: made by its own script, as a newcomer makes them."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from enginehouse.config.load import load_config
+from enginehouse.config.schema import SFTConfig
+
+QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart"
+make_task = SimpleNamespace(**runpy.run_path(str(QUICKSTART / "make_task.py")))
+sorted_digits = runpy.run_path(str(QUICKSTART / "reward.py"))["sorted_digits"]
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("task")
+    make_task.make_data(directory, seed=0)
+    return directory
+
+
+def rows(task: Path, name: str) -> list[dict[str, str]]:
+    return [json.loads(line) for line in (task / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_no_prompt_is_in_two_files_or_twice_in_one(task):
+    prompts = [row["prompt"] for name in ("train", "validation", "demonstrations") for row in rows(task, name)]
+    assert len(prompts) == len(set(prompts))
+
+
+def test_there_are_prompts_for_every_step_and_demonstrations_for_the_warm_up(task):
+    grpo, sft = load_config(QUICKSTART / "grpo.yaml"), load_config(QUICKSTART / "sft.yaml", schema=SFTConfig)
+    assert len(rows(task, "train")) >= grpo.train.steps * grpo.train.prompts_per_step
+    assert len(rows(task, "demonstrations")) >= sft.train.steps * sft.train.rows_per_step
+
+
+def test_demonstrations_show_the_format_but_hardly_ever_the_answer(task):
+    demonstrations = rows(task, "demonstrations")
+    right = [sorted_digits(row["prompt"], row["response"], finish_reason="stop") for row in demonstrations]
+    assert all(len(row["response"]) == 6 and row["response"].isdigit() for row in demonstrations)
+    assert sum(right) / len(right) < 0.08
+
+
+def test_the_same_seed_makes_the_same_files_and_another_seed_others(task, tmp_path):
+    make_task.make_data(tmp_path / "same", seed=0)
+    make_task.make_data(tmp_path / "other", seed=1)
+    for name in ("train", "validation", "demonstrations"):
+        assert rows(tmp_path / "same", name) == rows(task, name)
+        assert rows(tmp_path / "other", name) != rows(task, name)
+
+
+def test_the_reward_asks_for_the_right_digits_and_an_end():
+    assert sorted_digits("s524310=", "012345", finish_reason="stop") == 1.0
+    assert sorted_digits("s525310=", "012355", finish_reason="stop", index=7) == 1.0
+    assert sorted_digits("s524310=", "012345", finish_reason="length") == 0.0
+    assert sorted_digits("s524310=", "012354", finish_reason="stop") == 0.0
+    assert sorted_digits("s524310=", "0123455", finish_reason="stop") == 0.0
+
+
+def test_the_model_loads_as_a_small_qwen3_with_a_head_of_its_own(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    make_task.make_model(tmp_path, seed=0)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.config.model_type == "qwen3"
+    assert model.num_parameters() == 102_272
+    assert model.lm_head.weight.data_ptr() != model.model.embed_tokens.weight.data_ptr()
+
+
+def test_every_character_is_a_token_and_decodes_to_itself(tmp_path):
+    from transformers import AutoTokenizer
+
+    make_task.make_tokenizer().save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer("s524310=")["input_ids"]
+    assert len(tokenizer) == 28
+    assert len(ids) == 8
+    assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == "s524310="
+
+
+def test_one_line_of_the_config_moves_the_rollout_to_processes_of_its_own(tmp_path):
+    text = (QUICKSTART / "grpo.yaml").read_text()
+    (tmp_path / "separate.yaml").write_text(text.replace("placement: colocated", "placement: separate"))
+    together, apart = load_config(QUICKSTART / "grpo.yaml"), load_config(tmp_path / "separate.yaml")
+    assert together.rollout.placement == "colocated"
+    assert apart == together.model_copy(
+        update={"rollout": together.rollout.model_copy(update={"placement": "separate"})}
+    )

@@ -1,0 +1,73 @@
+"""A user's project on disk: data, a reward, a model directory and a config that `plan` accepts.
+
+The model directory has the right files and no weights: planning reads names and JSON, never tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+REWARD = """
+def right(prompt, response, finish_reason, answer, **columns):
+    return float(response == answer)
+
+def bare(prompt, response):
+    return 0.0
+
+not_a_function = 3
+"""
+
+
+class Project:
+    """A directory with everything a run needs; tests break one thing at a time."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        self.make_model("model")
+        self.write_rows("train.jsonl", [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(40)])
+        self.write_rows("demonstrations.jsonl", [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(40)])
+        (root / "scoring.py").write_text(REWARD)
+        self.config: dict[str, Any] = {
+            "model": {"path": "model"},
+            "data": {"train": "train.jsonl", "max_prompt_tokens": 16},
+            "reward": {"function": "scoring:right"},
+            "rollout": {"samples_per_prompt": 4, "sampling": {"max_tokens": 8}},
+            "train": {"steps": 10, "prompts_per_step": 8},
+            "cluster": {"device": "cpu"},
+            "run": {"directory": "runs/one"},
+        }
+        self.sft_config: dict[str, Any] = {
+            "model": {"path": "model"},
+            "data": {"train": "demonstrations.jsonl", "max_tokens": 32},
+            "train": {"steps": 5, "rows_per_step": 8},
+            "cluster": {"device": "cpu"},
+            "run": {"directory": "runs/warm"},
+        }
+
+    def make_model(self, name: str, **config: Any) -> Path:
+        directory = self.root / name
+        directory.mkdir()
+        content = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 31, "max_position_embeddings": 128} | config
+        (directory / "config.json").write_text(json.dumps(content))
+        (directory / "model.safetensors").write_bytes(b"")
+        (directory / "tokenizer.json").write_text("{}")
+        return directory
+
+    def write_rows(self, name: str, rows: list[dict[str, Any]]) -> Path:
+        path = self.root / name
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+
+    def save(self, name: str = "grpo.yaml") -> Path:
+        path = self.root / name
+        path.write_text(yaml.safe_dump(self.config))
+        return path
+
+    def save_sft(self, name: str = "sft.yaml") -> Path:
+        path = self.root / name
+        path.write_text(yaml.safe_dump(self.sft_config))
+        return path
