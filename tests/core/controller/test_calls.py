@@ -11,8 +11,11 @@ from enginehouse.controller import DispatchError, Future, GroupClosed, StillRunn
 
 
 @pytest.fixture
-def accumulator(launch):
-    return launch(Accumulator, 5, name="sum")
+def accumulator(standing):
+    """Two ranks that start at 5."""
+    group = standing(Accumulator, name="sum")
+    group.execute_all("restart", 5)
+    return group
 
 
 def test_an_accumulator_answers_in_every_mode(accumulator):
@@ -47,8 +50,8 @@ def test_a_call_says_for_itself_whether_it_waits(accumulator):
         accumulator.call("subtract")
 
 
-def test_a_future_is_an_argument_of_another_groups_call(accumulator, launch):
-    other = launch(Accumulator, 0, name="other")
+def test_a_future_is_an_argument_of_another_groups_call(accumulator, standing):
+    other = standing(Accumulator, 0, name="other")
     accumulator.add(1)
     one_output = accumulator.call("total_of_rank_zero", blocking=False)
     assert other.add(one_output) == [6, 6]
@@ -56,8 +59,8 @@ def test_a_future_is_an_argument_of_another_groups_call(accumulator, launch):
     assert other.add(several_outputs) == [6, 6]
 
 
-def test_a_poll_that_gives_up_leaves_the_call_running(launch):
-    group = launch(Slow, name="slow")
+def test_a_poll_that_gives_up_leaves_the_call_running(standing):
+    group = standing(Slow, name="slow")
     future = group.execute_all_async("wait")
     with pytest.raises(StillRunning, match=r"slow\.wait"):
         future.result(timeout=0.05)
@@ -80,8 +83,8 @@ def test_a_dispatch_function_that_forgets_ranks_is_told_so(launch):
 
 
 def test_plain_and_ray_classes_are_workers_too(launch):
-    assert launch(Plain, 7).get() == [7, 7]
-    assert launch(ray.remote(num_cpus=1)(Plain), 8).get() == [8, 8]
+    assert launch(Plain, 7, processes=1).get() == [7]
+    assert launch(ray.remote(num_cpus=1)(Plain), 8, processes=1).get() == [8]
 
 
 def test_large_arguments_arrive_whole(accumulator):
@@ -89,8 +92,8 @@ def test_large_arguments_arrive_whole(accumulator):
     assert [int(total.sum()) for total in accumulator.add(values)] == [int((values + 5).sum())] * 2
 
 
-def test_the_group_knows_its_processes(launch):
-    group = launch(Surroundings, name="here")
+def test_the_group_knows_its_processes(standing):
+    group = standing(Surroundings, name="here")
     places = group.execute_all("place")
     assert group.world_size == len(set(group.pids)) == 2
     assert [(place.role, place.rank, place.world_size, place.local_rank) for place in places] == [
@@ -110,8 +113,8 @@ def test_workers_get_their_environment_and_no_torch_they_did_not_ask_for(launch)
     assert group.execute_all("modules", ["torch"]) == [[False], [False]]
 
 
-def test_an_interrupt_of_the_terminal_does_not_reach_workers(launch):
-    assert launch(Surroundings).execute_all("interrupt") == ["survived", "survived"]
+def test_an_interrupt_of_the_terminal_does_not_reach_workers(standing):
+    assert standing(Surroundings, name="here").execute_all("interrupt") == ["survived", "survived"]
 
 
 def test_listeners_see_every_call(accumulator):
@@ -127,9 +130,10 @@ def test_listeners_see_every_call(accumulator):
     assert seen[0][2] < seen[1][2], "calls are numbered"
 
 
-def test_a_group_that_was_shut_down_says_so(accumulator):
-    accumulator.shutdown()
-    accumulator.shutdown()
-    assert "shut down" in accumulator.broken
-    with pytest.raises(GroupClosed, match=r"sum\.add.*shut down"):
-        accumulator.add(1)
+def test_a_group_that_was_shut_down_says_so(launch):
+    group = launch(Accumulator, name="gone", processes=1)
+    group.shutdown()
+    group.shutdown()
+    assert "shut down" in group.broken
+    with pytest.raises(GroupClosed, match=r"gone\.add.*shut down"):
+        group.add(1)

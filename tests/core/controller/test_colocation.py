@@ -80,22 +80,20 @@ def test_roles_must_agree_on_their_process(ray_cluster):
 
 
 def test_async_methods_run_at_once_on_one_loop_beside_sync_ones(launch):
-    group = launch(Meeting, processes=1)
+    group = launch(Meeting, processes=1, name="meeting")
     waiting = group.call("block_until_arrived", 3, blocking=False)
     arrivals = [group.call("arrive", 3, blocking=False) for _ in range(3)]
     assert len({future.result()[0] for future in arrivals}) == 1, "one event loop"
     assert waiting.result() == [True], "the main thread was not in their way, nor they in its"
 
-
-def test_an_async_method_that_raises_is_reported_like_others(launch):
-    group = launch(Meeting, name="meeting")
-    with pytest.raises(RemoteError, match=r"meeting rank \d .*'fail' raised KeyError") as caught:
+    with pytest.raises(RemoteError, match=r"meeting rank 0 .*'fail' raised KeyError") as caught:
         group.fail()
     assert isinstance(caught.value.cause, KeyError)
 
 
-def test_calls_from_several_threads_reach_every_rank_in_one_order(launch):
-    group = launch(Accumulator, 0)
+def test_calls_from_several_threads_reach_every_rank_in_one_order(standing):
+    group = standing(Accumulator, name="sum")
+    group.execute_all("restart", 0)
     results: list[list[int]] = []
 
     def add() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from controller_workers import Sharded
+from controller_shards import Sharded
 
 from enginehouse.controller import DispatchError
 from enginehouse.data import Batch
@@ -14,9 +14,22 @@ def batch_of(count: int) -> Batch:
     return Batch({"x": torch.arange(count), "name": [f"row {index}" for index in range(count)]})
 
 
+@pytest.fixture
+def lie_on(standing):
+    """Four ranks on a mesh."""
+
+    def lie_on(sizes, output=None):
+        group = standing(Sharded, name="sharded", processes=4)
+        group.execute_all("lie_on", sizes, output)
+        group.refresh_meshes()
+        return group
+
+    return lie_on
+
+
 @pytest.mark.parametrize("count", [5, 2, 1, 0])
-def test_rows_come_back_in_order_from_a_model_parallel_group(launch, count):
-    group = launch(Sharded, {"pp": 2, "dp": 2, "tp": 1}, {"pp": 1}, processes=4)
+def test_rows_come_back_in_order_from_a_model_parallel_group(lie_on, count):
+    group = lie_on({"pp": 2, "dp": 2, "tp": 1}, {"pp": 1})
     result = group.times(batch_of(count), factor=10)
     assert result.tensor("x").tolist() == [10 * row for row in range(count)]
     assert list(result.objects("name")) == [f"row {row}" for row in range(count)]
@@ -26,29 +39,30 @@ def test_rows_come_back_in_order_from_a_model_parallel_group(launch, count):
     assert [row for shard in (seen[0][0], seen[1][0]) for row in shard] == list(range(count))
 
 
-def test_results_come_from_output_ranks_only(launch):
-    group = launch(Sharded, {"pp": 2, "dp": 2}, {"pp": 1}, processes=4)
+def test_results_come_from_output_ranks_only(lie_on):
+    group = lie_on({"pp": 2, "dp": 2}, {"pp": 1})
     assert group.answer_from(batch_of(5)) == [(2, 3), (3, 2)]
     assert group.rows(batch_of(5)) == [3, 2]
     assert group.nothing(batch_of(5)) is None
     assert group.layout.output_ranks == (2, 3)
 
 
-def test_large_shards_are_shared_by_a_replica(launch):
-    group = launch(Sharded, {"dp": 1, "tp": 2})
+def test_large_shards_are_shared_by_a_replica(lie_on):
+    group = lie_on({"dp": 1, "tp": 4})
     assert group.times(batch_of(50_000)).tensor("x").sum() == 2 * sum(range(50_000))
 
 
-def test_a_mesh_made_later_counts_once_refreshed(launch):
+def test_without_a_mesh_every_rank_is_a_replica(launch):
     group = launch(Sharded)
-    assert group.layout.shards == 2
-    group.execute_all("late_mesh", {"dp": 1, "tp": 2})
+    assert group.meshes == [None, None]
+    assert group.rows(batch_of(3)) == [2, 1]
+    group.execute_all("lie_on", {"dp": 1, "tp": 2})
+    assert group.rows(batch_of(3)) == [2, 1], "a mesh made later counts once it is asked for"
     group.refresh_meshes()
-    assert group.layout.shards == 1
     assert group.rows(batch_of(3)) == [3]
 
 
-def test_a_mesh_of_another_size_is_an_error_that_names_it(launch):
-    group = launch(Sharded, {"dp": 4})
-    with pytest.raises(DispatchError, match=r"4.*2 ranks"):
+def test_a_mesh_of_another_size_is_an_error_that_names_it(lie_on):
+    group = lie_on({"dp": 8})
+    with pytest.raises(DispatchError, match=r"of 8.*4 ranks"):
         group.rows(batch_of(3))

@@ -132,8 +132,8 @@ def test_a_futures_deadline_counts_from_the_call(trouble):
         future.result()
 
 
-def test_a_future_that_failed_fails_the_call_it_is_given_to(trouble, launch):
-    other = launch(Trouble, name="other")
+def test_a_future_that_failed_fails_the_call_it_is_given_to(trouble, standing):
+    other = standing(Trouble, name="other")
     failing = trouble.execute_rank_zero_async("raise_on", 0)
     with pytest.raises(RemoteError, match=r"trouble rank 0 .*bad value on rank 0"):
         other.linger(failing, 5)

@@ -7,7 +7,8 @@ import threading
 
 import pytest
 import torch
-from controller_workers import Accumulator, Meeting, Reducer, Sharded, Surroundings, Trouble, Unpicklable
+from controller_shards import Sharded
+from controller_workers import Accumulator, Meeting, Reducer, Surroundings, Trouble, Unpicklable
 
 from enginehouse.controller import (
     ControllerError,

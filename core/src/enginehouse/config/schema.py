@@ -37,16 +37,20 @@ class Data(Section):
     """Prompts, as JSONL or Parquet files. Columns besides the prompt are handed to the reward function."""
 
     train: str = Field(description="File of training prompts")
-    validation: str | None = Field(None, description="File of held-out prompts")
-    prompt: str = Field("prompt", description="Column with the prompt: a string, or a list of chat messages")
-    max_prompt_tokens: int = Field(1024, gt=0, description="Longer prompts are an error")
-    chat_template: bool | None = Field(None, description="Apply the tokenizer's chat template; unset: to messages only")
+    validation: str | None = Field(default=None, description="File of held-out prompts")
+    prompt: str = Field(default="prompt", description="Column with the prompt: a string, or a list of chat messages")
+    max_prompt_tokens: int = Field(default=1024, gt=0, description="Longer prompts are an error")
+    chat_template: bool | None = Field(
+        default=None, description="Apply the tokenizer's chat template; unset: to messages only"
+    )
 
 
 class Engine(Section):
     """Which backend plays a role, and its own options."""
 
-    backend: str = Field("torch", description="A registered name, or distribution:name where two packages offer it")
+    backend: str = Field(
+        default="torch", description="A registered name, or distribution:name where two packages offer it"
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="Options of the backend, checked by its own type")
 
 
@@ -54,16 +58,16 @@ class Actor(Section):
     """The policy being trained."""
 
     engine: Engine = Field(default_factory=Engine)
-    processes: int = Field(1, gt=0)
+    processes: int = Field(default=1, gt=0)
 
 
 class Sampling(Section):
     """How responses are drawn."""
 
-    max_tokens: int = Field(256, gt=0)
-    temperature: float = Field(1.0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
+    max_tokens: int = Field(default=256, gt=0)
+    temperature: float = Field(default=1.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
     stop: list[str] = Field(default_factory=list)
 
 
@@ -71,18 +75,19 @@ class Rollout(Section):
     """The engine that generates."""
 
     engine: Engine = Field(default_factory=Engine)
-    replicas: int = Field(1, gt=0)
+    replicas: int = Field(default=1, gt=0)
     placement: Literal["colocated", "separate"] = Field(
-        "colocated", description="In the actor's processes (replicas then equal actor.processes), or in processes of its own"
+        default="colocated",
+        description="In the actor's processes (replicas then equal actor.processes), or in processes of its own",
     )
-    samples_per_prompt: int = Field(8, gt=0)
+    samples_per_prompt: int = Field(default=8, gt=0)
     sampling: Sampling = Field(default_factory=Sampling)
 
 
 class Reference(Section):
-    """The frozen model a KL term holds the policy near to, on the actor's engine. It runs only if algorithm.kl uses it."""
+    """The frozen model a KL term holds the policy near to, on the actor's backend. It runs only for a KL term."""
 
-    path: str | None = Field(None, description="Model directory; unset: model.path")
+    path: str | None = Field(default=None, description="Model directory; unset: model.path")
 
 
 class Reward(Section):
@@ -90,22 +95,29 @@ class Reward(Section):
 
     function: str = Field(description="A registered name, or module:function")
     arguments: dict[str, Any] = Field(default_factory=dict)
-    processes: int = Field(1, gt=0)
-    timeout_seconds: float = Field(30.0, gt=0, description="Longest time for one response")
-    on_error: Literal["fail", "zero"] = Field("fail", description="What a reward that raises or times out does")
+    processes: int = Field(default=1, gt=0)
+    timeout_seconds: float = Field(default=30.0, gt=0, description="Longest time for one response")
+    on_error: Literal["fail", "zero"] = Field(default="fail", description="What a reward that raises or times out does")
 
 
-class Named(Section):
-    """A registered function and its arguments."""
+class Advantage(Section):
+    """How a sample is credited."""
 
-    name: str
+    name: str = Field(default="grpo", description="A registered name, or module:function")
+    arguments: dict[str, Any] = Field(default_factory=dict)
+
+
+class Loss(Section):
+    """What the actor minimises."""
+
+    name: str = Field(default="clipped_policy", description="A registered name, or module:function")
     arguments: dict[str, Any] = Field(default_factory=dict)
 
 
 class KL(Section):
     """Divergence from the reference model."""
 
-    coefficient: float = Field(0.0, ge=0)
+    coefficient: float = Field(default=0.0, ge=0)
     estimator: Literal["k1", "k2", "k3"] = "k3"
     place: Literal["loss", "reward"] = "loss"
 
@@ -113,63 +125,68 @@ class KL(Section):
 class Algorithm(Section):
     """How rewards become a gradient."""
 
-    advantage: Named = Field(default_factory=lambda: Named(name="grpo"))
-    loss: Named = Field(default_factory=lambda: Named(name="clipped_policy"))
+    advantage: Advantage = Field(default_factory=Advantage)
+    loss: Loss = Field(default_factory=Loss)
     kl: KL = Field(default_factory=KL)
-    epochs: int = Field(1, gt=0, description="Passes over each step's samples")
-    minibatches: int = Field(1, gt=0, description="Optimizer steps a pass")
+    epochs: int = Field(default=1, gt=0, description="Passes over each step's samples")
+    minibatches: int = Field(default=1, gt=0, description="Optimizer steps a pass")
     old_logprobs: Literal["rollout", "actor"] = Field(
-        "rollout", description="What the ratio divides by: the rollout's own logprobs, or the actor's computed anew"
+        default="rollout",
+        description="What the ratio divides by: the rollout's own logprobs, or the actor's computed anew",
     )
 
 
 class Weights(Section):
     """How the rollout gets the actor's weights, and how that is verified."""
 
-    transport: str = Field("auto", description="A registered transport; auto: by placement and capabilities")
-    bucket_mib: int = Field(256, gt=0)
+    transport: str = Field(default="auto", description="A registered transport; auto: by placement and capabilities")
+    bucket_mib: int = Field(default=256, gt=0)
     effect_check_every: int = Field(
-        50, ge=0, description="Compare the rollout's logprobs with the actor's at the first and then every N updates; 0: never"
+        default=50,
+        ge=0,
+        description="Compare the rollout's logprobs with the actor's at the first and then every N updates; 0: never",
     )
-    effect_tolerance: float = Field(0.05, gt=0, description="Largest mean absolute logprob difference allowed")
+    effect_tolerance: float = Field(default=0.05, gt=0, description="Largest mean absolute logprob difference allowed")
 
 
 class Train(Section):
     """The loop."""
 
-    steps: int = Field(100, gt=0)
-    prompts_per_step: int = Field(32, gt=0)
+    steps: int = Field(default=100, gt=0)
+    prompts_per_step: int = Field(default=32, gt=0)
     seed: int = 0
-    validate_every: int = Field(0, ge=0, description="Steps between validations; 0: only at the end, if there is a file")
-    validation_prompts: int = Field(256, gt=0, description="Most held-out prompts to use")
-    samples_every: int = Field(10, ge=0, description="Steps between files of samples; 0: none")
-    save_every: int = Field(0, ge=0, description="Steps between model exports; 0: only at the end")
+    validate_every: int = Field(
+        default=0, ge=0, description="Steps between validations; 0: only at the end, if there is a file"
+    )
+    validation_prompts: int = Field(default=256, gt=0, description="Most held-out prompts to use")
+    samples_every: int = Field(default=10, ge=0, description="Steps between files of samples; 0: none")
+    save_every: int = Field(default=0, ge=0, description="Steps between model exports; 0: only at the end")
 
 
 class Cluster(Section):
     """Where it runs and how long anything may take."""
 
-    launcher: Literal["ray", "inline"] = Field("ray", description="inline: one process, for a debugger")
-    address: str | None = Field(None, description="A running Ray cluster; unset: start Ray on this machine")
+    launcher: Literal["ray", "inline"] = Field(default="ray", description="inline: one process, for a debugger")
+    address: str | None = Field(default=None, description="A running Ray cluster; unset: start Ray on this machine")
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads_per_process: int = Field(1, gt=0)
-    start_timeout_seconds: float = Field(300.0, gt=0)
-    call_timeout_seconds: float = Field(600.0, gt=0, description="Longest time for any one call of a worker")
+    threads_per_process: int = Field(default=1, gt=0)
+    start_timeout_seconds: float = Field(default=300.0, gt=0)
+    call_timeout_seconds: float = Field(default=600.0, gt=0, description="Longest time for any one call of a worker")
 
 
 class Plugins(Section):
     """Which plugins are loaded."""
 
-    enabled: list[str] | None = Field(None, description="Only these; unset: all that are installed")
+    enabled: list[str] | None = Field(default=None, description="Only these; unset: all that are installed")
     blocked: list[str] = Field(default_factory=list)
-    strict: bool = Field(False, description="A failing observer ends the run")
+    strict: bool = Field(default=False, description="A failing observer ends the run")
 
 
 class Run(Section):
     """The run directory."""
 
-    directory: str = Field("runs/run", description="Where everything the run writes goes")
-    overwrite: bool = Field(False, description="Delete what an earlier run left there")
+    directory: str = Field(default="runs/run", description="Where everything the run writes goes")
+    overwrite: bool = Field(default=False, description="Delete what an earlier run left there")
 
 
 class Config(Section):
@@ -195,15 +212,15 @@ class SFTData(Section):
     train: str
     prompt: str = "prompt"
     response: str = "response"
-    max_tokens: int = Field(2048, gt=0, description="Longer prompt and response together are an error")
+    max_tokens: int = Field(default=2048, gt=0, description="Longer prompt and response together are an error")
     chat_template: bool | None = None
 
 
 class SFTTrain(Section):
     """The supervised loop."""
 
-    steps: int = Field(100, gt=0)
-    rows_per_step: int = Field(128, gt=0)
+    steps: int = Field(default=100, gt=0)
+    rows_per_step: int = Field(default=128, gt=0)
     seed: int = 0
 
 

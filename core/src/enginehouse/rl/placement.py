@@ -78,7 +78,8 @@ def place(plan: Plan, probe: Sequence[Sequence[int]]) -> Iterator[Roles]:
             stack.enter_context(start_ray(config.cluster.address))
         groups = stack.enter_context(_colocated(plan, specs, config.actor.processes))
         if not colocated:
-            groups |= stack.enter_context(_colocated(plan, {"rollout": rollout}, config.rollout.replicas))
+            alone = rollout.options(distributed=False)
+            groups |= stack.enter_context(_colocated(plan, {"rollout": alone}, config.rollout.replicas))
         groups["rollout"].launch()
         sync = WeightSync(
             groups["actor"],
@@ -142,4 +143,5 @@ def _model_spec(model: Model, path: str) -> ModelSpec:
 
 def _environment(plan: Plan | SFTPlan) -> dict[str, str]:
     """What a worker's environment needs: where the user's own functions are imported from, and the plugin switches."""
-    return {"PYTHONPATH": os.pathsep.join(plan.python_path), **plan.plugin_environment}
+    path = [*plan.python_path, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(path), **plan.plugin_environment}

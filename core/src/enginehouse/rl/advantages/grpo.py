@@ -1,7 +1,7 @@
 """GRPO: a sample is credited with how far its reward stands above its group's mean, in standard deviations.
 
-Source: DeepSeekMath (Shao et al. 2024), section 4.1.2, outcome supervision: A_i = (r_i - mean(r)) / std(r), the same for
-every token of the response. `scale=False` leaves the division out: Dr. GRPO (Liu et al. 2025), section 3.
+Source: DeepSeekMath (Shao et al. 2024), section 4.1.2, outcome supervision: A_i = (r_i - mean(r)) / std(r), the same
+for every token of the response. `scale=False` leaves the division out: Dr. GRPO (Liu et al. 2025), section 3.
 """
 
 from __future__ import annotations

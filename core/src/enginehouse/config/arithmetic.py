@@ -1,0 +1,120 @@
+"""Checks of a config's numbers against each other: samples, processes, GPUs, tokens. Uneven splits are legal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from enginehouse.config.device import visible_gpus
+
+if TYPE_CHECKING:
+    from enginehouse.config.findings import Findings
+    from enginehouse.config.schema import Cluster, Config, SFTConfig
+
+GROUP_ADVANTAGES = frozenset({"grpo", "rloo"})
+"""Registered advantages that compare the samples of one prompt with each other."""
+
+
+def samples_per_step(config: Config) -> int:
+    """Rows of a step."""
+    return config.train.prompts_per_step * config.rollout.samples_per_prompt
+
+
+def check_batches(findings: Findings, config: Config) -> None:
+    """Check that a step's samples can be shared out to minibatches and processes, and are worth comparing."""
+    processes, minibatches = config.actor.processes, config.algorithm.minibatches
+    prompts, each, samples = config.train.prompts_per_step, config.rollout.samples_per_prompt, samples_per_step(config)
+    said = (
+        f"a step has {samples} samples ({prompts} prompts, train.prompts_per_step, times {each}, "
+        "rollout.samples_per_prompt)"
+    )
+    if minibatches > samples:
+        findings.refuse(f"{said}, which cannot be cut into {minibatches} minibatches (algorithm.minibatches)")
+    if processes > samples:
+        findings.refuse(f"{said}, fewer than the {processes} processes of the actor (actor.processes)")
+    elif processes * minibatches > samples >= minibatches:
+        findings.note(
+            f"{said}, about {samples / minibatches:.3g} a minibatch: fewer than actor.processes ({processes}), so some "
+            "processes have nothing to do in some optimizer steps"
+        )
+    if config.rollout.replicas > prompts:
+        findings.note(
+            f"{config.rollout.replicas} rollout replicas share {prompts} prompts a step: some have nothing to do"
+        )
+    name = config.algorithm.advantage.name
+    if name in GROUP_ADVANTAGES and each < 2:
+        findings.refuse(
+            f"rollout.samples_per_prompt is {each}, and the advantage {name!r} compares the samples of one prompt with "
+            "each other: it needs at least 2"
+        )
+    if name in GROUP_ADVANTAGES and config.rollout.sampling.temperature == 0:
+        findings.refuse(
+            f"rollout.sampling.temperature is 0: the samples of a prompt are all the same, so the advantage {name!r} "
+            "is zero everywhere and nothing is learned"
+        )
+
+
+def check_rows(findings: Findings, config: SFTConfig) -> None:
+    """Check that a supervised step's rows can be shared out to processes."""
+    processes, rows = config.actor.processes, config.train.rows_per_step
+    if processes > rows:
+        findings.refuse(
+            f"a step has {rows} rows (train.rows_per_step), fewer than the {processes} processes of the actor "
+            "(actor.processes)"
+        )
+
+
+def check_placement(findings: Findings, config: Config, device: str) -> None:
+    """Check that the roles fit beside each other."""
+    actor, rollout = config.actor.processes, config.rollout.replicas
+    colocated = config.rollout.placement == "colocated"
+    if colocated and actor != rollout:
+        findings.refuse(
+            "rollout.placement is colocated: each replica lives in a process of the actor, so rollout.replicas "
+            f"({rollout}) has to equal actor.processes ({actor}); or set rollout.placement=separate"
+        )
+    check_cluster(findings, config.cluster, max(actor, rollout), actor if colocated else actor + rollout, device)
+
+
+def check_cluster(findings: Findings, cluster: Cluster, largest: int, processes: int, device: str) -> None:
+    """Check the launcher against the number of processes, and GPUs where they can be counted.
+
+    Args:
+        largest: processes of the largest role.
+        processes: processes of all roles, each with a GPU of its own where there are any.
+    """
+    if cluster.launcher == "inline" and largest > 1:
+        findings.refuse(
+            "cluster.launcher is inline: every role runs in this one process, so actor.processes and rollout.replicas "
+            f"have to be 1, not {largest}"
+        )
+    if cluster.launcher == "inline" and cluster.address:
+        findings.refuse(
+            "cluster.address: an inline run joins no Ray cluster; leave it unset, or set cluster.launcher=ray"
+        )
+    if device == "cuda" and not cluster.address and processes > (gpus := visible_gpus()):
+        findings.refuse(f"the run needs {processes} GPUs, one a process, and {gpus} are visible on this machine")
+
+
+def check_lengths(
+    findings: Findings, config: Config, rollout_options: Mapping[str, Any], model: Mapping[str, Any]
+) -> None:
+    """Check that a prompt and a response fit into the model and the rollout engine, where their limits are known."""
+    limits = {
+        "the model's positions (max_position_embeddings)": model.get("max_position_embeddings"),
+        "rollout.engine.options.max_model_tokens": rollout_options.get("max_model_tokens"),
+    }
+    known = [(limit, name) for name, limit in limits.items() if isinstance(limit, int)]
+    if not known:
+        return
+    limit, name = min(known)
+    wanted, prompt = config.rollout.sampling.max_tokens, config.data.max_prompt_tokens
+    if wanted >= limit:
+        findings.refuse(
+            f"rollout.sampling.max_tokens is {wanted}, which with a prompt before it is more than {name}, {limit}"
+        )
+    elif prompt + wanted > limit:
+        findings.note(
+            f"prompts of more than {limit - wanted} tokens leave no room for {wanted} new ones "
+            f"(rollout.sampling.max_tokens) within {name}, {limit}; data.max_prompt_tokens allows {prompt}"
+        )

@@ -1,0 +1,139 @@
+"""Checks of the backends a config names: there, usable, given options they know, able to do what is asked of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import BaseModel
+
+from enginehouse.config.load import check
+from enginehouse.errors import ConfigError, UserError
+from enginehouse.plugin import Backend, Placement, RolloutBackend, TrainBackend, Transport, resolve
+from enginehouse.plugin.capabilities import (
+    CROSS_HOST,
+    PROMPT_LOGPROBS,
+    SAME_HOST,
+    SAME_PROCESS,
+    SEED,
+    STOP_STRINGS,
+    WEIGHT_CHECKSUMS,
+)
+
+if TYPE_CHECKING:
+    from enginehouse.config.findings import Findings
+    from enginehouse.config.schema import Config, Engine
+    from enginehouse.plugin import PluginManager
+
+B = TypeVar("B", bound=Backend)
+
+
+def find_backend(
+    findings: Findings, plugins: PluginManager, kind: type[B], engine: Engine, key: str, device: str
+) -> B | None:
+    """The record of the backend that plays a role, usable and made for `device`; None after a problem.
+
+    Args:
+        kind: `TrainBackend` or `RolloutBackend`.
+        key: config key of the role: `"actor"`.
+        device: torch device type of the run.
+    """
+    try:
+        record = plugins.get(kind, engine.backend)
+    except UserError as error:
+        error.args = (f"{key}.engine.backend: {error}", *error.args[1:])
+        findings.problems.append(error)
+        return None
+    if device not in record.devices:
+        findings.refuse(
+            f"{key}.engine.backend: {record.name!r} runs on {' and '.join(record.devices)}, and this run is on "
+            f"{device} (cluster.device)"
+        )
+    return record
+
+
+def typed_options(findings: Findings, record: Backend | None, engine: Engine, key: str) -> dict[str, Any]:
+    """A backend's options, checked and completed by its own class, as plain data; empty after a problem."""
+    if record is None:
+        return {}
+    schema: type[BaseModel] = resolve(record.options)
+    options, problems = check(schema, engine.options, prefix=f"{key}.engine.options")
+    findings.problems += [ConfigError(f"{problem} (options of backend {record.name!r})") for problem in problems]
+    return {} if options is None else options.model_dump()
+
+
+def scheduled_options(
+    findings: Findings, record: TrainBackend | None, engine: Engine, optimizer_steps: int
+) -> dict[str, Any]:
+    """The actor's options, with the length of the run filled in for the learning-rate schedule."""
+    options = typed_options(findings, record, engine, "actor")
+    if "total_steps" not in options:
+        return options
+    options["total_steps"] = total = options["total_steps"] or optimizer_steps
+    if total < optimizer_steps:
+        findings.note(
+            f"actor.engine.options.total_steps is {total} and the run takes {optimizer_steps} optimizer steps: the "
+            "rest run at the schedule's end"
+        )
+    warmup = options.get("warmup_steps", 0)
+    if warmup >= optimizer_steps:
+        findings.note(f"the warm-up of {warmup} optimizer steps does not end within the run's {optimizer_steps}")
+    return options
+
+
+def check_capabilities(findings: Findings, config: Config, rollout: RolloutBackend | None) -> int:
+    """Check what the config asks of the rollout backend.
+
+    Returns:
+        `weights.effect_check_every`, or 0 where the backend cannot take part in that check.
+    """
+    every = config.weights.effect_check_every
+    if rollout is None:
+        return every
+    name, able = rollout.name, rollout.capabilities
+    if config.rollout.sampling.stop and STOP_STRINGS not in able:
+        findings.refuse(f"rollout.sampling.stop: backend {name!r} cannot stop at strings (capability {STOP_STRINGS!r})")
+    if SEED not in able:
+        findings.note(f"backend {name!r} does not seed its samples: two runs with the same train.seed will differ")
+    if WEIGHT_CHECKSUMS not in able:
+        findings.note(f"backend {name!r} cannot read its weights back: an update's bytes are checked on arrival only")
+    if every and PROMPT_LOGPROBS not in able:
+        findings.note(
+            f"backend {name!r} cannot score prompts (capability {PROMPT_LOGPROBS!r}): the effect of a weight update is "
+            "not checked (weights.effect_check_every)"
+        )
+        return 0
+    return every
+
+
+def choose_transport(
+    findings: Findings,
+    plugins: PluginManager,
+    config: Config,
+    train: TrainBackend | None,
+    rollout: RolloutBackend | None,
+    device: str,
+) -> tuple[str, str]:
+    """The weight transport's name, and why it is that; empty after a problem."""
+    one_process = config.rollout.placement == "colocated" or config.cluster.launcher == "inline"
+    where = "in the same process" if one_process else "in different processes of one host"
+    if not one_process and config.cluster.address:
+        findings.note(
+            "cluster.address is set: whether actor and rollout share a host shows only at the start; the transport is "
+            "chosen as if they did (weights.transport names another)"
+        )
+    named = config.weights.transport
+    with findings.collecting():
+        if named == "auto":
+            if train is None or rollout is None:
+                return "", ""
+            placement = Placement(colocated=one_process, device=device)
+            return plugins.pick_transport(train, rollout, placement).name, f"actor and rollout are {where}"
+        record = plugins.get(Transport, named)
+        if not set(record.capabilities) & ({SAME_PROCESS} if one_process else {SAME_HOST, CROSS_HOST}):
+            reach = ", ".join(sorted(record.capabilities)) or "none"
+            raise ConfigError(
+                f"weights.transport: actor and rollout are {where} (rollout.placement), and {named!r} does not reach "
+                f"there (its capabilities: {reach}); leave it at auto to have one chosen"
+            )
+        return record.name, "weights.transport names it"
+    return "", ""

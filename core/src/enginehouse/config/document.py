@@ -1,0 +1,128 @@
+"""YAML as configs use it: read with the place of every key, written so that it reads back the same.
+
+Plain scalars follow YAML 1.2, not the 1.1 that PyYAML speaks: `1e-5` is a number, `on`, `yes` and `off` are
+strings, `0777` is seven hundred and seventy-seven, `12:30` and `2026-01-01` are strings.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable
+from typing import Any, ClassVar
+
+import yaml
+
+from enginehouse.errors import ConfigError
+
+_SCALARS = (
+    ("tag:yaml.org,2002:null", re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
+    ("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
+    ("tag:yaml.org,2002:int", re.compile(r"^[-+]?[0-9]+$"), list("-+0123456789")),
+    (
+        "tag:yaml.org,2002:float",
+        re.compile(
+            r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?"
+            r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+        ),
+        list("-+.0123456789"),
+    ),
+    ("tag:yaml.org,2002:merge", re.compile(r"^<<$"), ["<"]),
+)
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with the scalars of YAML 1.2, refusing a key that stands twice in one mapping."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
+
+    def construct_yaml_int(self, node: Any) -> int:
+        return int(self.construct_scalar(node))  # PyYAML would read 010 as eight
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
+        seen: dict[str, int] = {}
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                continue
+            line = key.start_mark.line + 1
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {key.value!r} stands twice, first in line {seen[key.value]}",
+                    problem_mark=key.start_mark,
+                )
+            seen[key.value] = line
+        return super().construct_mapping(node, deep=deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes whatever either version of YAML would not read as a string."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_str(dumper: _Dumper, value: str) -> yaml.Node:
+    """A string; one with a rarer line break is escaped, since readers disagree on what it breaks."""
+    style = '"' if any(character in value for character in _RARE_BREAKS) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_RARE_BREAKS = "\x85\u2028\u2029\ufeff"
+_Dumper.add_representer(str, _represent_str)
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+for _tag, _pattern, _first in _SCALARS:
+    _Loader.add_implicit_resolver(_tag, _pattern, _first)
+    _Dumper.add_implicit_resolver(_tag, _pattern, _first)
+
+
+def parse(text: str, source: str) -> tuple[Any, dict[tuple[str, ...], int]]:
+    """Read one YAML document.
+
+    Args:
+        text: the document; an empty one is None.
+        source: what to call it in an error: a path, or the override it is part of.
+
+    Returns:
+        The value, and the line (counted from 1) of every key by its path from the top.
+
+    Raises:
+        ConfigError: malformed YAML, with the line and what stands there.
+    """
+    lines: dict[tuple[str, ...], int] = {}
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None, lines
+        _collect_lines(node, (), lines)
+        return loader.construct_document(node), lines
+    except yaml.YAMLError as error:
+        raise ConfigError(_said(error, text, source)) from error
+    finally:
+        loader.dispose()
+
+
+def dump(value: Any) -> str:
+    """Write `value` (mappings, lists and scalars) as YAML that `parse` reads back equal, keys in their order."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100, default_flow_style=False)
+
+
+def _collect_lines(node: Any, path: tuple[str, ...], lines: dict[tuple[str, ...], int]) -> None:
+    lines.setdefault(path, node.start_mark.line + 1)
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                lines[(*path, key.value)] = key.start_mark.line + 1
+                _collect_lines(value, (*path, key.value), lines)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            _collect_lines(value, (*path, str(index)), lines)
+
+
+def _said(error: yaml.YAMLError, text: str, source: str) -> str:
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    problem = getattr(error, "problem", None) or str(error)
+    if mark is None:
+        return f"{source} is not valid YAML: {problem}"
+    lines = text.splitlines()
+    shown = f"\n    {lines[mark.line].strip()}" if mark.line < len(lines) else ""
+    return f"{source}, line {mark.line + 1}, is not valid YAML: {problem}{shown}"

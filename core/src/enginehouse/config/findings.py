@@ -1,0 +1,52 @@
+"""What checking a config brings to light: problems, which forbid the run, and notes, which do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from enginehouse.config.load import listed
+from enginehouse.errors import ConfigError, UserError
+
+
+class Findings:
+    """Collects problems, so that one check does not hide the next, and raises them together.
+
+    Attributes:
+        problems: errors, in the order they were found.
+        notes: what the user may not have expected, a sentence each.
+    """
+
+    def __init__(self) -> None:
+        self.problems: list[UserError] = []
+        self.notes: list[str] = []
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Take a `UserError` raised in the block as a problem, and go on after it."""
+        try:
+            yield
+        except UserError as error:
+            self.problems.append(error)
+
+    def refuse(self, message: str) -> None:
+        """Add a problem of the config itself."""
+        self.problems.append(ConfigError(message))
+
+    def note(self, sentence: str) -> None:
+        """Add a note."""
+        self.notes.append(sentence)
+
+    def raise_problems(self, where: str) -> None:
+        """Raise the only problem as it is, several as one.
+
+        Args:
+            where: what the problems are in, for a list of them.
+
+        Raises:
+            UserError: if there is a problem.
+        """
+        if len(self.problems) == 1:
+            raise self.problems[0]
+        if self.problems:
+            raise ConfigError(listed([str(problem) for problem in self.problems], where))

@@ -1,0 +1,170 @@
+"""The functions a config names, `module:function`: found, imported and checked against the arguments they will get."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from enginehouse.errors import ConfigError
+
+if TYPE_CHECKING:
+    from enginehouse.plugin import Function, PluginManager
+
+
+def extend_path(directories: Iterable[str]) -> None:
+    """Let this process import from `directories`, before anything else, as `python -m` does with the current one."""
+    sys.path[:0] = [directory for directory in dict.fromkeys(directories) if directory not in sys.path]
+    importlib.invalidate_caches()
+
+
+def find_function(
+    plugins: PluginManager, kind: type[Function], name: str, key: str, python_path: Sequence[str], *, always: bool
+) -> tuple[str, Callable[..., Any] | None]:
+    """Find what the config calls `name`: a registered function, or the user's own `module:function`.
+
+    The user's own is imported. A registered one is its plugin's business and may import torch: it is imported only if
+    `always` says so.
+
+    Returns:
+        `"module:function"`, and the function if it was imported.
+
+    Raises:
+        UserError: there is no such function, or importing it fails.
+    """
+    prefix, colon, _ = name.partition(":")
+    if not colon or any(plugin.distribution == prefix for plugin in plugins.plugins):
+        reference = plugins.get(kind, name).function
+        return reference, import_function(reference, key, python_path) if always else None
+    return name, import_function(name, key, python_path)
+
+
+def import_function(reference: str, key: str, python_path: Sequence[str] = ()) -> Callable[..., Any]:
+    """Import what `"module:function"` names.
+
+    Args:
+        reference: what the config says.
+        key: the config key that says it, for messages.
+        python_path: directories of the user's own modules, for the nearest name.
+
+    Raises:
+        ConfigError: saying which part fails: the form, the module, its own import, the function.
+    """
+    module_name, colon, attribute = reference.partition(":")
+    if not (module_name and colon and attribute):
+        raise ConfigError(f"{key}: {reference!r} is neither a registered name nor of the form module:function")
+    if module_name.endswith(".py") or os.sep in module_name:
+        dotted = module_name.removesuffix(".py").strip("./").replace(os.sep, ".")
+        raise ConfigError(f"{key}: {reference!r} names a file; name the module: {dotted}:{attribute}")
+    found = _import(module_name, key, python_path)
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            functions = [name for name, value in vars(found).items() if callable(value) and not name.startswith("_")]
+            close = difflib.get_close_matches(part, functions, n=1)
+            hint = (
+                f"; did you mean {close[0]!r}?"
+                if close
+                else f"; it has {', '.join(functions[:10])}"
+                if functions
+                else ""
+            )
+            where = getattr(found, "__file__", None)
+            raise ConfigError(f"{key}: module {module_name!r}{f' ({where})' if where else ''} has no {part!r}{hint}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ConfigError(f"{key}: {reference!r} is {type(found).__name__}, not a function")
+    return found
+
+
+def check_call(
+    function: Callable[..., Any], key: str, given: Iterable[str], named: str, *, positional: int = 0, cure: str = ""
+) -> None:
+    """Check that `function` can be called with the keyword arguments `given`, after `positional` others.
+
+    Args:
+        function: what will be called.
+        key: the config key that names it, for messages.
+        given: names of keyword arguments.
+        named: what they are called together, for messages: `"algorithm.loss.arguments"`.
+        positional: how many positional arguments come first.
+        cure: what to do about arguments the function does not take; empty: say what it takes.
+
+    Raises:
+        ConfigError: naming arguments the function does not take, and those it needs and does not get.
+    """
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return  # written in C: only a call can tell
+    given = list(given)
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        by_name = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+    else:
+        ordered = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        if len(ordered) < positional:
+            raise ConfigError(
+                f"{key}: {_shown(function)} takes {len(ordered)} positional arguments, it is given {positional}"
+            )
+        by_name = ordered[positional:] + [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+    known = {p.name for p in by_name if p.kind is not p.POSITIONAL_ONLY}
+    unknown = [name for name in given if name not in known]
+    if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        near = [close for name in unknown for close in difflib.get_close_matches(name, known - set(given), n=1)]
+        hint = f"did you mean {near[0]!r}?" if near else cure or f"it takes {_quoted(sorted(known)) or 'none'}"
+        raise ConfigError(f"{key}: {_shown(function)} does not take {_quoted(unknown)} (of {named}); {hint}")
+    needed = [p.name for p in by_name if p.default is p.empty and p.name not in given]
+    if needed:
+        raise ConfigError(f"{key}: {_shown(function)} needs {_quoted(needed)}, which is not among {named}")
+
+
+def _shown(function: Callable[..., Any]) -> str:
+    name = getattr(function, "__qualname__", repr(function))
+    return f"{name}{inspect.signature(function)}"
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(repr(name) for name in names)
+
+
+def _import(module_name: str, key: str, python_path: Sequence[str]) -> Any:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
+            raise ConfigError(
+                f"{key}: there is no module {module_name!r}{_nearest_module(module_name, python_path)}"
+            ) from error
+        raise ConfigError(f"{key}: {_raised(module_name, error)}") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{key}: {_raised(module_name, error)}") from error
+
+
+def _raised(module_name: str, error: BaseException) -> str:
+    """That importing raised, with the last lines of the user's own code that led there."""
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename and f.filename != __file__
+    ]
+    places = "".join(f"\n    {frame.filename}, line {frame.lineno}: {frame.line}" for frame in frames[-3:])
+    if isinstance(error, SyntaxError):
+        places += f"\n    {error.filename}, line {error.lineno}: {(error.text or '').strip()}"
+    return f"importing {module_name!r} raised {type(error).__name__}: {error}{places}"
+
+
+def _nearest_module(module_name: str, python_path: Sequence[str]) -> str:
+    folder, _, name = module_name.replace(".", os.sep).rpartition(os.sep)
+    modules: dict[str, str] = {}
+    for directory in python_path:
+        for path in sorted(Path(directory, folder).glob("*.py")):
+            modules.setdefault(path.stem, str(path))
+    close = difflib.get_close_matches(name, modules, n=1)
+    if close:
+        dotted = ".".join(filter(None, (folder.replace(os.sep, "."), close[0])))
+        return f"; did you mean {dotted!r} ({modules[close[0]]})?"
+    return f"; it was looked for in {', '.join(python_path)} and among the installed packages"

@@ -1,0 +1,252 @@
+"""Reading a config: one YAML file, dotted overrides, and errors that name the key, the place and the cure.
+
+Relative paths in a config (`model.path`, `data.*`, `run.directory`) are relative to the current directory, not to
+the file, so that one file can be run from anywhere with the same words a shell would take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from enginehouse.config.document import dump, parse
+from enginehouse.config.schema import Config
+from enginehouse.errors import ConfigError, nearest
+
+C = TypeVar("C", bound=BaseModel)
+
+Key = tuple[str, ...]
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[C] = Config) -> C:  # type: ignore[assignment]
+    """Read a config file and apply overrides.
+
+    Args:
+        path: YAML file; plain scalars follow YAML 1.2 (`enginehouse.config.document`).
+        overrides: `"dotted.key=value"`, the value as YAML: `"rollout.engine.backend=vllm"`, `"train.steps=10"`,
+            `"rollout.sampling.stop=[a, b]"`. A mapping replaces what the file has there; later ones win.
+        schema: `Config` or `SFTConfig`.
+
+    Raises:
+        ConfigError: the file is missing or malformed, or anything in it or in an override is; all problems of
+            keys and values are listed in one message.
+    """
+    path = Path(path)
+    data, lines = _read(path)
+    sources = _Sources(str(path), lines)
+    problems = [problem for override in overrides if (problem := _override(data, override, sources))]
+    problems += check(schema, data, sources)[1]
+    if problems:
+        raise ConfigError(listed(problems, f"the config {path}"))
+    return schema.model_validate(data)
+
+
+def dump_config(config: BaseModel) -> str:
+    """Write a config, defaults included, as YAML that loads equal to it."""
+    return dump(config.model_dump())
+
+
+@dataclass
+class _Sources:
+    """Where each key was written, for messages."""
+
+    file: str
+    lines: Mapping[Key, int]
+    overridden: dict[Key, str] = field(default_factory=dict)
+
+    def of(self, key: Key) -> str:
+        """Where `key`, or what it is part of, was written."""
+        for length in range(len(key), 0, -1):
+            if key[:length] in self.overridden:
+                return f"in the override {self.overridden[key[:length]]!r}"
+            if key[:length] in self.lines:
+                return f"line {self.lines[key[:length]]}"
+        inside = next((said for set_key, said in self.overridden.items() if set_key[: len(key)] == key), None)
+        return f"in the override {inside!r}" if inside else ""
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"config file {path} does not exist; {_neighbours(path)}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a directory, not a config file; {_neighbours(path / 'config.yaml')}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {path} cannot be read: {error}") from error
+    data, lines = parse(text, str(path))
+    if data is None:
+        return {}, lines
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} holds {_worded(data)} where a mapping of sections (model, data, ...) is wanted")
+    return data, lines
+
+
+def _neighbours(path: Path) -> str:
+    """What stands where a missing file was looked for."""
+    folder = path.parent
+    if not folder.is_dir():
+        return f"its directory {folder} does not exist either (the current directory is {Path.cwd()})"
+    files = sorted(p.name for p in folder.iterdir() if p.suffix in (".yaml", ".yml"))
+    if not files:
+        return f"there is no YAML file in {folder.resolve()}"
+    return nearest(path.name, files[:20])
+
+
+def _override(data: dict[str, Any], override: str, sources: _Sources) -> str | None:
+    """Apply one override to `data` in place; return the problem if it cannot be."""
+    dotted, equals, text = override.partition("=")
+    key = tuple(dotted.strip().split("."))
+    if not equals or not all(key):
+        return f"the override {override!r} is not of the form dotted.key=value, as in train.steps=10"
+    try:
+        value, _ = parse(text, f"the value of the override {override!r}")
+    except ConfigError as error:
+        return str(error)
+    section = data
+    for depth, part in enumerate(key[:-1], start=1):
+        inner = section.get(part)
+        if inner is None:  # absent, or a section whose keys are all commented out
+            inner = section[part] = {}
+        if not isinstance(inner, dict):
+            held = ".".join(key[:depth])
+            return f"the override {override!r} sets a key inside {held}, which holds {_worded(inner)}"
+        section = inner
+    section[key[-1]] = value
+    sources.overridden[key] = override
+    return None
+
+
+def listed(problems: Sequence[str], where: str) -> str:
+    """One message for all problems: the only one as it is, several as a list."""
+    if len(problems) == 1:
+        return f"{where}: {problems[0]}"
+    return f"{len(problems)} problems in {where}:\n" + "\n".join(
+        "  - " + problem.replace("\n", "\n    ") for problem in problems
+    )
+
+
+def check(
+    schema: type[C], data: Mapping[str, Any], sources: _Sources | None = None, prefix: str = ""
+) -> tuple[C | None, list[str]]:
+    """Validate `data` against a pydantic model, with problems in words.
+
+    Args:
+        prefix: dotted key under which `data` stands, for messages: `"actor.engine.options"`.
+
+    Returns:
+        The model, or None and one message for each problem.
+    """
+    try:
+        return schema.model_validate(data), []
+    except ValidationError as error:
+        return None, [_in_words(detail, schema, data, sources, prefix) for detail in error.errors()]
+
+
+def _in_words(
+    detail: Mapping[str, Any], schema: type[BaseModel], data: Mapping[str, Any], sources: _Sources | None, prefix: str
+) -> str:
+    key: Key = tuple(str(part) for part in detail["loc"])
+    name = _dotted(prefix, detail["loc"])
+    place = sources.of(key) if sources else ""
+    at = f" ({place})" if place else ""
+    kind = detail["type"]
+    if kind == "extra_forbidden":
+        return f"unknown key {name!r}{at}: {_instead(key, schema, prefix)}"
+    if kind == "missing":
+        description = _field_description(schema, key)
+        return f"missing key {name!r}{f': {description}' if description else ''}"
+    wanted = _WANTED.get(kind)
+    if wanted is None:
+        said = detail["msg"].removeprefix("Value error, ")
+        return f"{name}{at}: {said}, got {_worded(detail['input'])}"
+    return f"{name}{at}: expected {wanted.format_map(detail.get('ctx') or {})}, got {_worded(detail['input'])}"
+
+
+_NUMBER = "a number"
+_WHOLE = "a whole number"
+_MAPPING = "a mapping of keys to values"
+_WANTED = {
+    "int_type": _WHOLE,
+    "int_parsing": _WHOLE,
+    "int_from_float": _WHOLE,
+    "float_type": _NUMBER,
+    "float_parsing": _NUMBER,
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "a string",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": _MAPPING,
+    "model_type": _MAPPING,
+    "model_attributes_type": _MAPPING,
+    "literal_error": "one of {expected}",
+    "greater_than": "more than {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than": "less than {lt:g}",
+    "less_than_equal": "at most {le:g}",
+    "too_short": "at least {min_length} values",
+    "too_long": "at most {max_length} values",
+}
+"""What pydantic's error types ask for."""
+
+
+def _dotted(prefix: str, location: Sequence[str | int]) -> str:
+    name = prefix
+    for part in location:
+        name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else str(part)
+    return name
+
+
+def _worded(value: Any) -> str:
+    """A value and its type, as YAML's user knows them."""
+    if value is None:
+        return "nothing (null)"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f"the string {value[:80]!r}"
+    if isinstance(value, (int, float)):
+        return f"the number {value}"
+    if isinstance(value, Mapping):
+        return f"a mapping with the keys {', '.join(map(str, list(value)[:8]))}" if value else "an empty mapping"
+    if isinstance(value, (list, tuple)):
+        return f"a list of {len(value)}"
+    return repr(value)[:80]
+
+
+def _instead(key: Key, schema: type[BaseModel], prefix: str) -> str:
+    """What an unknown key may have meant: the same name elsewhere in the tree, else a near sibling."""
+    elsewhere = [".".join(found) for found in keys(schema) if found[-1] == key[-1]]
+    if elsewhere:
+        return f"did you mean {' or '.join(repr(_dotted(prefix, [one])) for one in elsewhere)}?"
+    return nearest(key[-1], _section(schema, key[:-1]).model_fields)
+
+
+def keys(schema: type[BaseModel], above: Key = ()) -> Iterator[Key]:
+    """Every option of a config class, as its path: sections are walked into, not yielded."""
+    for name, described in schema.model_fields.items():
+        inner = described.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from keys(inner, (*above, name))
+        else:
+            yield (*above, name)
+
+
+def _section(schema: type[BaseModel], key: Key) -> type[BaseModel]:
+    for part in key:
+        inner = schema.model_fields[part].annotation
+        assert isinstance(inner, type), f"{part} of {schema.__name__} is not a section"
+        schema = inner
+    return schema
+
+
+def _field_description(schema: type[BaseModel], key: Key) -> str:
+    described = _section(schema, key[:-1]).model_fields[key[-1]]
+    inner = described.annotation
+    is_section = isinstance(inner, type) and issubclass(inner, BaseModel)
+    return described.description or ((inner.__doc__ or "").split("\n")[0] if is_section else "")

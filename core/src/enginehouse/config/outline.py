@@ -1,0 +1,107 @@
+"""What a checked run will do, in words: the facts of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from enginehouse.config.arithmetic import samples_per_step
+
+if TYPE_CHECKING:
+    from enginehouse.config.schema import Config, Model, SFTConfig
+
+Facts = list[tuple[str, str]]
+
+
+def outline_rl(
+    config: Config, model: Mapping[str, Any], prompts: int, transport: str, effect_check_every: int
+) -> Facts:
+    """A reinforcement-learning run.
+
+    Args:
+        model: the model's `config.json`.
+        prompts: rows of the training file.
+        transport: the transport, and why it.
+        effect_check_every: updates between checks of their effect; 0 for none.
+    """
+    checked = (
+        f"their effect checked every {effect_check_every} updates" if effect_check_every else "their effect unchecked"
+    )
+    return [
+        ("model", _model(config.model, model)),
+        ("actor", f"{_count(config.actor.processes, 'process')} of {config.actor.engine.backend}"),
+        ("rollout", _rollout(config)),
+        ("reference", _reference(config)),
+        ("weights", f"by {transport}; {checked}"),
+        ("reward", _reward(config)),
+        ("algorithm", f"{config.algorithm.advantage.name} advantages, {config.algorithm.loss.name} loss"),
+        ("data", _data(prompts, "prompts", config.data.train, config.train.steps * config.train.prompts_per_step)),
+        ("a step", _step(config)),
+        ("the run", _run(config)),
+    ]
+
+
+def outline_sft(config: SFTConfig, model: Mapping[str, Any], rows: int) -> Facts:
+    """A supervised run; `model` is the model's `config.json`, `rows` those of the file."""
+    each, longest = config.train.rows_per_step, config.data.max_tokens
+    return [
+        ("model", _model(config.model, model)),
+        ("actor", f"{_count(config.actor.processes, 'process')} of {config.actor.engine.backend}"),
+        ("data", _data(rows, "demonstrations", config.data.train, config.train.steps * each)),
+        ("a step", f"{each} rows, at most {each * longest:,} tokens"),
+        ("the run", f"{config.train.steps} steps, an optimizer step each"),
+    ]
+
+
+def _model(section: Model, model: Mapping[str, Any]) -> str:
+    names = model.get("architectures") or [model.get("model_type", "unknown architecture")]
+    return f"{section.path}: {', '.join(names)} in {section.dtype}"
+
+
+def _rollout(config: Config) -> str:
+    rollout = config.rollout
+    where = "in the actor's processes" if rollout.placement == "colocated" else "in processes of their own"
+    return f"{_count(rollout.replicas, 'replica')} of {rollout.engine.backend}, {where}"
+
+
+def _reference(config: Config) -> str:
+    kl = config.algorithm.kl
+    if not kl.coefficient:
+        return "none (algorithm.kl.coefficient is 0)"
+    path = config.reference.path or config.model.path
+    return f"{path}, in the actor's processes; {kl.coefficient:g} times the {kl.estimator} divergence in the {kl.place}"
+
+
+def _reward(config: Config) -> str:
+    reward = config.reward
+    failing = "ends the run" if reward.on_error == "fail" else "counts as 0"
+    return (
+        f"{reward.function}, in {_count(reward.processes, 'process')}; one that raises or takes more than "
+        f"{reward.timeout_seconds:g} s {failing}"
+    )
+
+
+def _data(rows: int, noun: str, path: str, drawn: int) -> str:
+    return f"{rows:,} {noun} in {path}, each drawn {drawn / rows:.2g} times"
+
+
+def _step(config: Config) -> str:
+    samples, new = samples_per_step(config), config.rollout.sampling.max_tokens
+    longest = samples * (config.data.max_prompt_tokens + new)
+    return (
+        f"{config.train.prompts_per_step} prompts x {config.rollout.samples_per_prompt} samples = {samples:,} samples, "
+        f"at most {samples * new:,} new tokens, {longest:,} with the longest prompts"
+    )
+
+
+def _run(config: Config) -> str:
+    steps, epochs, minibatches = config.train.steps, config.algorithm.epochs, config.algorithm.minibatches
+    if epochs * minibatches == 1:
+        return f"{steps} steps, an optimizer step each"
+    factors = f"{_count(epochs, 'epoch')} x {_count(minibatches, 'minibatch')}"
+    return f"{steps} steps x {factors} = {steps * epochs * minibatches:,} optimizer steps"
+
+
+def _count(number: int, noun: str) -> str:
+    plural = noun + ("es" if noun.endswith(("s", "ch")) else "s")
+    return f"{number} {noun if number == 1 else plural}"

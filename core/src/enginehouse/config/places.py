@@ -1,0 +1,146 @@
+"""The directories a config names: a model must be one, the run directory must be free to become one."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from enginehouse.errors import ConfigError, ModelError
+
+RUN_MARKER = "run.json"
+"""The file that tells a run directory from any other; only a directory that holds it is ever deleted."""
+
+_TOKENIZER = re.compile(r"tokenizer.*|vocab.*|merges\.txt|spiece\.model|.*\.tiktoken")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def read_model(path: str, key: str = "model.path") -> Mapping[str, Any]:
+    """Check that `path` is a Hugging Face model directory, and return its `config.json`.
+
+    Args:
+        path: a directory, relative to the current one.
+        key: the config key that names it, for messages.
+
+    Raises:
+        ModelError: it is no directory, or lacks `config.json`, weights in safetensors or a tokenizer; all that is
+            missing is named.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise ModelError(f"{key}: {_no_directory(path)}")
+    files = {entry.name for entry in directory.iterdir()}
+    missing = []
+    config: Any = {}
+    if "config.json" not in files:
+        missing.append("config.json")
+    else:
+        config = _json(directory / "config.json", key)
+    weights = _missing_weights(directory, files, key)
+    if weights:
+        missing.append(weights)
+    if not any(_TOKENIZER.fullmatch(name) for name in files):
+        missing.append("a tokenizer (tokenizer.json)")
+    if missing:
+        raise ModelError(
+            f"{key}: {path} is not a Hugging Face model directory; missing: {', '.join(missing)}. "
+            f"It holds: {', '.join(sorted(files)[:12]) or 'nothing'}"
+        )
+    return config
+
+
+def has_chat_template(path: str) -> bool:
+    """Whether a chat template lies with the model's tokenizer."""
+    directory = Path(path)
+    if any(directory.glob("chat_template.*")) or (directory / "chat_templates").is_dir():
+        return True
+    try:
+        return bool(json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def check_run_directory(path: str | Path, *, overwrite: bool, needed: Mapping[str, str] | None = None) -> None:
+    """Check that a run may write to `path`. Nothing is made or deleted.
+
+    Args:
+        path: the run directory.
+        overwrite: an earlier run in it may be deleted.
+        needed: paths the run reads, by the config key that names each: none may be deleted with the directory.
+
+    Raises:
+        ConfigError: something else is there, or an earlier run without `overwrite`, or it cannot be written.
+    """
+    path = Path(path).absolute()
+    if not path.exists():
+        parent = next(above for above in path.parents if above.exists())
+        if not parent.is_dir():
+            raise ConfigError(f"run.directory: {path} cannot be made, {parent} is a file")
+        if not os.access(parent, os.W_OK):
+            raise ConfigError(f"run.directory: {path} cannot be made, {parent} may not be written to")
+        return
+    if not path.is_dir():
+        raise ConfigError(f"run.directory: {path} is a file")
+    if not os.access(path, os.W_OK):
+        raise ConfigError(f"run.directory: {path} may not be written to")
+    content = sorted(entry.name for entry in path.iterdir())
+    if not content:
+        return
+    if RUN_MARKER not in content:
+        raise ConfigError(
+            f"run.directory: {path} is not empty and was not made by a run (it has no {RUN_MARKER}; it holds "
+            f"{', '.join(content[:8])}). It is never deleted: name another directory"
+        )
+    if not overwrite:
+        raise ConfigError(
+            f"run.directory: {path} holds an earlier run. Name another directory (run.directory=...), "
+            "or delete that run by run.overwrite=true"
+        )
+    for key, used in {"the current directory": str(Path.cwd()), **(needed or {})}.items():
+        if Path(used).resolve().is_relative_to(path.resolve()):
+            raise ConfigError(f"run.overwrite: {key} ({used}) lies in {path} and would be deleted with it")
+
+
+def _no_directory(path: str) -> str:
+    directory = Path(path)
+    if directory.exists():
+        return f"{path} is a file where a model directory is wanted"
+    said = f"{path} does not exist (relative paths start at the current directory, {Path.cwd()})"
+    parent = directory.parent
+    beside = [entry.name for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
+    close = difflib.get_close_matches(directory.name, beside, n=1)
+    if close:
+        return f"{said}; did you mean {parent / close[0]}?"
+    if _HUB_ID.fullmatch(path):
+        return (
+            f"{said}. If it is a model of the Hugging Face hub, download it first: "
+            f"hf download {path} --local-dir models/{directory.name}, and set the path to that directory"
+        )
+    return said
+
+
+def _missing_weights(directory: Path, files: set[str], key: str) -> str:
+    """What is missing of the weights; empty if nothing is."""
+    if "model.safetensors.index.json" in files:
+        index = _json(directory / "model.safetensors.index.json", key)
+        shards = sorted(set(index.get("weight_map", {}).values()) - files)
+        return f"weights {', '.join(shards[:5])} (named in model.safetensors.index.json)" if shards else ""
+    if any(name.endswith(".safetensors") for name in files):
+        return ""
+    if any(name.endswith(".bin") for name in files):
+        return "weights in safetensors (it has .bin files: load and save it with transformers to convert them)"
+    return "weights (model.safetensors)"
+
+
+def _json(path: Path, key: str) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{key}: {path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{key}: {path} does not hold a JSON object")
+    return content

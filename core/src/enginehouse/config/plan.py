@@ -1,0 +1,323 @@
+"""Everything that can be checked before a process starts is checked here, before a process starts.
+
+`plan` takes a config to a `Plan`: the same config with every name resolved, every option typed, every default that
+depends on something else filled in, and what the run will do in words. Neither ray nor an engine is imported; torch
+only if a function that has to be looked at imports it. What is checked lies beside this file: `backends`, `arithmetic`,
+`functions`, `places`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from enginehouse.config.arithmetic import (
+    check_batches,
+    check_cluster,
+    check_lengths,
+    check_placement,
+    check_rows,
+    samples_per_step,
+)
+from enginehouse.config.backends import (
+    check_capabilities,
+    choose_transport,
+    find_backend,
+    scheduled_options,
+    typed_options,
+)
+from enginehouse.config.device import pick_device
+from enginehouse.config.findings import Findings
+from enginehouse.config.functions import check_call, extend_path, find_function
+from enginehouse.config.outline import Facts, outline_rl, outline_sft
+from enginehouse.config.places import check_run_directory, has_chat_template, read_model
+from enginehouse.config.rows import count_rows
+from enginehouse.config.schema import Config, SFTConfig
+from enginehouse.data import check_demonstration_file, check_prompt_file
+from enginehouse.errors import ConfigError, ModelError
+from enginehouse.plugin import Advantage, Function, Loss, Reward, RolloutBackend, TrainBackend, configure_plugins
+
+if TYPE_CHECKING:
+    from enginehouse.plugin import Backend, PluginManager
+
+REWARD_GETS = ("prompt", "response", "finish_reason")
+"""What every reward is called with, besides the data set's columns and `reward.arguments`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """What plans of every kind of run hold.
+
+    Attributes:
+        device: torch device type of every engine, `"cpu"` or `"cuda"`.
+        run_directory: absolute path.
+        python_path: directories that workers import the user's own functions from.
+        plugin_environment: environment variables that make a worker load the same plugins.
+        distributions: distributions of the backends used, for the record of versions.
+        actor_options: the training backend's options, checked and complete, as plain data.
+        optimizer_steps: of the whole run.
+        facts: what the run will do, as `(label, sentence)`.
+        notes: what the user may not have expected.
+    """
+
+    device: str
+    run_directory: Path
+    python_path: tuple[str, ...]
+    plugin_environment: Mapping[str, str]
+    distributions: tuple[str, ...]
+    actor_options: dict[str, Any]
+    optimizer_steps: int
+    facts: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+
+    def render(self) -> str:
+        """The plan as text, a line a fact."""
+        lines = [*self.facts, *(("note", note) for note in self.notes)]
+        width = max(len(label) for label, _ in lines)
+        return "\n".join(f"{label:<{width}}  {said}" for label, said in lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(RunPlan):
+    """A reinforcement-learning run, checked.
+
+    Attributes:
+        config: the config it was made from, unchanged.
+        rollout_options: the rollout backend's options, as plain data.
+        reference_options: the reference's, which are the actor's; empty where there is no reference.
+        uses_reference: whether a reference model runs, on the actor's backend.
+        transport: name of the weight transport.
+        effect_check_every: `weights.effect_check_every`; 0 where the rollout backend cannot score prompts.
+        reward: `"module:function"`.
+        advantage: `"module:function"`.
+        loss: `"module:function"`.
+        samples_per_step: rows of a step.
+    """
+
+    config: Config
+    rollout_options: dict[str, Any]
+    reference_options: dict[str, Any]
+    uses_reference: bool
+    transport: str
+    effect_check_every: int
+    reward: str
+    advantage: str
+    loss: str
+    samples_per_step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTPlan(RunPlan):
+    """A supervised run, checked.
+
+    Attributes:
+        config: the config it was made from, unchanged.
+    """
+
+    config: SFTConfig
+
+
+def plan(config: Config, plugins: PluginManager | None = None, config_path: str | Path | None = None) -> Plan:
+    """Check a reinforcement-learning run.
+
+    The current directory and that of the config file become importable, here and in the workers.
+
+    Args:
+        config: a loaded config.
+        plugins: what is installed; None: this process's plugins, by the config's switches.
+        config_path: where it was loaded from, for messages and imports.
+
+    Raises:
+        UserError: `ConfigError`, `DataError`, `ModelError` or `PluginLookupError`; where several things are wrong, one
+            `ConfigError` that lists them.
+    """
+    setting = _Setting(config, plugins, config_path)
+    findings, algorithm = setting.findings, config.algorithm
+    optimizer_steps = config.train.steps * algorithm.epochs * algorithm.minibatches
+    uses_reference = algorithm.kl.coefficient > 0
+
+    train = find_backend(findings, setting.plugins, TrainBackend, config.actor.engine, "actor", setting.device)
+    rollout = find_backend(findings, setting.plugins, RolloutBackend, config.rollout.engine, "rollout", setting.device)
+    actor_options = scheduled_options(findings, train, config.actor.engine, optimizer_steps)
+    rollout_options = typed_options(findings, rollout, config.rollout.engine, "rollout")
+    effect_check_every = check_capabilities(findings, config, rollout)
+    transport, reason = choose_transport(findings, setting.plugins, config, train, rollout, setting.device)
+
+    model = setting.model(config)
+    check_batches(findings, config)
+    check_placement(findings, config, setting.device)
+    check_lengths(findings, config, rollout_options, model)
+    prompts, columns = _prompts(findings, config)
+    reward = setting.reward(config, columns)
+    advantage = setting.function(
+        Advantage, algorithm.advantage.name, "algorithm.advantage", algorithm.advantage.arguments
+    )
+    loss_arguments = [*algorithm.loss.arguments, *_kl_arguments(config)]
+    loss = setting.function(Loss, algorithm.loss.name, "algorithm.loss", loss_arguments)
+    directory = setting.run_directory(
+        {
+            "model.path": config.model.path,
+            "reference.path": config.reference.path,
+            "data.train": config.data.train,
+            "data.validation": config.data.validation,
+        }
+    )
+    findings.raise_problems(setting.source)
+    facts = outline_rl(config, model, prompts, f"{transport} ({reason})", effect_check_every)
+    return Plan(
+        config=config,
+        rollout_options=rollout_options,
+        reference_options=actor_options if uses_reference else {},
+        uses_reference=uses_reference,
+        transport=transport,
+        effect_check_every=effect_check_every,
+        reward=reward,
+        advantage=advantage,
+        loss=loss,
+        samples_per_step=samples_per_step(config),
+        actor_options=actor_options,
+        optimizer_steps=optimizer_steps,
+        **setting.common(facts, directory, (train, rollout)),
+    )
+
+
+def plan_sft(config: SFTConfig, plugins: PluginManager | None = None, config_path: str | Path | None = None) -> SFTPlan:
+    """Check a supervised run; as `plan`."""
+    setting = _Setting(config, plugins, config_path)
+    findings, data, processes = setting.findings, config.data, config.actor.processes
+    train = find_backend(findings, setting.plugins, TrainBackend, config.actor.engine, "actor", setting.device)
+    actor_options = scheduled_options(findings, train, config.actor.engine, config.train.steps)
+    model = setting.model(config)
+    check_rows(findings, config)
+    check_cluster(findings, config.cluster, processes, processes, setting.device)
+    rows = 0
+    with findings.collecting():
+        check_demonstration_file(data.train, data.prompt, data.response)
+        rows = count_rows(data.train)
+    directory = setting.run_directory({"model.path": config.model.path, "data.train": data.train})
+    findings.raise_problems(setting.source)
+    return SFTPlan(
+        config=config,
+        actor_options=actor_options,
+        optimizer_steps=config.train.steps,
+        **setting.common(outline_sft(config, model, rows), directory, (train,)),
+    )
+
+
+class _Setting:
+    """What the checks of one config share: plugins, device, where to import from, what was found."""
+
+    def __init__(self, config: Config | SFTConfig, plugins: PluginManager | None, config_path: str | Path | None):
+        switches = config.plugins
+        self.config = config
+        self.plugins = plugins or configure_plugins(switches.enabled, switches.blocked, switches.strict)
+        self.source = f"the config {config_path}" if config_path else "the config"
+        beside = [str(Path(config_path).absolute().parent)] if config_path else []
+        self.python_path = tuple(dict.fromkeys([os.getcwd(), *beside]))
+        extend_path(self.python_path)
+        self.device, self.device_reason = pick_device(config.cluster.device)
+        self.findings = Findings()
+
+    def common(self, facts: Facts, directory: Path, backends: Sequence[Backend | None]) -> dict[str, Any]:
+        """Fields that every plan has."""
+        owners = [one.plugin.distribution for one in self.plugins.providers() if one.record in backends]
+        facts = [*facts, ("device", f"{self.device} ({self.device_reason})"), ("results", str(directory))]
+        return {
+            "device": self.device,
+            "run_directory": directory,
+            "python_path": self.python_path,
+            "plugin_environment": self.plugins.environment(),
+            "distributions": tuple(dict.fromkeys(owners)),
+            "facts": tuple(facts),
+            "notes": tuple(self.findings.notes),
+        }
+
+    def model(self, config: Config | SFTConfig) -> Mapping[str, Any]:
+        """Check the model and what goes with it; returns its `config.json`, empty after a problem."""
+        model: Mapping[str, Any] = {}
+        path = config.model.path
+        with self.findings.collecting():
+            model = read_model(path)
+            if config.data.chat_template and not has_chat_template(path):
+                raise ConfigError(f"data.chat_template is true, but the tokenizer in {path} has no chat template")
+        if isinstance(config, Config) and config.reference.path:
+            with self.findings.collecting():
+                _check_reference(config.reference.path, model)
+            if not config.algorithm.kl.coefficient:
+                self.findings.note("reference.path is set, but algorithm.kl.coefficient is 0: no reference model runs")
+        return model
+
+    def run_directory(self, needed: Mapping[str, str | None]) -> Path:
+        """Check the run directory; `needed` are the paths the run reads, by config key."""
+        run = self.config.run
+        kept = {key: path for key, path in needed.items() if path}
+        with self.findings.collecting():
+            check_run_directory(run.directory, overwrite=run.overwrite, needed=kept)
+        return Path(run.directory).absolute()
+
+    def reward(self, config: Config, columns: Sequence[str] | None) -> str:
+        """Check the reward against what it will be called with; `columns` is None where the file is unknown."""
+        given = [*REWARD_GETS, *(name for name in columns or () if name not in REWARD_GETS)]
+        arguments = config.reward.arguments
+        if clash := [name for name in arguments if name in given]:
+            self.findings.refuse(
+                f"reward.arguments: a reward already gets {', '.join(map(repr, clash))}, from the run or as a column "
+                f"of {config.data.train}; name the argument differently"
+            )
+        with self.findings.collecting():
+            reference, function = find_function(
+                self.plugins, Reward, config.reward.function, "reward.function", self.python_path, always=True
+            )
+            if function is not None and columns is not None and not clash:
+                named = f"what every reward gets, the columns of {config.data.train} and reward.arguments"
+                cure = "add **columns to it for what it does not use"
+                check_call(function, "reward.function", [*given, *arguments], named, cure=cure)
+            return reference
+        return ""
+
+    def function(self, kind: type[Function], name: str, key: str, given: Sequence[str] | Mapping[str, Any]) -> str:
+        """Check an advantage or a loss against the names of its arguments, `given`."""
+        with self.findings.collecting():
+            reference, function = find_function(
+                self.plugins, kind, name, f"{key}.name", self.python_path, always=bool(given)
+            )
+            if function is not None:
+                named = f"{key}.arguments" + (" and the KL term's" if kind is Loss else "")
+                check_call(function, f"{key}.arguments", given, named, positional=1)
+            return reference
+        return ""
+
+
+def _check_reference(path: str, model: Mapping[str, Any]) -> None:
+    sizes = model.get("vocab_size"), read_model(path, "reference.path").get("vocab_size")
+    if None not in sizes and sizes[0] != sizes[1]:
+        raise ModelError(
+            f"reference.path: {path} has a vocabulary of {sizes[1]} tokens, model.path one of {sizes[0]}: a reference "
+            "scores the actor's tokens, so the two have to share a tokenizer"
+        )
+
+
+def _prompts(findings: Findings, config: Config) -> tuple[int, list[str] | None]:
+    """Check the data files; the number of training prompts, and the columns the reward gets (None: not known)."""
+    data, wanted = config.data, config.train.prompts_per_step
+    rows, columns = 0, None
+    with findings.collecting():
+        columns = [name for name in check_prompt_file(data.train, data.prompt) if name != data.prompt]
+        rows = count_rows(data.train)
+        if rows < wanted:
+            raise ConfigError(f"train.prompts_per_step is {wanted}, and {data.train} holds only {rows} prompts")
+    if data.validation:
+        with findings.collecting():
+            check_prompt_file(data.validation, data.prompt)
+    elif config.train.validate_every:
+        findings.refuse("train.validate_every is set, but there is no file to validate on (data.validation)")
+    return rows, columns
+
+
+def _kl_arguments(config: Config) -> tuple[str, ...]:
+    """Names of the arguments the loss gets if the KL term is its business."""
+    kl = config.algorithm.kl
+    return ("kl_coefficient", "kl_estimator") if kl.coefficient and kl.place == "loss" else ()

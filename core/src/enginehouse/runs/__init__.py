@@ -1,0 +1,9 @@
+"""What a run leaves behind, and what it shows while it runs."""
+
+from enginehouse.runs.clock import StepClock
+from enginehouse.runs.directory import RunDirectory
+from enginehouse.runs.progress import Progress
+from enginehouse.runs.summary import saved_words, summary_lines, summary_panel
+from enginehouse.runs.timeline import Timeline
+
+__all__ = ["Progress", "RunDirectory", "StepClock", "Timeline", "saved_words", "summary_lines", "summary_panel"]

@@ -1,0 +1,155 @@
+"""The run directory: everything a run writes, in one place that can be moved, read and compared.
+
+config.yaml         the config with every default and override; `enginehouse train` reads it back
+run.json            status, command, versions, roles; there from the first moment: it marks the directory as ours
+metrics.jsonl       one line a step
+validation.jsonl    one line a validation
+samples/            what the model said: step-000010.jsonl
+timeline.json       a Chrome trace
+checkpoints/        models in Hugging Face format: step-000250/, whole or not there
+model               a link to the newest of them
+error.txt           the traceback of a run that failed
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from enginehouse.config.places import RUN_MARKER, check_run_directory
+from enginehouse.errors import EnginehouseError
+from enginehouse.runs.clock import StepClock
+from enginehouse.runs.jsonlines import JsonLines, write_json_lines
+from enginehouse.runs.record import RunRecord, Status
+from enginehouse.runs.timeline import Timeline
+from enginehouse.runs.whole import move_into_place, point_to, staging_path, write_whole
+
+log = logging.getLogger(__name__)
+
+
+class RunDirectory:
+    """An open run directory. Make one with `create`, end it with `finish`.
+
+    Attributes:
+        path: absolute path.
+        timeline: the run's timeline.
+        clock: measures steps and phases, onto the timeline.
+        last_step: the last step whose metrics were written; 0 before the first.
+        saved_step: the step of the newest saved model; None before the first.
+    """
+
+    def __init__(self, path: Path, command: Sequence[str] = (), packages: Sequence[str] = ()):
+        self.path = path.absolute()
+        self.record = RunRecord(self.path / RUN_MARKER, command, packages)
+        self.timeline = Timeline(self.path / "timeline.json")
+        self.clock = StepClock(self.timeline)
+        self.last_step = 0
+        self.saved_step: int | None = None
+        self._metrics = JsonLines(self.path / "metrics.jsonl")
+        self._started = time.monotonic()
+
+    @classmethod
+    def create(
+        cls,
+        path: str | Path,
+        config: str,
+        *,
+        overwrite: bool = False,
+        command: Sequence[str] = (),
+        packages: Sequence[str] = (),
+    ) -> RunDirectory:
+        """Make the directory, after deleting what an earlier run left there if `overwrite` says so.
+
+        Args:
+            path: where; parents are made.
+            config: the config as YAML, written to `config.yaml`.
+            overwrite: delete an earlier run.
+            command: how the run was started, for `run.json`.
+            packages: distributions to record the versions of, besides the usual.
+
+        Raises:
+            ConfigError: there is something else, or an earlier run without `overwrite`.
+        """
+        path = Path(path).absolute()
+        check_run_directory(path, overwrite=overwrite)
+        if path.is_dir() and any(path.iterdir()):
+            shutil.rmtree(path)
+        path.mkdir(parents=True, exist_ok=True)
+        run = cls(path, command, packages)
+        write_whole(path / "config.yaml", config)
+        return run
+
+    def describe(self, roles: Any) -> None:
+        """Record in `run.json` which processes the run has, and where; plain data."""
+        self.record.update(roles=roles)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write a step's metrics; they are on their way to disk when this returns."""
+        self._metrics.append({"step": step, "elapsed_seconds": round(time.monotonic() - self._started, 4), **metrics})
+        self.last_step = step
+
+    def log_validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write a validation's metrics to `validation.jsonl`; step 0 is the model as it came."""
+        lines = JsonLines(self.path / "validation.jsonl")
+        lines.append({"step": step, **metrics})
+        lines.close()
+
+    def write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> Path:
+        """Write what the model said in a step, a row a sample: `prompt`, `response`, `reward`, ..."""
+        path = self.path / "samples" / f"step-{step:06d}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        write_json_lines(path, rows)
+        return path
+
+    def model_path(self, step: int) -> Path:
+        """Where to write the model of `step`: a path that does not exist, beside its final place.
+
+        `model_saved` then moves it there. Until that, no one takes it for a model.
+        """
+        return staging_path(self._model(step))
+
+    def model_saved(self, step: int, path: str | Path) -> Path:
+        """Move a wholly written model into its place and return that; `model` points to it from now on.
+
+        Raises:
+            EnginehouseError: nothing is at `path`: workers and controller do not share a file system.
+        """
+        place = self._model(step)
+        if not Path(path).is_dir():
+            raise EnginehouseError(
+                f"the model of step {step} is not at {path}, where the actor was told to write it. Do the actor's node "
+                "and this one share the file system of run.directory? They have to."
+            )
+        move_into_place(Path(path), place)
+        try:
+            point_to(self.path / "model", place)
+        except OSError as error:
+            log.info("no link %s to %s: %s", self.path / "model", place, error)
+        self.saved_step = step
+        return place
+
+    @property
+    def saved_model(self) -> Path | None:
+        """The newest saved model; None if there is none."""
+        return None if self.saved_step is None else self._model(self.saved_step)
+
+    def finish(self, status: Status, error: str | None = None, traceback: str | None = None) -> None:
+        """Write how the run ended and close its files.
+
+        Args:
+            status: `"finished"`, `"interrupted"` or `"failed"`.
+            error: one message, for `run.json`.
+            traceback: written to `error.txt`.
+        """
+        if traceback:
+            write_whole(self.path / "error.txt", traceback)
+        self.timeline.close()
+        self._metrics.close()
+        self.record.finish(status, self.last_step, error)
+
+    def _model(self, step: int) -> Path:
+        return self.path / "checkpoints" / f"step-{step:06d}"

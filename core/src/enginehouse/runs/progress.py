@@ -1,0 +1,184 @@
+"""What a run shows while it runs: a live display on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from enginehouse.runs.history import History
+
+if TYPE_CHECKING:
+    from typing import Self
+
+REFRESHES_PER_SECOND = 4
+LINES_A_RUN = 20
+SECONDS_BETWEEN_LINES = 60.0
+"""Without a terminal a line is printed about `LINES_A_RUN` times a run, and at least this often while steps end."""
+
+Mode = Literal["live", "lines", "quiet"]
+
+
+class Progress:
+    """Shows a run's progress. A context manager: the terminal is as it was when it ends, however it ends.
+
+    `update` only takes figures in. On a terminal a thread of the display's own draws them, four times a second.
+
+    Args:
+        title: the run's name.
+        mode: `"live"`, `"lines"` or `"quiet"`; None: live if the console is a terminal, else lines.
+        console: where to write; None: standard output.
+
+    Attributes:
+        history: the figures taken in.
+    """
+
+    def __init__(self, title: str = "", mode: Mode | None = None, console: Console | None = None):
+        self.console = console or Console(highlight=False)
+        self.mode: Mode = mode or ("live" if self.console.is_terminal else "lines")
+        self.title = title
+        self.history = History()
+        self._task = ""
+        self._task_started = 0.0
+        self._last_line = 0.0
+        self._spinner = Spinner("dots")
+        self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        if self.mode == "live":
+            self._live = Live(
+                console=self.console,
+                get_renderable=self._render,
+                refresh_per_second=REFRESHES_PER_SECOND,
+                transient=True,
+            )
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the display away and give the terminal back; a second call does nothing."""
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+
+    @contextmanager
+    def task(self, what: str) -> Iterator[None]:
+        """Show that something without steps is under way, until `start` or the end of the block."""
+        self._task, self._task_started = what, time.perf_counter()
+        self._line(f"{what} ...")
+        try:
+            yield
+        finally:
+            self._task = ""
+
+    def start(self, steps: int) -> None:
+        """Say how many steps there will be; what `task` announced is done."""
+        if self._task:
+            self._line(f"{self._task}: done in {time.perf_counter() - self._task_started:.1f} s")
+        self._task = ""
+        self._last_line = time.perf_counter()
+        self.history.start(steps)
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take in a step's metrics; `reward/mean`, `loss`, `tokens_per_second` and `time/*` are shown."""
+        self.history.add(step, metrics)
+        if self.mode != "lines":
+            return
+        every = max(1, self.history.steps // LINES_A_RUN)
+        now = time.perf_counter()
+        if step % every == 0 or step in (1, self.history.steps) or now - self._last_line > SECONDS_BETWEEN_LINES:
+            self._last_line = now
+            self._line(self._as_line())
+
+    def validated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take in a validation's metrics."""
+        self.history.validated(step, metrics)
+        self._line(
+            f"validation at step {step}: " + "  ".join(f"{short(name)} {figure(v)}" for name, v in metrics.items())
+        )
+
+    def _line(self, text: str) -> None:
+        if self.mode == "lines":
+            self.console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+    def _as_line(self) -> str:
+        history = self.history
+        parts = [f"step {history.step}/{history.steps}"]
+        parts += [f"{label} {said}" for label, said in self._headline()]
+        parts.append(f"{1 / history.steps_per_second:.3g} s/step" if history.steps_per_second else "")
+        left = history.seconds_left
+        if left:
+            parts.append(f"{clock(left)} left")
+        return "  ".join(filter(None, parts))
+
+    def _headline(self) -> list[tuple[str, str]]:
+        history = self.history
+        shown = []
+        for label, name in (
+            ("reward", history.named("reward/mean")),
+            ("loss", history.named("loss")),
+            ("tokens/s", history.named("tokens_per_second")),
+        ):
+            value = history.now(name) if name else None
+            if value is not None:
+                shown.append((label, f"{value:,.0f}" if label == "tokens/s" else figure(value)))
+        return shown
+
+    def _render(self) -> RenderableType:
+        history = self.history
+        if self._task:
+            self._spinner.update(text=Text(f"{self._task} ({time.perf_counter() - self._task_started:.0f} s)"))
+            return self._spinner
+        if not history.steps:
+            return Text("")
+        bar = Table.grid(padding=(0, 1))
+        bar.add_row(
+            Text(self.title, style="bold"),
+            ProgressBar(total=history.steps, completed=history.step, width=32),
+            Text(f"step {history.step}/{history.steps}"),
+            Text(f"{clock(history.seconds)} gone, {clock(history.seconds_left)} left", style="dim"),
+        )
+        rows: list[RenderableType] = [bar]
+        headline = self._headline()
+        if headline:
+            rows.append(
+                Text.assemble(*(part for one in headline for part in ((one[0] + " ", "dim"), (one[1] + "   ", "bold"))))
+            )
+        phases = "  ".join(f"{name} {seconds:.3g}" for name, seconds in history.phases())
+        if phases:
+            rows.append(Text(f"seconds a step: {phases}", style="dim"))
+        if history.validations:
+            step, metrics = history.validations[-1]
+            said = "  ".join(f"{short(name)} {figure(value)}" for name, value in metrics.items())
+            rows.append(Text(f"validation at step {step}: {said}", style="dim"))
+        return Group(*rows)
+
+
+def figure(value: float) -> str:
+    """A metric as people read it: three digits that matter."""
+    return f"{value:.3f}" if 0.01 <= abs(value) < 1000 or value == 0 else f"{value:.3g}"
+
+
+def short(name: str) -> str:
+    """A metric's name without its prefix."""
+    return name.rpartition("/")[2]
+
+
+def clock(seconds: float | None) -> str:
+    """A duration as hours, minutes and seconds."""
+    return "?" if seconds is None else str(timedelta(seconds=round(seconds)))

@@ -1,0 +1,86 @@
+"""`run.json`: what a run is, how it stands and what it ran on, for people and for later commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from enginehouse.runs.whole import write_whole
+
+Status = Literal["running", "finished", "interrupted", "failed"]
+
+PACKAGES = ("enginehouse", "torch", "transformers", "ray", "pluggy", "pydantic", "datasets", "safetensors")
+"""Distributions whose versions every run records, besides those that plugins add."""
+
+
+class RunRecord:
+    """The content of `run.json`, rewritten whole whenever it changes. A run that was killed still says `running`.
+
+    Args:
+        path: the file.
+        command: how the run was started.
+        packages: further distributions to record the versions of.
+    """
+
+    def __init__(self, path: Path, command: Sequence[str], packages: Sequence[str] = ()):
+        self.path = path
+        self._started = time.monotonic()
+        self.content: dict[str, Any] = {
+            "status": "running",
+            "started": _now(),
+            "command": list(command),
+            "directory": os.getcwd(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "python": platform.python_version(),
+            "interpreter": sys.executable,
+            "versions": versions((*PACKAGES, *packages)),
+        }
+        self._write()
+
+    def update(self, **content: Any) -> None:
+        """Add or replace entries."""
+        self.content |= content
+        self._write()
+
+    def finish(self, status: Status, steps: int, error: str | None) -> None:
+        """Say how the run ended, after how many steps, and why if it failed."""
+        ended: Mapping[str, Any] = {
+            "status": status,
+            "ended": _now(),
+            "seconds": round(time.monotonic() - self._started, 3),
+            "steps": steps,
+        }
+        self.update(**ended, **({"error": error} if error else {}))
+
+    @property
+    def status(self) -> Status:
+        """How the run stands."""
+        return self.content["status"]
+
+    def _write(self) -> None:
+        write_whole(self.path, json.dumps(self.content, indent=2, default=str) + "\n")
+
+
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """Versions of those of `packages` that are installed, without importing any."""
+    found = {}
+    for name in packages:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

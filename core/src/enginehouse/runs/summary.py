@@ -1,0 +1,96 @@
+"""A run's last words: how it ended, what it reached, where everything is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from enginehouse.runs.progress import clock, figure
+
+if TYPE_CHECKING:
+    from enginehouse.runs.directory import RunDirectory
+    from enginehouse.runs.history import History
+    from enginehouse.runs.record import Status
+
+_STYLE = {"finished": "green", "interrupted": "yellow", "failed": "red"}
+
+
+def summary_facts(run: RunDirectory, history: History, status: Status) -> list[tuple[str, str]]:
+    """What there is to say of a run that has ended, as `(label, sentence)`."""
+    facts = [("outcome", f"{status} after {run.last_step} of {history.steps} steps")]
+    if not run.last_step:
+        facts = [("outcome", f"{status} before the first step ended")]
+    for label, name in (("reward", history.named("reward/mean")), ("loss", history.named("loss"))):
+        if name and (change := history.change(name)):
+            first, last, count = change
+            over = f"means of the first and the last {count} steps" if count > 1 else "the first and the last step"
+            facts.append((label, f"{figure(first)} -> {figure(last)} ({over})"))
+    if history.validations:
+        step, metrics = history.validations[-1]
+        first_step, first_metrics = history.validations[0]
+        for name, value in metrics.items():
+            before = f"{figure(first_metrics[name])} at step {first_step} -> " if first_step != step else ""
+            facts.append((name, f"{before}{figure(value)} at step {step}"))
+    if history.steps_per_second:
+        facts.append(("speed", f"{history.steps_per_second:.3g} steps/s, {clock(history.seconds)} in all"))
+    facts.append(("saved", _saved(run)))
+    facts.append(("results", shown(run.path)))
+    return facts
+
+
+def next_steps(run: RunDirectory) -> list[str]:
+    """What one may want to do now, with this run's own paths."""
+    hints = []
+    samples = sorted((run.path / "samples").glob("*.jsonl")) if (run.path / "samples").is_dir() else []
+    if samples:
+        hints.append(f"read what the model said: {shown(samples[-1])}")
+    if run.last_step:
+        hints.append(f"see where the time went: open {shown(run.timeline.path)} in https://ui.perfetto.dev")
+    if run.saved_model:
+        link = run.path / "model"
+        model = shown(link if link.exists() else run.saved_model)
+        hints.append(f"use the model: AutoModelForCausalLM.from_pretrained({model!r})")
+    return hints
+
+
+def summary_panel(run: RunDirectory, history: History, status: Status) -> RenderableType:
+    """`summary_facts` and `next_steps` in a frame."""
+    table = Table.grid(padding=(0, 2))
+    for label, said in summary_facts(run, history, status):
+        table.add_row(Text(label, style="dim"), Text(said, overflow="fold"))
+    for index, hint in enumerate(next_steps(run)):
+        table.add_row(Text("next" if index == 0 else "", style="dim"), Text(hint, overflow="fold"))
+    return Panel(
+        table, title=Text(f"{run.path.name}: {status}", style="bold"), border_style=_STYLE.get(status, ""), expand=False
+    )
+
+
+def summary_lines(run: RunDirectory, history: History, status: Status) -> list[str]:
+    """The same as plain lines, for a log."""
+    facts = summary_facts(run, history, status) + [("next", hint) for hint in next_steps(run)]
+    return [f"{label}: {said}" for label, said in facts]
+
+
+def saved_words(run: RunDirectory) -> str:
+    """What of a run is on disk, in one sentence."""
+    return f"Saved: {_saved(run)}. It is all in {shown(run.path)}"
+
+
+def shown(path: Path) -> str:
+    """A path relative to the current directory where that is shorter."""
+    relative = os.path.relpath(path)
+    return relative if len(relative) < len(str(path)) else str(path)
+
+
+def _saved(run: RunDirectory) -> str:
+    steps = "1 step" if run.last_step == 1 else f"{run.last_step} steps"
+    metrics = f"metrics of {steps}" if run.last_step else "no metrics yet"
+    if run.saved_step is None:
+        return f"{metrics}, no model"
+    return f"{metrics}, the model of step {run.saved_step}"

@@ -1,0 +1,119 @@
+"""A run's timeline: who did what when, as a Chrome trace for https://ui.perfetto.dev or chrome://tracing."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+FLUSH_SECONDS = 1.0
+"""Spans are written at most this often."""
+MOST_SPANS = 500_000
+"""A trace of more spans than this opens in no viewer; the rest of the run is left out and the trace says so."""
+
+_END = b"\n]\n"
+
+
+class Timeline:
+    """Spans on named tracks, in a file that is valid JSON after every write, also if the process is then killed.
+
+    Safe to call from several threads. Times are `time.monotonic()` seconds; the trace counts from its making.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.dropped = 0
+        self._origin = time.monotonic()
+        self._lock = threading.Lock()
+        self._waiting: list[dict[str, Any]] = []
+        self._written = 0
+        self._last_flush = 0.0
+        self._tracks: dict[str, int] = {}
+        self._lane_ends: dict[str, list[float]] = {}
+        self._file = path.open("wb")
+        first = {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "enginehouse"}}
+        self._file.write(b"[\n" + json.dumps(first).encode() + _END)
+        self._file.flush()
+
+    def span(self, name: str, started: float, ended: float, track: str = "controller", **details: Any) -> None:
+        """Add a span. Spans of one track must nest; `call` is for those that may overlap.
+
+        Args:
+            name: what was done.
+            started: when, in seconds of `time.monotonic()`.
+            ended: likewise.
+            track: the row it is drawn in.
+            details: shown when the span is clicked; plain data.
+        """
+        with self._lock:
+            self._add(name, started, ended, track, details)
+
+    def call(self, group: str, method: str, call: int, start_ns: int, end_ns: int) -> None:
+        """Add a worker group's call; calls that overlap get rows of their own.
+
+        A listener for `enginehouse.controller.tracing.add_listener`; times are `time.monotonic_ns()`.
+        """
+        started, ended = start_ns / 1e9, end_ns / 1e9
+        with self._lock:
+            lanes = self._lane_ends.setdefault(group, [])
+            lane = next((index for index, end in enumerate(lanes) if end <= started), len(lanes))
+            if lane == len(lanes):
+                lanes.append(ended)
+            lanes[lane] = ended
+            self._add(method, started, ended, group if lane == 0 else f"{group} ({lane + 1})", {"call": call})
+
+    def flush(self) -> None:
+        """Write what is waiting."""
+        with self._lock:
+            self._flush()
+
+    def close(self) -> None:
+        """Write what is waiting and close the file; later spans are dropped."""
+        with self._lock:
+            if self._file.closed:
+                return
+            if self.dropped:
+                self._event({"name": f"{self.dropped} later spans left out", "ph": "i", "s": "g", "ts": self._now()})
+            self._flush()
+            self._file.close()
+
+    def _now(self) -> float:
+        return round((time.monotonic() - self._origin) * 1e6, 1)
+
+    def _add(self, name: str, started: float, ended: float, track: str, details: dict[str, Any]) -> None:
+        if self._file.closed or self._written + len(self._waiting) >= MOST_SPANS:
+            self.dropped += 1
+            return
+        if track not in self._tracks:
+            self._tracks[track] = number = len(self._tracks) + 1
+            self._event({"name": "thread_name", "ph": "M", "tid": number, "args": {"name": track}})
+            self._event({"name": "thread_sort_index", "ph": "M", "tid": number, "args": {"sort_index": number}})
+        event: dict[str, Any] = {
+            "name": name,
+            "ph": "X",
+            "tid": self._tracks[track],
+            "ts": round((started - self._origin) * 1e6, 1),
+            "dur": round((ended - started) * 1e6, 1),
+        }
+        if details:
+            event["args"] = details
+        self._event(event)
+        if ended - self._last_flush >= FLUSH_SECONDS:
+            self._last_flush = ended
+            self._flush()
+
+    def _event(self, event: dict[str, Any]) -> None:
+        self._waiting.append({**event, "pid": 1})
+
+    def _flush(self) -> None:
+        if not self._waiting or self._file.closed:
+            return
+        text = b"".join(b",\n" + json.dumps(event, default=str).encode() for event in self._waiting)
+        # One write over the closing bracket, bracket included: there is no moment at which the file lacks it.
+        self._file.seek(-len(_END), 2)
+        self._file.write(text + _END)
+        self._file.flush()
+        self._written += len(self._waiting)
+        self._waiting.clear()
