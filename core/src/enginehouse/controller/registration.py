@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Any, TypeVar, overload
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -14,7 +14,7 @@ MARK = "__enginehouse_call__"
 COLLECT_RULES = ("list", "concat", "first", "merge")
 
 
-class Dispatch(str, Enum):
+class Dispatch(StrEnum):
     """The built-in dispatch modes; a plain string does as well."""
 
     ONE_TO_ALL = "one_to_all"
@@ -23,7 +23,7 @@ class Dispatch(str, Enum):
     DP = "dp"
 
 
-class Execute(str, Enum):
+class Execute(StrEnum):
     """Which ranks execute a call; a plain string does as well."""
 
     ALL = "all"

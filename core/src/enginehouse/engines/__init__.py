@@ -1,0 +1,67 @@
+"""What an engine must do: the protocols, and the plain data that crosses them.
+
+Options that all backends share are in `enginehouse.engines.options`, apart, because they import pydantic.
+"""
+
+from enginehouse.engines.mesh import Mesh
+from enginehouse.engines.model import ModelSpec, ProcessContext
+from enginehouse.engines.rollout import (
+    Completion,
+    Endpoint,
+    GenerateRequest,
+    GenerateResult,
+    Health,
+    RolloutEngine,
+    SamplingParams,
+)
+from enginehouse.engines.train import (
+    LossSpec,
+    LossValue,
+    Mean,
+    Metrics,
+    Outputs,
+    TokenView,
+    TrainEngine,
+    merge_metrics,
+)
+from enginehouse.engines.weights import (
+    ParamMeta,
+    TransferPlan,
+    TransportSession,
+    WeightChunk,
+    WeightSource,
+    WeightState,
+    WeightSyncError,
+    WeightTransport,
+    WeightUpdate,
+)
+
+__all__ = [
+    "Completion",
+    "Endpoint",
+    "GenerateRequest",
+    "GenerateResult",
+    "Health",
+    "LossSpec",
+    "LossValue",
+    "Mean",
+    "Mesh",
+    "Metrics",
+    "ModelSpec",
+    "Outputs",
+    "ParamMeta",
+    "ProcessContext",
+    "RolloutEngine",
+    "SamplingParams",
+    "TokenView",
+    "TrainEngine",
+    "TransferPlan",
+    "TransportSession",
+    "WeightChunk",
+    "WeightSource",
+    "WeightState",
+    "WeightSyncError",
+    "WeightTransport",
+    "WeightUpdate",
+    "merge_metrics",
+]

@@ -30,8 +30,8 @@ ASYNC_CALLS = 32
 """Most async calls a process runs at once; more wait their turn."""
 SETTLE_SECONDS = 10.0
 """How long a call waits for ranks that are still busy with an earlier one that failed elsewhere."""
-CLOSE_BROKEN_SECONDS = 3.0
-"""How long the healthy ranks of a broken group get to clean up."""
+HURRY_SECONDS = 3.0
+"""How long workers get to shut down where the group is broken or the run was interrupted."""
 
 
 class RayCall:
@@ -68,6 +68,9 @@ class RayCall:
                 found = self.processes.late(self)
         except Exception as error:
             found = self.processes.failed(self, error)
+        except BaseException:
+            self.processes.hurry()
+            raise
         if found is not None:
             raise found  # here, so that its cause stays the worker's traceback and Ray's own error is not shown
         if len(values) == len(self.processes.places):
@@ -108,6 +111,7 @@ class RayProcesses:
         self._broken: str | None = None
         self._stragglers: tuple[RayCall, tuple[int, ...]] | None = None
         self._stuck: set[int] = set()
+        self._in_a_hurry = False
         self._local: dict[int, psutil.Process] = {}
         self._actors: list[Any] = []
         self._meshes: dict[str, list[Mesh | None]] = {}
@@ -253,6 +257,10 @@ class RayProcesses:
 
     # Failing
 
+    def hurry(self) -> None:
+        """Somebody pressed Ctrl-C while ranks were busy: they may not get to an orderly end in the usual time."""
+        self._in_a_hurry = True
+
     def late(self, call: RayCall) -> WorkerError:
         """The error of a call whose deadline passed; breaks the group."""
         diagnosis = self._diagnosis(call)
@@ -310,10 +318,12 @@ class RayProcesses:
         with self._lock:
             if not self._actors:
                 return
+            if self._broken or self._stragglers or self._in_a_hurry:
+                timeout = min(timeout, HURRY_SECONDS)
             if ray.is_initialized():
-                self._close_workers(min(timeout, CLOSE_BROKEN_SECONDS) if self._broken or self._stragglers else timeout)
+                self._close_workers(timeout)
             self._broken = self._broken or f"{self.options.name} was shut down"
-            self._kill(patience=max(timeout / 2, 2.0))
+            self._kill(patience=2.0)
 
     def _close_workers(self, timeout: float) -> None:
         import ray
