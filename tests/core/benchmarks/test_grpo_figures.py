@@ -35,7 +35,7 @@ def test_each_program_counts_by_its_best_side_and_its_median_round():
 
 def test_a_row_shows_the_spread_of_the_rounds():
     shown = row(side("TRL", 0.12, 0.11, 0.30), [0.9, 0.93, 0.92])
-    assert (shown["ms_a_step"], shown["fastest"], shown["slowest"]) == pytest.approx((120, 110, 300))
+    assert (shown["ms_a_step"], shown["fastest_round"], shown["slowest_round"]) == pytest.approx((120, 110, 300))
 
 
 def test_a_step_of_ours_lasts_from_line_to_line_of_the_metrics(tmp_path):

@@ -1,0 +1,54 @@
+"""Python environments of a benchmark's own: made once under `.venvs/`, keyed by what they hold."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+ROOT = Path(__file__).resolve().parent.parent
+CONSTRAINTS = ROOT / "constraints.txt"
+
+
+def environment(name: str, *installs: Sequence[str], keyed_by: Sequence[Path] = ()) -> Path:
+    """Return the Python of the environment `name`, making it first if it does not stand.
+
+    Args:
+        name: what it is for; the first part of its directory's name.
+        installs: arguments of `pip install`, one call each, in order. All are constrained by `constraints.txt`.
+        keyed_by: files whose contents the environment depends on besides `installs` and the constraints.
+
+    Raises:
+        subprocess.CalledProcessError: an install failed; `install.log` says how, and a later call begins anew.
+    """
+    key = hashlib.sha256(repr((sys.version_info[:2], installs)).encode())
+    for file in (CONSTRAINTS, *keyed_by):
+        key.update(file.read_bytes())
+    directory = ROOT / ".venvs" / f"{name}-{key.hexdigest()[:10]}"
+    python, finished = directory / "bin" / "python", directory / "finished"
+    if finished.exists():
+        return python
+    logger.info("making the Python environment %s (once; takes minutes)", directory)
+    shutil.rmtree(directory, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "venv", str(directory)], check=True)
+    pip = [str(python), "-m", "pip", "install", "-c", str(CONSTRAINTS)]
+    with (directory / "install.log").open("w") as log:
+        for install in installs:
+            subprocess.run([*pip, *install], check=True, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+    finished.touch()
+    return python
+
+
+def versions(python: Path, *distributions: str) -> dict[str, str]:
+    """Versions of installed distributions in the environment of `python`."""
+    program = "import sys, importlib.metadata as m; print('\\n'.join(m.version(d) for d in sys.argv[1:]))"
+    output = subprocess.run(
+        [str(python), "-c", program, *distributions], check=True, capture_output=True, text=True
+    ).stdout
+    return dict(zip(distributions, output.split(), strict=True))
