@@ -17,7 +17,11 @@ class Launcher:
     def __call__(self, cls, *args, processes=2, env=None, distributed=False, **options) -> WorkerGroup:
         pool = ResourcePool([processes], cpus_per_process=0.25)
         spec = WorkerSpec(cls, *args).options(distributed=distributed, env=env)
-        group = WorkerGroup(pool, spec, **options)
+        try:
+            group = WorkerGroup(pool, spec, **options)
+        except BaseException:
+            pool.shutdown()
+            raise
         self._launched.append((group, pool))
         return group
 

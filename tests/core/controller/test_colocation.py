@@ -79,7 +79,7 @@ def test_roles_must_agree_on_their_process(ray_cluster):
         colocate(None, {})
 
 
-def test_async_methods_run_at_once_on_one_loop_beside_sync_ones(launch):
+def test_async_methods_run_at_once_on_one_loop_beside_sync_ones_and_raise_like_them(launch):
     group = launch(Meeting, processes=1, name="meeting")
     waiting = group.call("block_until_arrived", 3, blocking=False)
     arrivals = [group.call("arrive", 3, blocking=False) for _ in range(3)]

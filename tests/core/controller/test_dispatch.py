@@ -18,7 +18,7 @@ from enginehouse.controller.registration import CallSpec
 from enginehouse.data import Batch
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.train import Mean
-from enginehouse.plugin import PluginLookupError
+from enginehouse.plugin import DispatchMode, PluginLookupError
 
 
 def group_of(world_size: int, sizes: dict[str, int] | None = None) -> SimpleNamespace:
@@ -100,6 +100,17 @@ def test_metrics_merge_as_means():
 def test_an_unknown_mode_names_the_known_ones_when_called():
     with pytest.raises(PluginLookupError, match="unheard_of"):
         resolve_mode(CallSpec("unheard_of"))
+
+
+def test_a_mode_that_a_plugin_registered_is_found_by_name(monkeypatch):
+    record = DispatchMode(
+        name="pairs", dispatch="controller_workers:repeat_pairs", collect="controller_workers:as_they_are"
+    )
+    found = SimpleNamespace(get=lambda kind, name: {(DispatchMode, "pairs"): record}[kind, name])
+    monkeypatch.setattr("enginehouse.plugin.plugins", lambda: found)
+    mode = resolve_mode(CallSpec("pairs"))
+    assert mode.dispatch(group_of(3), [1, 2]) == [((1,), {}), ((2,), {}), ((1,), {})]
+    assert mode.collect(group_of(3), [7, 8, 9], [0, 1, 2]) == [7, 8, 9]
 
 
 def test_payloads_are_measured_through_containers():

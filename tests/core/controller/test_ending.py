@@ -83,7 +83,7 @@ def test_ctrl_c_reaches_only_the_driver_and_everything_ends():
     started = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)  # what a terminal does
     _, err = process.communicate(timeout=60)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 10
     assert err.rstrip().endswith("KeyboardInterrupt")
     assert "WorkerDied" not in err
     assert not any(_alive(pid) for pid in pids)

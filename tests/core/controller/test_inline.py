@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -109,3 +110,17 @@ def test_roles_can_be_colocated(inline):
 def test_only_one_process_fits(inline):
     with pytest.raises(ControllerError, match=r"one process.* has 2"):
         WorkerGroup(ResourcePool([2]), WorkerSpec(Trouble), launcher="inline")
+
+
+def test_observers_are_told_of_each_call(inline, monkeypatch):
+    told = []
+    observers = SimpleNamespace(observes=lambda event: True, observe=lambda event, **facts: told.append((event, facts)))
+    group = inline(Trouble, name="told")
+    monkeypatch.setattr("enginehouse.controller.tracing.plugins", lambda: observers)
+    group.fine()
+    with pytest.raises(ValueError, match="bad value"):
+        group.raise_on(0)
+    assert [event for event, _ in told] == ["call_dispatched", "call_collected"] * 2
+    assert {facts["group"] for _, facts in told} == {"told"}
+    assert told[1][1]["seconds"] > 0
+    assert told[0][1]["call"] == told[1][1]["call"] < told[2][1]["call"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from controller_workers import Accumulator, Plain
 
@@ -74,3 +77,8 @@ def test_a_registered_method_cannot_hide_the_groups_own(name):
     cls = type("Bad", (Worker,), {name: register(lambda self: None)})
     with pytest.raises(ControllerError, match=name):
         WorkerGroup(None, WorkerSpec(cls), launcher="inline")
+
+
+def test_importing_the_controller_imports_neither_ray_nor_torch():
+    program = "import sys, enginehouse.controller; sys.exit('ray' in sys.modules or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

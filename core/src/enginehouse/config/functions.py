@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from enginehouse.errors import ConfigError
+from enginehouse.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from enginehouse.plugin import Function, PluginManager
@@ -41,7 +41,11 @@ def find_function(
     """
     prefix, colon, _ = name.partition(":")
     if not colon or any(plugin.distribution == prefix for plugin in plugins.plugins):
-        reference = plugins.get(kind, name).function
+        try:
+            reference = plugins.get(kind, name).function
+        except UserError as error:
+            error.args = (f"{key}: {error}", *error.args[1:])
+            raise
         return reference, import_function(reference, key, python_path) if always else None
     return name, import_function(name, key, python_path)
 

@@ -13,6 +13,8 @@ import logging
 import time
 from collections.abc import Callable
 
+from enginehouse.plugin import plugins
+
 log = logging.getLogger(__name__)
 
 Listener = Callable[[str, str, int, int, int], None]
@@ -38,8 +40,6 @@ class CallTrace:
     __slots__ = ("_ended", "call", "group", "method", "start_ns")
 
     def __init__(self, group: str, method: str):
-        from enginehouse.plugin import plugins
-
         self.group = group
         self.method = method
         self.call = next(_numbers)
@@ -61,8 +61,6 @@ class CallTrace:
             except Exception:
                 _listeners.remove(listener)
                 log.warning("a listener of worker-group calls failed and is not called again", exc_info=True)
-        from enginehouse.plugin import plugins
-
         manager = plugins()
         if manager.observes("call_collected"):
             seconds = (end_ns - self.start_ns) / 1e9

@@ -6,6 +6,7 @@ read it without a copy. A `Future` is passed on by reference where its output is
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -17,11 +18,13 @@ from enginehouse.controller.launchers.host import Late, Shared
 STORE_BYTES = 64 * 1024
 """Arguments of at least this size that several ranks receive are stored once."""
 
+_PLAIN = frozenset({type(None), bool, int, float, str})
+
 
 def encode(role: str, method: str, calls: Sequence[Call | None], keep: frozenset[int]) -> list[tuple[Any, ...] | None]:
     """For each rank the arguments of `Host.call`: the head and what travels beside it; None for a rank not called."""
-    if all(call is None or not (call[0] or call[1]) for call in calls):
-        return [None if call is None else ((role, method, rank in keep, (), {}),) for rank, call in enumerate(calls)]
+    if all(call is None or _is_plain(call) for call in calls):
+        return _encode_plain(role, method, calls, keep)
     receivers = Counter(id(value) for call in calls if call is not None for value in _values(call))
     stored: dict[int, Any] = {}
     encoded: list[tuple[Any, ...] | None] = []
@@ -46,6 +49,27 @@ def encode(role: str, method: str, calls: Sequence[Call | None], keep: frozenset
         kwargs = {name: stand_in(value) for name, value in call[1].items()}
         encoded.append(((role, method, rank in keep, args, kwargs), *beside))
     return encoded
+
+
+def _encode_plain(
+    role: str, method: str, calls: Sequence[Call | None], keep: frozenset[int]
+) -> list[tuple[Any, ...] | None]:
+    """Pickle once, here, what several ranks get: Ray sends bytes on as they are, which costs it a third of a tuple."""
+    pickled: dict[tuple[int, bool], bytes] = {}
+    encoded: list[tuple[Any, ...] | None] = []
+    for rank, call in enumerate(calls):
+        if call is None:
+            encoded.append(None)
+            continue
+        kind = (id(call), rank in keep)
+        if kind not in pickled:
+            pickled[kind] = pickle.dumps((role, method, rank in keep, *call))
+        encoded.append((pickled[kind],))
+    return encoded
+
+
+def _is_plain(call: Call) -> bool:
+    return all(type(value) in _PLAIN for value in _values(call))
 
 
 def payload_bytes(value: Any, depth: int = 3) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -125,9 +126,9 @@ class Host:
         finally:
             self._running.pop(threading.get_ident(), None)
 
-    def call(self, head: tuple[Any, ...], *shared: Any) -> Any:
-        """Run a sync method. `head` is role, method, whether to return the result, args, kwargs."""
-        role, method, keep, args, kwargs = head
+    def call(self, head: bytes | tuple[Any, ...], *shared: Any) -> Any:
+        """Run a sync method. `head`, pickled or not, is role, method, whether to return the result, args, kwargs."""
+        role, method, keep, args, kwargs = _unpacked(head)
         thread = threading.get_ident()
         self._running[thread] = f"{method!r}"
         try:
@@ -140,9 +141,9 @@ class Host:
         finally:
             del self._running[thread]
 
-    def call_async(self, head: tuple[Any, ...], *shared: Any) -> Any:
+    def call_async(self, head: bytes | tuple[Any, ...], *shared: Any) -> Any:
         """Run an async method on the event loop; this thread waits for it."""
-        role, method, keep, args, kwargs = head
+        role, method, keep, args, kwargs = _unpacked(head)
         try:
             if args or kwargs:
                 args, kwargs = _resolved(args, kwargs, shared)
@@ -172,6 +173,10 @@ class Host:
         if isinstance(passed_on, WorkerFailure):
             return passed_on  # an argument was the output of a call that had failed on another worker
         return WorkerFailure.of(error, role, self._rank, self._node, os.getpid(), method, self._recent.lines())
+
+
+def _unpacked(head: bytes | tuple[Any, ...]) -> tuple[Any, ...]:
+    return pickle.loads(head) if isinstance(head, bytes) else head
 
 
 def _resolved(

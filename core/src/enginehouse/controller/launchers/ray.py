@@ -118,7 +118,8 @@ class RayProcesses:
         deadline = time.monotonic() + options.start_timeout
         slots = pool.occupy(options.name)
         try:
-            self._actors = [self._actor(rank, slot, len(slots)) for rank, slot in enumerate(slots)]
+            host = self._host_class()
+            self._actors = [self._actor(host, rank, slot, len(slots)) for rank, slot in enumerate(slots)]
             self._lanes = {
                 "main": [actor.call for actor in self._actors],
                 "loop": [actor.call_async for actor in self._actors],
@@ -136,24 +137,25 @@ class RayProcesses:
 
     # Starting
 
-    def _actor(self, rank: int, slot: Slot, world_size: int) -> Any:
+    def _host_class(self) -> Any:
         import ray
+
+        return ray.remote(  # type: ignore[call-overload]
+            max_restarts=0,
+            max_task_retries=0,
+            concurrency_groups={"loop": ASYNC_CALLS, "control": 1},
+            **self._runtime_env(),
+        )(_with_lanes(Host))
+
+    def _actor(self, host: Any, rank: int, slot: Slot, world_size: int) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         from enginehouse.plugin import plugins
 
         variables = {"OMP_NUM_THREADS": str(self.options.threads), **plugins().environment()}
         placed = PlacementGroupSchedulingStrategy(slot.placement_group, placement_group_bundle_index=slot.bundle)
-        host = ray.remote(  # type: ignore[call-overload]
-            num_cpus=slot.cpus,
-            num_gpus=slot.gpus,
-            max_restarts=0,
-            max_task_retries=0,
-            concurrency_groups={"loop": ASYNC_CALLS, "control": 1},
-            scheduling_strategy=placed,
-            **self._runtime_env(),
-        )(_with_lanes(Host))
-        return host.remote(self.options.name, rank, world_size, variables, log_level_for_workers())
+        placed_host = host.options(num_cpus=slot.cpus, num_gpus=slot.gpus, scheduling_strategy=placed)
+        return placed_host.remote(self.options.name, rank, world_size, variables, log_level_for_workers())
 
     def _runtime_env(self) -> dict[str, Any]:
         """Only what must hold before the interpreter starts goes through Ray: it costs the process its warm start."""
