@@ -6,6 +6,9 @@ import importlib.util
 import os
 import re
 from pathlib import Path
+from typing import Literal
+
+from enginehouse.engines.model import Device
 
 
 def visible_gpus() -> int:
@@ -26,7 +29,7 @@ def torch_has_cuda() -> bool:
     return any((libraries / name).exists() for name in ("libtorch_cuda.so", "torch_cuda.dll", "libtorch_hip.so"))
 
 
-def pick_device(wanted: str) -> tuple[str, str]:
+def pick_device(wanted: Literal["auto", "cpu", "cuda"]) -> tuple[Device, str]:
     """Resolve `cluster.device`.
 
     Args:

@@ -37,6 +37,7 @@ from enginehouse.config.places import check_run_directory, has_chat_template, re
 from enginehouse.config.rows import count_rows
 from enginehouse.config.schema import Config, SFTConfig
 from enginehouse.data import check_demonstration_file, check_prompt_file
+from enginehouse.engines.model import Device
 from enginehouse.errors import ConfigError, ModelError
 from enginehouse.plugin import Advantage, Function, Loss, Reward, RolloutBackend, TrainBackend, configure_plugins
 
@@ -55,7 +56,6 @@ class RunPlan:
         device: torch device type of every engine, `"cpu"` or `"cuda"`.
         run_directory: absolute path.
         python_path: directories that workers import the user's own functions from.
-        plugin_environment: environment variables that make a worker load the same plugins.
         distributions: distributions of the backends used, for the record of versions.
         actor_options: the training backend's options, checked and complete, as plain data.
         optimizer_steps: of the whole run.
@@ -63,10 +63,9 @@ class RunPlan:
         notes: what the user may not have expected.
     """
 
-    device: str
+    device: Device
     run_directory: Path
     python_path: tuple[str, ...]
-    plugin_environment: Mapping[str, str]
     distributions: tuple[str, ...]
     actor_options: dict[str, Any]
     optimizer_steps: int
@@ -229,7 +228,6 @@ class _Setting:
             "device": self.device,
             "run_directory": directory,
             "python_path": self.python_path,
-            "plugin_environment": self.plugins.environment(),
             "distributions": tuple(dict.fromkeys(owners)),
             "facts": tuple(facts),
             "notes": tuple(self.findings.notes),

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 from enginehouse.controller.errors import ControllerError
 from enginehouse.controller.group import WorkerGroup, launch, reserve_names
-from enginehouse.controller.launchers.interface import Device, LaunchOptions
+from enginehouse.controller.launchers.interface import LaunchOptions
 from enginehouse.controller.pool import ResourcePool
 from enginehouse.controller.worker import WorkerSpec
+from enginehouse.engines.model import Device
 
 
 def colocate(

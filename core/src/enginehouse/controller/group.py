@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from enginehouse.controller.dispatch import Call, Mode, resolve_mode
 from enginehouse.controller.errors import ControllerError, DispatchError, GroupClosed
 from enginehouse.controller.future import Future
-from enginehouse.controller.launchers.interface import Device, Lane, LaunchOptions, Processes
+from enginehouse.controller.launchers.interface import Lane, LaunchOptions, Processes
 from enginehouse.controller.layout import DataLayout
 from enginehouse.controller.pool import ResourcePool
 from enginehouse.controller.registration import CallSpec, is_async, registered_methods
 from enginehouse.controller.tracing import CallTrace
 from enginehouse.controller.worker import WorkerSpec
 from enginehouse.engines.mesh import Mesh
+from enginehouse.engines.model import Device
 
 
 class WorkerGroup:
@@ -240,6 +241,10 @@ class WorkerGroup:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.shutdown()
+
+    if TYPE_CHECKING:  # registered methods appear on the group when it is made
+
+        def __getattr__(self, method: str) -> GroupMethod: ...
 
     def __repr__(self) -> str:
         return f"WorkerGroup({self.name!r}, {self._cls.__name__} x {self.world_size})"

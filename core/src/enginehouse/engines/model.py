@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+Device = Literal["cpu", "cuda"]
+"""A torch device type."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
@@ -50,7 +53,7 @@ class ProcessContext:
     world_size: int = 1
     local_rank: int = 0
     node: str = "localhost"
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: Device = "cpu"
     seed: int = 0
     labels: Mapping[str, Any] = field(default_factory=dict)
 

@@ -28,9 +28,7 @@ class TrainOptions(EngineOptions):
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients with a larger norm are scaled down to it")
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay after the warm-up")
-    total_steps: int | None = Field(
-        None, gt=0, description="Optimizer steps of the run; unset: all of them"
-    )
+    total_steps: int | None = Field(None, gt=0, description="Optimizer steps of the run; unset: all of them")
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Where the decay ends, as a part of lr")
     tokens_per_microbatch: int = Field(16384, gt=0, description="Most padded tokens in one forward and backward pass")
 

@@ -65,7 +65,7 @@ def place(plan: Plan, probe: Sequence[Sequence[int]]) -> Iterator[Roles]:
     actor = _train_spec(plan, config.actor.engine.backend, config.model.path, plan.actor_options)
     rollout = WorkerSpec(
         RolloutWorker, config.rollout.engine.backend, _model_spec(config.model, config.model.path), plan.rollout_options
-    ).options(env=_environment(plan))
+    )
     specs = {"actor": actor}
     if plan.uses_reference:
         path = config.reference.path or config.model.path
@@ -132,16 +132,8 @@ def _colocated(plan: Plan | SFTPlan, specs: dict[str, WorkerSpec], processes: in
 
 
 def _train_spec(plan: Plan | SFTPlan, backend: str, path: str, options: dict[str, Any]) -> WorkerSpec:
-    return WorkerSpec(TrainWorker, backend, _model_spec(plan.config.model, path), options).options(
-        env=_environment(plan)
-    )
+    return WorkerSpec(TrainWorker, backend, _model_spec(plan.config.model, path), options)
 
 
 def _model_spec(model: Model, path: str) -> ModelSpec:
     return ModelSpec(path=os.path.abspath(path), dtype=model.dtype, trust_remote_code=model.trust_remote_code)
-
-
-def _environment(plan: Plan | SFTPlan) -> dict[str, str]:
-    """What a worker's environment needs: where the user's own functions are imported from, and the plugin switches."""
-    path = [*plan.python_path, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {"PYTHONPATH": os.pathsep.join(path), **plan.plugin_environment}

@@ -31,11 +31,11 @@ def enginehouse_register_transports(register):
 def enginehouse_pick_transport(cluster, transports):
     """The first transport, core's own before others, with the shortest reach that suffices."""
     if cluster.colocated:
-        where, reaches = "in one process (rollout.placement: colocated)", (SAME_PROCESS,)
+        where, reaches = "in one process (rollout.placement: colocated)", [SAME_PROCESS]
     elif cluster.hosts == 1:
-        where, reaches = "in processes of one host", (SAME_HOST, CROSS_HOST)
+        where, reaches = "in processes of one host", [SAME_HOST, CROSS_HOST]
     else:
-        where, reaches = f"spread over {cluster.hosts} hosts", (CROSS_HOST,)
+        where, reaches = f"spread over {cluster.hosts} hosts", [CROSS_HOST]
     for reach in reaches:
         for transport in transports:
             if reach in transport.capabilities:

@@ -9,8 +9,8 @@ from typing import Any, Literal, Protocol
 from enginehouse.controller.dispatch import Call
 from enginehouse.controller.worker import WorkerSpec
 from enginehouse.engines.mesh import Mesh
+from enginehouse.engines.model import Device
 
-Device = Literal["cpu", "cuda"]
 Lane = Literal["main", "loop"]
 """Where a call runs: sync methods on the one main thread, async methods on the event loop."""
 
