@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import ray
 import torch
 
 from enginehouse.data import Batch, Ragged
 
-ray = pytest.importorskip("ray")
 MIB = 1 << 20
 
 

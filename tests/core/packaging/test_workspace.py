@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -11,8 +12,6 @@ import pytest
 
 from enginehouse import __version__
 from enginehouse.plugin import PluginLookupError, load_plugins
-
-tomllib = pytest.importorskip("tomllib")
 
 ROOT = Path(__file__).parents[3]
 PLUGINS = sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml"))

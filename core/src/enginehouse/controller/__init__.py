@@ -8,28 +8,34 @@ One Python program reads like a single process and drives everything: one contro
 Importing this imports neither ray nor torch.
 """
 
-from enginehouse.controller.cluster import Cluster, start_ray, stop_ray
-from enginehouse.controller.colocation import colocate
-from enginehouse.controller.dispatch import PerRank, Same
-from enginehouse.controller.errors import (
-    ControllerError,
-    DispatchError,
-    GroupClosed,
-    PlacementError,
-    RemoteError,
-    WorkerDied,
-    WorkerError,
-    WorkerTimeout,
-    unwrap_user_error,
-)  # fmt: skip
-from enginehouse.controller.future import Future, StillRunning
-from enginehouse.controller.group import WorkerGroup
-from enginehouse.controller.layout import DataLayout
-from enginehouse.controller.pool import ResourcePool
-from enginehouse.controller.registration import Dispatch, Execute, register
-from enginehouse.controller.tracing import add_listener
-from enginehouse.controller.worker import Worker, WorkerSpec
-from enginehouse.engines.model import ProcessContext
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from enginehouse.lazy import exports
+
+if TYPE_CHECKING:
+    from enginehouse.controller.cluster import Cluster, start_ray, stop_ray
+    from enginehouse.controller.colocation import colocate
+    from enginehouse.controller.dispatch import PerRank, Same
+    from enginehouse.controller.errors import (
+        ControllerError,
+        DispatchError,
+        GroupClosed,
+        PlacementError,
+        RemoteError,
+        WorkerDied,
+        WorkerError,
+        WorkerTimeout,
+        unwrap_user_error,
+    )  # fmt: skip
+    from enginehouse.controller.future import Future, StillRunning
+    from enginehouse.controller.group import WorkerGroup
+    from enginehouse.controller.layout import DataLayout
+    from enginehouse.controller.pool import ResourcePool
+    from enginehouse.controller.registration import Dispatch, Execute, register
+    from enginehouse.controller.tracing import add_listener
+    from enginehouse.controller.worker import Worker, WorkerSpec
 
 __all__ = [
     "Cluster",
@@ -42,7 +48,6 @@ __all__ = [
     "GroupClosed",
     "PerRank",
     "PlacementError",
-    "ProcessContext",
     "RemoteError",
     "ResourcePool",
     "Same",
@@ -60,3 +65,30 @@ __all__ = [
     "stop_ray",
     "unwrap_user_error",
 ]
+
+__getattr__ = exports(
+    __name__,
+    {
+        "cluster": ["Cluster", "start_ray", "stop_ray"],
+        "colocation": ["colocate"],
+        "dispatch": ["PerRank", "Same"],
+        "errors": [
+            "ControllerError",
+            "DispatchError",
+            "GroupClosed",
+            "PlacementError",
+            "RemoteError",
+            "WorkerDied",
+            "WorkerError",
+            "WorkerTimeout",
+            "unwrap_user_error",
+        ],
+        "future": ["Future", "StillRunning"],
+        "group": ["WorkerGroup"],
+        "layout": ["DataLayout"],
+        "pool": ["ResourcePool"],
+        "registration": ["Dispatch", "Execute", "register"],
+        "tracing": ["add_listener"],
+        "worker": ["Worker", "WorkerSpec"],
+    },
+)

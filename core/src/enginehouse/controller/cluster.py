@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 
 from enginehouse.controller.errors import ControllerError
+from enginehouse.controller.interruption import interrupt_put_off
 
 log = logging.getLogger(__name__)
 
@@ -91,26 +92,35 @@ def start_ray(address: str | None = None, num_cpus: int | None = None) -> Cluste
     address = address or os.environ.get("RAY_ADDRESS") or None
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
-        if address is not None:
-            ray.init(address=address, **quiet)
-            _owned = Cluster(owned=True)
-            return _owned
-        before = set(psutil.Process().children())
-        temp_dir = _short_temp_dir()
-        ray.init(
-            address="local",
-            num_cpus=num_cpus or max(os.cpu_count() or 1, LOGICAL_CPUS),
-            include_dashboard=False,
-            object_store_memory=_object_store_bytes(),
-            _temp_dir=temp_dir,
-            **quiet,
-        )
+        with interrupt_put_off():  # a connection that is only half made crashes the process at its exit
+            _owned = _join(ray, address, quiet) if address is not None else _start(ray, num_cpus, quiet)
     except Exception as error:
         where = f"join the Ray cluster at {address!r}" if address else "start Ray on this machine"
         raise ControllerError(f"could not {where}: {error}") from error
-    processes = [process for process in psutil.Process().children() if process not in before and _is_ray(process)]
-    _owned = Cluster(owned=True, processes=processes, temp_dir=temp_dir)
+    except BaseException:
+        stop_ray()
+        raise
     return _owned
+
+
+def _join(ray: Any, address: str, quiet: dict[str, Any]) -> Cluster:
+    ray.init(address=address, **quiet)
+    return Cluster(owned=True)
+
+
+def _start(ray: Any, num_cpus: int | None, quiet: dict[str, Any]) -> Cluster:
+    before = set(psutil.Process().children())
+    temp_dir = _short_temp_dir()
+    ray.init(
+        address="local",
+        num_cpus=num_cpus or max(os.cpu_count() or 1, LOGICAL_CPUS),
+        include_dashboard=False,
+        object_store_memory=_object_store_bytes(),
+        _temp_dir=temp_dir,
+        **quiet,
+    )
+    processes = [process for process in psutil.Process().children() if process not in before and _is_ray(process)]
+    return Cluster(owned=True, processes=processes, temp_dir=temp_dir)
 
 
 def stop_ray() -> None:

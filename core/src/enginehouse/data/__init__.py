@@ -5,8 +5,9 @@ Names are imported when first used: checking a data file needs no torch.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from enginehouse.lazy import exports
 
 if TYPE_CHECKING:
     from enginehouse.data.batch import Batch
@@ -36,27 +37,17 @@ __all__ = [
     "plan_microbatches",
 ]
 
-_MODULES = {
-    "WIRE_VERSION": "wire",
-    "Batch": "batch",
-    "BatchError": "errors",
-    "DemonstrationDataset": "demonstrations",
-    "DemonstrationSampler": "demonstrations",
-    "PromptDataset": "prompts",
-    "PromptSampler": "prompts",
-    "Ragged": "ragged",
-    "Sampler": "sampler",
-    "UnknownColumnError": "errors",
-    "WireVersionError": "errors",
-    "check_demonstration_file": "files",
-    "check_prompt_file": "files",
-    "plan_microbatches": "microbatch",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = exports(
+    __name__,
+    {
+        "batch": ["Batch"],
+        "demonstrations": ["DemonstrationDataset", "DemonstrationSampler"],
+        "errors": ["BatchError", "UnknownColumnError", "WireVersionError"],
+        "files": ["check_demonstration_file", "check_prompt_file"],
+        "microbatch": ["plan_microbatches"],
+        "prompts": ["PromptDataset", "PromptSampler"],
+        "ragged": ["Ragged"],
+        "sampler": ["Sampler"],
+        "wire": ["WIRE_VERSION"],
+    },
+)

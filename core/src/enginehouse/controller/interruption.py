@@ -1,0 +1,47 @@
+"""Ctrl-C at a moment when it must not come: put off until that moment is over."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def interrupt_put_off() -> Iterator[None]:
+    """Call handlers of SIGINT and SIGTERM as ever, but raise their `KeyboardInterrupt` when the context ends.
+
+    Only the first is put off; a second one is raised at once. Does nothing outside the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    waiting: list[KeyboardInterrupt] = []
+
+    def putting_off(former: Callable[[int, FrameType | None], object]) -> Callable[[int, FrameType | None], None]:
+        def handle(number: int, frame: FrameType | None) -> None:
+            try:
+                former(number, frame)
+            except KeyboardInterrupt as interrupt:
+                if waiting:
+                    raise
+                waiting.append(interrupt)
+
+        return handle
+
+    former = {number: handler for number in _SIGNALS if callable(handler := signal.getsignal(number))}
+    ours = {number: putting_off(handler) for number, handler in former.items()}
+    for number, handler in ours.items():
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, handler in ours.items():
+            if signal.getsignal(number) is handler:  # else someone else has taken the signal over meanwhile
+                signal.signal(number, former[number])
+        if waiting:
+            raise waiting[0]

@@ -1,0 +1,27 @@
+"""Packages whose names are imported when first used, so that importing the package costs nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+
+def exports(package: str, names: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
+    """Make the module-level `__getattr__` (PEP 562) of a package.
+
+    Args:
+        package: the package's `__name__`.
+        names: for each module of the package, the names it gives.
+    """
+    modules = {name: module for module, given in names.items() for name in given}
+
+    def __getattr__(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(import_module(f"{package}.{modules[name]}"), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return __getattr__
