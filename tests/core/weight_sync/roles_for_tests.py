@@ -14,7 +14,8 @@ from enginehouse.controller.weight_sync import WeightSync
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.rollout import SamplingParams
-from enginehouse.engines.train import LossSpec
+from enginehouse.engines.train import LossSpec, Outputs
+from enginehouse.rl.minibatches import assign_minibatches
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
 
 PROBE = [[3, 4, 5, 6, 7], [8, 9, 10]]
@@ -36,6 +37,15 @@ DEMONSTRATIONS = Batch(
         ),
     }
 )
+
+
+def dealt(minibatches: int, epochs: int = 1, seed: int = 0, batch: Batch = DEMONSTRATIONS) -> Batch:
+    """`batch` with its rows dealt to mini-batches."""
+    return batch.with_columns(minibatch=assign_minibatches(len(batch), minibatches, epochs, seed))
+
+
+def logprobs(actor):
+    return actor.forward(DEMONSTRATIONS.select(["input_ids"]), Outputs())["logprobs"].values
 
 
 @dataclass

@@ -16,7 +16,7 @@ from enginehouse.engines.train import LossSpec
 from enginehouse.engines.weights import WeightSyncError
 
 from . import faults
-from .roles_for_tests import DEMONSTRATIONS, PROMPTS, open_house
+from .roles_for_tests import DEMONSTRATIONS, PROMPTS, dealt, logprobs, open_house
 
 pytestmark = pytest.mark.slow
 TESTS = Path(__file__).parents[2]
@@ -64,7 +64,11 @@ def test_samples_do_not_depend_on_the_number_of_replicas(separate):
         shared = two.rollout.generate(PROMPTS, SAMPLING, seed=3)
         assert torch.equal(shared["input_ids"].values, alone["input_ids"].values)
         uneven = DEMONSTRATIONS.slice(0, 3)  # two rows at one rank, one at the other: three minibatches for both
-        assert two.actor.update(uneven, LossSpec("supervised"), minibatches=3)["optimizer_steps"] == 3
+        apart = dealt(3, batch=uneven)
+        assert two.actor.update(apart, LossSpec("supervised"), minibatches=3)["optimizer_steps"] == 3
+        with open_house("inproc") as one:
+            one.actor.update(apart, LossSpec("supervised"), minibatches=3)
+            assert torch.allclose(logprobs(two.actor), logprobs(one.actor), atol=1e-5)  # the same mini-batches
         sync = two.connect()
         assert sync.sync(1).effect < 1e-4
         states = two.rollout.weight_state()

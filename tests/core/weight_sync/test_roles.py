@@ -17,7 +17,7 @@ from enginehouse.errors import EnginehouseError
 from enginehouse.plugin import PluginLookupError
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
 
-from .roles_for_tests import DEMONSTRATIONS, PROMPTS, open_house
+from .roles_for_tests import DEMONSTRATIONS, PROMPTS, dealt, logprobs, open_house
 
 SUPERVISED = LossSpec("supervised")
 
@@ -26,10 +26,6 @@ SUPERVISED = LossSpec("supervised")
 def house():
     with open_house("inproc") as opened:
         yield opened
-
-
-def logprobs(actor):
-    return actor.forward(DEMONSTRATIONS.select(["input_ids"]), Outputs())["logprobs"].values
 
 
 def test_an_update_is_one_forward_backward_and_one_optimizer_step(house):
@@ -48,19 +44,19 @@ def test_an_update_is_one_forward_backward_and_one_optimizer_step(house):
 
 
 def test_minibatches_and_epochs_take_as_many_steps_even_with_fewer_rows(house):
-    updated = house.actor.update(DEMONSTRATIONS, SUPERVISED, minibatches=3, epochs=2, seed=1)
+    updated = house.actor.update(dealt(3, epochs=2), SUPERVISED, minibatches=3, epochs=2)
     assert updated["optimizer_steps"] == 6
     assert updated["loss"].weight == 2 * DEMONSTRATIONS["loss_mask"].values.sum().item()
     more = len(DEMONSTRATIONS) + 3
-    assert house.actor.update(DEMONSTRATIONS, SUPERVISED, minibatches=more)["optimizer_steps"] == more
+    assert house.actor.update(dealt(more), SUPERVISED, minibatches=more)["optimizer_steps"] == more
 
 
-def test_the_seed_decides_how_minibatches_are_shuffled(house):
+def test_the_deal_decides_which_rows_a_minibatch_has(house):
     start = house.actor
     outcomes = []
     for seed in (0, 0, 1):
         with open_house("inproc") as fresh:
-            fresh.actor.update(DEMONSTRATIONS, SUPERVISED, minibatches=4, seed=seed)
+            fresh.actor.update(dealt(4, seed=seed), SUPERVISED, minibatches=4)
             outcomes.append(logprobs(fresh.actor))
     assert torch.equal(outcomes[0], outcomes[1])
     assert not torch.equal(outcomes[0], outcomes[2])

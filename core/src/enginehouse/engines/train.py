@@ -201,7 +201,10 @@ class TrainEngine(Protocol):
         ...
 
     def export_hf(self, path: str) -> None:
-        """Write the model as a Hugging Face directory: safetensors, config, and the tokenizer if there is one."""
+        """Write the model into the directory `path`, in Hugging Face form: safetensors, config, and any tokenizer.
+
+        The caller gives a path of its own and moves it into place once it is whole.
+        """
         ...
 
     def shutdown(self) -> None:

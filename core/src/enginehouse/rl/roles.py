@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from typing import Any
 
-import numpy as np
 import torch
 
 from enginehouse.controller import Worker, register
@@ -61,20 +60,18 @@ class TrainWorker(Worker):
         return self.engine.forward(batch, outputs)
 
     @register(dispatch="dp", collect="merge")
-    def update(
-        self, batch: Batch, loss: LossSpec, minibatches: int = 1, epochs: int = 1, seed: int = 0
-    ) -> dict[str, float | Mean]:
+    def update(self, batch: Batch, loss: LossSpec, minibatches: int = 1, epochs: int = 1) -> dict[str, float | Mean]:
         """Train on a batch: `epochs` passes of `minibatches` optimizer steps each.
 
-        Each rank cuts its own shard. The number of steps is the same on all ranks, however their shards differ: a
-        rank with fewer rows than minibatches takes part in some steps with none.
+        The number of steps is the same on all ranks, however their shards differ: a rank without rows of a mini-batch
+        takes part in its step with none.
 
         Args:
-            batch: `input_ids`, `loss_mask` and what the loss needs.
+            batch: `input_ids`, `loss_mask` and what the loss needs; with more than one mini-batch also `minibatch`
+                int64 `(rows, epochs)`, see `enginehouse.rl.minibatches`.
             loss: what to minimise.
-            minibatches: optimizer steps a pass; with more than one, rows are shuffled before each pass.
+            minibatches: optimizer steps a pass.
             epochs: passes over the batch.
-            seed: of the shuffles.
 
         Returns:
             The loss's means over all steps; the optimizer's figures (`grad_norm`, `lr`, `skipped`), each the average
@@ -84,8 +81,9 @@ class TrainWorker(Worker):
         parts: list[Metrics] = []
         steps: list[Metrics] = []
         for epoch in range(epochs):
-            for minibatch in self._minibatches(batch, minibatches, (seed, epoch)):
-                parts.append(self.engine.forward_backward(minibatch, loss))
+            for number in range(minibatches):
+                rows = batch if minibatches == 1 else batch.take(batch["minibatch"][:, epoch] == number)
+                parts.append(self.engine.forward_backward(rows, loss))
                 steps.append(self.engine.optim_step())
         figures = {
             name: sum(_number(step[name]) for step in steps) / len(steps) for name in (steps[0] if steps else ())
@@ -96,12 +94,6 @@ class TrainWorker(Worker):
             "optimizer_steps": float(len(steps)),
             "busy/update": Mean(time.perf_counter() - begun, 1.0),
         }
-
-    def _minibatches(self, batch: Batch, count: int, seed: tuple[int, int]) -> list[Batch]:
-        if count == 1:
-            return [batch]
-        order = np.random.default_rng((*seed, self.mesh.dp_rank)).permutation(len(batch))
-        return batch.take(order).split(count)
 
     # Weights
 

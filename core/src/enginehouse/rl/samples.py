@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def response_texts(samples: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Decode the tokens the policy chose, a string a row, without special tokens."""
+    """Decode the tokens the policy chose, a string a row, without special tokens and otherwise as they are."""
     mask = samples["loss_mask"]
     chosen = samples["input_ids"].values[mask.values].tolist()
     counts = response_lengths(samples).tolist()
@@ -25,7 +25,7 @@ def response_texts(samples: Batch, tokenizer: PreTrainedTokenizerBase) -> list[s
     for count in counts:
         ids.append(chosen[start : start + count])
         start += count
-    return tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def response_lengths(samples: Batch) -> torch.Tensor:

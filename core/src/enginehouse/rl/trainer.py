@@ -19,6 +19,7 @@ from enginehouse.errors import EnginehouseError
 from enginehouse.plugin import plugins
 from enginehouse.plugin.records import resolve
 from enginehouse.rl.kl import token_kl
+from enginehouse.rl.minibatches import assign_minibatches
 from enginehouse.rl.placement import Roles, load_tokenizer, place
 from enginehouse.rl.rewards.pool import RewardPool
 from enginehouse.rl.samples import plain, sample_metrics, sample_rows, with_rewards
@@ -35,9 +36,6 @@ PROBE_SEQUENCES = 4
 
 INTERRUPT_SAVE_SECONDS = 4.0
 """How long an interrupted run tries to save the model before it leaves."""
-
-TRAINED_ON = ("input_ids", "loss_mask", "old_logprobs", "advantages", "reference_logprobs", "rollout_logprobs")
-"""The columns an update sends to the actor, where there are such."""
 
 
 class Trainer:
@@ -63,7 +61,7 @@ class Trainer:
         if config.data.validation:
             self.validation = self._dataset(config.data.validation).all(config.train.validation_prompts)
         self.advantage = resolve(plan.advantage)
-        self.version = 0
+        self.version = self.trained_step = 0
 
     def run(self) -> None:
         """Run every step, then save the model.
@@ -78,11 +76,13 @@ class Trainer:
             with self.progress.task("starting workers"), place(self.plan, self.probe) as self.roles:
                 try:
                     self.run_steps()
-                    outcome = "finished"
                 except KeyboardInterrupt:
-                    outcome = "interrupted"
                     self._save_before_leaving()
                     raise
+            outcome = "finished"
+        except KeyboardInterrupt:
+            outcome = "interrupted"
+            raise
         finally:
             self.rewards.close()
             plugins().observe("run_finished", run=self, outcome=outcome)
@@ -99,7 +99,7 @@ class Trainer:
             with self.clock.step(step):
                 metrics = dict(plugins().run_step(self, step))
             metrics |= self.clock.metrics()
-            metrics["tokens_per_second"] = metrics.pop("tokens") / metrics["time/step"]
+            metrics["tokens_per_second"] = metrics.pop("tokens", 0.0) / metrics["time/step"]
             self.run_directory.log(step, metrics)
             self.progress.update(step, metrics)
             plugins().observe("step_finished", run=self, step=step, metrics=metrics)
@@ -124,11 +124,7 @@ class Trainer:
             batch = self.advantage(batch, **algorithm.advantage.arguments)
         with phase("update"):
             updated = roles.actor.update(
-                batch.select([name for name in TRAINED_ON if name in batch]),
-                self.loss(),
-                minibatches=algorithm.minibatches,
-                epochs=algorithm.epochs,
-                seed=self.config.train.seed + step,
+                self.training_batch(batch, step), self.loss(), algorithm.minibatches, algorithm.epochs
             )
         with phase("sync"):
             synced = self.sync_weights()
@@ -177,6 +173,17 @@ class Trainer:
         per_row = torch.zeros(len(batch)).index_add_(0, mask.row, divergence)
         return batch.with_columns(reward=batch["reward"] - kl.coefficient * per_row)
 
+    def training_batch(self, batch: Batch, step: int) -> Batch:
+        """What an update sends to the actor: every column of numbers, and which mini-batch each row belongs to."""
+        self.trained_step = step
+        batch = batch.drop([name for name in batch.columns if isinstance(batch[name], tuple)])
+        algorithm = self.config.algorithm
+        if algorithm.minibatches == 1:
+            return batch
+        seed = (self.config.train.seed << 32) + step
+        dealt = assign_minibatches(len(batch), algorithm.minibatches, algorithm.epochs, seed)
+        return batch.with_columns(minibatch=dealt)
+
     def loss(self) -> LossSpec:
         """The configured loss, with the KL term if that is its place."""
         algorithm = self.config.algorithm
@@ -221,10 +228,10 @@ class Trainer:
         plugins().observe("checkpoint_saved", run=self, step=step, path=str(path))
 
     def _save_before_leaving(self) -> None:
-        step = self.run_directory.last_step
-        if step:
+        """Save the model as of the last update that was begun: the export waits for it to end."""
+        if self.trained_step and self.trained_step != self.run_directory.saved_step:
             try:
-                self.save(step, timeout=INTERRUPT_SAVE_SECONDS)
+                self.save(self.trained_step, timeout=INTERRUPT_SAVE_SECONDS)
             except EnginehouseError as error:
                 log.warning("the model was not saved: %s", error)
 

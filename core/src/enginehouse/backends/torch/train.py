@@ -25,7 +25,7 @@ from enginehouse.backends.torch.packing import Layout, Rows, lay_out, plan_trees
 from enginehouse.backends.torch.ranks import Ranks, device_of
 from enginehouse.backends.torch.schedule import learning_rate
 from enginehouse.backends.torch.sharing import attention_cost, can_share_prompts
-from enginehouse.backends.torch.weights import ReplicatedWeights, unique_state
+from enginehouse.backends.torch.weights import ReplicatedWeights, stored_names, unique_state
 from enginehouse.data import Batch, Ragged, plan_microbatches
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.train import ALL, LossSpec, LossValue, Mean, Metrics, Outputs, TokenView, merge_metrics
@@ -74,6 +74,7 @@ class TorchTrainEngine:
         self._ranks = Ranks.join(context)
         self.mesh = Mesh.of({"dp": context.world_size}, context.rank)
         self._model = load_model(model, device_of(context))
+        self._stored = stored_names(Path(model.path))
         if model.head == "value":
             # The language model's own head gets no gradient: weight decay must not shrink it.
             _untied_head(self._model).requires_grad_(False)
@@ -197,7 +198,7 @@ class TorchTrainEngine:
 
     def weight_source(self) -> ReplicatedWeights:
         """The live weights under their Hugging Face names, tied ones once; every rank holds all of them."""
-        return ReplicatedWeights(self._model, self._spec.path)
+        return ReplicatedWeights(self._model, self._stored)
 
     def onload(self, tags: tuple[str, ...] = ALL) -> None:
         """Not offered."""
@@ -253,7 +254,8 @@ class TorchTrainEngine:
         """Write a Hugging Face directory, with the tokenizer of the directory the model came from; collective."""
 
         def write() -> None:
-            with checkpoint.whole_directory(path) as directory, quiet_transformers():
+            directory = Path(path)
+            with quiet_transformers():
                 self._model.save_pretrained(directory)
                 for name in TOKENIZER_FILES:
                     if (file := Path(self._spec.path) / name).is_file():

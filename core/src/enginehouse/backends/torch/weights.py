@@ -22,12 +22,12 @@ class ReplicatedWeights:
 
     Args:
         model: the model.
-        path: directory it was loaded from; decides under which of its names a tied parameter goes.
+        stored: names in the checkpoint it was loaded from; decide under which of its names a tied parameter goes.
     """
 
-    def __init__(self, model: PreTrainedModel, path: str):
+    def __init__(self, model: PreTrainedModel, stored: frozenset[str]):
         self._model = model
-        self._stored = stored_names(Path(path))
+        self._stored = stored
 
     def metadata(self) -> list[ParamMeta]:
         """All parameters and persistent buffers, tied ones once."""
