@@ -6,19 +6,19 @@ What runs where is decided elsewhere (`enginehouse.rl.placement`), what an algor
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from enginehouse.data.prompts import PromptDataset, PromptSampler
 from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.train import LossSpec, Outputs
-from enginehouse.errors import EnginehouseError
 from enginehouse.plugin import plugins
 from enginehouse.plugin.records import resolve
 from enginehouse.rl.kl import token_kl
+from enginehouse.rl.loop import Loop
 from enginehouse.rl.minibatches import assign_minibatches
 from enginehouse.rl.placement import Roles, load_tokenizer, place
 from enginehouse.rl.rewards.pool import RewardPool
@@ -29,30 +29,21 @@ if TYPE_CHECKING:
     from enginehouse.data import Batch, Ragged
     from enginehouse.runs import Progress, RunDirectory
 
-log = logging.getLogger(__name__)
-
 PROBE_SEQUENCES = 4
 """Prompts that trainer and rollout both score when the effect of a weight update is checked."""
 
-INTERRUPT_SAVE_SECONDS = 4.0
-"""How long an interrupted run tries to save the model before it leaves."""
 
-
-class Trainer:
-    """Trains the actor of a plan by reinforcement learning.
-
-    Args:
-        plan: a config that was checked against plugins, data and model.
-        run: the run directory everything is written to.
-        progress: where progress is shown.
-    """
+class Trainer(Loop):
+    """Trains the actor of a plan by reinforcement learning. Arguments as of `Loop`."""
 
     roles: Roles
     rewards: RewardPool
 
     def __init__(self, plan: Plan, run: RunDirectory, progress: Progress):
-        self.plan, self.run_directory, self.progress, self.clock = plan, run, progress, run.clock
+        super().__init__(plan, run, progress)
+        self.plan = plan
         self.config = config = plan.config
+        self.save_every = config.train.save_every
         self.tokenizer = load_tokenizer(config.model)
         prompts = self._dataset(config.data.train)
         self.prompts = PromptSampler(prompts, config.train.prompts_per_step, config.train.seed)
@@ -61,55 +52,28 @@ class Trainer:
         if config.data.validation:
             self.validation = self._dataset(config.data.validation).all(config.train.validation_prompts)
         self.advantage = resolve(plan.advantage)
-        self.version = self.trained_step = 0
+        self.version = 0
 
-    def run(self) -> None:
-        """Run every step, then save the model.
+    @contextmanager
+    def workers(self) -> Iterator[None]:
+        with closing(RewardPool.of(self.plan)) as self.rewards, place(self.plan, self.probe) as self.roles:
+            self.actor = self.roles.actor
+            yield
 
-        Raises:
-            EnginehouseError: whatever ended the run; what was written until then is kept.
-            KeyboardInterrupt: after the workers were ended in order and, if there was time, the model saved.
-        """
-        outcome = "failed"
-        self.rewards = RewardPool.of(self.plan)
-        try:
-            with self.progress.task("starting workers"), place(self.plan, self.probe) as self.roles:
-                try:
-                    self.run_steps()
-                except KeyboardInterrupt:
-                    self._save_before_leaving()
-                    raise
-            outcome = "finished"
-        except KeyboardInterrupt:
-            outcome = "interrupted"
-            raise
-        finally:
-            self.rewards.close()
-            plugins().observe("run_finished", run=self, outcome=outcome)
+    def describe(self) -> Mapping[str, Any]:
+        return self.roles.describe()
 
-    def run_steps(self) -> None:
-        """The loop itself, on workers that are up."""
-        steps, every = self.config.train.steps, self.config.train.save_every
-        self.run_directory.describe(self.roles.describe())
+    def before_first_step(self) -> None:
         self.sync_weights()
-        plugins().observe("run_started", run=self)
         self.validate(0)
-        self.progress.start(steps)
-        for step in range(1, steps + 1):
-            with self.clock.step(step):
-                metrics = dict(plugins().run_step(self, step))
-            metrics |= self.clock.metrics()
-            metrics["tokens_per_second"] = metrics.pop("tokens", 0.0) / metrics["time/step"]
-            self.run_directory.log(step, metrics)
-            self.progress.update(step, metrics)
-            plugins().observe("step_finished", run=self, step=step, metrics=metrics)
-            if step == steps or (self.config.train.validate_every and step % self.config.train.validate_every == 0):
-                self.validate(step)
-            if step == steps or (every and step % every == 0):
-                self.save(step)
+
+    def after_step(self, step: int) -> None:
+        every = self.config.train.validate_every
+        if step == self.steps or (every and step % every == 0):
+            self.validate(step)
 
     def run_step(self, step: int) -> Mapping[str, float]:
-        """One step: sample, score, credit, update, sync. Returns its metrics. Called through `enginehouse_run_step`."""
+        """One step: sample, score, credit, update, sync."""
         roles, phase, algorithm = self.roles, self.clock.phase, self.config.algorithm
         with phase("generate"):
             prompts = self.prompts.next()
@@ -219,21 +183,6 @@ class Trainer:
         every = self.config.train.samples_every
         if every and (step == 1 or step % every == 0):
             self.run_directory.write_samples(step, sample_rows(samples))
-
-    def save(self, step: int, timeout: float | None = None) -> None:
-        """Export the actor's model as a Hugging Face directory; whole or not at all."""
-        staged = self.run_directory.model_path(step)
-        self.roles.actor.call("export_hf", str(staged), timeout=timeout)
-        path = self.run_directory.model_saved(step, staged)
-        plugins().observe("checkpoint_saved", run=self, step=step, path=str(path))
-
-    def _save_before_leaving(self) -> None:
-        """Save the model as of the last update that was begun: the export waits for it to end."""
-        if self.trained_step and self.trained_step != self.run_directory.saved_step:
-            try:
-                self.save(self.trained_step, timeout=INTERRUPT_SAVE_SECONDS)
-            except EnginehouseError as error:
-                log.warning("the model was not saved: %s", error)
 
     def _outputs(self, entropy: bool = False) -> Outputs:
         return Outputs(entropy=entropy, temperature=self.config.rollout.sampling.temperature or 1.0)

@@ -1,0 +1,86 @@
+"""The quickstart in a directory of its own, made once, and the means to run it there."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from .run_process import RunProcess
+
+REPOSITORY = Path(__file__).parents[2]
+QUICKSTART = Path("examples", "quickstart")
+
+SMALL = (
+    "model.path=examples/quickstart/work/model",  # random weights: for runs that have nothing to learn
+    "data.validation=null",
+    "train.prompts_per_step=4",
+    "rollout.samples_per_prompt=4",
+    "cluster.threads_per_process=1",
+)
+"""Overrides of the quickstart's config that make a step as cheap as can be."""
+
+Start = Callable[..., RunProcess]
+
+
+@pytest.fixture(scope="session")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the quickstart as shipped, its task made by its own script, and the modules of `project/`."""
+    root = tmp_path_factory.mktemp("house")
+    shutil.copytree(REPOSITORY / QUICKSTART, root / QUICKSTART, ignore=shutil.ignore_patterns("work", "__pycache__"))
+    shutil.copytree(Path(__file__).parent / "project", root, dirs_exist_ok=True)
+    subprocess.run([sys.executable, QUICKSTART / "make_task.py"], cwd=root, check=True)
+    return root
+
+
+@pytest.fixture(scope="session")
+def start(house: Path) -> Iterator[Start]:
+    """Starts `enginehouse COMMAND examples/quickstart/CONFIG OVERRIDES`; a run still there at the end is killed."""
+    numbers = itertools.count()
+
+    with ExitStack() as stack:
+
+        def begin(
+            command: str,
+            *overrides: str,
+            config: str | Path = QUICKSTART / "grpo.yaml",
+            name: str = "",
+            env: Mapping[str, str] | None = None,
+        ) -> RunProcess:
+            directory = Path("runs", name or f"run-{next(numbers)}")
+            given = () if name else (f"run.directory={directory}",)
+            arguments = (command, str(config), *overrides, *given)
+            return stack.enter_context(
+                RunProcess(*arguments, cwd=house, directory=house / directory, logs=house / "logs", env=env)
+            )
+
+        yield begin
+
+
+@pytest.fixture(scope="session")
+def train(start: Start) -> Start:
+    """Starts a cheap run of the quickstart's config: `train(*overrides)`."""
+
+    def begin(*overrides: str, env: Mapping[str, str] | None = None) -> RunProcess:
+        return start("train", *SMALL, *overrides, env=env)
+
+    return begin
+
+
+@pytest.fixture(scope="session")
+def faulty_transports(house: Path) -> dict[str, str]:
+    """Installs the plugin of `project/faulty_transports.py`; returns the environment in which it is found."""
+    site = house / "site"
+    info = site / "faulty_transports-0.1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty-transports\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text("[enginehouse]\nfaulty-transports = faulty_transports\n")
+    shutil.move(house / "faulty_transports.py", site)
+    return {"PYTHONPATH": os.pathsep.join([str(site), str(REPOSITORY / "tests" / "core")])}

@@ -1,0 +1,23 @@
+"""Rewards that trouble a run. A data row's `trouble` says what its reward does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+
+def troubled(prompt: str, response: str, finish_reason: str, trouble: str = "none", **columns: object) -> float:
+    """Never return, raise or take the process down, as the row says; else give a plain number."""
+    if trouble == "hang":
+        threading.Event().wait()
+    if trouble == "raise":
+        raise ValueError(f"cannot judge {prompt}")
+    if trouble == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return float(len(set(response)))
+
+
+def varied(prompt: str, response: str, finish_reason: str, **columns: object) -> float:
+    """A reward that a model of random weights gets a different amount of in each sample."""
+    return len(set(response)) / 10

@@ -1,0 +1,61 @@
+"""What the config can choose of an algorithm runs, and shows in the metrics that it ran."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from .conftest import Start
+from .run_process import RunProcess
+
+pytestmark = pytest.mark.slow
+
+VARIED = ("reward.function=rewards:varied", "train.steps=3", "cluster.launcher=inline")
+
+
+def finished(run: RunProcess) -> list[dict[str, float]]:
+    ended = run.finish()
+    assert ended.code == 0, ended.err
+    assert [line["step"] for line in run.metrics] == [1, 2, 3]
+    for line in run.metrics:
+        assert all(value is not None and math.isfinite(value) for value in line.values()), line
+        assert line["grad_norm"] > 0
+        assert line["skipped"] == 0
+    return run.metrics
+
+
+def test_a_kl_term_in_the_loss(train: Start):
+    lines = finished(train(*VARIED, "algorithm.kl.coefficient=0.01"))
+    assert lines[0]["kl"] == pytest.approx(0, abs=1e-5)  # the actor still is the reference
+    assert lines[-1]["kl"] > lines[0]["kl"]
+
+
+def test_a_kl_term_in_the_reward_with_the_reference_in_the_actors_process(train: Start):
+    run = train(*VARIED, "algorithm.kl={coefficient: 0.01, place: reward}", "cluster.launcher=ray",
+                "rollout.placement=separate")  # fmt: skip
+    lines = finished(run)
+    assert "kl" not in lines[0]
+    assert run.pid("reference") == run.pid("actor") != run.pid("rollout")
+
+
+def test_minibatches_and_epochs_of_rloo_with_old_logprobs_of_the_actor_and_truncated_sampling(train: Start):
+    lines = finished(
+        train(
+            *VARIED,
+            "algorithm.advantage.name=rloo",
+            "algorithm.old_logprobs=actor",
+            "algorithm.minibatches=2",
+            "algorithm.epochs=2",
+            "rollout.sampling={max_tokens: 7, temperature: 0.8, top_p: 0.9, top_k: 5}",
+            "actor.engine.options.schedule=constant",
+        )
+    )
+    assert [line["optimizer_steps"] for line in lines] == [4, 4, 4]
+    assert all(line["policy_kl"] > 0 for line in lines)  # the later minibatches are off their samples' policy
+
+
+def test_an_entropy_bonus_with_asymmetric_and_dual_clipping(train: Start):
+    arguments = "{clip_high: 0.28, dual_clip: 3.0, aggregation: sequence_mean_token_mean, entropy_coefficient: 0.01}"
+    lines = finished(train(*VARIED, f"algorithm.loss.arguments={arguments}"))
+    assert all(0 < line["entropy"] <= math.log(28) for line in lines)

@@ -1,0 +1,121 @@
+"""The quickstart as shipped learns its task, wherever its roles run."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from .conftest import QUICKSTART, Start
+from .run_process import RunProcess
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def warmed_up(start: Start) -> RunProcess:
+    """The supervised run that everything here starts from."""
+    run = start("sft", config=QUICKSTART / "sft.yaml", name="quickstart-sft")
+    ended = run.finish()
+    assert ended.code == 0, ended.err
+    return run
+
+
+@pytest.fixture(scope="module")
+def colocated(start: Start, warmed_up: RunProcess) -> RunProcess:
+    """The run of `grpo.yaml` as it is shipped, at its end."""
+    run = start("train", name="quickstart")
+    ended = run.finish()
+    assert ended.code == 0, ended.err
+    assert ended.err == ""
+    assert "outcome: finished after 250 of 250 steps" in ended.out
+    return run
+
+
+def assert_learned(run: RunProcess) -> None:
+    first, last = run.validations[0], run.validations[-1]
+    assert (first["step"], last["step"]) == (0, 250)
+    assert first["validation/reward"] <= 0.10
+    assert last["validation/reward"] >= 0.90
+    assert run.record["status"] == "finished"
+    assert run.record["steps"] == 250
+
+
+def test_the_warm_up_lowers_the_loss(warmed_up: RunProcess):
+    losses = [line["loss"] for line in warmed_up.metrics]
+    assert len(losses) == 100
+    assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
+    assert warmed_up.record["status"] == "finished"
+
+
+def test_the_quickstart_learns(colocated: RunProcess):
+    assert_learned(colocated)
+    assert colocated.pid("actor") == colocated.pid("rollout")
+
+
+def test_each_step_is_a_line_of_metrics(colocated: RunProcess):
+    lines = colocated.metrics
+    assert [line["step"] for line in lines] == list(range(1, 251))
+    phases = {"generate", "reward", "update", "sync", "step"}
+    for line in lines:
+        assert {"reward/mean", "loss", "tokens_per_second"} | {f"time/{phase}" for phase in phases} <= set(line)
+        assert all(math.isfinite(value) for value in line.values())
+        assert line["tokens_per_second"] > 0
+        assert line["weights/version"] == line["step"]  # the step's samples came from the update before
+
+
+def test_samples_show_what_the_model_said(colocated: RunProcess):
+    rows = colocated.samples(250)
+    assert len(rows) == 256
+    mean = sum(row["reward"] for row in rows) / len(rows)
+    assert mean == pytest.approx(colocated.metrics[-1]["reward/mean"])
+    right = next(row for row in rows if row["reward"] == 1.0)
+    assert right["response"] == "".join(sorted(right["prompt"][1:-1]))
+
+
+def test_the_timeline_shows_every_step(colocated: RunProcess):
+    names = [span["name"] for span in colocated.spans]
+    assert [name for name in names if name.startswith("step ")] == [f"step {n}" for n in range(1, 251)]
+    assert names.count("generate") >= 250
+
+
+def test_the_trained_model_loads_and_sorts(colocated: RunProcess):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = colocated.directory / "model"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    prompts = [row["prompt"] for row in colocated.samples(250)[::16]]
+    batch = torch.tensor([tokenizer(prompt)["input_ids"] for prompt in prompts])
+    answers = model.generate(batch, max_new_tokens=7, do_sample=False)[:, batch.shape[1] :]
+    said = tokenizer.batch_decode(answers, skip_special_tokens=True)
+    right = [answer == "".join(sorted(prompt[1:-1])) for prompt, answer in zip(prompts, said, strict=True)]
+    assert sum(right) >= 0.8 * len(right), list(zip(prompts, said, strict=True))
+
+
+def test_it_learns_too_with_one_changed_line_and_the_rollout_in_another_process(
+    start: Start, house: Path, warmed_up: RunProcess
+):
+    lines = (house / QUICKSTART / "grpo.yaml").read_text().splitlines()
+    changed = [line.replace("placement: colocated", "placement: separate") for line in lines]
+    assert sum(old != new for old, new in zip(lines, changed, strict=True)) == 1
+    (house / QUICKSTART / "separate.yaml").write_text("\n".join(changed))
+    run = start("train", config=QUICKSTART / "separate.yaml")
+    ended = run.finish()
+    assert ended.code == 0, ended.err
+    assert_learned(run)
+    assert run.pid("actor") != run.pid("rollout")
+
+
+def test_two_processes_begin_as_one_does(start: Start, colocated: RunProcess):
+    run = start("train", "actor.processes=2", "rollout.replicas=2", "cluster.threads_per_process=1", "train.steps=3")
+    ended = run.finish()
+    assert ended.code == 0, ended.err
+    assert run.pid("actor", 0) != run.pid("actor", 1)
+    assert len(run.metrics) == 3
+    assert run.validations[0] == colocated.validations[0]
+    assert run.metrics[0]["reward/mean"] == colocated.metrics[0]["reward/mean"]
+    said, said_by_one = ([(row["prompt"], row["response"]) for row in r.samples(1)] for r in (run, colocated))
+    assert said == said_by_one
+    assert run.metrics[0]["grad_norm"] == pytest.approx(colocated.metrics[0]["grad_norm"], rel=1e-3)
