@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -135,6 +136,15 @@ def test_an_export_reloads_bit_for_bit_under_the_names_it_came_with(tmp_path, fa
     assert AutoTokenizer.from_pretrained(exported)("12+3")["input_ids"] == [4, 5, 28, 6]
     assert json.loads((exported / "config.json").read_text())["model_type"] == family
     assert os.listdir(tmp_path / "out") == ["model"]
+
+
+def test_an_export_has_every_file_of_the_tokenizer(tmp_path):
+    path = shutil.copytree(tiny_model(), tmp_path / "model")
+    names = ["spiece.model", "qwen.tiktoken", "tokenization_own.py", "chat_template.jinja", "special_tokens_map.json"]
+    for name in names:
+        (path / name).write_text(name)
+    make_engine(str(path)).export_hf(str(tmp_path / "exported"))
+    assert [(tmp_path / "exported" / name).read_text() for name in names] == names
 
 
 def test_a_value_head_is_exported_and_found_again(tmp_path):

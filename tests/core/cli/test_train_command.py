@@ -10,15 +10,18 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from models import tiny_model
 from projects import Project
 
 from enginehouse.cli.main import main
 from enginehouse.cli.train import train
+from enginehouse.runs import RunDirectory
 
 STAND_IN = """
 import subprocess, sys, time, types
@@ -59,6 +62,8 @@ STUBBORN = """
             except KeyboardInterrupt:
                 pass
 """
+HOLDING_A_LOCK = "with self.run_directory.timeline._lock:" + textwrap.indent(STUBBORN, "    ")
+"""What the last words need is held by the thread that does not end."""
 
 
 @pytest.fixture
@@ -68,9 +73,9 @@ def project(tmp_path: Path) -> Project:
     return project
 
 
-def start(project: Project, behaviour: str, *arguments: str) -> subprocess.Popen[str]:
+def start(project: Project, behaviour: str, *arguments: str, script: str = STAND_IN) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", STAND_IN.replace("BEHAVIOUR", behaviour), *arguments],
+        [sys.executable, "-c", script.replace("BEHAVIOUR", behaviour), *arguments],
         cwd=project.root,
         env={**os.environ, "ENGINEHOUSE_PLUGINS": ""},
         stdout=subprocess.PIPE,
@@ -151,9 +156,10 @@ def test_an_interrupted_run_ends_in_order_and_says_what_was_saved(project: Proje
     assert spans(project)[-1] == "step 2"
 
 
+@pytest.mark.parametrize("behaviour", [STUBBORN, HOLDING_A_LOCK], ids=["stubborn", "holding-a-lock"])
 @pytest.mark.parametrize("signals", [1, 2])
-def test_a_run_that_does_not_end_is_ended_with_its_children(project: Project, signals: int):
-    process = start(project, STUBBORN)
+def test_a_run_that_does_not_end_is_ended_with_its_children(project: Project, signals: int, behaviour: str):
+    process = start(project, behaviour)
     (child,) = until_ready(process)
     started = time.monotonic()
     process.send_signal(signal.SIGINT)
@@ -182,6 +188,53 @@ def test_an_earlier_run_is_not_touched_unless_asked(project: Project):
     process.communicate()
     assert process.returncode == 0
     assert record(project) != before
+
+
+@pytest.mark.parametrize(
+    ("command", "data", "row", "said"),
+    [
+        ("train", "train.jsonl", {"prompt": "1+" * 40, "answer": "0"}, "max_prompt_tokens"),
+        ("sft", "demonstrations.jsonl", {"prompt": "1+" * 40, "response": "0"}, "max_tokens"),
+    ],
+)
+@pytest.mark.parametrize("earlier", [True, False])
+def test_bad_data_costs_no_earlier_run(
+    project: Project, monkeypatch: pytest.MonkeyPatch, command: str, data: str, row: dict, said: str, earlier: bool
+):
+    """With the real trainers: only they read every row."""
+    monkeypatch.chdir(project.root)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    project.save_sft("sft.yaml")
+    directory = project.root / "runs/one"
+    if earlier:
+        RunDirectory.create(directory, "").log(1, {"loss": 1.0})
+    with (project.root / data).open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    config = {"train": "grpo.yaml", "sft": "sft.yaml"}[command]
+    overrides = [f"model.path={tiny_model()}", "run.directory=runs/one", "run.overwrite=true"]
+    done = CliRunner().invoke(main, [command, config, *overrides])
+    assert done.exit_code == 2, done.output
+    assert said in done.stderr
+    if earlier:
+        assert len((directory / "metrics.jsonl").read_text().splitlines()) == 1
+    else:
+        assert not directory.exists()
+
+
+def test_a_run_interrupted_while_it_reads_its_data_leaves_the_earlier_one(project: Project):
+    start(project, "pass").communicate()
+    before = record(project)
+    script = STAND_IN.replace(
+        "self.run_directory, self.progress = run, progress", "print('READY', flush=True); time.sleep(60)"
+    )
+    process = start(project, "pass", "run.overwrite=true", script=script)
+    until_ready(process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "Nothing was begun; runs/one is as it was" in err
+    assert "Traceback" not in err
+    assert record(project) == before
 
 
 def test_help_shows_examples():

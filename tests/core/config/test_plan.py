@@ -50,9 +50,7 @@ def refusal(make: Callable[..., Any], *overrides: str, kind: type[UserError] = C
 
 def test_a_plan_fills_in_what_depends_on_something_else(make: Callable[..., Plan], project: Project):
     planned = make("algorithm.epochs=2", "algorithm.minibatches=3")
-    assert planned.optimizer_steps == 10 * 2 * 3
-    assert planned.actor_options["total_steps"] == 60
-    assert planned.samples_per_step == 32
+    assert planned.actor_options["total_steps"] == 10 * 2 * 3
     assert planned.transport == "inproc"
     assert planned.reward == "scoring:right"
     assert planned.advantage == "enginehouse.rl.advantages.grpo:grpo"
@@ -233,7 +231,7 @@ def test_a_reward_beside_the_config_file_can_be_imported(project: Project, plugi
             "a reward already gets 'answer', from the run or as a column of train.jsonl",
         ),
         (
-            ["data.train=demonstrations.jsonl"],
+            ["data.train=unanswered.jsonl"],
             "needs 'answer', which is not among what every reward gets",
         ),
         (["algorithm.loss.arguments={clip_lo: 0.1}"], "does not take 'clip_lo'"),
@@ -242,8 +240,40 @@ def test_a_reward_beside_the_config_file_can_be_imported(project: Project, plugi
         (["algorithm.loss.name=supervised", "algorithm.kl.coefficient=1"], "'kl_coefficient', 'kl_estimator'"),
     ],
 )
-def test_arguments_that_a_function_cannot_take_are_refused(make: Callable[..., Plan], overrides: list[str], said: str):
+def test_arguments_that_a_function_cannot_take_are_refused(
+    make: Callable[..., Plan], project: Project, overrides: list[str], said: str
+):
+    project.write_rows("unanswered.jsonl", [{"prompt": f"{n}+1="} for n in range(40)])
     assert said in refusal(make, *overrides)
+
+
+@pytest.mark.parametrize("key", ["data.train", "data.validation"])
+@pytest.mark.parametrize("column", ["prompt", "response", "finish_reason"])
+def test_a_column_that_a_reward_would_never_see_is_refused(
+    make: Callable[..., Plan], project: Project, key: str, column: str
+):
+    row = {"question": "1+1=", "answer": "2"}
+    for name in ("train.jsonl", "validation.jsonl"):
+        project.write_rows(name, [row] * 40)
+    kept = ["data.prompt=question", "data.validation=validation.jsonl"]
+    make(*kept)
+    project.write_rows("clash.jsonl", [{**row, column: "x"}] * 40)
+    said = refusal(make, *kept, f"{key}=clash.jsonl")
+    assert f"clash.jsonl: a reward gets '{column}' from the run" in said
+    assert "rename the column in the data" in said
+
+
+def test_the_prompt_column_may_have_any_name(make: Callable[..., Plan], project: Project):
+    project.write_rows("odd.jsonl", [{"response": "1+1=", "answer": "2"}] * 40)
+    make("data.train=odd.jsonl", "data.prompt=response")
+
+
+@pytest.mark.parametrize("name", ["spiece.model", "qwen.tiktoken", "vocab.txt", "tokenizer.model", "vocab.json"])
+def test_a_tokenizer_goes_by_several_names(make: Callable[..., Plan], project: Project, name: str):
+    (project.root / "model/tokenizer.json").rename(project.root / "model" / name)
+    make()
+    (project.root / "model" / name).rename(project.root / "model/chat_template.jinja")
+    assert "missing: a tokenizer (tokenizer.json)" in refusal(make, kind=ModelError)
 
 
 def test_a_transport_that_does_not_reach_is_refused(make: Callable[..., Plan]):
@@ -324,7 +354,7 @@ def test_several_problems_are_listed_together(make: Callable[..., Plan]):
 
 def test_a_supervised_plan(make_sft: Callable[..., SFTPlan]):
     planned = make_sft()
-    assert planned.optimizer_steps == planned.actor_options["total_steps"] == 5
+    assert planned.actor_options["total_steps"] == 5
     assert "40 demonstrations in demonstrations.jsonl" in planned.render()
 
 

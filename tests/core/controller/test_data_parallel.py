@@ -52,6 +52,13 @@ def test_large_shards_are_shared_by_a_replica(lie_on):
     assert group.times(batch_of(50_000)).tensor("x").sum() == 2 * sum(range(50_000))
 
 
+def test_a_future_of_a_batch_is_split_like_the_batch(lie_on):
+    group = lie_on({"dp": 2, "tp": 2})
+    future = group.call("times", batch_of(4), factor=1, blocking=False)
+    assert group.times(future, factor=1).tensor("x").tolist() == [0, 1, 2, 3]
+    assert group.execute_all("what_was_seen") == [2 * [rows] for rows in ([0, 1], [0, 1], [2, 3], [2, 3])]
+
+
 def test_without_a_mesh_every_rank_is_a_replica(launch):
     group = launch(Sharded)
     assert group.meshes == [None, None]

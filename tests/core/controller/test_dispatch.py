@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginehouse.controller import DataLayout, DispatchError, PerRank, Same
+from enginehouse.controller import DataLayout, Dispatch, DispatchError, PerRank, Same
 from enginehouse.controller.collect import collect
 from enginehouse.controller.dispatch import all_to_all, dp, is_splittable, one_to_all, rank_zero, resolve_mode
 from enginehouse.controller.launchers.encoding import payload_bytes
@@ -111,6 +111,30 @@ def test_a_mode_that_a_plugin_registered_is_found_by_name(monkeypatch):
     mode = resolve_mode(CallSpec("pairs"))
     assert mode.dispatch(group_of(3), [1, 2]) == [((1,), {}), ((2,), {}), ((1,), {})]
     assert mode.collect(group_of(3), [7, 8, 9], [0, 1, 2]) == [7, 8, 9]
+
+
+def test_a_plugins_mode_can_do_what_the_built_in_ones_do(monkeypatch):
+    record = DispatchMode(
+        name="pairs",
+        dispatch="controller_workers:repeat_pairs",
+        collect="concat",
+        returning="enginehouse.controller.dispatch:output_ranks",
+        awaits_futures=True,
+    )
+    monkeypatch.setattr("enginehouse.plugin.plugins", lambda: SimpleNamespace(get=lambda kind, name: record))
+    group = group_of(4, {"dp": 2, "tp": 2})
+    mode = resolve_mode(CallSpec("pairs"))
+    assert mode.awaits_futures
+    assert list(mode.returning(group)) == [0, 2]
+    assert mode.collect(group, [[1], None, [2], None], [0, 2]) == [1, 2]
+    own = resolve_mode(CallSpec("pairs", collect=lambda group, outputs: outputs))
+    assert own.returning is None, "a function given with the method gets one output a rank"
+
+
+def test_an_output_that_is_passed_on_as_it_is_can_be_referred_to():
+    passed_on = {mode for mode in Dispatch if resolve_mode(CallSpec(mode.value)).passes_on}
+    assert passed_on == {Dispatch.RANK_ZERO}
+    assert resolve_mode(CallSpec("one_to_all", collect="first")).passes_on
 
 
 def test_payloads_are_measured_through_containers():

@@ -13,6 +13,7 @@ from controller_workers import Accumulator, Meeting, Reducer, Surroundings, Trou
 
 from enginehouse.controller import (
     ControllerError,
+    DispatchError,
     GroupClosed,
     ResourcePool,
     StillRunning,
@@ -79,6 +80,12 @@ def test_a_future_can_be_polled(inline):
     with pytest.raises(StillRunning):
         future.result(timeout=0.01)
     assert not future.done()
+
+
+def test_a_batch_that_is_not_there_by_the_calls_deadline_is_an_error(inline):
+    future = inline(Trouble).call("hang_async", blocking=False)
+    with pytest.raises(DispatchError, match=r"times was not sent.*0\.01 s"):
+        inline(Sharded).call("times", future, timeout=0.01)
 
 
 def test_a_failed_call_that_was_not_waited_for_raises_when_asked(inline):

@@ -59,6 +59,13 @@ def test_a_wrong_registration_fails_where_it_is_written(arguments, said):
         register(**arguments)
 
 
+def test_only_async_methods_are_urgent():
+    with pytest.raises(TypeError, match=r"compute cannot be urgent"):
+
+        @register(urgent=True)
+        def compute(self): ...
+
+
 def test_a_spec_is_made_from_a_class():
     with pytest.raises(TypeError, match="class"):
         WorkerSpec(Plain(1))

@@ -12,7 +12,7 @@ from projects import Project
 
 from enginehouse.config.load import dump_config, load_config
 from enginehouse.errors import ConfigError, EnginehouseError
-from enginehouse.runs import RunDirectory
+from enginehouse.runs import RunDirectory, saved_words
 
 
 @pytest.fixture
@@ -118,6 +118,22 @@ def test_the_config_in_a_run_directory_loads_equal(project: Project):
     config = load_config(project.save(), ["train.steps=3", "reward.arguments={a: 1e-5, b: 'yes'}"])
     run = RunDirectory.create("runs/x", dump_config(config))
     assert load_config(run.path / "config.yaml") == config
+
+
+def test_nothing_is_touched_before_it_is_opened(tmp_path: Path):
+    path = tmp_path / "one"
+    RunDirectory.create(path, "").log(1, {"loss": 2.0})
+    run = RunDirectory(path, "", overwrite=True)
+    with run.clock.phase("reading"):
+        pass
+    assert "is as it was" in saved_words(run)
+    assert len(lines(path / "metrics.jsonl")) == 1
+    run.open()
+    assert lines(path / "metrics.jsonl") == []
+    with run.clock.phase("generate"):
+        pass
+    run.finish("finished")
+    assert [e["name"] for e in json.loads((path / "timeline.json").read_text()) if e["ph"] == "X"] == ["generate"]
 
 
 def test_overwriting_deletes_an_earlier_run_and_nothing_else(tmp_path: Path):

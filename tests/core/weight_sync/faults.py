@@ -22,6 +22,8 @@ PARAMETER = "model.norm.weight"
 """What is damaged."""
 VERSION = 2
 """The update that goes wrong."""
+UNFINISHED_VERSION = 5
+"""The update that one of two replicas does not switch to."""
 
 
 class FaultySession:
@@ -118,6 +120,19 @@ class RefusingEngine(TorchRolloutEngine):
             raise WeightSyncError(f"no room for {PARAMETER!r}", [PARAMETER])
 
 
+class UnfinishedEngine(TorchRolloutEngine):
+    """Takes all of an update and refuses to switch to it, on rank 1 at `UNFINISHED_VERSION`."""
+
+    async def launch(self, model, options, context):
+        self.rank = context.rank
+        return await super().launch(model, options, context)
+
+    async def finish_weight_update(self, version):
+        if self.rank == 1 and version == UNFINISHED_VERSION:
+            raise WeightSyncError("cannot switch")
+        await super().finish_weight_update(version)
+
+
 class StuckEngine(TorchRolloutEngine):
     """Never comes to rest."""
 
@@ -129,6 +144,21 @@ class StuckRolloutWorker(RolloutWorker):
     def __init__(self, *args):
         super().__init__(*args)
         self.engine = StuckEngine()
+
+
+class UnfinishedRolloutWorker(RolloutWorker):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.engine = UnfinishedEngine()
+
+
+class UnresumedRolloutWorker(RolloutWorker):
+    """Does not answer again after `VERSION`."""
+
+    async def resume_weights(self, version):
+        if version == VERSION:
+            raise RuntimeError("did not wake up")
+        await super().resume_weights(version)
 
 
 class StaleRolloutWorker(RolloutWorker):

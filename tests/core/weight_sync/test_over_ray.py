@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from enginehouse.controller import start_ray
+from enginehouse.controller import StillRunning, start_ray
 from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.train import LossSpec
 from enginehouse.engines.weights import WeightSyncError
@@ -32,9 +32,14 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def separate():
-    """One trainer and two replicas, each in a process of its own; replica 1's transport is faulty at one update."""
+    """One trainer and two replicas, each in a process of its own; replica 1 fails at two updates, in two ways."""
     with open_house(
-        f"{faults.__name__}:CorruptingSharedMemory", launcher="ray", processes=1, replicas=2, env=ENV
+        f"{faults.__name__}:CorruptingSharedMemory",
+        rollout=faults.UnfinishedRolloutWorker,
+        launcher="ray",
+        processes=1,
+        replicas=2,
+        env=ENV,
     ) as house:
         yield house
 
@@ -78,6 +83,22 @@ def test_samples_do_not_depend_on_the_number_of_replicas(separate):
         with pytest.raises(WeightSyncError, match=f"another training rank.*{faults.PARAMETER}"):
             sync.sync(2)
         assert two.rollout.weight_state() == states
+
+
+def test_a_version_that_one_replica_does_not_switch_to_is_answered_with_by_none(separate):
+    """The requests are more than a worker runs async calls at once: the update goes through all the same."""
+    sync = separate.connect(effect_check_every=0)
+    sync.sync(4)
+    separate.train()
+    with pytest.raises(WeightSyncError, match=r"update 5 failed at rollout rank 1.*cannot switch"):
+        sync.sync(faults.UNFINISHED_VERSION)
+    requests = [separate.rollout.call("generate", PROMPTS, SAMPLING, blocking=False) for _ in range(40)]
+    with pytest.raises(StillRunning):
+        requests[0].result(1.0)
+    assert [state.version for state in separate.rollout.weight_state()] == [5, 4]
+    assert sync.sync(6).version == 6
+    for request in requests:
+        assert set(request.result()["weight_version"].tolist()) <= {4, 6}
 
 
 def test_inproc_between_processes_is_refused_when_it_is_connected(separate):

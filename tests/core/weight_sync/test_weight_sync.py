@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -130,6 +131,32 @@ def test_an_engine_that_does_not_serve_what_it_staged_is_caught_and_answers_noth
             house.connect().sync(1)
         assert caught.value.parameters == (faults.PARAMETER,)
         check_that_nothing_is_answered(house)
+
+
+def test_weights_that_were_never_verified_are_not_served_after_a_later_update_fails_either():
+    transport = f"{faults.__name__}:CorruptingInproc"
+    with open_house(transport, rollout=faults.MangledRolloutWorker) as house:
+        sync = house.connect()
+        for version, said in ((1, "does not serve"), (faults.VERSION, "arrived changed")):
+            with pytest.raises(WeightSyncError, match=said):
+                sync.sync(version)
+        check_that_nothing_is_answered(house)
+
+
+@pytest.mark.parametrize("later", ["sync", "connect", "close"])
+def test_a_replica_that_does_not_resume_is_an_error_of_what_comes_next(later, caplog):
+    said = "not every replica resumed after weight update 2.*did not wake up"
+    with open_house("inproc", rollout=faults.UnresumedRolloutWorker) as house:
+        sync = house.connect()
+        sync.sync(faults.VERSION)
+        if later == "close":
+            sync.close()
+            assert re.search(said, caplog.text)
+            return
+        with pytest.raises(WeightSyncError, match=said):
+            sync.sync(3) if later == "sync" else sync.connect()
+        assert sync.sync(4).version == 4
+        assert house.answers()
 
 
 def test_an_engine_with_the_right_bytes_that_computes_with_others_is_caught_by_the_effect_check():

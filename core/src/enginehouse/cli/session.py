@@ -27,11 +27,12 @@ class Trainer(Protocol):
 
 
 def run_plan(plan: Plan | SFTPlan, build: Callable[[RunDirectory, Progress], Trainer], *, quiet: bool = False) -> None:
-    """Make the run directory, run the plan, and say how it ended.
+    """Build the trainer, make the run directory, run the plan, and say how it ended.
 
     Args:
         plan: what to run.
-        build: makes the trainer; imports what it needs itself, so that a refused plan never pays for it.
+        build: makes the trainer, which reads its data then; imports what it needs itself, so that a refused plan never
+            pays for it. The run directory is made afterwards: bad data does not cost an earlier run.
         quiet: show nothing while it runs.
 
     Raises:
@@ -45,32 +46,37 @@ def run_plan(plan: Plan | SFTPlan, build: Callable[[RunDirectory, Progress], Tra
     if not quiet:
         click.echo(plan.render() + "\n")
     settings = plan.config.run
-    run = RunDirectory.create(
+    run = RunDirectory(
         plan.run_directory,
         dump_config(plan.config),
         overwrite=settings.overwrite,
         command=sys.argv,
         packages=plan.distributions,
     )
-    run.record.update(actor_options=plan.actor_options, rollout_options=getattr(plan, "rollout_options", None))
     progress = Progress(run.path.name, mode="quiet" if quiet else None)
 
     def before_force() -> None:
         progress.close()
-        run.finish("interrupted")
         click.echo(saved_words(run), err=True)
+        if run.opened:
+            run.finish("interrupted")
 
     try:
         with Interrupts(before_force), progress, ExitStack() as stack:
             trainer = build(run, progress)
+            run.open()
+            run.record.update(actor_options=plan.actor_options, rollout_options=getattr(plan, "rollout_options", None))
             stack.callback(_trace_calls(run))
             trainer.run()
     except (KeyboardInterrupt, SystemExit):  # ray's own handler of SIGTERM exits
-        run.finish("interrupted")
-        _say_end(run, progress, "interrupted", quiet)
+        if run.opened:
+            run.finish("interrupted")
+            _say_end(run, progress, "interrupted", quiet)
         click.echo(saved_words(run), err=True)
         sys.exit(EXIT_CODE)
     except Exception as error:
+        if not run.opened:
+            raise
         _failed(run, error)
     run.finish("finished")
     _say_end(run, progress, "finished", quiet)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import json
 import os
 import re
@@ -10,12 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from enginehouse.engines.model import TOKENIZER_FILES
 from enginehouse.errors import ConfigError, ModelError
 
 RUN_MARKER = "run.json"
 """The file that tells a run directory from any other; only a directory that holds it is ever deleted."""
 
-_TOKENIZER = re.compile(r"tokenizer.*|vocab.*|merges\.txt|spiece\.model|.*\.tiktoken")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -43,7 +44,7 @@ def read_model(path: str, key: str = "model.path") -> Mapping[str, Any]:
     weights = _missing_weights(directory, files, key)
     if weights:
         missing.append(weights)
-    if not any(_TOKENIZER.fullmatch(name) for name in files):
+    if not any(fnmatch.filter(files, pattern) for pattern in TOKENIZER_FILES):
         missing.append("a tokenizer (tokenizer.json)")
     if missing:
         raise ModelError(

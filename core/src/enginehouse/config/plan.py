@@ -20,7 +20,6 @@ from enginehouse.config.arithmetic import (
     check_lengths,
     check_placement,
     check_rows,
-    samples_per_step,
 )
 from enginehouse.config.backends import (
     check_capabilities,
@@ -58,7 +57,6 @@ class RunPlan:
         python_path: directories that workers import the user's own functions from.
         distributions: distributions of the backends used, for the record of versions.
         actor_options: the training backend's options, checked and complete, as plain data.
-        optimizer_steps: of the whole run.
         facts: what the run will do, as `(label, sentence)`.
         notes: what the user may not have expected.
     """
@@ -68,7 +66,6 @@ class RunPlan:
     python_path: tuple[str, ...]
     distributions: tuple[str, ...]
     actor_options: dict[str, Any]
-    optimizer_steps: int
     facts: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
 
@@ -92,8 +89,6 @@ class Plan(RunPlan):
         effect_check_every: `weights.effect_check_every`; 0 where the rollout backend cannot score prompts.
         reward: `"module:function"`.
         advantage: `"module:function"`.
-        loss: `"module:function"`.
-        samples_per_step: rows of a step.
     """
 
     config: Config
@@ -104,8 +99,6 @@ class Plan(RunPlan):
     effect_check_every: int
     reward: str
     advantage: str
-    loss: str
-    samples_per_step: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +148,7 @@ def plan(config: Config, plugins: PluginManager | None = None, config_path: str 
         Advantage, algorithm.advantage.name, "algorithm.advantage", algorithm.advantage.arguments
     )
     loss_arguments = [*algorithm.loss.arguments, *_kl_arguments(config)]
-    loss = setting.function(Loss, algorithm.loss.name, "algorithm.loss", loss_arguments)
+    setting.function(Loss, algorithm.loss.name, "algorithm.loss", loss_arguments)
     directory = setting.run_directory(
         {
             "model.path": config.model.path,
@@ -175,10 +168,7 @@ def plan(config: Config, plugins: PluginManager | None = None, config_path: str 
         effect_check_every=effect_check_every,
         reward=reward,
         advantage=advantage,
-        loss=loss,
-        samples_per_step=samples_per_step(config),
         actor_options=actor_options,
-        optimizer_steps=optimizer_steps,
         **setting.common(facts, directory, (train, rollout)),
     )
 
@@ -201,7 +191,6 @@ def plan_sft(config: SFTConfig, plugins: PluginManager | None = None, config_pat
     return SFTPlan(
         config=config,
         actor_options=actor_options,
-        optimizer_steps=config.train.steps,
         **setting.common(outline_sft(config, model, rows), directory, (train,)),
     )
 
@@ -303,16 +292,32 @@ def _prompts(findings: Findings, config: Config) -> tuple[int, list[str] | None]
     data, wanted = config.data, config.train.prompts_per_step
     rows, columns = 0, None
     with findings.collecting():
-        columns = [name for name in check_prompt_file(data.train, data.prompt) if name != data.prompt]
+        columns = _reward_columns(findings, data.train, data.prompt)
         rows = count_rows(data.train)
         if rows < wanted:
             raise ConfigError(f"train.prompts_per_step is {wanted}, and {data.train} holds only {rows} prompts")
     if data.validation:
         with findings.collecting():
-            check_prompt_file(data.validation, data.prompt)
+            _reward_columns(findings, data.validation, data.prompt)
     elif config.train.validate_every:
         findings.refuse("train.validate_every is set, but there is no file to validate on (data.validation)")
     return rows, columns
+
+
+def _reward_columns(findings: Findings, path: str, prompt: str) -> list[str]:
+    """Check a file of prompts; returns the columns a reward gets. None may be named as what the run gives it.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    columns = [name for name in check_prompt_file(path, prompt) if name != prompt]
+    for name in REWARD_GETS:
+        if name in columns:
+            findings.refuse(
+                f"{path}: a reward gets {name!r} from the run, so it would never see the column {name!r}; rename the "
+                "column in the data"
+            )
+    return columns
 
 
 def _kl_arguments(config: Config) -> tuple[str, ...]:

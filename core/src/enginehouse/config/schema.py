@@ -154,7 +154,7 @@ class Train(Section):
 
     steps: int = Field(default=100, gt=0)
     prompts_per_step: int = Field(default=32, gt=0)
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
     validate_every: int = Field(
         default=0, ge=0, description="Steps between validations; 0: only at the end, if there is a file"
     )
@@ -221,7 +221,7 @@ class SFTTrain(Section):
 
     steps: int = Field(default=100, gt=0)
     rows_per_step: int = Field(default=128, gt=0)
-    seed: int = 0
+    seed: int = Field(default=0, ge=0)
 
 
 class SFTConfig(Section):

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from enginehouse.controller.errors import DispatchError
-
-if TYPE_CHECKING:
-    from enginehouse.controller.group import WorkerGroup
 
 
 def collect(rule: str, parts: Sequence[Any], ranks: Sequence[int], where: str) -> Any:
@@ -60,22 +57,3 @@ def concat(parts: Sequence[Any], ranks: Sequence[int], where: str) -> Any:
         f"{where}: results of type {kind.__name__} cannot be concatenated; "
         'register the method with collect="list", "first" or "merge"'
     )
-
-
-# The built-in modes' collections in the form a plugin's has, `(group, outputs)`, for their records (`plugin.py`).
-
-
-def collect_list(group: WorkerGroup, outputs: Sequence[Any]) -> Any:
-    """A list of all results, one a rank."""
-    return collect("list", outputs, range(group.world_size), group.name)
-
-
-def collect_first(group: WorkerGroup, outputs: Sequence[Any]) -> Any:
-    """Rank 0's result."""
-    return collect("first", outputs[:1], (0,), group.name)
-
-
-def collect_concat(group: WorkerGroup, outputs: Sequence[Any]) -> Any:
-    """The output ranks' results as one, in order."""
-    ranks = group.layout.output_ranks
-    return collect("concat", [outputs[rank] for rank in ranks], ranks, group.name)

@@ -1,4 +1,4 @@
-"""How a call's arguments become one call a rank: the built-in modes, and how custom and plugins' modes are found."""
+"""How a call's arguments become one call a rank: the built-in modes (declared in `plugin.py`) and finding any."""
 
 from __future__ import annotations
 
@@ -40,12 +40,14 @@ class Mode:
         collect: `collect(group, outputs, ranks)` with one output a rank and the ranks that answer.
         returning: ranks whose results the collection reads, or None for all: the others' stay where they are.
         passes_on: whether the collection gives one rank's output as it is, so that a reference can stand for it.
+        awaits_futures: whether `dispatch` gets the results of `Future`s among the arguments.
     """
 
     dispatch: Callable[..., Sequence[Call | None]]
     collect: Callable[[WorkerGroup, list[Any], Sequence[int]], Any]
     returning: Callable[[WorkerGroup], Sequence[int]] | None = None
     passes_on: bool = False
+    awaits_futures: bool = False
 
 
 def one_to_all(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[Call | None]:
@@ -106,50 +108,44 @@ def is_splittable(value: Any) -> bool:
     return hasattr(kind, "split") and hasattr(kind, "concat") and hasattr(kind, "__len__")
 
 
-def resolve_mode(spec: CallSpec) -> Mode:
-    """The mode a method was registered with.
-
-    Raises:
-        PluginLookupError: no plugin registered a mode of that name.
-    """
-    if isinstance(spec.dispatch, Mapping):
-        return _custom(spec.dispatch["dispatch_fn"], spec.dispatch["collect_fn"], spec.collect)
-    builtin = _BUILTIN.get(spec.dispatch)
-    if builtin is None:
-        from enginehouse.plugin import DispatchMode, plugins, resolve
-
-        record = plugins().get(DispatchMode, spec.dispatch)
-        return _custom(resolve(record.dispatch), resolve(record.collect), spec.collect)
-    function, rule, returning = builtin
-    if callable(spec.collect):
-        return _custom(function, spec.collect, None)
-    rule = spec.collect or rule
-    return Mode(function, _by_rule(rule), returning, passes_on=rule == "first")
-
-
-def _custom(
-    dispatch: Callable[..., Any], gather: Callable[..., Any], override: str | Callable[..., Any] | None
-) -> Mode:
-    if isinstance(override, str):
-        return Mode(dispatch, _by_rule(override))
-    function = override or gather
-    return Mode(dispatch, lambda group, outputs, ranks: function(group, outputs))
-
-
-def _by_rule(rule: str) -> Callable[..., Any]:
-    return lambda group, outputs, ranks: collect(rule, [outputs[rank] for rank in ranks], ranks, group.name)
-
-
-def _output_ranks(group: WorkerGroup) -> Sequence[int]:
+def output_ranks(group: WorkerGroup) -> Sequence[int]:
+    """The ranks that answer for the shards of the data axis, in the shards' order."""
     return group.layout.output_ranks
 
 
-_BUILTIN: dict[str, tuple[Callable[..., Any], str, Callable[..., Any] | None]] = {
-    "one_to_all": (one_to_all, "list", None),
-    "rank_zero": (rank_zero, "first", None),
-    "all_to_all": (all_to_all, "list", None),
-    "dp": (dp, "concat", _output_ranks),
-}
+def resolve_mode(spec: CallSpec) -> Mode:
+    """The mode a method was registered with: the record of that name, or the two functions given in place.
+
+    Raises:
+        PluginLookupError: no plugin registered a mode of that name.
+        ResolveError: a function of the mode is not there.
+    """
+    if isinstance(spec.dispatch, Mapping):
+        gather = spec.collect or spec.dispatch["collect_fn"]
+        return _mode(spec.dispatch["dispatch_fn"], gather, None, awaits_futures=False)
+    from enginehouse.plugin import DispatchMode, plugins, resolve
+    from enginehouse.plugin.records import COLLECT_RULES
+
+    record = plugins().get(DispatchMode, spec.dispatch)
+    gather = spec.collect or (record.collect if record.collect in COLLECT_RULES else resolve(record.collect))
+    # a function given with the method gets one output a rank
+    returning = resolve(record.returning) if record.returning and not callable(spec.collect) else None
+    return _mode(resolve(record.dispatch), gather, returning, record.awaits_futures)
+
+
+def _mode(
+    dispatch: Callable[..., Any],
+    gather: str | Callable[..., Any],
+    returning: Callable[..., Any] | None,
+    awaits_futures: bool,
+) -> Mode:
+    if callable(gather):
+        return Mode(dispatch, lambda group, outputs, ranks: gather(group, outputs), returning, False, awaits_futures)
+
+    def by_rule(group: WorkerGroup, outputs: list[Any], ranks: Sequence[int]) -> Any:
+        return collect(gather, [outputs[rank] for rank in ranks], ranks, group.name)
+
+    return Mode(dispatch, by_rule, returning, gather == "first", awaits_futures)
 
 
 def _per_rank(value: Any, label: str, size: int) -> Sequence[Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.controller.dispatch import Call, Mode, resolve_mode
 from enginehouse.controller.errors import ControllerError, DispatchError, GroupClosed
-from enginehouse.controller.future import Future
+from enginehouse.controller.future import Future, StillRunning
 from enginehouse.controller.launchers.interface import Lane, LaunchOptions, Processes
 from enginehouse.controller.layout import DataLayout
 from enginehouse.controller.pool import ResourcePool
@@ -149,28 +150,37 @@ class WorkerGroup:
             raise AttributeError(
                 f"{self._cls.__name__} has no registered method {method!r}, only {sorted(self._specs)}"
             )
-        mode = self._modes.get(method)
-        if mode is None:
-            mode = self._modes[method] = resolve_mode(spec)
         return self._invoke(
-            method, spec, mode, args, kwargs, timeout or spec.timeout, spec.blocking if blocking is None else blocking
+            method,
+            spec,
+            self._mode(method, spec),
+            args,
+            kwargs,
+            timeout or spec.timeout,
+            spec.blocking if blocking is None else blocking,
         )
 
     def execute_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call any method, registered or not, on every rank with the same arguments; one result a rank."""
-        return self._invoke(method, _ALL, resolve_mode(_ALL), args, kwargs, None, True)
+        return self._invoke(method, _ALL, self._mode("execute_all", _ALL), args, kwargs, None, True)
 
     def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> Future:
         """`execute_all` that does not wait."""
-        return self._invoke(method, _ALL, resolve_mode(_ALL), args, kwargs, None, False)
+        return self._invoke(method, _ALL, self._mode("execute_all", _ALL), args, kwargs, None, False)
 
     def execute_rank_zero(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call any method, registered or not, on rank 0."""
-        return self._invoke(method, _ZERO, resolve_mode(_ZERO), args, kwargs, None, True)
+        return self._invoke(method, _ZERO, self._mode("execute_rank_zero", _ZERO), args, kwargs, None, True)
 
     def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> Future:
         """`execute_rank_zero` that does not wait."""
-        return self._invoke(method, _ZERO, resolve_mode(_ZERO), args, kwargs, None, False)
+        return self._invoke(method, _ZERO, self._mode("execute_rank_zero", _ZERO), args, kwargs, None, False)
+
+    def _mode(self, method: str, spec: CallSpec) -> Mode:
+        mode = self._modes.get(method)
+        if mode is None:
+            mode = self._modes[method] = resolve_mode(spec)
+        return mode
 
     def _invoke(
         self,
@@ -184,14 +194,19 @@ class WorkerGroup:
     ) -> Any:
         if self._closed:
             raise GroupClosed(f"{self.name}.{method} cannot be called any more: it was shut down", "shut down")
+        deadline = self._timeout if timeout is None else timeout
+        if mode.awaits_futures:
+            begun = time.monotonic()
+            args = tuple(self._value(method, value, deadline) for value in args)
+            kwargs = {name: self._value(method, value, deadline) for name, value in kwargs.items()}
+            deadline -= time.monotonic() - begun
         calls = self._calls(method, mode, args, kwargs)
         if spec.execute == "rank_zero":
             calls = [calls[0], *[None] * (len(calls) - 1)]
         called = [rank for rank, call in enumerate(calls) if call is not None]
         ranks = [rank for rank in mode.returning(self) if rank in called] or called if mode.returning else called
-        lane: Lane = "loop" if self._runs_on_loop(method) else "main"
+        lane: Lane = "urgent" if spec.urgent else "loop" if self._runs_on_loop(method) else "main"
         trace = CallTrace(self.name, method)
-        deadline = self._timeout if timeout is None else timeout
         try:
             pending = self._processes.submit(self.name, method, calls, frozenset(ranks), lane, deadline)
             if blocking:
@@ -201,6 +216,18 @@ class WorkerGroup:
                 trace.end()
         single = ranks[0] if mode.passes_on and len(ranks) == 1 else None
         return Future(pending, lambda outputs: mode.collect(self, outputs, ranks), single, trace.end)
+
+    def _value(self, method: str, given: Any, timeout: float) -> Any:
+        """An argument, or the result of the call it stands for."""
+        if not isinstance(given, Future):
+            return given
+        try:
+            return given.result(timeout)
+        except StillRunning as error:
+            raise DispatchError(
+                f"{self.name}.{method} was not sent: an argument is the result of a call that still ran when the "
+                f"deadline of {timeout:g} s had passed"
+            ) from error
 
     def _calls(self, method: str, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Call | None]:
         calls = mode.dispatch(self, *args, **kwargs)
@@ -260,13 +287,10 @@ class GroupMethod:
         self.__name__ = method
         self.__doc__ = worker_method.__doc__
         self._spec = group._specs[method]
-        self._mode: Mode | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._mode is None:
-            self._mode = resolve_mode(self._spec)
-        spec = self._spec
-        return self._group._invoke(self._method, spec, self._mode, args, kwargs, spec.timeout, spec.blocking)
+        group, method, spec = self._group, self._method, self._spec
+        return group._invoke(method, spec, group._mode(method, spec), args, kwargs, spec.timeout, spec.blocking)
 
     def __repr__(self) -> str:
         return f"<{self._group.name}.{self._method} over {self._group.world_size} ranks>"

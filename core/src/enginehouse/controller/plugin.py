@@ -7,13 +7,12 @@ from enginehouse.plugin import DispatchMode, hookimpl
 
 @hookimpl
 def enginehouse_register_dispatch_modes(register):
-    dispatch, collect = "enginehouse.controller.dispatch", "enginehouse.controller.collect"
+    dispatch = "enginehouse.controller.dispatch"
     register(
         DispatchMode(
             name="one_to_all",
             summary="The same arguments to every rank; a list of results, one a rank",
             dispatch=f"{dispatch}:one_to_all",
-            collect=f"{collect}:collect_list",
         )
     )
     register(
@@ -21,7 +20,7 @@ def enginehouse_register_dispatch_modes(register):
             name="all_to_all",
             summary="Explicit scatter: each argument holds one entry a rank; a list of results, one a rank",
             dispatch=f"{dispatch}:all_to_all",
-            collect=f"{collect}:collect_list",
+            awaits_futures=True,
         )
     )
     register(
@@ -29,7 +28,7 @@ def enginehouse_register_dispatch_modes(register):
             name="rank_zero",
             summary="Rank 0 alone; its result",
             dispatch=f"{dispatch}:rank_zero",
-            collect=f"{collect}:collect_first",
+            collect="first",
         )
     )
     register(
@@ -37,6 +36,8 @@ def enginehouse_register_dispatch_modes(register):
             name="dp",
             summary="Batches split over the data axis; results joined from the output ranks, in order",
             dispatch=f"{dispatch}:dp",
-            collect=f"{collect}:collect_concat",
+            collect="concat",
+            returning=f"{dispatch}:output_ranks",
+            awaits_futures=True,
         )
     )

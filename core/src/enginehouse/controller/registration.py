@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import Any, TypeVar, overload
 
+from enginehouse.plugin.records import COLLECT_RULES
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 MARK = "__enginehouse_call__"
-COLLECT_RULES = ("list", "concat", "first", "merge")
 
 
 class Dispatch(StrEnum):
@@ -39,6 +40,7 @@ class CallSpec:
     execute: str = "all"
     blocking: bool = True
     timeout: float | None = None
+    urgent: bool = False
 
 
 @overload
@@ -51,6 +53,7 @@ def register(
     execute: str = ...,
     blocking: bool = ...,
     timeout: float | None = ...,
+    urgent: bool = ...,
 ) -> Callable[[F], F]: ...
 def register(
     dispatch: Any = "one_to_all",
@@ -59,6 +62,7 @@ def register(
     execute: str = "all",
     blocking: bool = True,
     timeout: float | None = None,
+    urgent: bool = False,
 ) -> Any:
     """Make a method of a worker callable on its group: `group.method(...)`.
 
@@ -79,6 +83,7 @@ def register(
         execute: `"rank_zero"` calls rank 0 only, with what the dispatch gives it.
         blocking: False returns a `Future`.
         timeout: deadline in seconds; None takes the group's.
+        urgent: for an async method that must run though many others wait: these do not take its place in the worker.
     """
     if inspect.isfunction(dispatch):
         return register()(dispatch)
@@ -93,9 +98,11 @@ def register(
         raise ValueError(f"collect is one of {', '.join(COLLECT_RULES)}, or a function, not {collect!r}")
     if isinstance(dispatch, str):
         dispatch = str(dispatch.value if isinstance(dispatch, Enum) else dispatch)
-    spec = CallSpec(dispatch, collect, Execute(execute).value, blocking, timeout)
+    spec = CallSpec(dispatch, collect, Execute(execute).value, blocking, timeout, urgent)
 
     def mark(function: F) -> F:
+        if urgent and not inspect.iscoroutinefunction(function):
+            raise TypeError(f"{function.__qualname__} cannot be urgent: it is not async, and sync methods take turns")
         setattr(function, MARK, spec)
         return function
 

@@ -3,7 +3,8 @@
     pause -> start -> send || receive -> compare bytes -> finish -> compare what is served -> (effect) -> resume
 
 *Bytes*: each parameter's checksum before it left is compared with its checksum where it arrived, before any replica
-lets go of the old version. *Version*: each replica then says which version it serves, and with which checksums.
+lets go of the old version. *Version*: each replica then says which version it serves, and with which checksums; none
+answers a request with the new version before all have said it.
 *Effect*: at the first update and every so often, a few fixed token sequences are scored by each replica and by the
 trainer: engines exist that hold the right bytes and compute with others.
 
@@ -20,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from enginehouse.controller.errors import ControllerError, RemoteError, WorkerError
+from enginehouse.controller.errors import ControllerError, GroupClosed, RemoteError, WorkerError
 from enginehouse.controller.future import StillRunning
 from enginehouse.engines.weights import (
     TransferPlan,
@@ -51,7 +52,7 @@ class SyncReport:
 
     Attributes:
         version: what every replica serves now.
-        seconds: from the first call to the last replica's resumption.
+        seconds: from the first call until the last replica was verified; its resumption is not waited for.
         nbytes: bytes of the weights, counted once.
         effect: mean absolute difference in nats of the replica that differs most, where it was checked.
     """
@@ -100,13 +101,17 @@ class WeightSync:
         self._nbytes = 0
         self._updates = 0  # since the connection: the first is always checked for its effect
         self._tried = 0  # newest version tried
+        self._in_flight: tuple[Future, ...] = ()
+        self._resuming: tuple[int, Future] | None = None  # the last update's, not waited for
 
     def connect(self) -> None:
         """Plan the transfer and open both ends. Again after a group was restarted.
 
         Raises:
-            WeightSyncError: the two sides cannot reach each other by this transport.
+            WeightSyncError: the two sides cannot reach each other by this transport, or a replica did not resume after
+                the last update.
         """
+        self._await_resumption()
         parameters = self._call(self._train, "weight_metadata")
         plan = load_transport(self._transport).prepare(
             parameters, self._rollout.world_size, uuid.uuid4().hex, self._bucket_bytes
@@ -124,17 +129,23 @@ class WeightSync:
     def sync(self, version: int) -> SyncReport:
         """Make every replica serve the trainer's current weights as `version`.
 
+        On return every replica was verified and told to answer with it. A replica that could not resume is an error
+        of the next `sync` or `connect`.
+
         Args:
             version: larger than any tried before.
 
         Raises:
-            WeightSyncError: naming the parameters and the replica. Every replica serves the version it had, unless
-                the message says otherwise.
+            WeightSyncError: naming the parameters and the replica. No replica answers a request with `version`. Up to
+                the comparison of bytes every replica goes on with the version it had; if it is a replica's switch, or
+                what comes after, that failed, those that had not switched do so, and those that had answer nothing
+                until a later update succeeds.
         """
         if self._plan is None:
             raise WeightSyncError("weights cannot be sent before the transport is connected")
         if version <= self._tried:
             raise WeightSyncError(f"weight version {version} is not newer than {self._tried}, which was tried before")
+        self._await_resumption()
         self._tried = version
         self._in_flight = ()
         begun = time.perf_counter()
@@ -150,7 +161,11 @@ class WeightSync:
         return SyncReport(version, time.perf_counter() - begun, self._nbytes, effect)
 
     def close(self) -> None:
-        """Close both ends, as far as they still can be reached."""
+        """Close both ends, as far as they still can be reached. What goes wrong is logged: there is nothing to lose."""
+        try:
+            self._await_resumption()
+        except WeightSyncError as error:
+            log.warning("%s", error)
         self._plan = None
         for group in (self._rollout, self._train):
             with suppress(ControllerError):
@@ -175,14 +190,22 @@ class WeightSync:
     def _commit(self, version: int, sent: Mapping[str, str]) -> float | None:
         """Serve the new version, verified; returns the effect check's figure where one is due."""
         check = bool(self._every and self._probe) and self._updates % self._every == 0
-        states: list[WeightState] = self._call(self._rollout, "commit_weights", version, not check)
+        states: list[WeightState] = self._call(self._rollout, "commit_weights", version)
         for replica, state in enumerate(states):
             verify_state(state, version, sent, self._name(replica))
-        if not check:
-            return None
-        effect = self._effect(version)
-        self._call(self._rollout, "resume_weights", version)
+        effect = self._effect(version) if check else None
+        self._resuming = version, self._begin(self._rollout, "resume_weights", version)
         return effect
+
+    def _await_resumption(self) -> None:
+        """Wait until every replica answers again after the last update."""
+        if self._resuming is None:
+            return
+        (version, resuming), self._resuming = self._resuming, None
+        try:
+            resuming.result()
+        except Exception as error:
+            raise _explained(error, f"not every replica resumed after weight update {version}") from error
 
     def _effect(self, version: int) -> float:
         """Score the probe on both sides; returns the largest mean difference of a replica."""
@@ -212,6 +235,8 @@ class WeightSync:
         for group in (self._train, self._rollout):
             try:
                 outstanding.append(self._begin(group, "abort_weights", version, timeout=GRACE_SECONDS))
+            except GroupClosed as error:  # what broke the group is what the update's error says
+                log.info("while weight update %d was aborted: %s", version, error)
             except ControllerError as error:
                 log.warning("%s was not told that weight update %d is aborted: %s", group.name, version, error)
         deadline = time.monotonic() + GRACE_SECONDS
@@ -232,8 +257,6 @@ class WeightSync:
 
     def _name(self, replica: int) -> str:
         return f"{self._rollout.name} replica {replica}"
-
-    _in_flight: tuple[Future, ...] = ()
 
 
 def _both(waited: Future, other: Future) -> Any:

@@ -9,6 +9,12 @@ from typing import Any, Literal
 Device = Literal["cpu", "cuda"]
 """A torch device type."""
 
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
+"""Glob patterns of files in a model directory; one of them there means that it has a tokenizer."""
+
+TOKENIZER_COMPANIONS = ("special_tokens_map.json", "added_tokens.json", "chat_template.*", "tokenization_*.py")
+"""Glob patterns of what belongs to a tokenizer and is none by itself."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:

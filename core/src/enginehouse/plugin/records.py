@@ -102,19 +102,38 @@ class Transport(Record):
         _freeze(self, "capabilities", frozenset)
 
 
+COLLECT_RULES = ("list", "concat", "first", "merge")
+"""The ways to put results together that have a name; `enginehouse.controller.register` says what each does."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatchMode(Record):
     """How a call's arguments are split over a group and its results gathered.
 
     Attributes:
-        dispatch: `"module:function"`, `dispatch(group, *args, **kwargs) -> list[(args, kwargs)]`, one entry a rank.
-        collect: `"module:function"`, `collect(group, outputs) -> result`, `outputs` one a rank.
+        dispatch: `"module:function"`, `dispatch(group, *args, **kwargs)` returns one `(args, kwargs)` a rank, None for
+            a rank that is not called.
+        collect: one of `COLLECT_RULES`, over the ranks whose results come back; or `"module:function"`,
+            `collect(group, outputs) -> result`, `outputs` one a rank, None where none came back. A method registered
+            with a `collect` of its own overrides it.
+        returning: `"module:function"`, `returning(group)` lists the ranks whose results come back, the others' stay
+            where they are; empty: those of every rank called.
+        awaits_futures: whether `dispatch` looks into the arguments: a `Future` among them is then waited for, on the
+            controller, and `dispatch` gets its result. Else it is handed on as it is, and resolved on the worker.
     """
 
     kind: ClassVar[str] = "dispatch_mode"
-    references: ClassVar[tuple[str, ...]] = ("dispatch", "collect")
     dispatch: str
-    collect: str
+    collect: str = "list"
+    returning: str = ""
+    awaits_futures: bool = False
+
+    @property
+    def references(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Fields that are `"module:attribute"` strings, as this record uses them."""
+        collect = () if self.collect in COLLECT_RULES else ("collect",)
+        returning = ("returning",) if self.returning else ()
+        return ("dispatch", *collect, *returning)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -112,12 +112,10 @@ class WeightLanding:
     async def _on_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
-    async def commit(self, version: int, serve: bool) -> WeightState:
+    async def commit(self, version: int) -> WeightState:
         """Let the engine serve what was staged, and return what it says it serves.
 
-        Args:
-            version: what was received.
-            serve: answer requests at once; otherwise the engine resumes, and `serving` stays clear until `serve`.
+        The engine resumes, so that it can be verified; `serving` stays clear until `serve`.
 
         Raises:
             WeightSyncError: another version, or none, was received; the engine refused, and still has the old
@@ -133,12 +131,14 @@ class WeightLanding:
             state = await self._engine.weight_state()
             verify_state(state, version, staged.checksums, self._where)
             await self._engine.resume()
-            if serve:
-                self.serve(version)
             return state
 
     def serve(self, version: int) -> None:
-        """Answer requests with `version`, which was committed."""
+        """Answer requests with `version`, which was committed.
+
+        Raises:
+            WeightSyncError: it was not, or is served already.
+        """
         if version != self._committed:
             raise WeightSyncError(f"{self._where} has not committed version {version}")
         self._committed = None
@@ -166,4 +166,5 @@ class WeightLanding:
             await self._engine.resume()
         except Exception:
             log.exception("%s could not go back to the weights it had", self._where)
-        self.serving.set()
+        if self._committed is None:  # else what it has was never verified, by an update before this one
+            self.serving.set()

@@ -173,6 +173,8 @@ class TrainWorker(Worker):
 class RolloutWorker(Worker):
     """One replica of a rollout engine. `launch` must come before anything else.
 
+    Whatever an update or a person at the controls needs is urgent: it must run though many `generate` wait.
+
     Args:
         backend: name of a rollout backend, as in the config.
         model: what to load; its weights count as version 0.
@@ -238,7 +240,7 @@ class RolloutWorker(Worker):
         samples = assemble(requests, results)
         return samples.with_columns(seconds=torch.full((len(samples),), time.perf_counter() - begun))
 
-    @register
+    @register(urgent=True)
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[Sequence[float]]:
         """Logprob of each token of some sequences given those before it, the first 0, at temperature 1.
 
@@ -256,12 +258,12 @@ class RolloutWorker(Worker):
 
     # Weights; the order of things is the controller's, `enginehouse.controller.weight_sync`
 
-    @register
+    @register(urgent=True)
     async def connect_weights(self, plan: TransferPlan) -> None:
         """Open this replica's end of a weight transport, closing one that was open."""
         self.weights.connect(plan, load_transport(plan.transport).connect(plan, "recv", self.context.rank))
 
-    @register
+    @register(urgent=True)
     async def receive_weights(
         self, version: int, deadline_seconds: float, pause: PauseMode = "wait"
     ) -> Mapping[str, str]:
@@ -275,32 +277,27 @@ class RolloutWorker(Worker):
         """
         return await self.weights.receive(version, deadline_seconds, pause)
 
-    @register
-    async def commit_weights(self, version: int, serve: bool = True) -> WeightState:
-        """Serve what was staged, and say what is served.
+    @register(urgent=True)
+    async def commit_weights(self, version: int) -> WeightState:
+        """Switch to what was staged, and say what is served; only `score` is answered until `resume_weights`."""
+        return await self.weights.commit(version)
 
-        Args:
-            version: what was received.
-            serve: answer `generate` again; otherwise only `score` is answered until `resume_weights`.
-        """
-        return await self.weights.commit(version, serve)
-
-    @register
+    @register(urgent=True)
     async def resume_weights(self, version: int) -> None:
-        """Answer `generate` again after `commit_weights(serve=False)`."""
+        """Answer `generate` again after `commit_weights`."""
         self.weights.serve(version)
 
-    @register
+    @register(urgent=True)
     async def abort_weights(self, version: int) -> None:
         """Give up an update: what was staged is thrown away, and the old version served, if it still is there."""
         await self.weights.abort(version)
 
-    @register
+    @register(urgent=True)
     async def weight_state(self) -> WeightState:
         """Version and checksums as served."""
         return await self.engine.weight_state()
 
-    @register
+    @register(urgent=True)
     async def close_weights(self) -> None:
         """Close this replica's end of the weight transport."""
         if self._weights is not None:
@@ -308,17 +305,17 @@ class RolloutWorker(Worker):
 
     # Control
 
-    @register
+    @register(urgent=True)
     async def pause(self, mode: PauseMode = "abort") -> None:
         """See `RolloutEngine.pause`."""
         await self.engine.pause(mode)
 
-    @register
+    @register(urgent=True)
     async def resume(self) -> None:
         """See `RolloutEngine.resume`."""
         await self.engine.resume()
 
-    @register
+    @register(urgent=True)
     async def abort(self, ids: Sequence[str] | None = None) -> None:
         """See `RolloutEngine.abort`."""
         await self.engine.abort(ids)
@@ -333,7 +330,7 @@ class RolloutWorker(Worker):
         """See `RolloutEngine.wake_up`."""
         await self.engine.wake_up(tags)
 
-    @register
+    @register(urgent=True)
     async def health(self) -> Health:
         """See `RolloutEngine.health`."""
         return await self.engine.health()

@@ -22,10 +22,13 @@ class StepClock:
     ```
     A phase entered twice in a step counts once with the sum; a phase inside another counts for both. A phase outside
     any step is only drawn. A phase that raises is drawn and counted too.
+
+    Attributes:
+        timeline: where it draws; None: nowhere.
     """
 
     def __init__(self, timeline: Timeline | None = None):
-        self._timeline = timeline
+        self.timeline = timeline
         self._seconds: dict[str, float] = {}
         self._step: int | None = None
 
@@ -57,5 +60,5 @@ class StepClock:
     def _ended(self, name: str, started: float, drawn: str) -> None:
         ended = time.monotonic()
         self._seconds[name] = self._seconds.get(name, 0.0) + ended - started
-        if self._timeline is not None:
-            self._timeline.span(drawn, started, ended)
+        if self.timeline is not None:
+            self.timeline.span(drawn, started, ended)

@@ -32,55 +32,65 @@ log = logging.getLogger(__name__)
 
 
 class RunDirectory:
-    """An open run directory. Make one with `create`, end it with `finish`.
+    """A run's directory. Nothing is made or deleted before `open`; end it with `finish`.
+
+    Args:
+        path: where; parents are made.
+        config: the config as YAML, written to `config.yaml`.
+        overwrite: delete an earlier run.
+        command: how the run was started, for `run.json`.
+        packages: distributions to record the versions of, besides the usual.
 
     Attributes:
         path: absolute path.
-        timeline: the run's timeline.
+        opened: whether the directory is this run's.
         clock: measures steps and phases, onto the timeline.
+        timeline: the run's timeline, once it is open.
         last_step: the last step whose metrics were written; 0 before the first.
         saved_step: the step of the newest saved model; None before the first.
     """
 
-    def __init__(self, path: Path, command: Sequence[str] = (), packages: Sequence[str] = ()):
-        self.path = path.absolute()
-        self.record = RunRecord(self.path / RUN_MARKER, command, packages)
-        self.timeline = Timeline(self.path / "timeline.json")
-        self.clock = StepClock(self.timeline)
-        self.last_step = 0
-        self.saved_step: int | None = None
-        self._metrics = JsonLines(self.path / "metrics.jsonl")
-        self._started = time.monotonic()
+    record: RunRecord
+    timeline: Timeline
 
-    @classmethod
-    def create(
-        cls,
+    def __init__(
+        self,
         path: str | Path,
         config: str,
         *,
         overwrite: bool = False,
         command: Sequence[str] = (),
         packages: Sequence[str] = (),
-    ) -> RunDirectory:
-        """Make the directory, after deleting what an earlier run left there if `overwrite` says so.
+    ):
+        self.path = Path(path).absolute()
+        self.clock = StepClock()
+        self.opened = False
+        self.last_step = 0
+        self.saved_step: int | None = None
+        self._config, self._overwrite, self._command, self._packages = config, overwrite, command, packages
 
-        Args:
-            path: where; parents are made.
-            config: the config as YAML, written to `config.yaml`.
-            overwrite: delete an earlier run.
-            command: how the run was started, for `run.json`.
-            packages: distributions to record the versions of, besides the usual.
+    def open(self) -> None:
+        """Make the directory, after deleting what an earlier run left there if `overwrite` says so.
 
         Raises:
             ConfigError: there is something else, or an earlier run without `overwrite`.
         """
-        path = Path(path).absolute()
-        check_run_directory(path, overwrite=overwrite)
-        if path.is_dir() and any(path.iterdir()):
-            shutil.rmtree(path)
-        path.mkdir(parents=True, exist_ok=True)
-        run = cls(path, command, packages)
-        write_whole(path / "config.yaml", config)
+        check_run_directory(self.path, overwrite=self._overwrite)
+        if self.path.is_dir() and any(self.path.iterdir()):
+            shutil.rmtree(self.path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.record = RunRecord(self.path / RUN_MARKER, self._command, self._packages)
+        self.clock.timeline = self.timeline = Timeline(self.path / "timeline.json")
+        self._metrics = JsonLines(self.path / "metrics.jsonl")
+        self._started = time.monotonic()
+        write_whole(self.path / "config.yaml", self._config)
+        self.opened = True
+
+    @classmethod
+    def create(cls, path: str | Path, config: str, **details: Any) -> RunDirectory:
+        """An open run directory; arguments and errors as those of the class and of `open`."""
+        run = cls(path, config, **details)
+        run.open()
         return run
 
     def describe(self, roles: Any) -> None:
@@ -147,9 +157,9 @@ class RunDirectory:
         """
         if traceback:
             write_whole(self.path / "error.txt", traceback)
+        self.record.finish(status, self.last_step, error)  # first: a thread that is stuck may hold the timeline
         self.timeline.close()
         self._metrics.close()
-        self.record.finish(status, self.last_step, error)
 
     def _model(self, step: int) -> Path:
         return self.path / "checkpoints" / f"step-{step:06d}"

@@ -79,6 +79,8 @@ def summary_lines(run: RunDirectory, history: History, status: Status) -> list[s
 
 def saved_words(run: RunDirectory) -> str:
     """What of a run is on disk, in one sentence."""
+    if not run.opened:
+        return f"Nothing was begun; {shown(run.path)} is as it was"
     return f"Saved: {_saved(run)}. It is all in {shown(run.path)}"
 
 

@@ -13,8 +13,5 @@ def load_transport(name: str) -> WeightTransport:
         PluginLookupError: no such transport.
         ResolveError: its module or class is not there.
     """
-    module, colon, _ = name.partition(":")
-    distributions = {plugin.distribution for plugin in plugins().plugins}
-    if colon and module not in distributions:
-        return resolve(name)()
-    return resolve(plugins().get("transport", name).transport)()
+    found = plugins()
+    return resolve(found.get("transport", name).transport if found.is_name(name) else name)()

@@ -28,6 +28,7 @@ from enginehouse.backends.torch.sharing import attention_cost, can_share_prompts
 from enginehouse.backends.torch.weights import ReplicatedWeights, stored_names, unique_state
 from enginehouse.data import Batch, Ragged, plan_microbatches
 from enginehouse.engines.mesh import Mesh
+from enginehouse.engines.model import TOKENIZER_COMPANIONS, TOKENIZER_FILES
 from enginehouse.engines.train import ALL, LossSpec, LossValue, Mean, Metrics, Outputs, TokenView, merge_metrics
 from enginehouse.errors import EnginehouseError
 from enginehouse.plugin import plugins
@@ -35,11 +36,6 @@ from enginehouse.plugin import plugins
 if TYPE_CHECKING:
     from enginehouse.backends.torch.options import TorchTrainOptions
     from enginehouse.engines.model import ModelSpec, ProcessContext
-
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,9 +253,9 @@ class TorchTrainEngine:
             directory = Path(path)
             with quiet_transformers():
                 self._model.save_pretrained(directory)
-                for name in TOKENIZER_FILES:
-                    if (file := Path(self._spec.path) / name).is_file():
-                        shutil.copyfile(file, directory / name)
+                for pattern in (*TOKENIZER_FILES, *TOKENIZER_COMPANIONS):
+                    for file in filter(Path.is_file, Path(self._spec.path).glob(pattern)):
+                        shutil.copyfile(file, directory / file.name)
 
         self._ranks.on_rank_zero(write)
 

@@ -1,8 +1,8 @@
 """The Ray actor every worker process is: it holds the objects of the process's roles and runs their methods.
 
-Three lanes, as Ray concurrency groups: sync methods run on one thread in call order (the default group); async
-methods on the process's event loop, each waited for by a thread of group `loop`; group `control` answers while
-both are busy.
+Four lanes, as Ray concurrency groups: sync methods run on one thread in call order (the default group); async
+methods on the process's event loop, each waited for by a thread of group `loop`, or of group `urgent`, so that they run
+though every thread of `loop` waits; group `control` answers while all are busy.
 """
 
 from __future__ import annotations

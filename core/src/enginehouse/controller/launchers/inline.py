@@ -95,7 +95,7 @@ class InlineProcesses:
         assert calls[0] is not None
         args = tuple(map(_value, calls[0][0]))
         kwargs = {name: _value(value) for name, value in calls[0][1].items()}
-        if lane == "loop":
+        if lane != "main":
             running = self._occupants.loop.submit(self._occupants.call_async(role, method, args, kwargs))
             return InlineCall(running, 0 in keep)
         ended: futures.Future[Any] = futures.Future()

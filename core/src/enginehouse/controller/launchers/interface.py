@@ -11,8 +11,9 @@ from enginehouse.controller.worker import WorkerSpec
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import Device
 
-Lane = Literal["main", "loop"]
-"""Where a call runs: sync methods on the one main thread, async methods on the event loop."""
+Lane = Literal["main", "loop", "urgent"]
+"""Where a call runs: sync methods on the one main thread, async methods on the event loop, where urgent ones do not
+wait for their turn behind the others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ from enginehouse.controller.launchers import rendezvous
 from enginehouse.controller.launchers.diagnosis import Diagnosis
 from enginehouse.controller.launchers.encoding import encode
 from enginehouse.controller.launchers.host import Facts, Host, log_level_for_workers
+from enginehouse.controller.launchers.import_paths import own_import_paths
 from enginehouse.controller.launchers.interface import Lane, LaunchOptions, Place
 from enginehouse.controller.pool import ResourcePool, Slot
 from enginehouse.controller.worker import WorkerSpec
@@ -28,6 +28,8 @@ from enginehouse.engines.model import ProcessContext
 
 ASYNC_CALLS = 32
 """Most async calls a process runs at once; more wait their turn."""
+URGENT_CALLS = 8
+"""As many urgent ones beside them."""
 SETTLE_SECONDS = 10.0
 """How long a call waits for ranks that are still busy with an earlier one that failed elsewhere."""
 HURRY_SECONDS = 3.0
@@ -123,6 +125,7 @@ class RayProcesses:
             self._lanes = {
                 "main": [actor.call for actor in self._actors],
                 "loop": [actor.call_async for actor in self._actors],
+                "urgent": [actor.call_async.options(concurrency_group="urgent") for actor in self._actors],
             }
             facts = self._settle_in(deadline)
             self._build(facts, deadline)
@@ -143,7 +146,7 @@ class RayProcesses:
         return ray.remote(  # type: ignore[call-overload]
             max_restarts=0,
             max_task_retries=0,
-            concurrency_groups={"loop": ASYNC_CALLS, "control": 1},
+            concurrency_groups={"loop": ASYNC_CALLS, "urgent": URGENT_CALLS, "control": 1},
             **self._runtime_env(),
         )(_with_lanes(Host))
 
@@ -217,7 +220,7 @@ class RayProcesses:
             asked = {r: a.prepare.remote(address if r == 0 else None, left) for r, a in enumerate(self._actors)}
             store = (address, self._start_call("rendezvous", asked, deadline)[0])
         pickled = cloudpickle.dumps(self.roles)
-        paths = _own_import_paths()
+        paths = own_import_paths(sys.path)
         refs = {}
         for place, actor in zip(self.places, self._actors):
             contexts = {
@@ -348,13 +351,6 @@ class RayProcesses:
         self._actors = []
         end_processes(family, patience)
         self._pool.leave(self.options.name)
-
-
-def _own_import_paths() -> list[str]:
-    """Where this program imports its own modules from: `sys.path` without what belongs to the Python environment."""
-    environment = tuple(map(os.path.realpath, (sys.prefix, sys.base_prefix)))
-    paths = [os.path.abspath(path) for path in sys.path]
-    return [path for path in paths if os.path.isdir(path) and not os.path.realpath(path).startswith(environment)]
 
 
 def _with_lanes(cls: type) -> type:

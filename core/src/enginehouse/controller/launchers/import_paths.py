@@ -1,0 +1,30 @@
+"""Which import paths of the driver its workers need as well: those of the user's own code."""
+
+from __future__ import annotations
+
+import site
+import sys
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+
+OWNED = ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
+"""Directories of a Python environment, by their names in `sysconfig`; not all that lies under its prefix is its own."""
+
+
+def own_import_paths(paths: Iterable[str]) -> list[str]:
+    """The directories of `paths` (`sys.path`) that are not the Python environment's, absolute."""
+    found = [Path(path).absolute() for path in paths]
+    environment = _environment()
+    return [
+        str(path)
+        for path in found
+        if path.is_dir() and not any(path.resolve().is_relative_to(owned) for owned in environment)
+    ]
+
+
+def _environment() -> set[Path]:
+    """Where the interpreter, and for a virtual environment its base as well, keep the library and what is installed."""
+    installed = {sysconfig.get_paths()[name] for name in OWNED}
+    installed |= {*site.getsitepackages(), *site.getsitepackages([sys.base_prefix])}
+    return {Path(path).resolve() for path in installed}
