@@ -33,7 +33,7 @@ _SCALARS = (
 class _Loader(yaml.SafeLoader):
     """SafeLoader with the scalars of YAML 1.2, refusing a key that stands twice in one mapping."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}  # type: ignore[misc]
 
     def construct_yaml_int(self, node: Any) -> int:
         return int(self.construct_scalar(node))  # PyYAML would read 010 as eight

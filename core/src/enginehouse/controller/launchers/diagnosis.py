@@ -195,6 +195,7 @@ class Diagnosis:
         process = self._local.get(rank)
         if process is None:
             return f"  it did not answer within {CONTROL_SECONDS:g} s; it is on node {self._places[rank].node}"
+        status: str
         try:
             status = process.status()
         except psutil.Error:

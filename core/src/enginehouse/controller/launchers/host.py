@@ -28,6 +28,9 @@ from enginehouse.engines.model import ProcessContext
 STACKS_SIGNAL = getattr(signal, "SIGUSR2", None)
 """Makes a worker write the stacks of its threads to its log, even while native code holds the interpreter lock."""
 
+SWITCH_SECONDS = 0.0005
+"""How long a thread of a worker keeps the interpreter while another waits for it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shared:
@@ -70,6 +73,9 @@ class Host:
 
     def __init__(self, group: str, rank: int, world_size: int, variables: Mapping[str, str], log_level: int):
         os.environ.update(variables)
+        # Several threads share the interpreter here: lanes, event loop, an engine's own. At Python's 5 ms a hand-over
+        # between them can cost a short call more than its work.
+        sys.setswitchinterval(SWITCH_SECONDS)
         # Ctrl-C reaches every process of the terminal; only the driver may act on it, to end things in order.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if STACKS_SIGNAL is not None:
