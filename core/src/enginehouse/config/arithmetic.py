@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.config.device import visible_gpus
+from enginehouse.plugin import Advantage
 
 if TYPE_CHECKING:
     from enginehouse.config.findings import Findings
     from enginehouse.config.schema import Cluster, Config, SFTConfig
-
-GROUP_ADVANTAGES = frozenset({"grpo", "rloo"})
-"""Registered advantages that compare the samples of one prompt with each other."""
+    from enginehouse.plugin import PluginManager
 
 
 def samples_per_step(config: Config) -> int:
@@ -20,7 +19,7 @@ def samples_per_step(config: Config) -> int:
     return config.train.prompts_per_step * config.rollout.samples_per_prompt
 
 
-def check_batches(findings: Findings, config: Config) -> None:
+def check_batches(findings: Findings, config: Config, plugins: PluginManager) -> None:
     """Check that a step's samples can be shared out to minibatches and processes, and are worth comparing."""
     processes, minibatches = config.actor.processes, config.algorithm.minibatches
     prompts, each, samples = config.train.prompts_per_step, config.rollout.samples_per_prompt, samples_per_step(config)
@@ -42,12 +41,14 @@ def check_batches(findings: Findings, config: Config) -> None:
             f"{config.rollout.replicas} rollout replicas share {prompts} prompts a step: some have nothing to do"
         )
     name = config.algorithm.advantage.name
-    if name in GROUP_ADVANTAGES and each < 2:
+    records = [provided.record for provided in plugins.providers(Advantage, name)]
+    compares = any(isinstance(record, Advantage) and record.compares_samples for record in records)
+    if compares and each < 2:
         findings.refuse(
             f"rollout.samples_per_prompt is {each}, and the advantage {name!r} compares the samples of one prompt with "
             "each other: it needs at least 2"
         )
-    if name in GROUP_ADVANTAGES and config.rollout.sampling.temperature == 0:
+    if compares and config.rollout.sampling.temperature == 0:
         findings.refuse(
             f"rollout.sampling.temperature is 0: the samples of a prompt are all the same, so the advantage {name!r} "
             "is zero everywhere and nothing is learned"

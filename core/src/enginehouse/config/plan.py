@@ -3,7 +3,7 @@
 `plan` takes a config to a `Plan`: the same config with every name resolved, every option typed, every default that
 depends on something else filled in, and what the run will do in words. Neither ray nor an engine is imported; torch
 only if a function that has to be looked at imports it. What is checked lies beside this file: `backends`, `arithmetic`,
-`functions`, `places`.
+`functions`, `paths`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from enginehouse.config.device import pick_device
 from enginehouse.config.findings import Findings
 from enginehouse.config.functions import check_call, extend_path, find_function
 from enginehouse.config.outline import Facts, outline_rl, outline_sft
-from enginehouse.config.places import check_run_directory, has_chat_template, read_model
+from enginehouse.config.paths import check_run_directory, has_chat_template, read_model
 from enginehouse.config.rows import count_rows
 from enginehouse.config.schema import Config, SFTConfig
 from enginehouse.data import check_demonstration_file, check_prompt_file
@@ -139,7 +139,7 @@ def plan(config: Config, plugins: PluginManager | None = None, config_path: str 
     transport, reason = choose_transport(findings, setting.plugins, config, train, rollout, setting.device)
 
     model = setting.model(config)
-    check_batches(findings, config)
+    check_batches(findings, config, setting.plugins)
     check_placement(findings, config, setting.device)
     check_lengths(findings, config, rollout_options, model)
     prompts, columns = _prompts(findings, config)

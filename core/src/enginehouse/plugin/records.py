@@ -148,11 +148,16 @@ class Function(Record):
     function: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Advantage(Function):
-    """An advantage estimator: `function(batch, **arguments) -> Batch` with an `advantages` column added."""
+    """An advantage estimator: `function(batch, **arguments) -> Batch` with an `advantages` column added.
 
-    __slots__ = ()
+    Attributes:
+        compares_samples: whether it judges the samples of a prompt against each other, and so needs at least two.
+    """
+
     kind: ClassVar[str] = "advantage"
+    compares_samples: bool = False
 
 
 class Loss(Function):

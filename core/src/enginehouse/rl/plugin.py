@@ -12,6 +12,7 @@ def enginehouse_register_advantages(register):
             name="grpo",
             summary="Reward against the mean of its group, divided by the group's deviation (Shao et al. 2024)",
             function="enginehouse.rl.advantages.grpo:grpo",
+            compares_samples=True,
         )
     )
     register(
@@ -19,6 +20,7 @@ def enginehouse_register_advantages(register):
             name="rloo",
             summary="Reward against the mean of the others of its group (Ahmadian et al. 2024)",
             function="enginehouse.rl.advantages.rloo:rloo",
+            compares_samples=True,
         )
     )
 

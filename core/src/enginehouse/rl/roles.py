@@ -28,7 +28,7 @@ from enginehouse.engines.weights import ParamMeta, TransferPlan, TransportSessio
 from enginehouse.errors import EnginehouseError
 from enginehouse.plugin import Backend, plugins, resolve
 from enginehouse.rl.generation import assemble, make_requests, row_seeds
-from enginehouse.rl.landing import WeightLanding
+from enginehouse.rl.weight_receiver import WeightReceiver
 from enginehouse.transports.lookup import load_transport
 
 
@@ -189,7 +189,7 @@ class RolloutWorker(Worker):
         self.engine: RolloutEngine = resolve(record.engine)()
         self._name = backend  # the engine's own name and version once it is launched
         self._calls = 0
-        self._weights: WeightLanding | None = None
+        self._weights: WeightReceiver | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
 
     @register
@@ -201,11 +201,11 @@ class RolloutWorker(Worker):
         """
         endpoint = await self.engine.launch(self._model, self._options, self.context)
         self._name = endpoint.engine
-        self._weights = WeightLanding(self.engine, str(self.context), self._thread)
+        self._weights = WeightReceiver(self.engine, str(self.context), self._thread)
         return endpoint.engine
 
     @property
-    def weights(self) -> WeightLanding:
+    def weights(self) -> WeightReceiver:
         """This replica's end of weight updates."""
         if self._weights is None:
             raise EnginehouseError(f"{self.context} was used before it was launched")

@@ -20,13 +20,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from enginehouse.config.places import RUN_MARKER, check_run_directory
+from enginehouse.config.paths import RUN_MARKER, check_run_directory
 from enginehouse.errors import EnginehouseError
+from enginehouse.runs.atomic import move_into_place, point_to, staging_path, write_whole
 from enginehouse.runs.clock import StepClock
 from enginehouse.runs.jsonlines import JsonLines, write_json_lines
 from enginehouse.runs.record import RunRecord, Status
 from enginehouse.runs.timeline import Timeline
-from enginehouse.runs.whole import move_into_place, point_to, staging_path, write_whole
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from enginehouse.runs.whole import write_whole
+from enginehouse.runs.atomic import write_whole
 
 Status = Literal["running", "finished", "interrupted", "failed"]
 

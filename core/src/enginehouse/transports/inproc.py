@@ -21,8 +21,8 @@ from enginehouse.engines.weights import (
     checksum,
 )
 from enginehouse.transports.buckets import exhausted, in_plan_order, plan_transfer
-from enginehouse.transports.bystander import Bystander
 from enginehouse.transports.deadline import Deadline
+from enginehouse.transports.idle_sender import IdleSender
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,7 @@ class InprocTransport:
         key = (plan.session, index)
         if side == "send":
             if index >= plan.receivers:
-                return Bystander()
+                return IdleSender()
             with _mailboxes_lock:
                 mailbox = _mailboxes[key] = Mailbox(plan, key)
             return InprocSender(mailbox)

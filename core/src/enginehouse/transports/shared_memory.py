@@ -26,8 +26,8 @@ from enginehouse.engines.weights import (
     checksum,
 )
 from enginehouse.transports.buckets import exhausted, in_plan_order, layout, plan_transfer
-from enginehouse.transports.bystander import Bystander
 from enginehouse.transports.deadline import Deadline
+from enginehouse.transports.idle_sender import IdleSender
 from enginehouse.transports.segment import Segment
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class SharedMemoryTransport:
             WeightSyncError: not enough shared memory, or the sender is on another host.
         """
         if side == "send":
-            return SharedMemorySender(plan) if index == 0 else Bystander()
+            return SharedMemorySender(plan) if index == 0 else IdleSender()
         return SharedMemoryReceiver(plan, index)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from enginehouse.controller.launchers import rendezvous, worker_logging
 from enginehouse.controller.launchers.failure import WorkerFailure
-from enginehouse.controller.launchers.occupants import Occupants
+from enginehouse.controller.launchers.role_objects import RoleObjects
 from enginehouse.controller.launchers.stacks import process_stacks
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import ProcessContext
@@ -83,7 +83,7 @@ class Host:
         self._recent = worker_logging.install(group, rank, world_size, log_level)
         self._group = group
         self._rank = rank
-        self._occupants = Occupants()
+        self._objects = RoleObjects()
         self._running: dict[int, str] = {}
         self._node = "?"
         self._store: Any = None
@@ -125,8 +125,8 @@ class Host:
         try:
             specs = cloudpickle.loads(pickled_specs)
             for role, spec in specs.items():
-                self._occupants.build(role, spec, contexts[role])
-            return {role: self._occupants.mesh(role) for role in specs}
+                self._objects.build(role, spec, contexts[role])
+            return {role: self._objects.mesh(role) for role in specs}
         except BaseException as error:
             raise self._failure(error, role, "__init__") from None
         finally:
@@ -140,7 +140,7 @@ class Host:
         try:
             if args or kwargs:
                 args, kwargs = _resolved(args, kwargs, shared)
-            result = self._occupants.call(role, method, args, kwargs)
+            result = self._objects.call(role, method, args, kwargs)
             return result if keep else None
         except BaseException as error:
             raise self._failure(error, role, method) from None
@@ -153,18 +153,18 @@ class Host:
         try:
             if args or kwargs:
                 args, kwargs = _resolved(args, kwargs, shared)
-            result = self._occupants.loop.submit(self._occupants.call_async(role, method, args, kwargs)).result()
+            result = self._objects.loop.submit(self._objects.call_async(role, method, args, kwargs)).result()
             return result if keep else None
         except BaseException as error:
             raise self._failure(error, role, method) from None
 
     def mesh(self, role: str) -> Mesh | None:
         """The mesh of a role's object now."""
-        return self._occupants.mesh(role)
+        return self._objects.mesh(role)
 
     def close(self, timeout: float) -> None:
         """Shut the objects down, before the process is ended."""
-        self._occupants.close(timeout)
+        self._objects.close(timeout)
 
     def ping(self) -> int:
         """Answer, from the control lane."""
@@ -172,7 +172,7 @@ class Host:
 
     def stacks(self) -> tuple[str, tuple[str, ...]]:
         """Stacks of all threads and coroutines, and the last log lines; from the control lane."""
-        return process_stacks(self._running, self._occupants.loop.running), self._recent.lines()
+        return process_stacks(self._running, self._objects.loop.running), self._recent.lines()
 
     def _failure(self, error: BaseException, role: str, method: str) -> WorkerFailure:
         passed_on = getattr(error, "cause", None)

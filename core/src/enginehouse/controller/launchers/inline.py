@@ -17,7 +17,7 @@ from enginehouse.controller.errors import ControllerError, GroupClosed
 from enginehouse.controller.future import Future, StillRunning
 from enginehouse.controller.launchers import rendezvous
 from enginehouse.controller.launchers.interface import Lane, LaunchOptions, Place
-from enginehouse.controller.launchers.occupants import Occupants
+from enginehouse.controller.launchers.role_objects import RoleObjects
 from enginehouse.controller.pool import ResourcePool
 from enginehouse.controller.worker import WorkerSpec
 from enginehouse.engines.mesh import Mesh
@@ -64,7 +64,7 @@ class InlineProcesses:
         self.roles = dict(roles)
         self.options = options
         self.places = [Place(0, 0, 1, socket.gethostname(), os.getpid())]
-        self._occupants = Occupants()
+        self._objects = RoleObjects()
         self._broken: str | None = None
         self._variables = _Variables()
         if any(spec.distributed for spec in self.roles.values()):
@@ -76,7 +76,7 @@ class InlineProcesses:
                     role=role, node=self.places[0].node, device=options.device, seed=options.seed,
                     labels={"roles": tuple(self.roles)},
                 )  # fmt: skip
-                self._occupants.build(role, spec, context)
+                self._objects.build(role, spec, context)
         except BaseException:
             self.shutdown()
             raise
@@ -96,24 +96,24 @@ class InlineProcesses:
         args = tuple(map(_value, calls[0][0]))
         kwargs = {name: _value(value) for name, value in calls[0][1].items()}
         if lane != "main":
-            running = self._occupants.loop.submit(self._occupants.call_async(role, method, args, kwargs))
+            running = self._objects.loop.submit(self._objects.call_async(role, method, args, kwargs))
             return InlineCall(running, 0 in keep)
         ended: futures.Future[Any] = futures.Future()
         try:
-            ended.set_result(self._occupants.call(role, method, args, kwargs))
+            ended.set_result(self._objects.call(role, method, args, kwargs))
         except Exception as error:
             ended.set_exception(error)
         return InlineCall(ended, 0 in keep)
 
     def meshes(self, role: str, refresh: bool = False) -> list[Mesh | None]:
         """See `Processes.meshes`."""
-        return [self._occupants.mesh(role)]
+        return [self._objects.mesh(role)]
 
     def shutdown(self, timeout: float = 10.0) -> None:
         """See `Processes.shutdown`; this process stays."""
         if self._broken is None:
             self._broken = f"{self.options.name} was shut down"
-            self._occupants.close(timeout)
+            self._objects.close(timeout)
             self._variables.restore()
 
 

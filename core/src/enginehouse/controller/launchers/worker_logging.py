@@ -6,7 +6,7 @@ import logging
 import sys
 from collections import deque
 
-from enginehouse.controller.launchers.occupants import current_role
+from enginehouse.controller.launchers.role_objects import current_role
 
 KEPT_LINES = 20
 

@@ -20,7 +20,7 @@ current_role: contextvars.ContextVar[str] = contextvars.ContextVar("enginehouse_
 """The role whose method is running; log lines carry it."""
 
 
-class Occupants:
+class RoleObjects:
     """The objects of one process.
 
     Attributes:

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class WeightLanding:
+class WeightReceiver:
     """Takes weights from a transport into an engine, and stands by the old ones until the new are wanted.
 
     All methods run on the engine's event loop; a transport's waits run in `thread`.

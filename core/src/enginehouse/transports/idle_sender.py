@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Bystander:
+class IdleSender:
     """Takes part in gathering each parameter, and drops it."""
 
     def send(
