@@ -39,8 +39,7 @@ def find_function(
     Raises:
         UserError: there is no such function, or importing it fails.
     """
-    prefix, colon, _ = name.partition(":")
-    if not colon or any(plugin.distribution == prefix for plugin in plugins.plugins):
+    if plugins.is_name(name):
         try:
             reference = plugins.get(kind, name).function
         except UserError as error:
