@@ -20,9 +20,9 @@ from enginehouse.engines.weights import (
     WeightUpdateAborted,
     checksum,
 )
-from enginehouse.transports.buckets import exhausted, in_plan_order, plan_transfer
+from enginehouse.transports.buckets import in_plan_order, plan_transfer
 from enginehouse.transports.deadline import Deadline
-from enginehouse.transports.idle_sender import IdleSender
+from enginehouse.transports.sender import IdleSender, Sender
 
 if TYPE_CHECKING:
     import torch
@@ -123,20 +123,8 @@ class InprocSession:
         self._mailbox.close()
 
 
-class InprocSender(InprocSession):
+class InprocSender(InprocSession, Sender):
     """A training rank's end."""
-
-    def send(
-        self, version: int, weights: Iterable[tuple[str, torch.Tensor]], deadline_seconds: float
-    ) -> dict[str, str]:
-        """See `TransportSession`."""
-        deadline = Deadline(deadline_seconds)
-        with exhausted(weights) as source:
-            try:
-                return self._send(version, source, deadline)
-            except BaseException:
-                self.abort(version)
-                raise
 
     def _send(self, version: int, source: Iterator[tuple[str, torch.Tensor]], deadline: Deadline) -> dict[str, str]:
         box = self._mailbox
@@ -168,10 +156,6 @@ class InprocSender(InprocSession):
         box = self._mailbox
         missing = f"rollout replica {box.key[1]} did not take bucket {taken} of {count}"
         box.wait(lambda: box.taken >= taken, version, deadline, missing)
-
-    def recv(self, version: int, deadline_seconds: float) -> Iterator[WeightChunk]:
-        """Not for a sender's end."""
-        raise TypeError("a training rank does not receive weights")
 
 
 class InprocReceiver(InprocSession):

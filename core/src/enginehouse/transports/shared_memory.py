@@ -25,10 +25,10 @@ from enginehouse.engines.weights import (
     WeightUpdateAborted,
     checksum,
 )
-from enginehouse.transports.buckets import exhausted, in_plan_order, layout, plan_transfer
+from enginehouse.transports.buckets import in_plan_order, layout, plan_transfer
 from enginehouse.transports.deadline import Deadline
-from enginehouse.transports.idle_sender import IdleSender
 from enginehouse.transports.segment import Segment
+from enginehouse.transports.sender import IdleSender, Sender
 
 if TYPE_CHECKING:
     import torch
@@ -184,25 +184,13 @@ class Ring:
         self.aborted = max(self.aborted, version)
 
 
-class SharedMemorySender:
+class SharedMemorySender(Sender):
     """The end of training rank 0."""
 
     def __init__(self, plan: TransferPlan):
         self._plan = plan
         self._ring = Ring(plan, create=True)
         self._sequence = 0  # of the last bucket published
-
-    def send(
-        self, version: int, weights: Iterable[tuple[str, torch.Tensor]], deadline_seconds: float
-    ) -> dict[str, str]:
-        """See `TransportSession`."""
-        deadline = Deadline(deadline_seconds)
-        with exhausted(weights) as source:
-            try:
-                return self._send(version, source, deadline)
-            except BaseException:
-                self.abort(version)
-                raise
 
     def _send(self, version: int, source: Iterator[tuple[str, torch.Tensor]], deadline: Deadline) -> dict[str, str]:
         ring = self._ring
@@ -258,10 +246,6 @@ class SharedMemorySender:
 
         if len(self._plan.buckets):
             ring.wait(lambda: not behind(), version, deadline, missing)
-
-    def recv(self, version: int, deadline_seconds: float) -> Iterator[WeightChunk]:
-        """Not for a sender's end."""
-        raise TypeError("a training rank does not receive weights")
 
     def abort(self, version: int) -> None:
         """See `TransportSession`."""

@@ -23,11 +23,6 @@ class EventLoop:
         """The loop, if anything ran on it yet."""
         return self._loop
 
-    @property
-    def thread_id(self) -> int | None:
-        """The thread it runs on."""
-        return self._thread.ident if self._thread else None
-
     def submit(self, coroutine: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
         """Run a coroutine; the future is for other threads."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._started())

@@ -1,0 +1,55 @@
+"""What the ends of a connection that send have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from enginehouse.engines.weights import WeightChunk
+from enginehouse.transports.buckets import exhausted
+from enginehouse.transports.deadline import Deadline
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Sender(ABC):
+    """Takes part in gathering each parameter to its end, whatever happens; a send that fails ends the update."""
+
+    def send(
+        self, version: int, weights: Iterable[tuple[str, torch.Tensor]], deadline_seconds: float
+    ) -> dict[str, str]:
+        """See `TransportSession`."""
+        deadline = Deadline(deadline_seconds)
+        with exhausted(weights) as source:
+            try:
+                return self._send(version, source, deadline)
+            except BaseException:
+                self.abort(version)
+                raise
+
+    @abstractmethod
+    def _send(self, version: int, source: Iterator[tuple[str, torch.Tensor]], deadline: Deadline) -> dict[str, str]:
+        """Send what `source` yields; returns the checksums."""
+
+    def recv(self, version: int, deadline_seconds: float) -> Iterator[WeightChunk]:
+        """Not for a sender's end."""
+        raise TypeError("a training rank does not receive weights")
+
+    @abstractmethod
+    def abort(self, version: int) -> None:
+        """See `TransportSession`."""
+
+
+class IdleSender(Sender):
+    """The end of a training rank that sends nothing: it drops each parameter it helped to gather."""
+
+    def _send(self, version: int, source: Iterator[tuple[str, torch.Tensor]], deadline: Deadline) -> dict[str, str]:
+        return {}
+
+    def abort(self, version: int) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Nothing to do."""
