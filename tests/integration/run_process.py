@@ -25,7 +25,7 @@ COMMAND = Path(sys.executable).with_name("enginehouse")
 
 PATIENCE_SECONDS = 240.0
 """Longest wait for anything a run does; a busy machine must not fail a test, a hanging run must."""
-AFTERMATH_SECONDS = 5.0
+AFTERMATH_SECONDS = 30.0
 """How long after its end a run's last processes may take to vanish."""
 
 T = TypeVar("T")

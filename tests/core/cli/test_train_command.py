@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -49,16 +48,18 @@ interrupts.GRACE_SECONDS = 1.0
 main(["train", "grpo.yaml", *sys.argv[1:]], prog_name="enginehouse")
 """
 
-ORDERLY = "print('READY', flush=True)\n        time.sleep(60)"
+WITHIN_SECONDS = 120
+"""A limit for a test that would otherwise hang; how long an ending takes is not what it measures."""
+ORDERLY = "print('READY', flush=True)\n        time.sleep(3600)"
 STUBBORN = """
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
         ready = False
         while True:
             try:
                 if not ready:
                     ready = True
                     print("READY", child.pid, flush=True)
-                time.sleep(60)
+                time.sleep(3600)
             except KeyboardInterrupt:
                 pass
 """
@@ -148,7 +149,7 @@ def test_an_interrupted_run_ends_in_order_and_says_what_was_saved(project: Proje
     process = start(project, ORDERLY)
     until_ready(process)
     process.send_signal(number)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=WITHIN_SECONDS)
     assert process.returncode == 130
     assert "Saved: metrics of 2 steps, no model" in err
     assert "Traceback" not in err
@@ -161,16 +162,14 @@ def test_an_interrupted_run_ends_in_order_and_says_what_was_saved(project: Proje
 def test_a_run_that_does_not_end_is_ended_with_its_children(project: Project, signals: int, behaviour: str):
     process = start(project, behaviour)
     (child,) = until_ready(process)
-    started = time.monotonic()
     process.send_signal(signal.SIGINT)
     if signals == 2:
         assert process.stderr is not None
         while "Interrupted" not in process.stderr.readline():
             pass
         process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=WITHIN_SECONDS)
     assert process.returncode == 130
-    assert time.monotonic() - started < 15
     assert "Saved: metrics of 2 steps" in err
     assert record(project)["status"] == "interrupted"
     assert not Path(f"/proc/{child}/cmdline").exists() or not Path(f"/proc/{child}/cmdline").read_text()
@@ -225,12 +224,12 @@ def test_a_run_interrupted_while_it_reads_its_data_leaves_the_earlier_one(projec
     start(project, "pass").communicate()
     before = record(project)
     script = STAND_IN.replace(
-        "self.run_directory, self.progress = run, progress", "print('READY', flush=True); time.sleep(60)"
+        "self.run_directory, self.progress = run, progress", "print('READY', flush=True); time.sleep(3600)"
     )
     process = start(project, "pass", "run.overwrite=true", script=script)
     until_ready(process)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=WITHIN_SECONDS)
     assert process.returncode == 130
     assert "Nothing was begun; runs/one is as it was" in err
     assert "Traceback" not in err

