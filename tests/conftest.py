@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import settings
 
 # Several worker processes share few cores: one thread each, in this process as in the workers.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Hypothesis holds a stopwatch to each example unless told not to, and cores are shared.
+settings.register_profile("busy machine", deadline=None, max_examples=60)
+settings.load_profile("busy machine")
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
+
 from enginehouse.controller import Worker, register
-from enginehouse.data import Batch
+from enginehouse.data import Batch, Ragged
 from enginehouse.engines.mesh import Mesh
 
 
@@ -37,3 +39,63 @@ class Sharded(Worker):
         """Take a place on a mesh, as an engine does that is set up after it was made."""
         self.mesh = Mesh.of(sizes, self.context.rank, output)
         self.seen = []
+
+
+read_in_this_process: list[str] = []
+"""Names of the witnesses that were unpickled here."""
+
+
+class Witness:
+    """An object that notices where it is read."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __reduce__(self):
+        return _testify, (self.name,)
+
+
+def _testify(name: str) -> Witness:
+    read_in_this_process.append(name)
+    return Witness(name)
+
+
+class Writer(Worker):
+    """Makes batches and hands them on."""
+
+    def lie_on(self, sizes: dict[str, int]) -> None:
+        self.mesh = Mesh.of(sizes, self.context.rank)
+
+    @register("dp")
+    def write(self, prompts: Batch) -> Batch:
+        """Rows of 1, 2, 3 ... tokens, with a witness each."""
+        rows = len(prompts)
+        numbers = prompts["number"].tolist()
+        ids = Ragged.from_list([[number] * (1 + number) for number in numbers], torch.int32)
+        witnesses = [Witness(f"row {number}") for number in numbers]
+        return prompts.with_columns(ids=ids, padding=torch.zeros(rows, 50_000), witness=witnesses)
+
+    @register("dp")
+    def same(self, batch: Batch) -> Batch:
+        return batch
+
+    @register("dp", blocking=False)
+    async def same_later(self, batch: Batch) -> Batch:
+        return batch
+
+    @register("dp", collect="list")
+    def numbers_and_tokens(self, batch: Batch) -> tuple[list[int], int]:
+        return batch["number"].tolist(), batch["ids"].tokens
+
+    @register("dp")
+    def fail_on_the_last_row(self, batch: Batch) -> Batch:
+        if 4 in batch["number"].tolist():
+            raise ValueError("no row 4, please")
+        return batch
+
+    @register
+    def count(self, batch: Batch) -> int:
+        return len(batch)
+
+    def read_here(self) -> list[str]:
+        return read_in_this_process

@@ -121,6 +121,9 @@ class Trouble(Worker):
         if self.context.rank == rank:
             hang_for_ever()
 
+    def hang(self) -> None:
+        hang_for_ever()
+
     @register
     async def hang_async(self) -> None:
         await sleep_for_ever()

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import psutil
 
+from .marked import processes_with
+
 MARK = "ENGINEHOUSE_TEST_RUN"
 COMMAND = Path(sys.executable).with_name("enginehouse")
 
@@ -138,12 +140,7 @@ class RunProcess:
 
     def processes(self) -> list[psutil.Process]:
         """All processes of the run that are alive, by their mark."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+        return processes_with(MARK, self._mark)
 
     def interrupt(self) -> None:
         """Press Ctrl-C: every process of the group gets the signal, as from a terminal."""

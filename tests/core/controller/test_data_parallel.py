@@ -30,7 +30,7 @@ def lie_on(standing):
 @pytest.mark.parametrize("count", [5, 2, 1, 0])
 def test_rows_come_back_in_order_from_a_model_parallel_group(lie_on, count):
     group = lie_on({"pp": 2, "dp": 2, "tp": 1}, {"pp": 1})
-    result = group.times(batch_of(count), factor=10)
+    result = group.times(batch_of(count), factor=10).fetch()
     assert result.tensor("x").tolist() == [10 * row for row in range(count)]
     assert list(result.objects("name")) == [f"row {row}" for row in range(count)]
     seen = group.execute_all("what_was_seen")
@@ -49,13 +49,13 @@ def test_results_come_from_output_ranks_only(lie_on):
 
 def test_large_shards_are_shared_by_a_replica(lie_on):
     group = lie_on({"dp": 1, "tp": 4})
-    assert group.times(batch_of(50_000)).tensor("x").sum() == 2 * sum(range(50_000))
+    assert group.times(batch_of(50_000)).column("x").sum() == 2 * sum(range(50_000))
 
 
 def test_a_future_of_a_batch_is_split_like_the_batch(lie_on):
     group = lie_on({"dp": 2, "tp": 2})
     future = group.call("times", batch_of(4), factor=1, blocking=False)
-    assert group.times(future, factor=1).tensor("x").tolist() == [0, 1, 2, 3]
+    assert group.times(future, factor=1).column("x").tolist() == [0, 1, 2, 3]
     assert group.execute_all("what_was_seen") == [2 * [rows] for rows in ([0, 1], [0, 1], [2, 3], [2, 3])]
 
 

@@ -51,7 +51,7 @@ def test_every_mode_answers_as_over_ray(inline):
 
 def test_batches_go_through_and_come_back(inline):
     batch = Batch({"x": torch.arange(3), "name": ["a", "b", "c"]})
-    assert inline(Sharded).times(batch).tensor("x").tolist() == [0, 2, 4]
+    assert inline(Sharded).times(batch).column("x").tolist() == [0, 2, 4]
 
 
 def test_what_a_worker_raises_is_raised_unchanged(inline):

@@ -49,8 +49,12 @@ def test_meshes_that_do_not_describe_one_group_are_refused():
         DataLayout.of([mesh[0], mesh[0]])
     with pytest.raises(DispatchError, match="3 ranks"):
         DataLayout.of([*mesh, mesh[0]])
+    orders = [("dp", "tp"), ("dp", "tp"), ("tp", "dp"), ("dp", "tp")]
+    with pytest.raises(DispatchError, match=r"rank 2 .*'tp': 2, 'dp': 2.*rank 0 .*'dp': 2, 'tp': 2"):
+        DataLayout.of([Mesh.of(dict.fromkeys(order, 2), rank) for rank, order in enumerate(orders)])
     pipeline = [Mesh.of({"pp": 2}, rank) for rank in range(2)]
     with pytest.raises(DispatchError, match="shard"):
         DataLayout.of([pipeline[0], replace(pipeline[1], output_coordinates=(("pp", 1),))])
-    with pytest.raises(DispatchError, match="no rank returns"):
-        DataLayout.of([Mesh.of({"pp": 2}, rank, {"pp": 5}) for rank in range(2)])
+    for nowhere in ({"pp": 5}, {"pipeline": 1}, {"dp": 1}):
+        with pytest.raises(DispatchError, match="no rank returns"):
+            DataLayout.of([Mesh.of({"dp": 2, "pp": 2}, rank, nowhere) for rank in range(4)])

@@ -13,10 +13,10 @@ from enginehouse.controller.registration import is_async, registered_methods
 
 
 def test_enums_and_strings_name_the_same_modes():
-    @register(Dispatch.DP, execute=Execute.RANK_ZERO)
+    @register(Dispatch.ALL_TO_ALL, execute=Execute.RANK_ZERO)
     def by_enum(self): ...
 
-    @register("dp", execute="rank_zero")
+    @register("all_to_all", execute="rank_zero")
     def by_name(self): ...
 
     class Both(Worker):
@@ -89,3 +89,8 @@ def test_a_registered_method_cannot_hide_the_groups_own(name):
 def test_importing_the_controller_imports_neither_ray_nor_torch():
     program = "import sys, enginehouse.controller; sys.exit('ray' in sys.modules or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_rows_that_would_be_lost_are_refused():
+    with pytest.raises(ValueError, match="would lose all rows"):
+        register(dispatch="dp", execute="rank_zero")

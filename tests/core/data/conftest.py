@@ -8,10 +8,6 @@ from typing import Any
 
 import pytest
 from character_tokenizer import TEMPLATE, make_tokenizer
-from hypothesis import settings
-
-settings.register_profile("busy machine", deadline=None, max_examples=60)
-settings.load_profile("busy machine")
 
 
 @pytest.fixture(scope="session")

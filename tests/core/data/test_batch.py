@@ -310,3 +310,13 @@ def test_operations_on_a_device_give_what_they_give_on_the_host(batch: Batch) ->
     assert torch.equal(moved["input_ids"].to_padded(0).cpu(), batch["input_ids"].to_padded(0))
     assert torch.equal(moved["input_ids"].row.cpu(), batch["input_ids"].row)
     assert pickle.loads(pickle.dumps(moved)).equal(batch)
+
+
+@pytest.mark.parametrize("rows", [[2, 0, 3], [1], [3, 3, 0], []])
+def test_long_rows_are_taken_like_short_ones(rows: list[int]):
+    lengths = [2000, 0, 700, 1500]
+    ids = Ragged.from_lengths(torch.arange(sum(lengths)), lengths)
+    batch = Batch({"ids": ids, "half": ids.like((ids.values % 97).to(torch.bfloat16))}).take(rows)
+    assert [row.tolist() for row in batch["ids"]] == [ids[row].tolist() for row in rows]
+    assert [row.tolist() for row in batch["half"]] == [(ids[row] % 97).tolist() for row in rows]
+    assert batch["half"].offsets is batch["ids"].offsets

@@ -100,9 +100,11 @@ def test_a_receiver_may_wait_long_before_the_sender_begins(transport):
 
 
 def test_a_missing_sender_ends_in_an_error_at_the_deadline(transport):
-    with Connection(transport, random_weights(MODEL, 0)) as connection:
-        with pytest.raises(WeightSyncError, match=r"within 0\.1 s"):
-            receive(connection.receiver, 1, 0.1)
+    with (
+        Connection(transport, random_weights(MODEL, 0)) as connection,
+        pytest.raises(WeightSyncError, match=r"within 0\.1 s"),
+    ):
+        receive(connection.receiver, 1, 0.1)
 
 
 def test_a_missing_receiver_ends_in_an_error_that_names_the_replica(transport):

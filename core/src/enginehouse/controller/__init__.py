@@ -17,9 +17,11 @@ from enginehouse.lazy import exports
 if TYPE_CHECKING:
     from enginehouse.controller.cluster import Cluster, start_ray, stop_ray
     from enginehouse.controller.colocation import colocate
-    from enginehouse.controller.dispatch import PerRank, Same
+    from enginehouse.controller.dispatch import Balanced, PerRank, Same
+    from enginehouse.controller.distributed import DistributedBatch
     from enginehouse.controller.errors import (
         ControllerError,
+        DataLost,
         DispatchError,
         GroupClosed,
         PlacementError,
@@ -32,17 +34,20 @@ if TYPE_CHECKING:
     from enginehouse.controller.future import Future, StillRunning
     from enginehouse.controller.group import WorkerGroup
     from enginehouse.controller.layout import DataLayout
-    from enginehouse.controller.pool import ResourcePool
+    from enginehouse.controller.pool import ResourcePool, merge_resource_pools
     from enginehouse.controller.registration import Dispatch, Execute, register
     from enginehouse.controller.tracing import add_listener
     from enginehouse.controller.worker import Worker, WorkerSpec
 
 __all__ = [
+    "Balanced",
     "Cluster",
     "ControllerError",
     "DataLayout",
+    "DataLost",
     "Dispatch",
     "DispatchError",
+    "DistributedBatch",
     "Execute",
     "Future",
     "GroupClosed",
@@ -60,6 +65,7 @@ __all__ = [
     "WorkerTimeout",
     "add_listener",
     "colocate",
+    "merge_resource_pools",
     "register",
     "start_ray",
     "stop_ray",
@@ -71,9 +77,11 @@ __getattr__ = exports(
     {
         "cluster": ["Cluster", "start_ray", "stop_ray"],
         "colocation": ["colocate"],
-        "dispatch": ["PerRank", "Same"],
+        "dispatch": ["Balanced", "PerRank", "Same"],
+        "distributed": ["DistributedBatch"],
         "errors": [
             "ControllerError",
+            "DataLost",
             "DispatchError",
             "GroupClosed",
             "PlacementError",
@@ -86,7 +94,7 @@ __getattr__ = exports(
         "future": ["Future", "StillRunning"],
         "group": ["WorkerGroup"],
         "layout": ["DataLayout"],
-        "pool": ["ResourcePool"],
+        "pool": ["ResourcePool", "merge_resource_pools"],
         "registration": ["Dispatch", "Execute", "register"],
         "tracing": ["add_listener"],
         "worker": ["Worker", "WorkerSpec"],

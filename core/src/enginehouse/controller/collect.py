@@ -1,4 +1,4 @@
-"""Putting the ranks' results together: `list`, `first`, `concat`, `merge`."""
+"""Putting the ranks' results together: `list`, `first`, `concat`, `distributed`, `merge`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from enginehouse.controller.errors import DispatchError
+from enginehouse.controller.shards import Shard
 
 
 def collect(rule: str, parts: Sequence[Any], ranks: Sequence[int], where: str) -> Any:
     """Put `parts`, the results of `ranks`, together by a rule of `@register`.
 
     Args:
-        rule: `"list"`, `"first"`, `"concat"` or `"merge"`.
+        rule: `"list"`, `"first"`, `"concat"`, `"distributed"` or `"merge"`.
         parts: one result for each of `ranks`.
         ranks: the ranks they come from, for messages.
         where: group and method, for messages.
@@ -29,6 +30,10 @@ def collect(rule: str, parts: Sequence[Any], ranks: Sequence[int], where: str) -
         from enginehouse.engines.train import merge_metrics
 
         return merge_metrics(parts)
+    if rule == "distributed" and parts and all(isinstance(part, Shard) for part in parts):
+        from enginehouse.controller.distributed import DistributedBatch
+
+        return DistributedBatch.of_shards(parts, where)
     return concat(parts, ranks, where)
 
 
@@ -50,10 +55,23 @@ def concat(parts: Sequence[Any], ranks: Sequence[int], where: str) -> Any:
         return kind.concat(list(parts))
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and isinstance(parts[0], torch.Tensor):
-        return torch.cat(list(parts))
+        return torch.cat(_of_one_type(parts, ranks, where))
     if numpy is not None and isinstance(parts[0], numpy.ndarray):
-        return numpy.concatenate(list(parts))
+        return numpy.concatenate(_of_one_type(parts, ranks, where))
     raise DispatchError(
         f"{where}: results of type {kind.__name__} cannot be concatenated; "
         'register the method with collect="list", "first" or "merge"'
     )
+
+
+def _of_one_type(arrays: Sequence[Any], ranks: Sequence[int], where: str) -> list[Any]:
+    """The arrays that have rows: one made from an empty list has a type that says nothing.
+
+    Raises:
+        DispatchError: they differ in dtype; torch and numpy would turn large integers into floats without a word.
+    """
+    filled = {rank: array for rank, array in zip(ranks, arrays) if not array.ndim or len(array)}
+    if len({array.dtype for array in filled.values()}) > 1:
+        said = ", ".join(f"rank {rank}: {array.dtype}" for rank, array in filled.items())
+        raise DispatchError(f"{where}: results of different dtypes cannot be concatenated ({said})")
+    return list(filled.values()) or [arrays[0]]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from enginehouse.controller.collect import collect
 from enginehouse.controller.errors import DispatchError
 from enginehouse.controller.registration import CallSpec
+from enginehouse.controller.shards import Shard
 
 if TYPE_CHECKING:
     from enginehouse.controller.group import WorkerGroup
@@ -31,6 +36,33 @@ class Same:
         self.value = value
 
 
+class Balanced:
+    """A batch for a `dp` call whose rows are dealt to the shards by tokens instead of in equal counts.
+
+    Results with one row (or entry) for each row given come back in the order given.
+
+    Args:
+        batch: a `Batch`, a `DistributedBatch`, or the `Future` of one.
+        by: the ragged column whose lengths count.
+    """
+
+    def __init__(self, batch: Any, by: str):
+        self.batch = batch
+        self.by = by
+
+
+class Dealt(list[Call | None]):
+    """One call a rank, where rows were not cut in the order given.
+
+    Attributes:
+        shards: the rows given that each shard holds, int64.
+    """
+
+    def __init__(self, calls: Sequence[Call | None], shards: Sequence[np.ndarray]):
+        super().__init__(calls)
+        self.shards = shards
+
+
 @dataclass(frozen=True, slots=True)
 class Mode:
     """A dispatch mode with its collection, ready to be used by a group.
@@ -41,6 +73,8 @@ class Mode:
         returning: ranks whose results the collection reads, or None for all: the others' stay where they are.
         passes_on: whether the collection gives one rank's output as it is, so that a reference can stand for it.
         awaits_futures: whether `dispatch` gets the results of `Future`s among the arguments.
+        keeps_back: whether batches among the results stay where they are; `collect` then gets a `Shard` for each.
+        joins: whether the collection puts what the ranks return end to end.
     """
 
     dispatch: Callable[..., Sequence[Call | None]]
@@ -48,6 +82,8 @@ class Mode:
     returning: Callable[[WorkerGroup], Sequence[int]] | None = None
     passes_on: bool = False
     awaits_futures: bool = False
+    keeps_back: bool = False
+    joins: bool = False
 
 
 def one_to_all(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[Call | None]:
@@ -81,31 +117,98 @@ def dp(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[Call | None]:
     """A shard of each batch for each data-parallel replica; everything else for every rank.
 
     Raises:
-        DispatchError: batches of different lengths, or a mesh that does not fit the group.
+        DispatchError: batches of different lengths, several `Balanced`, or a mesh that does not fit the group.
     """
     layout = group.layout
+    deal = _deal([*args, *kwargs.values()], layout.shards)
+    args = tuple(value.batch if isinstance(value, Balanced) else value for value in args)
+    kwargs = {name: value.batch if isinstance(value, Balanced) else value for name, value in kwargs.items()}
     batches = {index: value for index, value in enumerate(args) if is_splittable(value)}
     named = {name: value for name, value in kwargs.items() if is_splittable(value)}
     lengths = {f"argument {index}": len(batch) for index, batch in batches.items()}
     lengths |= {f"argument {name!r}": len(batch) for name, batch in named.items()}
     if len(set(lengths.values())) > 1:
         raise DispatchError(f"batches of different lengths cannot be split together: {lengths} rows")
-    split = {index: batch.split(layout.shards) for index, batch in batches.items()}
-    split_named = {name: batch.split(layout.shards) for name, batch in named.items()}
-    of_shard: list[Call] = [
+
+    def cut(batch: Any) -> list[Any]:
+        return batch.split(layout.shards) if deal is None else [batch.take(rows) for rows in deal]
+
+    split = {index: cut(batch) for index, batch in batches.items()}
+    split_named = {name: cut(batch) for name, batch in named.items()}
+    of_shard: list[Call | None] = [
         (
             tuple(split[index][shard] if index in split else value for index, value in enumerate(args)),
             {name: split_named[name][shard] if name in split_named else value for name, value in kwargs.items()},
         )
         for shard in range(layout.shards)
     ]
-    return [of_shard[shard] for shard in layout.shard_of]
+    calls = [of_shard[shard] for shard in layout.shard_of]
+    return calls if deal is None else Dealt(calls, deal)
+
+
+def _deal(values: Sequence[Any], shards: int) -> list[np.ndarray] | None:
+    """The rows of each shard where one of the arguments is `Balanced`, else None."""
+    asked = [value for value in values if isinstance(value, Balanced)]
+    if not asked:
+        return None
+    if len(asked) > 1:
+        raise DispatchError("one argument of a call can be Balanced: the other batches are dealt as it is")
+    if not is_splittable(asked[0].batch):
+        raise DispatchError(f"Balanced goes around a batch, not {type(asked[0].batch).__name__}")
+    from enginehouse.data import balance
+
+    return balance(asked[0].batch.lengths(asked[0].by), shards)
+
+
+def in_order_given(result: Any, parts: Sequence[Any], shards: Sequence[np.ndarray]) -> Any:
+    """Put a result back into the order of the rows given, where each part has one entry for each row of its shard.
+
+    Args:
+        result: the parts, joined.
+        parts: what the shards' ranks returned.
+        shards: the rows given that each shard holds.
+    """
+    if [_entries(part) for part in parts] != [len(rows) for rows in shards]:
+        return result
+    back = np.argsort(np.concatenate(shards))
+    if is_splittable(result):
+        return result.take(back)
+    if isinstance(result, (list, tuple)):
+        return type(result)(result[row] for row in back)
+    torch = sys.modules.get("torch")
+    if isinstance(result, np.ndarray) or (torch is not None and isinstance(result, torch.Tensor)):
+        return result[back]
+    return result
+
+
+def _entries(part: Any) -> int | None:
+    if isinstance(part, Shard):
+        return part.facts.rows
+    with contextlib.suppress(TypeError):  # a tensor or an array of no dimension has a __len__ that raises
+        return len(part)
+    return None
 
 
 def is_splittable(value: Any) -> bool:
     """Whether `dp` splits an argument: a batch has a length, `split(parts)` and `concat`; a tensor does not."""
     kind = type(value)
     return hasattr(kind, "split") and hasattr(kind, "concat") and hasattr(kind, "__len__")
+
+
+def refuse_balanced(value: Any, call: str) -> None:
+    """Refuse an argument that only `dp` understands.
+
+    Raises:
+        DispatchError: it is `Balanced`.
+    """
+    if isinstance(value, Balanced):
+        raise DispatchError(f"{call} got a Balanced batch, for calls of mode 'dp' alone; give the batch itself")
+
+
+def is_distributed(value: Any) -> bool:
+    """Whether an argument is a `DistributedBatch`, without importing what one is made of."""
+    module = sys.modules.get("enginehouse.controller.distributed")
+    return module is not None and isinstance(value, module.DistributedBatch)
 
 
 def output_ranks(group: WorkerGroup) -> Sequence[int]:
@@ -145,7 +248,15 @@ def _mode(
     def by_rule(group: WorkerGroup, outputs: list[Any], ranks: Sequence[int]) -> Any:
         return collect(gather, [outputs[rank] for rank in ranks], ranks, group.name)
 
-    return Mode(dispatch, by_rule, returning, gather == "first", awaits_futures)
+    return Mode(
+        dispatch,
+        by_rule,
+        returning,
+        passes_on=gather == "first",
+        awaits_futures=awaits_futures,
+        keeps_back=gather == "distributed",
+        joins=gather in ("concat", "distributed"),
+    )
 
 
 def _per_rank(value: Any, label: str, size: int) -> Sequence[Any]:

@@ -34,6 +34,21 @@ class GroupClosed(ControllerError):
         return type(self), (str(self), self.reason)
 
 
+class DataLost(ControllerError):
+    """Rows of a distributed batch that cannot be read any more: their node left, or they were freed.
+
+    Attributes:
+        origin: role, rank, node and method they came from.
+    """
+
+    def __init__(self, message: str, origin: str = ""):
+        super().__init__(message)
+        self.origin = origin
+
+    def __reduce__(self):
+        return type(self), (str(self), self.origin)
+
+
 class WorkerError(ControllerError):
     """A call that failed on a worker.
 

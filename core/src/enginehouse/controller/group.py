@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from enginehouse.controller.dispatch import Call, Mode, resolve_mode
+from enginehouse.controller.dispatch import Balanced, Call, Dealt, Mode, in_order_given, resolve_mode
 from enginehouse.controller.errors import ControllerError, DispatchError, GroupClosed
 from enginehouse.controller.future import Future, StillRunning
 from enginehouse.controller.launchers.interface import Lane, LaunchOptions, Processes
@@ -35,6 +35,9 @@ class WorkerGroup:
         seed: the run's base seed, in `ProcessContext.seed`.
         device: `"cpu"` or `"cuda"`, in `ProcessContext.device`.
         threads: threads of numeric libraries (OMP_NUM_THREADS) in each process.
+        detached: the group outlives this program, on a cluster that was joined (`start_ray("auto")`); others use it
+            by `WorkerGroup.attach(name)`. Leaving a `with` block or the program lets go of it; `shutdown` ends it, for
+            everybody. Its pool is its own.
 
     Raises:
         PlacementError: the cluster does not give what the pool asks for.
@@ -56,9 +59,10 @@ class WorkerGroup:
         seed: int = 0,
         device: Device = "cpu",
         threads: int = 1,
+        detached: bool = False,
     ):
         reserve_names(spec)
-        options = LaunchOptions(name, start_timeout, seed, device, threads)
+        options = LaunchOptions(name, start_timeout, seed, device, threads, detached, timeout)
         processes = launch(launcher, pool, {name: spec}, options)
         self._attach(processes, name, timeout, owners=[])
 
@@ -68,6 +72,31 @@ class WorkerGroup:
         group = cls.__new__(cls)
         group._attach(processes, role, timeout, owners)
         return group
+
+    @classmethod
+    def attach(cls, name: str, *, timeout: float | None = None, patience: float = 60.0) -> WorkerGroup:
+        """Use a detached group that another program launched on this cluster.
+
+        Both may call it. Calls of two programs can reach its ranks in different orders, so where methods talk to
+        other ranks (`torch.distributed`), one program at a time should. A restart gives it new processes: other
+        programs' calls then fail with `WorkerDied`, and they attach again.
+
+        Args:
+            name: the name it was launched with.
+            timeout: deadline of a call in seconds, as in `WorkerGroup`; None takes the one it was launched with.
+            patience: seconds its ranks get to answer.
+
+        Returns:
+            The group; where ranks of it are gone it is `broken`, and takes only `restart` and `shutdown`.
+
+        Raises:
+            ControllerError: there is none of that name (it says which there are), none of its ranks answers, or its
+                worker class cannot be imported here.
+        """
+        from enginehouse.controller.launchers.ray import RayProcesses
+
+        processes = RayProcesses.attach(name, patience)
+        return cls.view(processes, name, timeout or processes.options.timeout, [])
 
     def _attach(self, processes: Processes, role: str, timeout: float, owners: list[WorkerGroup]) -> None:
         self.name = role
@@ -79,6 +108,7 @@ class WorkerGroup:
         self._async: dict[str, bool] = {}
         self._layout: DataLayout | None = None
         self._closed = False
+        self._detached = processes.options.detached
         self._owners = owners
         owners.append(self)
         for method in self._specs:
@@ -176,6 +206,27 @@ class WorkerGroup:
         """`execute_rank_zero` that does not wait."""
         return self._invoke(method, _ZERO, self._mode("execute_rank_zero", _ZERO), args, kwargs, None, False)
 
+    def execute_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call any method, registered or not, on one rank.
+
+        Raises:
+            DispatchError: there is no such rank.
+        """
+        return self._invoke(method, _ALL, self._rank_mode(rank, method), args, kwargs, None, True)
+
+    def execute_rank_async(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Future:
+        """`execute_rank` that does not wait."""
+        return self._invoke(method, _ALL, self._rank_mode(rank, method), args, kwargs, None, False)
+
+    def _rank_mode(self, rank: int, method: str) -> Mode:
+        if not 0 <= rank < self.world_size:
+            raise DispatchError(f"{self.name}.{method}: {self.name} has ranks 0 to {self.world_size - 1}, not {rank}")
+
+        def dispatch(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[Call | None]:
+            return [(args, kwargs) if one == rank else None for one in range(group.world_size)]
+
+        return Mode(dispatch, lambda group, outputs, ranks: outputs[rank], passes_on=True)
+
     def _mode(self, method: str, spec: CallSpec) -> Mode:
         mode = self._modes.get(method)
         if mode is None:
@@ -206,19 +257,30 @@ class WorkerGroup:
         called = [rank for rank, call in enumerate(calls) if call is not None]
         ranks = [rank for rank in mode.returning(self) if rank in called] or called if mode.returning else called
         lane: Lane = "urgent" if spec.urgent else "loop" if self._runs_on_loop(method) else "main"
+
+        def collected(outputs: list[Any]) -> Any:
+            result = mode.collect(self, outputs, ranks)
+            if not isinstance(calls, Dealt) or not mode.joins:
+                return result
+            return in_order_given(result, [outputs[rank] for rank in ranks], calls.shards)
+
         trace = CallTrace(self.name, method)
         try:
-            pending = self._processes.submit(self.name, method, calls, frozenset(ranks), lane, deadline)
+            pending = self._processes.submit(
+                self.name, method, calls, frozenset(ranks), lane, deadline, mode.keeps_back
+            )
             if blocking:
-                return mode.collect(self, pending.wait(), ranks)
+                return collected(pending.wait())
         finally:
             if blocking:
                 trace.end()
         single = ranks[0] if mode.passes_on and len(ranks) == 1 else None
-        return Future(pending, lambda outputs: mode.collect(self, outputs, ranks), single, trace.end)
+        return Future(pending, collected, single, trace.end)
 
     def _value(self, method: str, given: Any, timeout: float) -> Any:
         """An argument, or the result of the call it stands for."""
+        if isinstance(given, Balanced):
+            return Balanced(self._value(method, given.batch, timeout), given.by)
         if not isinstance(given, Future):
             return given
         try:
@@ -247,6 +309,32 @@ class WorkerGroup:
             known = self._async[method] = is_async(self._cls, method)
         return known
 
+    # Starting again
+
+    def restart(self) -> None:
+        """End the processes, if there are any left, and start new ones: the same ranks, worker class and options, on
+        the same places, or on others where a node has left. A broken group works again afterwards.
+
+        Groups colocated in the same processes are restarted with it. Workers are built anew: what they held is lost.
+        Calls that had not ended fail with `WorkerDied`.
+
+        Raises:
+            GroupClosed: it was shut down.
+            PlacementError: a node has left, and the cluster does not give another place in the pool's timeout.
+            WorkerError: a worker could not be built. After this and a `PlacementError` the group is broken, and may be
+                restarted again.
+        """
+        if self._closed:
+            raise GroupClosed(f"{self.name} cannot be restarted: {self.broken}", str(self.broken))
+        try:
+            fresh = self._processes.restarted()
+            for group in self._owners:
+                group._processes = fresh
+                group._layout = None
+        finally:
+            if all(group._closed for group in self._owners):  # by another thread, meanwhile
+                self._processes.shutdown(10.0)
+
     # Ending
 
     def shutdown(self, timeout: float = 10.0) -> None:
@@ -267,7 +355,10 @@ class WorkerGroup:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.shutdown()
+        if self._detached:
+            self._processes.let_go()
+        else:
+            self.shutdown()
 
     if TYPE_CHECKING:  # registered methods appear on the group when it is made
 
@@ -306,6 +397,8 @@ def launch(
         WorkerError: a worker could not be built.
     """
     if launcher == "inline":
+        if options.detached:
+            raise ControllerError(f"{options.name}: an inline group lives in this process and cannot be detached")
         from enginehouse.controller.launchers.inline import InlineProcesses
 
         return InlineProcesses(pool, roles, options)
@@ -317,7 +410,7 @@ def launch(
         raise ControllerError(f"{options.name}: device 'cuda' needs gpus_per_process, pool {pool.name!r} has none")
     from enginehouse.controller.launchers.ray import RayProcesses
 
-    return RayProcesses(pool, roles, options)
+    return RayProcesses.launch(pool, roles, options)
 
 
 def reserve_names(spec: WorkerSpec) -> None:

@@ -28,7 +28,7 @@ class DataLayout:
         """The layout of a group whose ranks have these meshes; without meshes every rank is its own shard.
 
         Raises:
-            DispatchError: the meshes do not describe one group: some are missing, sizes differ, a shard has no or
+            DispatchError: the meshes do not describe one group: some are missing, axes differ, a shard has no or
                 several output ranks.
         """
         if all(mesh is None for mesh in meshes):
@@ -37,6 +37,7 @@ class DataLayout:
         shard_of: list[int] = []
         output: dict[int, int] = {}
         shards = 0
+        axes: tuple[tuple[str, int], ...] = ()
         for rank, mesh in enumerate(meshes):
             if mesh is None:
                 raise DispatchError(f"{group}: rank {rank} has no mesh and other ranks have one")
@@ -45,8 +46,12 @@ class DataLayout:
                     f"{group}: the mesh of rank {rank} says rank {mesh.rank} of {mesh.world_size}, "
                     f"but the group has {len(meshes)} ranks"
                 )
-            if rank and mesh.dp_size != shards:
-                raise DispatchError(f"{group}: rank {rank} counts {mesh.dp_size} data shards, rank 0 {shards}")
+            axes = axes or mesh.axes
+            if mesh.axes != axes:
+                raise DispatchError(
+                    f"{group}: rank {rank} lies on a mesh of {dict(mesh.axes)}, rank 0 on one of {dict(axes)}; "
+                    "all ranks declare the same axes in the same order"
+                )
             shards = mesh.dp_size
             shard_of.append(mesh.dp_rank)
             if mesh.is_output_rank:

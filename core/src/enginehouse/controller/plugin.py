@@ -34,9 +34,9 @@ def enginehouse_register_dispatch_modes(register):
     register(
         DispatchMode(
             name="dp",
-            summary="Batches split over the data axis; results joined from the output ranks, in order",
+            summary="Batches split over the data axis; results of the output ranks, in order, where they were made",
             dispatch=f"{dispatch}:dp",
-            collect="concat",
+            collect="distributed",
             returning=f"{dispatch}:output_ranks",
             awaits_futures=True,
         )

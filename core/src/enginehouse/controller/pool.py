@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import time
-import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-from enginehouse.controller.errors import ControllerError, PlacementError
+from enginehouse.controller.errors import ControllerError
+from enginehouse.controller.reservation import Reservation, Sitter, Slot, leave_seats, take_seats
 
 _numbers = itertools.count()
 
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """Where one process of a group goes: a bundle of a placement group, and its share of it."""
-
-    placement_group: Any
-    bundle: int
-    cpus: float
-    gpus: float
+Bundle = tuple[Reservation, int]
+"""The place of one process: a bundle of a reservation."""
 
 
 class ResourcePool:
@@ -31,11 +22,17 @@ class ResourcePool:
     Args:
         processes_per_node: processes on each node, one entry a node; entries may differ. The processes of an entry
             are on one node; several entries may share a node that is large enough.
-        gpus_per_process: GPUs of each process.
+        gpus_per_process: GPUs of each process. Ray gives fractions of one GPU, or whole GPUs.
         cpus_per_process: CPUs of each process, in Ray's count; may be a fraction.
-        max_colocate: how many groups may sit on the pool at once, as processes of their own that share its GPUs.
+        max_colocate: how many groups may sit on the pool at once, as processes of their own that share its GPUs:
+            each gets an equal part of `gpus_per_process`, and has `cpus_per_process` for itself.
         name: for messages.
         timeout: seconds to wait for the cluster to give what is asked.
+
+    Raises:
+        ControllerError: numbers that cannot be.
+
+    What is reserved is given back by `shutdown`, or when nobody holds the pool or one merged or split from it.
     """
 
     def __init__(
@@ -48,29 +45,68 @@ class ResourcePool:
         name: str | None = None,
         timeout: float = 60.0,
     ):
-        self.processes_per_node = tuple(processes_per_node)
-        if not self.processes_per_node or any(count < 1 for count in self.processes_per_node):
-            raise ControllerError(
-                f"processes_per_node needs one positive number a node, not {list(processes_per_node)}"
-            )
-        if (
-            max_colocate < 1
-            or gpus_per_process < 0
-            or cpus_per_process < 0
-            or not (gpus_per_process or cpus_per_process)
-        ):
-            raise ControllerError(
-                "a pool needs max_colocate of at least 1 and a positive number of CPUs or GPUs a process, not "
-                f"{max_colocate=}, {cpus_per_process=}, {gpus_per_process=}"
-            )
+        _check_numbers(processes_per_node, gpus_per_process, cpus_per_process, max_colocate)
+        name = name or f"pool{next(_numbers)}"
+        reservation = Reservation(name, processes_per_node, cpus_per_process, gpus_per_process, max_colocate)
+        self._set(_nodes_of(reservation), name, timeout, gpus_per_process, cpus_per_process, max_colocate, reservation)
+
+    def _set(
+        self,
+        nodes: Sequence[Sequence[Bundle]],
+        name: str,
+        timeout: float,
+        gpus_per_process: float,
+        cpus_per_process: float,
+        max_colocate: int,
+        own: Reservation | None,
+    ) -> None:
+        self.name = name
+        self.timeout = timeout
         self.gpus_per_process = gpus_per_process
         self.cpus_per_process = cpus_per_process
         self.max_colocate = max_colocate
-        self.name = name or f"pool{next(_numbers)}"
-        self.timeout = timeout
-        self._lock = threading.Lock()
-        self._groups: list[str] = []
-        self._placement_groups: list[Any] = []
+        self._nodes = [list(node) for node in nodes]
+        self._own = own
+
+    def _view(self, nodes: Sequence[Sequence[Bundle]], name: str) -> ResourcePool:
+        """A pool over bundles that are reserved by others."""
+        pool = ResourcePool.__new__(ResourcePool)
+        pool._set(nodes, name, self.timeout, self.gpus_per_process, self.cpus_per_process, self.max_colocate, own=None)
+        return pool
+
+    @classmethod
+    def of_placement_groups(
+        cls,
+        placement_groups: Sequence[Any],
+        processes_per_node: Sequence[int],
+        *,
+        gpus_per_process: float,
+        cpus_per_process: float,
+        name: str,
+        timeout: float,
+    ) -> ResourcePool:
+        """The pool of a detached group, as another program sees it."""
+        pool = cls.__new__(cls)
+        reservation = Reservation(name, processes_per_node, cpus_per_process, gpus_per_process, 1, placement_groups)
+        pool._set(_nodes_of(reservation), name, timeout, gpus_per_process, cpus_per_process, 1, reservation)
+        return pool
+
+    def as_found_again(self) -> dict[str, Any]:
+        """The arguments of `of_placement_groups` for a pool that is reserved and neither merged nor split."""
+        assert self._own is not None
+        return {
+            "placement_groups": self._own.placement_groups,
+            "processes_per_node": self.processes_per_node,
+            "gpus_per_process": self.gpus_per_process,
+            "cpus_per_process": self.cpus_per_process,
+            "name": self.name,
+            "timeout": self.timeout,
+        }
+
+    @property
+    def processes_per_node(self) -> tuple[int, ...]:
+        """Processes of each entry; those of an entry are on one node."""
+        return tuple(len(node) for node in self._nodes)
 
     @property
     def world_size(self) -> int:
@@ -80,111 +116,227 @@ class ResourcePool:
     @property
     def bundle(self) -> dict[str, float]:
         """What is reserved for each process (of every group on the pool together), in Ray's words."""
-        resources = {"CPU": self.cpus_per_process * self.max_colocate, "GPU": self.gpus_per_process}
-        return {name: amount for name, amount in resources.items() if amount}
+        return dict(self._nodes[0][0][0].bundle) if self._nodes else {}
 
-    def occupy(self, group: str) -> list[Slot]:
-        """Take a place on the pool for a group: one slot a rank.
+    @property
+    def groups(self) -> list[str]:
+        """Names of the worker groups that sit on any of its places now."""
+        return list(dict.fromkeys(name for place, index in self._bundles for name in place.sitters(index)))
+
+    @property
+    def _bundles(self) -> list[Bundle]:
+        return [bundle for node in self._nodes for bundle in node]
+
+    # Cutting
+
+    def split(self, parts: int | Sequence[int]) -> list[ResourcePool]:
+        """Cut into pools over consecutive parts of its processes. They use the places of this one: a group on a part
+        counts here, too.
+
+        Args:
+            parts: a number of parts of equal size, or the size of each part, in processes.
+
+        Raises:
+            ControllerError: the parts are not equal, or their sizes do not add up to the pool's.
+        """
+        size = self.world_size
+        if isinstance(parts, int):
+            if parts < 1 or size % parts:
+                raise ControllerError(
+                    f"pool {self.name!r} of {size} processes cannot be split into {parts} equal parts; give the size "
+                    "of each part as a list"
+                )
+            sizes = [size // parts] * parts
+        else:
+            sizes = list(parts)
+            if sum(sizes) != size or min(sizes, default=0) < 1:
+                raise ControllerError(
+                    f"pool {self.name!r} has {size} processes, and parts of {sizes} are not that many; give positive "
+                    f"sizes that add up to {size}"
+                )
+        ends = list(itertools.accumulate(sizes))
+        return [
+            self._view(_cut(self._nodes, end - count, end), f"{self.name}[{end - count}:{end}]")
+            for count, end in zip(sizes, ends)
+        ]
+
+    # Taking places
+
+    def occupy(self, group: str, detached: bool = False) -> Occupation:
+        """Take a place on the pool for a group, and reserve the pool if that was not done yet.
+
+        Args:
+            group: its name.
+            detached: whether what is reserved must outlive this program.
 
         Raises:
             PlacementError: `max_colocate` groups are on it already, or the cluster does not give what is asked
                 within the pool's timeout.
+            ControllerError: a detached group on a pool that others may sit on.
         """
-        with self._lock:
-            if len(self._groups) >= self.max_colocate:
-                raise PlacementError(
-                    f"pool {self.name!r} holds {self.max_colocate} group(s) at once and has {', '.join(self._groups)}; "
-                    f"shut one down, colocate them in one process, or raise max_colocate to place {group!r} as well"
-                )
-            if not self._placement_groups:
-                self._placement_groups = self._place()
-            self._groups.append(group)
-            gpus = self.gpus_per_process / self.max_colocate
-            return [
-                Slot(placement_group, bundle, self.cpus_per_process, gpus)
-                for placement_group, count in zip(self._placement_groups, self.processes_per_node)
-                for bundle in range(count)
-            ]
+        if not self._nodes:
+            raise ControllerError(f"pool {self.name!r} was shut down; {group!r} needs another")
+        if detached:
+            self._refuse_to_detach(group)
+        occupation = Occupation(self, group, detached)
+        occupation.enter()
+        return occupation
 
-    def leave(self, group: str) -> None:
-        """Give a group's place back; what the pool reserved stays reserved."""
-        with self._lock:
-            if group in self._groups:
-                self._groups.remove(group)
+    def occupy_what_is_there(self, group: str) -> Occupation:
+        """The places of a detached group that sits on them already."""
+        occupation = Occupation(self, group, detached=True)
+        occupation.sit_down()
+        return occupation
+
+    def _refuse_to_detach(self, group: str) -> None:
+        why = None
+        if self._own is None:
+            why = "is merged or split from others"
+        elif self.max_colocate > 1:
+            why = f"may hold {self.max_colocate} groups"
+        elif self._own.is_placed and not self.groups:
+            why = "was reserved for this program already"
+        if why is not None:
+            raise ControllerError(
+                f"pool {self.name!r} {why}, and a detached group takes its places along when this program ends; give "
+                f"{group!r} a new ResourcePool of its own with max_colocate=1"
+            )
 
     def shutdown(self) -> None:
-        """Give everything back to the cluster. Groups still on the pool lose their processes; shut them down first."""
-        with self._lock:
-            self._remove(self._placement_groups)
-            self._placement_groups = []
-            self._groups.clear()
+        """Give everything back to the cluster. Groups still on the pool lose their processes; shut them down first.
+
+        A pool that was merged or split only lets go of the others' places; a detached group keeps what it has.
+        """
+        if self._own is None:
+            self._nodes = []
+        elif not self._own.is_handed_over:
+            self._own.give_back()
 
     def __repr__(self) -> str:
         return f"ResourcePool({self.name!r}, processes_per_node={list(self.processes_per_node)}, {self.bundle} each)"
 
-    def _place(self) -> list[Any]:
-        import ray
-        from ray.util import placement_group
 
-        if not ray.is_initialized():
-            raise ControllerError(
-                f"pool {self.name!r}: Ray is not running; call enginehouse.controller.start_ray() first"
-            )
-        deadline = time.monotonic() + self.timeout
-        self._refuse_the_impossible()
-        groups = [placement_group([self.bundle] * count, "STRICT_PACK") for count in self.processes_per_node]
+class Occupation:
+    """A group's places on a pool, one a rank, from `ResourcePool.occupy` until `leave`."""
+
+    def __init__(self, pool: ResourcePool, group: str, detached: bool):
+        self.pool = pool
+        self.detached = detached
+        self._sitter = Sitter(group)
+        self._bundles = pool._bundles
+
+    @property
+    def slots(self) -> list[Slot]:
+        """Where each rank goes."""
+        return [place.slot(index) for place, index in self._bundles]
+
+    def sit_down(self) -> None:
+        """Take the places.
+
+        Raises:
+            PlacementError: other groups have them.
+        """
+        take_seats(self._bundles, self._sitter, self.pool.name)
+
+    def enter(self) -> None:
+        """Take the places, and have them reserved.
+
+        Raises:
+            PlacementError: other groups have them, or the cluster does not give them within the pool's timeout.
+        """
+        self.sit_down()
+        reserved: list[Reservation] = []
+        deadline = time.monotonic() + self.pool.timeout
         try:
-            for group in groups:
-                if not group.wait(timeout_seconds=max(deadline - time.monotonic(), 0.001)):
-                    raise PlacementError(f"not placed within {self.timeout:g} s: {self._asked()}. {_cluster()}")
+            # the largest first, as within one: a small one could take the only large node
+            for place in sorted(self._reservations(), key=lambda place: -max(place.processes_per_node)):
+                if place.place(deadline, self.pool.timeout, self._sitter.name if self.detached else None):
+                    reserved.append(place)
         except BaseException:
-            self._remove(groups)
+            leave_seats(self._bundles, self._sitter)
+            for place in reserved:
+                place.give_back_if_empty()
             raise
-        # a pool that nobody holds any more must not keep its reservation; at exit Ray gives everything back anyway
-        weakref.finalize(self, self._remove, groups).atexit = False
-        return groups
 
-    def _refuse_the_impossible(self) -> None:
-        """Say at once what a cluster of fixed size, started here, can never give."""
-        from enginehouse.controller.cluster import is_owned
+    def renew(self) -> None:
+        """Wait until places whose node has left are placed again.
 
-        if not is_owned():
-            return
-        nodes = [node["Resources"] for node in _nodes()]
-        for count in self.processes_per_node:
-            needed = {name: amount * count for name, amount in self.bundle.items()}
-            if not any(all(node.get(name, 0) >= amount for name, amount in needed.items()) for node in nodes):
-                raise PlacementError(f"no node is large enough: {self._asked()}. {_cluster()}")
+        Raises:
+            PlacementError: the cluster does not give them within the pool's timeout.
+        """
+        deadline = time.monotonic() + self.pool.timeout
+        for place in self._reservations():
+            place.place(deadline, self.pool.timeout)
 
-    def _asked(self) -> str:
-        each = _amounts(self.bundle)
-        asked = " and ".join(f"{count} processes on one node" for count in self.processes_per_node)
-        return f"pool {self.name!r} asks for {asked}, {each} each"
+    def leave(self) -> None:
+        """Free the places. What is reserved stays so, but for a detached group, which takes its own along."""
+        leave_seats(self._bundles, self._sitter)
+        if self.detached:
+            for place in self._reservations():
+                place.give_back()
 
-    @staticmethod
-    def _remove(groups: Sequence[Any]) -> None:
-        import ray
-        from ray.util import remove_placement_group
-
-        if ray.is_initialized():
-            for group in groups:
-                remove_placement_group(group)
+    def _reservations(self) -> list[Reservation]:
+        return list(dict.fromkeys(place for place, _ in self._bundles))
 
 
-def _nodes() -> list[dict[str, Any]]:
-    import ray
+def merge_resource_pools(first: ResourcePool, second: ResourcePool, *more: ResourcePool) -> ResourcePool:
+    """A pool over the places of several pools, in this order: ranks of a group on it are `first`'s, then `second`'s.
 
-    return [node for node in ray.nodes() if node["Alive"]]
+    It reserves nothing of its own. Groups on it count on the merged pools, and theirs on it: to have groups on
+    `first`, on `second` and on both together at once, make these with `max_colocate=2`.
+
+    Raises:
+        ControllerError: pools that overlap, or whose processes do not get the same.
+    """
+    pools = [first, second, *more]
+    for other in pools[1:]:
+        for what in ("gpus_per_process", "cpus_per_process", "max_colocate"):
+            if getattr(first, what) != getattr(other, what):
+                raise ControllerError(
+                    f"pools {first.name!r} and {other.name!r} cannot be merged: {what} is {getattr(first, what)} and "
+                    f"{getattr(other, what)}; make them alike"
+                )
+    bundles = [bundle for pool in pools for bundle in pool._bundles]
+    if len(set(bundles)) < len(bundles):
+        raise ControllerError(
+            f"pools {', '.join(repr(pool.name) for pool in pools)} cannot be merged: some of their places are the same"
+        )
+    merged = first._view([node for pool in pools for node in pool._nodes], "+".join(pool.name for pool in pools))
+    merged.timeout = max(pool.timeout for pool in pools)
+    return merged
 
 
-def _cluster() -> str:
-    """What the cluster has, in words."""
-    import ray
-
-    nodes = _nodes()
-    total = "; ".join(f"{node['NodeManagerAddress']}: {_amounts(node['Resources'])}" for node in nodes)
-    return f"The cluster has {len(nodes)} node(s) ({total}), free now: {_amounts(ray.available_resources())}."
+def _nodes_of(reservation: Reservation) -> list[list[Bundle]]:
+    numbers = iter(range(len(reservation)))
+    return [[(reservation, next(numbers)) for _ in range(count)] for count in reservation.processes_per_node]
 
 
-def _amounts(resources: Mapping[str, float]) -> str:
-    return ", ".join(f"{resources.get(name, 0):g} {name}" for name in ("CPU", "GPU") if name in resources) or "no CPU"
+def _cut(nodes: Sequence[Sequence[Bundle]], start: int, end: int) -> list[list[Bundle]]:
+    """Processes `start` to `end`, each still with its neighbours on its node."""
+    found = []
+    first = 0
+    for node in nodes:
+        part = list(node[max(start - first, 0) : max(end - first, 0)])
+        if part:
+            found.append(part)
+        first += len(node)
+    return found
+
+
+def _check_numbers(
+    processes_per_node: Sequence[int], gpus_per_process: float, cpus_per_process: float, max_colocate: int
+) -> None:
+    if not processes_per_node or any(count < 1 for count in processes_per_node):
+        raise ControllerError(f"processes_per_node needs one positive number a node, not {list(processes_per_node)}")
+    if max_colocate < 1 or gpus_per_process < 0 or cpus_per_process < 0 or not (gpus_per_process or cpus_per_process):
+        raise ControllerError(
+            "a pool needs max_colocate of at least 1 and a positive number of CPUs or GPUs a process, not "
+            f"{max_colocate=}, {cpus_per_process=}, {gpus_per_process=}"
+        )
+    gpus = gpus_per_process
+    if gpus > 1 and (gpus % 1 or (max_colocate % gpus and gpus % max_colocate)):
+        raise ControllerError(
+            f"each process would get {gpus / max_colocate:g} GPUs ({gpus_per_process=}, {max_colocate=}), and Ray "
+            "gives a part of one GPU or whole GPUs: choose at most one GPU, or a whole number that divides "
+            "max_colocate or is a multiple of it"
+        )

@@ -78,8 +78,9 @@ def register(
               (None: that rank is not called), `g(group, outputs)` gets one output a rank.
             - any other name: a dispatch mode that a plugin registered, found on the controller at the first call.
         collect: how results are put together: `"list"`, `"concat"` (batches, lists, arrays; None if all are None),
-            `"first"`, `"merge"` (`enginehouse.engines.train.merge_metrics`), or `g(group, outputs)`. By default
-            `one_to_all` and `all_to_all` give a list, `dp` concatenates, `rank_zero` gives the one result.
+            `"distributed"` (batches stay where they are: a `DistributedBatch`; all else as `"concat"`), `"first"`,
+            `"merge"` (`enginehouse.engines.train.merge_metrics`), or `g(group, outputs)`. By default
+            `one_to_all` and `all_to_all` give a list, `dp` is `"distributed"`, `rank_zero` gives the one result.
         execute: `"rank_zero"` calls rank 0 only, with what the dispatch gives it.
         blocking: False returns a `Future`.
         timeout: deadline in seconds; None takes the group's.
@@ -98,6 +99,8 @@ def register(
         raise ValueError(f"collect is one of {', '.join(COLLECT_RULES)}, or a function, not {collect!r}")
     if isinstance(dispatch, str):
         dispatch = str(dispatch.value if isinstance(dispatch, Enum) else dispatch)
+    if dispatch == "dp" and Execute(execute) is Execute.RANK_ZERO:
+        raise ValueError("dispatch='dp' with execute='rank_zero' would lose all rows but those of rank 0's shard")
     spec = CallSpec(dispatch, collect, Execute(execute).value, blocking, timeout, urgent)
 
     def mark(function: F) -> F:

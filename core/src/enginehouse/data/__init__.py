@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from enginehouse.lazy import exports
 
 if TYPE_CHECKING:
+    from enginehouse.data.balancing import balance
     from enginehouse.data.batch import Batch
     from enginehouse.data.demonstrations import DemonstrationDataset, DemonstrationSampler
     from enginehouse.data.errors import BatchError, UnknownColumnError, WireVersionError
@@ -32,6 +33,7 @@ __all__ = [
     "Sampler",
     "UnknownColumnError",
     "WireVersionError",
+    "balance",
     "check_demonstration_file",
     "check_prompt_file",
     "plan_microbatches",
@@ -40,6 +42,7 @@ __all__ = [
 __getattr__ = exports(
     __name__,
     {
+        "balancing": ["balance"],
         "batch": ["Batch"],
         "demonstrations": ["DemonstrationDataset", "DemonstrationSampler"],
         "errors": ["BatchError", "UnknownColumnError", "WireVersionError"],

@@ -326,12 +326,12 @@ class Batch:
     # Inside
 
     def _gather(self, index: np.ndarray) -> Batch:
-        plan = once(lambda offsets: ragged.take_offsets(offsets, index))
+        plan = once(lambda offsets: ragged.plan_take(offsets, index))
         columns: dict[str, Any] = {}
         for name, column in self._columns.items():
             if isinstance(column, Ragged):
-                tokens, offsets = plan(column.offsets)
-                columns[name] = Ragged._make(memory.gather(column.values, tokens), offsets)
+                gather, offsets = plan(column.offsets)
+                columns[name] = Ragged._make(gather(column.values), offsets)
             elif isinstance(column, Tensor):
                 columns[name] = memory.gather(column, index)
             else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -12,6 +12,9 @@ from torch import Tensor
 
 from enginehouse.data import memory, wire
 from enginehouse.data.errors import BatchError
+
+LONG_ROW_TOKENS = 512
+"""From this mean length on rows are taken as spans: quicker than by token, and without an index of 8 bytes each."""
 
 
 class Ragged:
@@ -219,8 +222,8 @@ class Ragged:
 
     def take(self, rows: np.ndarray) -> Ragged:
         """The rows at `rows` (int64, within bounds), copied."""
-        tokens, offsets = take_offsets(self.offsets, rows)
-        return Ragged._make(memory.gather(self.values, tokens), offsets)
+        gather, offsets = plan_take(self.offsets, rows)
+        return Ragged._make(gather(self.values), offsets)
 
     def equal(self, other: Ragged) -> bool:
         """Whether rows, dtype and values are the same (NaN equals NaN)."""
@@ -275,16 +278,19 @@ def slice_offsets(offsets: Tensor, start: int, stop: int) -> tuple[int, int, Ten
     return first, last, part - first if first else part
 
 
-def take_offsets(offsets: Tensor, rows: np.ndarray) -> tuple[np.ndarray, Tensor]:
-    """The tokens of the rows at `rows`, int64, and these rows' own offsets."""
+def plan_take(offsets: Tensor, rows: np.ndarray) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    """How to take the rows at `rows` (int64, within bounds) out of values, and these rows' own offsets."""
     array = offsets.numpy()
-    starts = array[rows]
-    lengths = array[rows + 1] - starts
+    starts, ends = array[rows], array[rows + 1]
+    lengths = ends - starts
     taken = np.zeros(len(rows) + 1, dtype=np.int64)
     np.cumsum(lengths, out=taken[1:])
+    if taken[-1] >= LONG_ROW_TOKENS * len(rows) > 0:
+        spans = list(zip(starts.tolist(), ends.tolist()))
+        return lambda values: memory.join([values[start:end] for start, end in spans]), torch.from_numpy(taken)
     tokens = np.arange(taken[-1])
     tokens += np.repeat(starts - taken[:-1], lengths)
-    return tokens, torch.from_numpy(taken)
+    return lambda values: memory.gather(values, tokens), torch.from_numpy(taken)
 
 
 def join_offsets(parts: Sequence[Tensor]) -> Tensor:

@@ -89,8 +89,5 @@ class Mesh:
     def is_output_rank(self) -> bool:
         """Whether this rank returns its data shard's results: exactly one rank of each shard does."""
         wanted = dict(self.output_coordinates)
-        return all(
-            coordinate == wanted.get(name, 0)
-            for (name, _), coordinate in zip(self.axes, self.coordinates, strict=True)
-            if name not in DATA_AXES
-        )
+        model_axes = [name for name, _ in self.axes if name not in DATA_AXES]
+        return all(self.coordinate(name) == wanted.get(name, 0) for name in {*model_axes, *wanted})

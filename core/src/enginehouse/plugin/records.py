@@ -102,7 +102,7 @@ class Transport(Record):
         _freeze(self, "capabilities", frozenset)
 
 
-COLLECT_RULES = ("list", "concat", "first", "merge")
+COLLECT_RULES = ("list", "concat", "distributed", "first", "merge")
 """The ways to put results together that have a name; `enginehouse.controller.register` says what each does."""
 
 

@@ -54,7 +54,7 @@ class TrainWorker(Worker):
         """The engine's mesh: how the controller splits batches over the ranks."""
         return self.engine.mesh
 
-    @register(dispatch="dp")
+    @register(dispatch="dp", collect="concat")
     def forward(self, batch: Batch, outputs: Outputs) -> Batch | None:
         """Compute per-token outputs of `input_ids`; see `TrainEngine.forward`."""
         return self.engine.forward(batch, outputs)
@@ -211,7 +211,7 @@ class RolloutWorker(Worker):
             raise EnginehouseError(f"{self.context} was used before it was launched")
         return self._weights
 
-    @register(dispatch="dp")
+    @register(dispatch="dp", collect="concat")
     async def generate(self, batch: Batch, sampling: SamplingParams, seed: int | None = None) -> Batch:
         """Draw `sampling.n` completions of each row's prompt.
 

@@ -37,6 +37,7 @@ class Diagnosis:
         places: every rank's place.
         actors: every rank's actor.
         local: the processes on this node, by rank.
+        ended: why they were ended on purpose, if they were.
 
     Attributes:
         deadly: whether a process was found dead.
@@ -52,6 +53,7 @@ class Diagnosis:
         places: Sequence[Place],
         actors: Sequence[Any],
         local: Mapping[int, psutil.Process],
+        ended: str | None = None,
     ):
         self.role = role
         self.method = method
@@ -61,13 +63,14 @@ class Diagnosis:
         self._places = places
         self._actors = actors
         self._local = local
+        self._ended = ended
 
     def failed(self, seen: Exception) -> WorkerError:
         """The error to raise: of a rank that died if any did, else of the rank that raised first."""
         raised, deaths = self._outcomes()
-        for rank in self._refs:
-            if rank not in deaths and (rank in raised or len(self._refs) > 1) and self._is_dead(rank):
-                deaths[rank] = "the process is gone"
+        for rank in self._refs if self._ended is None else ():
+            if rank not in deaths and (rank in raised or len(self._refs) > 1) and (how := self._death(rank)):
+                deaths[rank] = how
         if deaths:
             self.deadly = True
             rank = min(deaths)
@@ -85,9 +88,10 @@ class Diagnosis:
         """The error of a call whose deadline passed: a death where there is one, else who is late and what it does."""
         raised, deaths = self._outcomes()
         late = self.unfinished()
-        for rank in late:
-            if self._is_dead(rank):
-                deaths.setdefault(rank, "the process is gone")
+        # one that ended and died since, maybe with its node, can be what the late ones wait for
+        for rank in self._refs:
+            if rank not in deaths and (how := self._death(rank)):
+                deaths[rank] = how
         if deaths:
             self.deadly = True
             rank = min(deaths)
@@ -131,7 +135,12 @@ class Diagnosis:
                 ray.get(ref, timeout=CONTROL_SECONDS)
             except ray.exceptions.RayTaskError as error:
                 raised[rank] = self._failure_in(error, rank)
-            except (ray.exceptions.RayActorError, ray.exceptions.WorkerCrashedError) as error:
+            except (
+                ray.exceptions.RayActorError,
+                ray.exceptions.WorkerCrashedError,
+                ray.exceptions.NodeDiedError,
+                ray.exceptions.OutOfMemoryError,  # Ray killed it
+            ) as error:
                 deaths[rank] = _how_it_died(error)
             except Exception as error:
                 raised[rank] = self._failure_here(error, rank)
@@ -156,23 +165,24 @@ class Diagnosis:
 
     # What the processes say
 
-    def _is_dead(self, rank: int) -> bool:
-        """Look at a process of this node; ask another node's on its control lane."""
+    def _death(self, rank: int) -> str | None:
+        """How a rank died, None if it lives. Looks at a process of this node; asks another's on its control lane."""
         process = self._local.get(rank)
         if process is not None:
             try:
-                return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+                dead = not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
             except psutil.Error:
-                return True
+                dead = True
+            return "the process is gone" if dead else None
         import ray
 
         try:
             ray.get(self._actors[rank].ping.remote(), timeout=CONTROL_SECONDS)
-        except ray.exceptions.RayActorError:
-            return True
-        except Exception:
-            return False
-        return False
+        except ray.exceptions.RayActorError as error:
+            return _how_it_died(error)
+        except Exception:  # it is busy, or does not answer for another reason
+            return None
+        return None
 
     def _stacks(self, ranks: Sequence[int]) -> tuple[dict[int, str], dict[int, tuple[str, ...]]]:
         """Ask all of `ranks` at once for their stacks and log lines."""
@@ -208,6 +218,9 @@ class Diagnosis:
     # Saying it
 
     def _died(self, rank: int, how: str, raised: Mapping[int, WorkerFailure]) -> WorkerDied:
+        if self._ended is not None:
+            message = f"{self._where(rank)}: {self.method!r} had not ended when the process was: {self._ended}"
+            return WorkerDied(message, **self._facts(rank))
         lines = _log_tail(self._places[rank])
         message = f"{self._where(rank)}: the process died during {self.method!r}: {how}"
         for other, failure in raised.items():
@@ -255,7 +268,10 @@ def _at_work(stacks: str) -> str:
 def _how_it_died(error: Exception) -> str:
     """What Ray says of a death, without its advice."""
     text = " ".join(str(error).split())
-    for start in ("Worker exit detail:", "The actor is dead because"):
+    if "is temporarily unavailable:" in text:  # what a connection looks like whose other end is gone, for a while
+        text = text.split("is temporarily unavailable:", 1)[1].split(" The task may or may not", 1)[0].strip()
+        return f"the connection to it broke, maybe with its node: {text}"[:600]
+    for start in ("Worker exit detail:", "The actor is dead because", "The actor died because"):
         if start in text:
             text = text.split(start, 1)[1].strip()
             break

@@ -1,19 +1,20 @@
 """What a call's arguments look like on their way to Ray actors.
 
 Small arguments travel inside the call. A large one that several ranks receive is stored once, and ranks on a node
-read it without a copy. A `Future` is passed on by reference where its output is one object.
+read it without a copy. A `Future` is passed on by reference where its output is one object, a `DistributedBatch` as
+the list of what to read where.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from enginehouse.controller.dispatch import Call
+from enginehouse.controller.dispatch import Call, is_distributed, refuse_balanced
 from enginehouse.controller.future import Future
-from enginehouse.controller.launchers.host import Late, Shared
+from enginehouse.controller.launchers.host import Keep, Late, Shared
 
 STORE_BYTES = 64 * 1024
 """Arguments of at least this size that several ranks receive are stored once."""
@@ -21,12 +22,18 @@ STORE_BYTES = 64 * 1024
 _PLAIN = frozenset({type(None), bool, int, float, str})
 
 
-def encode(role: str, method: str, calls: Sequence[Call | None], keep: frozenset[int]) -> list[tuple[Any, ...] | None]:
-    """For each rank the arguments of `Host.call`: the head and what travels beside it; None for a rank not called."""
+def encode(
+    role: str, method: str, calls: Sequence[Call | None], keep: Mapping[int, Keep]
+) -> list[tuple[Any, ...] | None]:
+    """For each rank the arguments of `Host.call`: the head and what travels beside it; None for a rank not called.
+
+    `keep` says what becomes of the results of the ranks it has; the others' stay where they are.
+    """
     if all(call is None or _is_plain(call) for call in calls):
         return _encode_plain(role, method, calls, keep)
     receivers = Counter(id(value) for call in calls if call is not None for value in _values(call))
     stored: dict[int, Any] = {}
+    assemblies: dict[int, Any] = {}
     encoded: list[tuple[Any, ...] | None] = []
     for rank, call in enumerate(calls):
         if call is None:
@@ -35,35 +42,43 @@ def encode(role: str, method: str, calls: Sequence[Call | None], keep: frozenset
         beside: list[Any] = []
 
         def stand_in(value: Any, beside: list[Any] = beside) -> Any:
+            given = id(value)
             if isinstance(value, Future):
                 reference = value.reference()
-                return value.result() if reference is None else Late(reference)
-            if receivers[id(value)] > 1 and payload_bytes(value) >= STORE_BYTES:
-                if id(value) not in stored:
-                    stored[id(value)] = _put(value)
-                beside.append(stored[id(value)])
+                if reference is not None:
+                    return Late(reference)
+                value = value.result()
+            refuse_balanced(value, f"{role}.{method}")
+            if is_distributed(value):
+                if given not in assemblies:
+                    assemblies[given] = value.assembly()
+                value = assemblies[given]
+            if receivers[given] > 1 and payload_bytes(value) >= STORE_BYTES:
+                if given not in stored:
+                    stored[given] = _put(value)
+                beside.append(stored[given])
                 return Shared(len(beside) - 1)
             return value
 
         args = tuple(stand_in(value) for value in call[0])
         kwargs = {name: stand_in(value) for name, value in call[1].items()}
-        encoded.append(((role, method, rank in keep, args, kwargs), *beside))
+        encoded.append(((role, method, keep.get(rank, "nothing"), args, kwargs), *beside))
     return encoded
 
 
 def _encode_plain(
-    role: str, method: str, calls: Sequence[Call | None], keep: frozenset[int]
+    role: str, method: str, calls: Sequence[Call | None], keep: Mapping[int, Keep]
 ) -> list[tuple[Any, ...] | None]:
     """Pickle once, here, what several ranks get: Ray sends bytes on as they are, which costs it a third of a tuple."""
-    pickled: dict[tuple[int, bool], bytes] = {}
+    pickled: dict[tuple[int, Keep], bytes] = {}
     encoded: list[tuple[Any, ...] | None] = []
     for rank, call in enumerate(calls):
         if call is None:
             encoded.append(None)
             continue
-        kind = (id(call), rank in keep)
+        kind = (id(call), keep.get(rank, "nothing"))
         if kind not in pickled:
-            pickled[kind] = pickle.dumps((role, method, rank in keep, *call))
+            pickled[kind] = pickle.dumps((role, method, kind[1], *call))
         encoded.append((pickled[kind],))
     return encoded
 

@@ -16,12 +16,16 @@ import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import psutil
+
+from enginehouse.controller.assembly import Assembly
 from enginehouse.controller.launchers import rendezvous, worker_logging
 from enginehouse.controller.launchers.failure import WorkerFailure
 from enginehouse.controller.launchers.role_objects import RoleObjects
 from enginehouse.controller.launchers.stacks import process_stacks
+from enginehouse.controller.shards import kept_back
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import ProcessContext
 
@@ -30,6 +34,10 @@ STACKS_SIGNAL = getattr(signal, "SIGUSR2", None)
 
 SWITCH_SECONDS = 0.0005
 """How long a thread of a worker keeps the interpreter while another waits for it."""
+
+
+Keep = Literal["nothing", "whole", "split"]
+"""What of a result comes back: as it is, or a batch in two parts, its facts and (a second Ray object) its rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +60,23 @@ class Late:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a process says about itself before anything is built in it."""
+    """What a process says about itself.
+
+    Attributes:
+        node: address of its node.
+        node_id: Ray's name of it.
+        pid: its process id there.
+        log_files: its log files there, errors first.
+        started: `time.time()` when it began: tells it from a later one with the same id.
+        built: whether the objects of all roles are there.
+    """
 
     node: str
     node_id: str
     pid: int
     log_files: tuple[str, ...]
+    started: float
+    built: bool
 
 
 class Host:
@@ -69,9 +88,18 @@ class Host:
         world_size: processes in the group.
         variables: environment variables to set, before torch is imported.
         log_level: level of the root logger.
+        record: of a detached group, what a program must know that attaches to it.
     """
 
-    def __init__(self, group: str, rank: int, world_size: int, variables: Mapping[str, str], log_level: int):
+    def __init__(
+        self,
+        group: str,
+        rank: int,
+        world_size: int,
+        variables: Mapping[str, str],
+        log_level: int,
+        record: bytes | None = None,
+    ):
         os.environ.update(variables)
         # Several threads share the interpreter here: lanes, event loop, an engine's own. At Python's 5 ms a hand-over
         # between them can cost a short call more than its work.
@@ -87,6 +115,8 @@ class Host:
         self._running: dict[int, str] = {}
         self._node = "?"
         self._store: Any = None
+        self._record = record
+        self._built = False
 
     def facts(self) -> Facts:
         """Where this process is."""
@@ -94,7 +124,12 @@ class Host:
 
         self._node = ray.util.get_node_ip_address()
         node_id = ray.get_runtime_context().get_node_id()
-        return Facts(self._node, node_id, os.getpid(), _log_files())
+        started = psutil.Process().create_time()
+        return Facts(self._node, node_id, os.getpid(), _log_files(), started, self._built)
+
+    def record(self) -> bytes | None:
+        """What a program must know that attaches to this group; from the control lane, like `facts`."""
+        return self._record
 
     def prepare(self, store_address: str | None, timeout: float) -> int | None:
         """Import torch; on rank 0 (`store_address` given) open the rendezvous and return its port."""
@@ -126,6 +161,7 @@ class Host:
             specs = cloudpickle.loads(pickled_specs)
             for role, spec in specs.items():
                 self._objects.build(role, spec, contexts[role])
+            self._built = True
             return {role: self._objects.mesh(role) for role in specs}
         except BaseException as error:
             raise self._failure(error, role, "__init__") from None
@@ -133,15 +169,14 @@ class Host:
             self._running.pop(threading.get_ident(), None)
 
     def call(self, head: bytes | tuple[Any, ...], *shared: Any) -> Any:
-        """Run a sync method. `head`, pickled or not, is role, method, whether to return the result, args, kwargs."""
+        """Run a sync method. `head`, pickled or not, is role, method, what to do with the result, args, kwargs."""
         role, method, keep, args, kwargs = _unpacked(head)
         thread = threading.get_ident()
         self._running[thread] = f"{method!r}"
         try:
             if args or kwargs:
                 args, kwargs = _resolved(args, kwargs, shared)
-            result = self._objects.call(role, method, args, kwargs)
-            return result if keep else None
+            return _given_back(self._objects.call(role, method, args, kwargs), keep)
         except BaseException as error:
             raise self._failure(error, role, method) from None
         finally:
@@ -153,8 +188,8 @@ class Host:
         try:
             if args or kwargs:
                 args, kwargs = _resolved(args, kwargs, shared)
-            result = self._objects.loop.submit(self._objects.call_async(role, method, args, kwargs)).result()
-            return result if keep else None
+            running = self._objects.loop.submit(self._objects.call_async(role, method, args, kwargs))
+            return _given_back(running.result(), keep)
         except BaseException as error:
             raise self._failure(error, role, method) from None
 
@@ -185,6 +220,12 @@ def _unpacked(head: bytes | tuple[Any, ...]) -> tuple[Any, ...]:
     return pickle.loads(head) if isinstance(head, bytes) else head
 
 
+def _given_back(result: Any, keep: Keep) -> Any:
+    if keep == "split":
+        return kept_back(result)
+    return result if keep == "whole" else None
+
+
 def _resolved(
     args: tuple[Any, ...], kwargs: dict[str, Any], shared: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -192,12 +233,12 @@ def _resolved(
 
     def value(given: Any) -> Any:
         if type(given) is Shared:
-            return shared[given.index]
+            given = shared[given.index]
         if type(given) is Late:
             import ray
 
             return ray.get(given.reference)
-        return given
+        return given.read() if isinstance(given, Assembly) else given
 
     return tuple(map(value, args)), {name: value(given) for name, given in kwargs.items()}
 

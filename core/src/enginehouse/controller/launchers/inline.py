@@ -12,13 +12,14 @@ from collections.abc import Mapping, Sequence
 from concurrent import futures
 from typing import Any
 
-from enginehouse.controller.dispatch import Call
+from enginehouse.controller.dispatch import Call, is_distributed, refuse_balanced
 from enginehouse.controller.errors import ControllerError, GroupClosed
 from enginehouse.controller.future import Future, StillRunning
 from enginehouse.controller.launchers import rendezvous
 from enginehouse.controller.launchers.interface import Lane, LaunchOptions, Place
 from enginehouse.controller.launchers.role_objects import RoleObjects
 from enginehouse.controller.pool import ResourcePool
+from enginehouse.controller.shards import Shard, kept_back
 from enginehouse.controller.worker import WorkerSpec
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import ProcessContext
@@ -27,9 +28,10 @@ from enginehouse.engines.model import ProcessContext
 class InlineCall:
     """A call in this process: ended already if sync, a future of the event loop if async."""
 
-    def __init__(self, result: futures.Future[Any], keep: bool):
+    def __init__(self, result: futures.Future[Any], keep: bool, origin: str | None):
         self._result = result
         self._keep = keep
+        self._origin = origin
 
     def wait(self, limit: float | None = None) -> list[Any]:
         """See `Pending.wait`; raises what the worker raised, unchanged."""
@@ -37,6 +39,9 @@ class InlineCall:
         if not self._result.done():
             raise StillRunning(f"the call still runs after {limit} s")
         value = self._result.result()
+        if self._keep and self._origin is not None:
+            facts, batch = kept_back(value)
+            value = facts if batch is None else Shard(batch, facts, self._origin)
         return [value if self._keep else None]
 
     def done(self) -> bool:
@@ -87,7 +92,14 @@ class InlineProcesses:
         return self._broken
 
     def submit(
-        self, role: str, method: str, calls: Sequence[Call | None], keep: frozenset[int], lane: Lane, timeout: float
+        self,
+        role: str,
+        method: str,
+        calls: Sequence[Call | None],
+        keep: frozenset[int],
+        lane: Lane,
+        timeout: float,
+        keeps_back: bool = False,
     ) -> InlineCall:
         """Run a sync method here and now; start an async one."""
         if self._broken is not None:
@@ -97,13 +109,13 @@ class InlineProcesses:
         kwargs = {name: _value(value) for name, value in calls[0][1].items()}
         if lane != "main":
             running = self._objects.loop.submit(self._objects.call_async(role, method, args, kwargs))
-            return InlineCall(running, 0 in keep)
+            return InlineCall(running, 0 in keep, f"{role}, {method!r}" if keeps_back else None)
         ended: futures.Future[Any] = futures.Future()
         try:
             ended.set_result(self._objects.call(role, method, args, kwargs))
         except Exception as error:
             ended.set_exception(error)
-        return InlineCall(ended, 0 in keep)
+        return InlineCall(ended, 0 in keep, f"{role}, {method!r}" if keeps_back else None)
 
     def meshes(self, role: str, refresh: bool = False) -> list[Mesh | None]:
         """See `Processes.meshes`."""
@@ -115,6 +127,18 @@ class InlineProcesses:
             self._broken = f"{self.options.name} was shut down"
             self._objects.close(timeout)
             self._variables.restore()
+
+    def restarted(self) -> InlineProcesses:
+        """See `Processes.restarted`: the objects are built anew; this process stays."""
+        if self._broken is not None:
+            raise GroupClosed(f"{self.options.name} cannot be restarted: {self._broken}", self._broken)
+        self.shutdown()
+        self._broken = f"{self.options.name} was restarted"
+        return InlineProcesses(None, self.roles, self.options)
+
+    def let_go(self) -> None:
+        """See `Processes.let_go`; what is in this process cannot outlive it."""
+        self.shutdown()
 
 
 class _Variables:
@@ -154,4 +178,6 @@ class _Variables:
 
 
 def _value(given: Any) -> Any:
-    return given.result() if isinstance(given, Future) else given
+    value = given.result() if isinstance(given, Future) else given
+    refuse_balanced(value, "this call")
+    return value.fetch() if is_distributed(value) else value

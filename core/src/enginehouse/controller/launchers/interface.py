@@ -47,6 +47,8 @@ class LaunchOptions:
         seed: `ProcessContext.seed`.
         device: `ProcessContext.device`.
         threads: threads of numeric libraries in each process.
+        detached: whether the processes outlive the program that launched them.
+        timeout: seconds until a call must have ended that says nothing else, for programs that attach.
     """
 
     name: str
@@ -54,6 +56,8 @@ class LaunchOptions:
     seed: int = 0
     device: Device = "cpu"
     threads: int = 1
+    detached: bool = False
+    timeout: float = 600.0
 
 
 class Pending(Protocol):
@@ -91,14 +95,26 @@ class Processes(Protocol):
         ...
 
     @property
+    def options(self) -> LaunchOptions:
+        """How they were launched."""
+        ...
+
+    @property
     def broken(self) -> str | None:
         """Why no further call is possible; None while calls are."""
         ...
 
     def submit(
-        self, role: str, method: str, calls: Sequence[Call | None], keep: frozenset[int], lane: Lane, timeout: float
+        self,
+        role: str,
+        method: str,
+        calls: Sequence[Call | None],
+        keep: frozenset[int],
+        lane: Lane,
+        timeout: float,
+        keeps_back: bool = False,
     ) -> Pending:
-        """Send a call; results of the ranks in `keep` come back."""
+        """Send a call; results of the ranks in `keep` come back, with `keeps_back` a `Shard` in a batch's place."""
         ...
 
     def meshes(self, role: str, refresh: bool = False) -> list[Mesh | None]:
@@ -107,4 +123,20 @@ class Processes(Protocol):
 
     def shutdown(self, timeout: float) -> None:
         """End the processes: workers' `shutdown` first, then the processes, all within about `timeout` seconds."""
+        ...
+
+    def restarted(self) -> Processes:
+        """End the processes and start others with the same ranks, roles and options, which are returned.
+
+        Calls that had not ended fail. Where the start fails, these stay, broken, and may be restarted again.
+
+        Raises:
+            GroupClosed: they were shut down.
+            PlacementError: a place was lost with its node, and the cluster does not give another in time.
+            WorkerError: a worker could not be built.
+        """
+        ...
+
+    def let_go(self) -> None:
+        """Take no further calls, and leave the processes as they are."""
         ...

@@ -15,13 +15,16 @@ from enginehouse.controller.cluster import end_processes
 from enginehouse.controller.dispatch import Call
 from enginehouse.controller.errors import ControllerError, GroupClosed, WorkerError
 from enginehouse.controller.future import StillRunning
-from enginehouse.controller.launchers import rendezvous
+from enginehouse.controller.launchers import detached, rendezvous
 from enginehouse.controller.launchers.diagnosis import Diagnosis
 from enginehouse.controller.launchers.encoding import encode
 from enginehouse.controller.launchers.host import Facts, Host, log_level_for_workers
 from enginehouse.controller.launchers.import_paths import own_import_paths
 from enginehouse.controller.launchers.interface import Lane, LaunchOptions, Place
-from enginehouse.controller.pool import ResourcePool, Slot
+from enginehouse.controller.launchers.reaping import Ending
+from enginehouse.controller.pool import Occupation, ResourcePool
+from enginehouse.controller.reservation import Slot
+from enginehouse.controller.shards import Shard, ShardFacts
 from enginehouse.controller.worker import WorkerSpec
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import ProcessContext
@@ -47,6 +50,7 @@ class RayCall:
         refs: dict[int, Any],
         timeout: float,
         deadline: float | None = None,
+        rows: Mapping[int, Any] | None = None,
     ):
         self.processes = processes
         self.role = role
@@ -54,6 +58,7 @@ class RayCall:
         self.refs = refs
         self.timeout = timeout
         self.deadline = time.monotonic() + timeout if deadline is None else deadline
+        self.rows = rows or {}
 
     def wait(self, limit: float | None = None) -> list[Any]:
         """See `Pending.wait`: the happy path is one `ray.get`; looking into it starts when that fails."""
@@ -75,12 +80,21 @@ class RayCall:
             raise
         if found is not None:
             raise found  # here, so that its cause stays the worker's traceback and Ray's own error is not shown
+        if self.rows:
+            values = [self._shard(rank, value) for rank, value in zip(self.refs, values)]
         if len(values) == len(self.processes.places):
             return values
         outputs: list[Any] = [None] * len(self.processes.places)
         for rank, value in zip(self.refs, values):
             outputs[rank] = value
         return outputs
+
+    def _shard(self, rank: int, value: Any) -> Any:
+        """A shard where a rank told a batch's facts, else what it returned."""
+        if not isinstance(value, ShardFacts):
+            return value
+        node = self.processes.places[rank].node
+        return Shard(self.rows[rank], value, f"{self.role} rank {rank} on node {node}, method {self.method!r}")
 
     def done(self) -> bool:
         """See `Pending.done`."""
@@ -97,46 +111,93 @@ class RayCall:
 
 
 class RayProcesses:
-    """The Ray actors of one group (or of several colocated ones).
+    """The Ray actors of one group (or of several colocated ones), from one start to one end: a restart makes others.
+
+    Args:
+        occupation: their places, one a rank.
+        roles: what lives in each process.
+        options: how they are launched.
 
     Raises:
-        PlacementError: the pool cannot be had.
-        WorkerError: a worker died or raised while it was built, or did not get there in time. Nothing is left behind.
+        WorkerError: a worker died or raised while it was built, or did not get there in time. No process is left.
     """
 
-    def __init__(self, pool: ResourcePool, roles: Mapping[str, WorkerSpec], options: LaunchOptions):
-        self.roles = dict(roles)
-        self.options = options
-        self.places: list[Place] = []
-        self._pool = pool
-        self._lock = threading.RLock()
-        self._broken: str | None = None
-        self._stragglers: tuple[RayCall, tuple[int, ...]] | None = None
-        self._stuck: set[int] = set()
-        self._in_a_hurry = False
-        self._local: dict[int, psutil.Process] = {}
-        self._actors: list[Any] = []
-        self._meshes: dict[str, list[Mesh | None]] = {}
+    def __init__(self, occupation: Occupation, roles: Mapping[str, WorkerSpec], options: LaunchOptions):
+        self._set(occupation, roles, options)
         deadline = time.monotonic() + options.start_timeout
-        slots = pool.occupy(options.name)
+        slots = occupation.slots
         try:
             host = self._host_class()
-            self._actors = [self._actor(host, rank, slot, len(slots)) for rank, slot in enumerate(slots)]
-            self._lanes = {
-                "main": [actor.call for actor in self._actors],
-                "loop": [actor.call_async for actor in self._actors],
-                "urgent": [actor.call_async.options(concurrency_group="urgent") for actor in self._actors],
-            }
+            record = detached.record(occupation.pool, self.roles, options) if options.detached else None
+            for rank, slot in enumerate(slots):
+                self._actors.append(self._actor(host, rank, slot, len(slots), record))
+            self._open_lanes()
             facts = self._settle_in(deadline)
             self._build(facts, deadline)
         except BaseException:
             self._kill(patience=2.0)
             raise
 
+    def _set(self, occupation: Occupation, roles: Mapping[str, WorkerSpec], options: LaunchOptions) -> None:
+        self.roles = dict(roles)
+        self.options = options
+        self.places: list[Place] = []
+        self._occupation = occupation
+        self._lock = threading.RLock()
+        self._broken: str | None = None
+        self._ended: str | None = None
+        self._let_go = False
+        self._stragglers: tuple[RayCall, tuple[int, ...]] | None = None
+        self._stuck: set[int] = set()
+        self._in_a_hurry = False
+        self._local: dict[int, psutil.Process] = {}
+        self._facts: dict[int, Facts] = {}
+        self._actors: list[Any] = []
+        self._meshes: dict[str, list[Mesh | None]] = {}
+
+    @classmethod
+    def launch(cls, pool: ResourcePool, roles: Mapping[str, WorkerSpec], options: LaunchOptions) -> RayProcesses:
+        """Take a place on a pool and start processes there.
+
+        Raises:
+            PlacementError: the pool cannot be had.
+            ControllerError: a detached group where none can be, or of a name that is taken.
+            WorkerError: a worker could not be built. No process is left.
+        """
+        if options.detached:
+            detached.make_room(options.name)
+        occupation = pool.occupy(options.name, options.detached)
+        try:
+            return cls(occupation, roles, options)
+        except BaseException:
+            occupation.leave()
+            raise
+
+    @classmethod
+    def attach(cls, name: str, timeout: float) -> RayProcesses:
+        """The processes of a detached group that runs already; broken where some of them are gone.
+
+        Raises:
+            ControllerError: there is no such group, or it does not answer.
+        """
+        found = detached.find(name, timeout)
+        processes = cls.__new__(cls)
+        processes._set(found.occupation, found.record.roles, found.record.options)
+        processes._actors = found.actors
+        processes._know(found.facts, len(found.actors))
+        if found.missing:
+            processes._stuck = set(found.missing)
+            processes._broken = found.wrong
+        else:
+            processes._open_lanes()
+        return processes
+
     @property
     def broken(self) -> str | None:
         """Why no further call is possible."""
-        return self._broken
+        if self._let_go and self._ended is None:
+            return f"this program let go of {self.options.name}; it runs on, and WorkerGroup.attach finds it"
+        return self._ended or self._broken
 
     # Starting
 
@@ -150,15 +211,30 @@ class RayProcesses:
             **self._runtime_env(),
         )(_with_lanes(Host))
 
-    def _actor(self, host: Any, rank: int, slot: Slot, world_size: int) -> Any:
+    def _open_lanes(self) -> None:
+        """Make what calls are sent through, once: Ray's options cost as much as a call."""
+        urgent = {"concurrency_group": "urgent"}
+        self._lanes = {
+            "main": [actor.call for actor in self._actors],
+            "loop": [actor.call_async for actor in self._actors],
+            "urgent": [actor.call_async.options(**urgent) for actor in self._actors],
+        }
+        self._splitting_lanes = {
+            "main": [actor.call.options(num_returns=2) for actor in self._actors],
+            "loop": [actor.call_async.options(num_returns=2) for actor in self._actors],
+            "urgent": [actor.call_async.options(num_returns=2, **urgent) for actor in self._actors],
+        }
+
+    def _actor(self, host: Any, rank: int, slot: Slot, world_size: int, record: bytes | None) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         from enginehouse.plugin import plugins
 
         variables = {"OMP_NUM_THREADS": str(self.options.threads), **plugins().environment()}
         placed = PlacementGroupSchedulingStrategy(slot.placement_group, placement_group_bundle_index=slot.bundle)
-        placed_host = host.options(num_cpus=slot.cpus, num_gpus=slot.gpus, scheduling_strategy=placed)
-        return placed_host.remote(self.options.name, rank, world_size, variables, log_level_for_workers())
+        named = detached.actor_options(self.options.name, rank) if self.options.detached else {}
+        placed_host = host.options(num_cpus=slot.cpus, num_gpus=slot.gpus, scheduling_strategy=placed, **named)
+        return placed_host.remote(self.options.name, rank, world_size, variables, log_level_for_workers(), record)
 
     def _runtime_env(self) -> dict[str, Any]:
         """Only what must hold before the interpreter starts goes through Ray: it costs the process its warm start."""
@@ -183,31 +259,32 @@ class RayProcesses:
 
     def _settle_in(self, deadline: float) -> list[Facts]:
         """Wait for the processes to be there, and learn where they are."""
-        import ray
-
         # until a process has said where it is, all there is to say of it is its rank
         self.places = [Place(rank, 0, 1, "not placed yet", 0) for rank in range(len(self._actors))]
         facts: list[Facts] = self._start_call(
             "start", {r: a.facts.remote() for r, a in enumerate(self._actors)}, deadline
         )
-        nodes = [fact.node_id for fact in facts]
-        self.places = [
-            Place(
-                rank=rank,
-                local_rank=nodes[:rank].count(fact.node_id),
-                local_world_size=nodes.count(fact.node_id),
-                node=fact.node,
-                pid=fact.pid,
-                log_files=fact.log_files,
-            )
-            for rank, fact in enumerate(facts)
-        ]
+        self._know(dict(enumerate(facts)), len(facts))
+        return facts
+
+    def _know(self, facts: Mapping[int, Facts], world_size: int) -> None:
+        """Note where the ranks are that said so."""
+        import ray
+
+        self._facts = dict(facts)
+        nodes = {rank: fact.node_id for rank, fact in facts.items()}
+        self.places = [Place(rank, 0, 1, "unknown", 0) for rank in range(world_size)]
+        for rank, fact in facts.items():
+            neighbours = [other for other, node_id in nodes.items() if node_id == fact.node_id]
+            self.places[rank] = Place(
+                rank=rank, local_rank=neighbours.index(rank), local_world_size=len(neighbours), node=fact.node,
+                pid=fact.pid, log_files=fact.log_files,
+            )  # fmt: skip
         here = ray.get_runtime_context().get_node_id()
-        for rank, fact in enumerate(facts):
+        for rank, fact in facts.items():
             if fact.node_id == here:
                 with suppress(psutil.Error):
                     self._local[rank] = psutil.Process(fact.pid)
-        return facts
 
     def _build(self, facts: Sequence[Facts], deadline: float) -> None:
         from ray import cloudpickle
@@ -241,21 +318,36 @@ class RayProcesses:
     # Calling
 
     def submit(
-        self, role: str, method: str, calls: Sequence[Call | None], keep: frozenset[int], lane: Lane, timeout: float
+        self,
+        role: str,
+        method: str,
+        calls: Sequence[Call | None],
+        keep: frozenset[int],
+        lane: Lane,
+        timeout: float,
+        keeps_back: bool = False,
     ) -> RayCall:
         """See `Processes.submit`. One lock holds the order of calls the same on every rank."""
-        encoded = encode(role, method, calls, keep)
+        encoded = encode(role, method, calls, dict.fromkeys(keep, "split" if keeps_back else "whole"))
         with self._lock:
             self._refuse_if_broken(role, method)
             if self._stragglers:
                 self._wait_for_stragglers(role, method)
-            lanes = self._lanes[lane]
-            refs = {rank: lanes[rank].remote(*parts) for rank, parts in enumerate(encoded) if parts is not None}
-        return RayCall(self, role, method, refs, timeout)
+            lanes, splitting = self._lanes[lane], self._splitting_lanes[lane]
+            refs: dict[int, Any] = {}
+            rows: dict[int, Any] = {}
+            for rank, parts in enumerate(encoded):
+                if parts is None:
+                    continue
+                if keeps_back and rank in keep:
+                    refs[rank], rows[rank] = splitting[rank].remote(*parts)
+                else:
+                    refs[rank] = lanes[rank].remote(*parts)
+        return RayCall(self, role, method, refs, timeout, rows=rows)
 
     def meshes(self, role: str, refresh: bool = False) -> list[Mesh | None]:
         """See `Processes.meshes`."""
-        if refresh:
+        if refresh or role not in self._meshes:
             refs = {rank: actor.mesh.remote(role) for rank, actor in enumerate(self._actors)}
             self._meshes[role] = RayCall(self, role, "mesh", refs, 60.0).wait()
         return self._meshes[role]
@@ -288,7 +380,7 @@ class RayProcesses:
     def _diagnosis(self, call: RayCall) -> Diagnosis:
         return Diagnosis(
             role=call.role, method=call.method, timeout=call.timeout, refs=call.refs, places=self.places,
-            actors=self._actors, local=self._local,
+            actors=self._actors, local=self._local, ended=self._ended,
         )  # fmt: skip
 
     def _break(self, error: WorkerError) -> None:
@@ -296,8 +388,8 @@ class RayProcesses:
             self._broken = str(error).splitlines()[0]
 
     def _refuse_if_broken(self, role: str, method: str) -> None:
-        if self._broken is not None:
-            raise GroupClosed(f"{role}.{method} cannot be called any more: {self._broken}", self._broken)
+        if (why := self.broken) is not None:
+            raise GroupClosed(f"{role}.{method} cannot be called any more: {why}", why)
 
     def _wait_for_stragglers(self, role: str, method: str) -> None:
         """Give ranks that were busy when another one raised a moment to end; a group with a stuck rank is broken."""
@@ -316,29 +408,57 @@ class RayProcesses:
 
     # Ending
 
+    def restarted(self) -> RayProcesses:
+        """See `Processes.restarted`: the same places, on other nodes where the nodes they were on have left."""
+        with self._lock:
+            if (why := self._ended or (self.broken if self._let_go else None)) is not None:
+                raise GroupClosed(f"{self.options.name} cannot be restarted: {why}", why)
+            self._ended = f"{self.options.name} is being restarted"
+        try:
+            self._end(timeout=10.0)
+            if self.options.detached:
+                detached.wait_until_gone(self.options.name, self.options.start_timeout)
+            self._occupation.renew()
+            fresh = RayProcesses(self._occupation, self.roles, self.options)
+        except BaseException as error:
+            self._broken = f"its restart failed: {(str(error) or repr(error)).splitlines()[0]}"
+            self._ended = None
+            raise
+        self._ended = f"{self.options.name} was restarted"
+        return fresh
+
     def shutdown(self, timeout: float = 10.0) -> None:
         """See `Processes.shutdown`."""
+        with self._lock:
+            if self._ended is not None:
+                return
+            self._end(timeout)
+            self._ended = f"{self.options.name} was shut down"
+            self._occupation.leave()
+
+    def let_go(self) -> None:
+        """See `Processes.let_go`."""
+        self._let_go = True
+
+    def _end(self, timeout: float) -> None:
+        """End the processes, in order where they still can."""
         import ray
 
-        with self._lock:
-            if not self._actors:
-                return
-            if self._broken or self._stragglers or self._in_a_hurry:
-                timeout = min(timeout, HURRY_SECONDS)
-            if ray.is_initialized():
-                self._close_workers(timeout)
-            self._broken = self._broken or f"{self.options.name} was shut down"
-            self._kill(patience=2.0)
+        if self._broken or self._stragglers or self._in_a_hurry:
+            timeout = min(timeout, HURRY_SECONDS)
+        if ray.is_initialized():
+            self._close_workers(timeout)
+        self._kill(patience=2.0)
 
     def _close_workers(self, timeout: float) -> None:
         import ray
 
-        refs = [actor.close.remote(timeout) for rank, actor in enumerate(self._actors) if rank not in self._stuck]
+        refs = [actor.close.remote(timeout) for rank, actor in self._living() if rank not in self._stuck]
         if refs:
             ray.wait(refs, num_returns=len(refs), timeout=timeout)
 
     def _kill(self, patience: float) -> None:
-        """End the processes and what they started, and give the pool's place back."""
+        """End the processes and what they started. Handles are kept: futures may still ask what became of them."""
         import ray
 
         family = list(self._local.values())
@@ -346,17 +466,31 @@ class RayProcesses:
             with suppress(psutil.Error):
                 family += process.children(recursive=True)
         if ray.is_initialized():
-            for actor in self._actors:
+            elsewhere = [fact for rank, fact in self._facts.items() if rank not in self._local]
+            ending = Ending([(fact.node_id, fact.pid, fact.started) for fact in elsewhere], patience)
+            for rank, actor in self._living():
+                if rank in self._local:
+                    ray.kill(actor, no_restart=True)
+            end_processes(family, patience)
+            ending.wait()
+            for _, actor in self._living():
                 ray.kill(actor, no_restart=True)
-        self._actors = []
-        end_processes(family, patience)
-        self._pool.leave(self.options.name)
+        else:
+            end_processes(family, patience)
+        self._stuck = set(range(len(self._actors)))
+
+    def _living(self) -> list[tuple[int, Any]]:
+        """Ranks and their actors, without those that were gone when this program attached."""
+        return [(rank, actor) for rank, actor in enumerate(self._actors) if actor is not None]
+
+
+_LANE_OF = {"call_async": "loop", **dict.fromkeys(("facts", "record", "ping", "stacks"), "control")}
 
 
 def _with_lanes(cls: type) -> type:
     """The host class with its methods marked for Ray's concurrency groups; `Host` itself knows nothing of Ray."""
     import ray
 
-    for name, lane in (("call_async", "loop"), ("ping", "control"), ("stacks", "control")):
+    for name, lane in _LANE_OF.items():
         ray.method(concurrency_group=lane)(getattr(cls, name))
     return cls

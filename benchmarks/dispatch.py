@@ -1,0 +1,413 @@
+"""What a call through a worker group costs, and what its data costs: against bare Ray actors and verl's controller.
+
+    make bench NAME=dispatch ARGS="rounds=9"
+
+Each side is a process with a Ray of its own, in one run: this process tells one side at a time what to measure, and the
+sides take turns, so that a machine whose speed drifts drifts for all of them; the others are stopped meanwhile, their
+Ray included. The sides hold equal ends: the no-op is one call of an empty method on every worker, answers awaited; the
+round trip begins with the data in the driver's memory and ends with the same data in new memory of the driver, one
+array or tensor a column, after workers returned what they got. `in store` is the round trip whose result stays where
+it was made. verl has 16 workers throughout the no-op, of which as many are called as the other sides have.
+
+verl runs in a Python environment of its own, see `VERL`. It needs no GPU there, and no engine is installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.dispatch_side import WAKING_CALLS, Memory, SideProcess
+from benchmarks.environments import ROOT, environment, versions
+
+logger = logging.getLogger(__name__)
+
+OUT = ROOT / "benchmarks" / "out"
+LOGS = OUT / "dispatch"
+OURS, BARE, VERL_NAME, VERL_NUMPY = "enginehouse", "bare Ray", "verl", "verl, numpy"
+MB = 1e6
+
+VERL = (
+    ["torch"],
+    ["--no-deps", "verl==0.9.1"],
+    # what its `DataProto` and `single_controller` import, in the versions its metadata asks for
+    [f"ray=={metadata.version('ray')}", "numpy>=2", "packaging>=20", "codetiming", "hydra-core"],
+    ["tensordict>=0.8,!=0.9.0,<=0.10", "transformers>=5.5.3,!=5.6.0,<5.11"],
+)
+"""Installs of verl's environment. Its other dependencies (engines, trackers, data sets) are not imported here."""
+PLOT = (["matplotlib"],)
+
+LARGE_ROW = "large batch"
+WATCH_SECONDS = 0.01
+"""How often a side's memory is looked at while it is timed: rarely, not to take time from it."""
+WATCH_CLOSELY_SECONDS = 0.002
+"""How often where memory is what is measured."""
+WARM_UP_ROUNDS = 3
+"""First round trips of a size, not counted: every process touches pages of the store for the first time, and that
+costs several times what the copy does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extent:
+    """How much is measured.
+
+    Attributes:
+        workers: group sizes of the no-op call.
+        blocks: turns each side gets with the no-op at each size.
+        calls: calls of a turn.
+        megabytes: sizes of the round trip and of the pass between groups, in million bytes, the largest last.
+        rounds: round trips of each size; passes between groups and large batches are done as often.
+        round_trip_workers: workers of the round trip.
+        makers: workers of the group that makes batches.
+        readers: workers of the group that reads them.
+        large: prompts, samples a prompt and mean tokens a sample of the large batch.
+        starts: starts of a group.
+        start_workers: its workers.
+    """
+
+    workers: Sequence[int] = (2, 4, 8, 16)
+    blocks: int = 25
+    calls: int = 20
+    megabytes: Sequence[float] = (1, 16, 128, 512)
+    rounds: int = 7
+    round_trip_workers: int = 4
+    makers: int = 4
+    readers: int = 2
+    large: tuple[int, int, int] = (256, 16, 8192)
+    starts: int = 3
+    start_workers: int = 4
+
+
+QUICK = Extent(
+    workers=(1, 2), blocks=2, calls=10, megabytes=(0.5, 4), rounds=2, round_trip_workers=2, makers=1, readers=2,
+    large=(8, 2, 256), starts=1, start_workers=1,
+)  # fmt: skip
+
+
+def measure(
+    quick: bool = False,
+    verl: bool = True,
+    workers: Sequence[int] = Extent.workers,
+    megabytes: Sequence[float] = Extent.megabytes,
+    blocks: int = Extent.blocks,
+    rounds: int = Extent.rounds,
+    starts: int = Extent.starts,
+) -> dict[str, Any]:
+    """Measure all of it; the sides take turns within each measurement.
+
+    Args:
+        quick: a small run, without verl and plot, whatever the other options are: that all works, not how fast.
+        verl: measure verl, too; its environment is made the first time, which takes minutes.
+        workers, megabytes, blocks, rounds, starts: see `Extent`.
+
+    Returns:
+        `metrics`, `sides` (a row a measurement, a column a side; medians), `noop_fit`, `versions`.
+
+    Raises:
+        ValueError: one size of group: no line goes through one point.
+        RuntimeError: a side failed; with what it printed last.
+    """
+    if len(set(workers)) < 2:
+        raise ValueError(f"workers={workers}: a line over the number of workers needs two different ones at least")
+    extent = Extent(workers=workers, megabytes=megabytes, blocks=blocks, rounds=rounds, starts=starts)
+    if quick:
+        verl, extent = False, QUICK
+    plot_python = None if quick else environment("plot", *PLOT)  # first: nothing measured is lost where it cannot be
+    table = Table()
+    with ending_in_order(), contextlib.ExitStack() as running:
+        sides = start_sides(running, verl)
+        measure_noop(sides, table, extent)
+        measure_roundtrips(sides, table, extent)
+        if verl:
+            sides.pop(VERL_NAME).close()
+        measure_startup(sides, table, extent)
+        sides[OURS].ask("start_two_groups", makers=extent.makers, readers=extent.readers)
+        measure_forward(sides, table, extent)
+        measure_large_batch(sides, table, extent)
+    fitted = fits(table, extent.workers)
+    result: dict[str, Any] = {"metrics": summary(table, extent, fitted), "sides": table.rows, "noop_fit": fitted}
+    if plot_python:
+        plot(plot_python, table, extent.workers, fitted, OUT / "dispatch_noop.png")
+    result["versions"] = {OURS: versions(Path(sys.executable), "torch", "numpy", "ray")}
+    if verl:
+        result["versions"][VERL_NAME] = versions(
+            environment("verl", *VERL), "verl", "torch", "numpy", "ray", "tensordict", "transformers"
+        )
+    return result
+
+
+# Sides
+
+
+@contextlib.contextmanager
+def ending_in_order() -> Iterator[None]:
+    """Make a request to terminate an exception, as Ctrl-C is one: sides that are paused would be left behind."""
+
+    def leave(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def start_sides(running: contextlib.ExitStack, verl: bool) -> dict[str, SideProcess]:
+    """Start the sides' processes, which end with `running`."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_") or name == "RAY_TMPDIR"}
+    # what `start_ray` sets for itself, so that no side's Ray does more than another's
+    env |= {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+
+    def start(name: str, *command: object) -> SideProcess:
+        log = LOGS / f"{name.replace(' ', '_')}.log"
+        side = running.enter_context(SideProcess(name, command, log, cwd=ROOT, env=env))
+        side.ask("stop_group")  # there is none; it answers when its Ray is up
+        return side
+
+    python_of_verl = environment("verl", *VERL) if verl else None
+    sides = {
+        OURS: start(OURS, sys.executable, "-m", "benchmarks.dispatch_enginehouse"),
+        BARE: start(BARE, sys.executable, "-m", "benchmarks.dispatch_bare"),
+    }
+    if python_of_verl:
+        same = [f"--{name}={size}" for name, size in sides[BARE].ask("cluster").items()]
+        sides[VERL_NAME] = start(VERL_NAME, python_of_verl, "-W", "ignore", "-m", "benchmarks.dispatch_verl", *same)
+    return sides
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One command of a side.
+
+    Attributes:
+        side: whose.
+        do: the command.
+        arguments: of the command.
+        watch: seconds between two looks at the driver's memory meanwhile; None: it is not looked at.
+        grown: gets how the memory grew, each time.
+    """
+
+    side: SideProcess
+    do: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    watch: float | None = None
+    grown: list[Memory] = field(default_factory=list)
+
+    def take(self) -> Any:
+        """Do it once; returns what the side answers."""
+        answer = self.side.ask(self.do, watch=self.watch, **self.arguments)
+        if self.watch and self.side.memory:
+            self.grown.append(self.side.memory)
+        return answer
+
+
+def in_turns(
+    sides: Iterable[SideProcess], measurements: Mapping[str, Measurement], rounds: int
+) -> dict[str, list[Any]]:
+    """Take each of the measurements `rounds` times, each round beginning with another; the other sides are paused."""
+    found: dict[str, list[Any]] = {name: [] for name in measurements}
+    names = list(measurements)
+    sides = list(sides)
+    for number in range(rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            for side in sides:
+                if side is not measurements[name].side:
+                    side.pause()
+            found[name].append(measurements[name].take())
+    for side in sides:
+        side.resume()
+    return found
+
+
+# Measurements
+
+
+class Table:
+    """What was measured: rows of figures by side."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, dict[str, float | str]] = {}
+
+    def add(self, row: str, unit: str, figures: Mapping[str, float]) -> None:
+        """Add a row, and its ratio to bare Ray where both are there."""
+        self.rows[row] = {"unit": unit, **figures}
+        if OURS in figures and figures.get(BARE):
+            self.rows[row]["vs bare"] = figures[OURS] / figures[BARE]
+
+    def figure(self, row: str, side: str) -> float:
+        """One figure.
+
+        Raises:
+            KeyError: it was not measured.
+        """
+        return float(self.rows[row][side])
+
+
+def noop_row(workers: int) -> str:
+    """The row of the no-op call on so many workers."""
+    return f"no-op, {workers} workers"
+
+
+def roundtrip_row(megabytes: float) -> str:
+    """The row of the round trip of so many million bytes."""
+    return f"round trip, {megabytes:g} MB"
+
+
+def forward_row(megabytes: float) -> str:
+    """The row of the controller's growth while so many million bytes pass from group to group."""
+    return f"group to group, {megabytes:g} MB, driver grows by"
+
+
+def startup_row(workers: int) -> str:
+    """The row of the start of so many workers."""
+    return f"start of {workers} with torch"
+
+
+def measure_noop(sides: Mapping[str, SideProcess], table: Table, extent: Extent) -> None:
+    """A call that does nothing, for each number of workers; the sides take turns of `calls` calls."""
+    if VERL_NAME in sides:  # one group for all sizes: its workers import torch and verl, seconds of a core each
+        logger.info("starting %d workers of verl", max(extent.workers))
+        sides[VERL_NAME].ask("start_group", workers=max(extent.workers), timeout=400)
+    for size in extent.workers:
+        logger.info("no-op call of %d workers", size)
+        for side in sides.values():
+            side.ask("start_group", workers=size)
+            side.ask("noop", calls=5 * extent.calls)
+        measurements = {name: Measurement(side, "noop", {"calls": extent.calls}) for name, side in sides.items()}
+        turns = in_turns(sides.values(), measurements, extent.blocks)
+        seconds = {name: [one for turn in found for one in turn[WAKING_CALLS:]] for name, found in turns.items()}
+        table.add(noop_row(size), "us", {name: 1e6 * statistics.median(found) for name, found in seconds.items()})
+        for name in (OURS, BARE):
+            sides[name].ask("stop_group")
+
+
+def measure_roundtrips(sides: Mapping[str, SideProcess], table: Table, extent: Extent) -> None:
+    """Data from the driver over the workers and back, for each size; verl with its other serialization as well."""
+    for name, side in sides.items():
+        side.ask("start_group", workers=extent.round_trip_workers)
+        if name == VERL_NAME:
+            side.ask("keep_workers", workers=extent.round_trip_workers)
+    for size in extent.megabytes:
+        logger.info("round trip of %g MB", size)
+        for side in sides.values():
+            side.ask("load", megabytes=size)
+        there_and_back = {name: Measurement(side, "roundtrip", watch=WATCH_SECONDS) for name, side in sides.items()}
+        if VERL_NAME in sides:
+            arguments = {"serialization": "numpy"}
+            there_and_back[VERL_NUMPY] = Measurement(sides[VERL_NAME], "roundtrip", arguments, WATCH_SECONDS)
+        in_store = {name: Measurement(sides[name], "roundtrip_in_store") for name in (OURS, BARE)}
+        for measurements, row in (
+            (there_and_back, roundtrip_row(size)),
+            (in_store, f"{roundtrip_row(size)}, in store"),
+        ):
+            in_turns(sides.values(), measurements, WARM_UP_ROUNDS)
+            seconds = in_turns(sides.values(), measurements, extent.rounds)
+            table.add(row, "ms", {name: 1e3 * statistics.median(found) for name, found in seconds.items()})
+        # the first ones count here: what the allocator keeps of them, later ones need not ask the system for
+        grown = {name: most(measurement.grown) for name, measurement in there_and_back.items()}
+        table.add(f"{roundtrip_row(size)}, driver grows by", "MB", grown)
+        for side in sides.values():
+            side.ask("load", megabytes=0)
+    for side in sides.values():
+        side.ask("stop_group")
+
+
+def measure_startup(sides: Mapping[str, SideProcess], table: Table, extent: Extent) -> None:
+    """From nothing to the first answer of processes with torch."""
+    workers = extent.start_workers
+    logger.info("start of %d workers with torch", workers)
+    measurements = {name: Measurement(side, "startup", {"workers": workers}) for name, side in sides.items()}
+    seconds = in_turns(sides.values(), measurements, extent.starts)
+    table.add(startup_row(workers), "s", {name: statistics.median(found) for name, found in seconds.items()})
+
+
+def measure_forward(sides: Mapping[str, SideProcess], table: Table, extent: Extent) -> None:
+    """A batch made on one group and read by another: what it costs the controller's own memory."""
+    logger.info("from group to group")
+    for size in extent.megabytes:
+        forward = Measurement(sides[OURS], "forward", {"megabytes": size}, WATCH_CLOSELY_SECONDS)
+        seconds = in_turns(sides.values(), {OURS: forward}, extent.rounds)[OURS]
+        table.add(f"group to group, {size:g} MB", "ms", {OURS: 1e3 * statistics.median(seconds)})
+        table.add(forward_row(size), "MB", {OURS: most(forward.grown)})
+
+
+def measure_large_batch(sides: Mapping[str, SideProcess], table: Table, extent: Extent) -> None:
+    """Prompts to one group, its responses to another, a column of the controller's between."""
+    logger.info("%d x %d x %d tokens", *extent.large)
+    arguments = dict(zip(("prompts", "samples", "tokens"), extent.large))
+    large = Measurement(sides[OURS], "large_batch", arguments, WATCH_CLOSELY_SECONDS)
+    made = in_turns(sides.values(), {OURS: large}, extent.rounds)[OURS]
+    table.add(LARGE_ROW, "s", {OURS: statistics.median(one["seconds"] for one in made)})
+    table.add(f"{LARGE_ROW}, size", "MB", {OURS: statistics.median(one["megabytes"] for one in made)})
+    table.add(f"{LARGE_ROW}, driver grows by", "MB", {OURS: most(large.grown)})
+    resident = max(one.resident for one in large.grown) / MB
+    table.add(f"{LARGE_ROW}, driver grows by with the store's pages", "MB", {OURS: resident})
+
+
+def most(grown: Sequence[Memory]) -> float:
+    """The largest growth of a process's own memory, million bytes."""
+    return max(one.own for one in grown) / MB
+
+
+# Figures
+
+
+def summary(table: Table, extent: Extent, fitted: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """The metrics: ratios of medians; a ratio to bare Ray is ours by bare Ray's, one to verl is verl's by ours."""
+    megabytes = extent.megabytes
+    metrics = {
+        "noop_vs_bare": statistics.median(table.figure(noop_row(size), "vs bare") for size in extent.workers),
+        "noop_slope_vs_bare": fitted[OURS]["us_a_worker"] / fitted[BARE]["us_a_worker"],
+    }
+    for size in megabytes:
+        metrics[f"roundtrip_{size:g}mb_vs_bare"] = table.figure(roundtrip_row(size), "vs bare")
+    if VERL_NAME in table.rows[roundtrip_row(megabytes[-1])]:
+        for size in megabytes:
+            ours, theirs = (table.figure(roundtrip_row(size), side) for side in (OURS, VERL_NAME))
+            metrics[f"roundtrip_{size:g}mb_vs_verl"] = theirs / ours
+    metrics["forward_controller_growth_mb"] = table.figure(forward_row(megabytes[-1]), OURS)
+    metrics["large_batch_seconds"] = table.figure(LARGE_ROW, OURS)
+    metrics["large_batch_driver_mb"] = table.figure(f"{LARGE_ROW}, driver grows by", OURS)
+    started = extent.start_workers
+    metrics[f"startup_{started}_vs_bare_torch"] = table.figure(startup_row(started), "vs bare")
+    return metrics
+
+
+def fits(table: Table, workers: Sequence[int]) -> dict[str, dict[str, float]]:
+    """A line through each side's no-op times over the workers: its slope, what it costs at no worker, and R2."""
+    found = {}
+    for side in (OURS, BARE, VERL_NAME):
+        if side not in table.rows[noop_row(workers[0])]:
+            continue
+        times = np.array([table.figure(noop_row(size), side) for size in workers])
+        slope, start = np.polyfit(workers, times, 1)
+        rest = times - (slope * np.array(workers) + start)
+        r2 = 1 - float((rest**2).sum() / ((times - times.mean()) ** 2).sum())
+        found[side] = {"us_a_worker": float(slope), "us_at_none": float(start), "r2": r2}
+    return found
+
+
+def plot(
+    python: Path, table: Table, workers: Sequence[int], fitted: Mapping[str, Mapping[str, float]], path: Path
+) -> None:
+    """Draw the no-op times and their lines with a Python that has matplotlib."""
+    lines = {
+        side: {"times": [table.figure(noop_row(size), side) for size in workers], **fit} for side, fit in fitted.items()
+    }
+    given = json.dumps({"workers": list(workers), "lines": lines, "path": str(path)})
+    subprocess.run([python, "-m", "benchmarks.dispatch_plot"], input=given, text=True, check=True, cwd=ROOT)

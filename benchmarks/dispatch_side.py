@@ -1,0 +1,224 @@
+"""One side of the dispatch benchmark: a process of its own, told over a pipe what to measure next.
+
+This module is both ends of the pipe. The sides' ends run in Python environments of their own, so it imports nothing
+of enginehouse, and what only the benchmark's own end needs is imported there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+GOODBYE_SECONDS = 30.0
+"""How long a side gets to stop its Ray."""
+WAKING_CALLS = 3
+"""First calls of a turn, not counted: the side was paused, and Ray's processes see to what they missed."""
+
+
+class Side(Protocol):
+    """What answers at the other end: each command is a method, whose result is JSON."""
+
+    def close(self) -> None:
+        """End everything the side started."""
+        ...
+
+
+def serve(side: Side) -> None:
+    """Do what the lines on standard input say, `{"do": method, ...arguments}`, until it is closed.
+
+    Answers go to standard output, one line each; whatever else is printed goes to standard error.
+    """
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    try:
+        for line in sys.stdin:
+            command = json.loads(line)
+            try:
+                answer: dict[str, Any] = {"answer": getattr(side, command.pop("do"))(**command)}
+            except Exception:
+                answer = {"error": traceback.format_exc()}
+            print(json.dumps(answer), file=answers, flush=True)
+    finally:
+        side.close()
+
+
+@dataclass(frozen=True)
+class Memory:
+    """How far a process's memory grew while it was watched, bytes over what it had before.
+
+    Attributes:
+        own: resident memory that is not shared: Ray's object store does not count.
+        resident: all resident memory, that of the object store included.
+    """
+
+    own: int
+    resident: int
+
+
+class SideProcess:
+    """The benchmark's end: starts a side and asks it, one thing at a time.
+
+    Args:
+        name: for messages.
+        command: words of the command line.
+        log: file that gets what the side prints.
+        cwd: where it runs.
+        env: its environment.
+
+    Attributes:
+        memory: how far the side's own process grew in the last `ask` that watched it.
+    """
+
+    def __init__(self, name: str, command: Sequence[object], log: Path, *, cwd: Path, env: Mapping[str, str]):
+        self.name = name
+        self._log = log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("w") as output:
+            # a session of its own: Ctrl-C reaches the benchmark alone, which then ends its sides in order
+            self._process = subprocess.Popen(
+                [str(word) for word in command], cwd=cwd, env=dict(env), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=output, start_new_session=True,
+            )  # fmt: skip
+        self._paused: list[Any] = []
+        self._pending = b""
+        self.memory: Memory | None = None
+
+    def ask(self, do: str, *, timeout: float = 120.0, watch: float | None = None, **arguments: Any) -> Any:
+        """Have the side run its method `do`, and return the result.
+
+        Args:
+            do: the method.
+            timeout: seconds it may take.
+            watch: sample the process's memory every so many seconds meanwhile; `memory` then holds the growth.
+            arguments: of the method.
+
+        Raises:
+            RuntimeError: it failed, ended, or took too long; with what it printed last.
+        """
+        assert self._process.stdin is not None
+        self.resume()
+        watched = _Watch(self._process.pid) if watch else None
+        try:
+            self._process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError as error:
+            raise self._failure(do, "it has ended") from error
+        line = self._line(do, timeout, watch, watched)
+        if watched:
+            self.memory = watched.growth()
+        answer = json.loads(line)
+        if "error" in answer:
+            raise self._failure(do, answer["error"])
+        return answer["answer"]
+
+    def _line(self, do: str, timeout: float, every: float | None, watched: _Watch | None) -> bytes:
+        assert self._process.stdout is not None
+        deadline = time.monotonic() + timeout
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            while b"\n" not in self._pending:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise self._failure(do, f"no answer within {timeout:g} s")
+                if watched:
+                    watched.look()
+                if not selector.select(min(left, every) if every else left):
+                    continue
+                read = os.read(self._process.stdout.fileno(), 1 << 16)
+                if not read:
+                    raise self._failure(do, "it ended without an answer")
+                self._pending += read
+        line, _, self._pending = self._pending.partition(b"\n")
+        return line
+
+    def _failure(self, do: str, what: str) -> RuntimeError:
+        last = "\n".join(self._log.read_text(errors="replace").splitlines()[-20:])
+        return RuntimeError(f"{self.name}: {do}: {what}\n{last}\n(all of it: {self._log})")
+
+    def pause(self) -> None:
+        """Stop the side and its Ray where they are, until the next `ask`: a worker that waits is not quite idle."""
+        if not self._paused:
+            self._paused = self._family()
+            _send(signal.SIGSTOP, self._paused)
+
+    def resume(self) -> None:
+        """Let what was paused go on."""
+        _send(signal.SIGCONT, self._paused)
+        self._paused = []
+
+    def _family(self) -> list[Any]:
+        """The side's process and all below it: Ray's processes and the workers."""
+        import psutil
+
+        with contextlib.suppress(psutil.Error):
+            driver = psutil.Process(self._process.pid)
+            return [driver, *driver.children(recursive=True)]
+        return []
+
+    def close(self) -> None:
+        """Let the side end its Ray and itself; kill what is left of both. May be called again."""
+        import psutil
+
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self.resume()
+        family = self._family()[1:]
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(GOODBYE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        _send(signal.SIGKILL, family)
+        psutil.wait_procs(family, timeout=5.0)
+
+    def __enter__(self) -> SideProcess:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _send(number: int, processes: Sequence[Any]) -> None:
+    """Send a signal to those of the processes that are still there."""
+    import psutil
+
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(number)
+
+
+class _Watch:
+    """The memory of a process, looked at from outside: what copies under the interpreter lock is seen, too."""
+
+    def __init__(self, pid: int):
+        import psutil
+
+        self._process = psutil.Process(pid)
+        self._before = self._now()
+        self._most = self._before
+
+    def look(self) -> None:
+        own, resident = self._now()
+        self._most = (max(self._most[0], own), max(self._most[1], resident))
+
+    def growth(self) -> Memory:
+        self.look()
+        return Memory(self._most[0] - self._before[0], self._most[1] - self._before[1])
+
+    def _now(self) -> tuple[int, int]:
+        memory = self._process.memory_info()
+        return memory.rss - getattr(memory, "shared", 0), memory.rss

@@ -1,0 +1,306 @@
+"""Batches whose rows stay in the processes' shared memory: the controller holds what it plans with, no more.
+
+A worker's result is stored once, on its own node, by Ray's object store; processes there read it without a copy. The
+controller knows each shard's row count, the lengths of its ragged columns and its columns of one number a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from enginehouse.controller.assembly import Assembly, Piece
+from enginehouse.controller.errors import DispatchError
+from enginehouse.controller.shards import Shard, ShardFacts
+from enginehouse.data import Batch, BatchError, UnknownColumnError
+from enginehouse.data.columns import as_names, describe_column, row_index
+from enginehouse.errors import nearest
+
+READ_SECONDS = 120.0
+"""How long the controller waits for a shard to come to its node."""
+
+
+class DistributedBatch:
+    """A `Batch` whose rows are elsewhere: what a `dp` call returns where the workers return batches.
+
+    Given to a call of any group, its rows go there from where they are. Operations on rows and columns give new
+    distributed batches and move nothing. Immutable. The shards live as long as something refers to them, also when the
+    group that made them is gone.
+
+    >>> batch = DistributedBatch.of([Batch({"reward": torch.tensor(part)}) for part in ([1.0, 0.0], [2.0])])
+    >>> len(batch), batch.column("reward").mean()
+    (3, tensor(1.))
+    """
+
+    __slots__ = ("_added", "_names", "_rows", "_shards", "_starts")
+
+    __iter__ = None
+
+    def __init__(
+        self, shards: Sequence[Shard], rows: np.ndarray | None, names: tuple[str, ...], added: Batch | None
+    ) -> None:
+        """Keep what is given; see `of` and `of_shards`.
+
+        Args:
+            shards: the shards.
+            rows: row numbers over all shards end to end, int64; None for all in order.
+            names: the columns.
+            added: columns held here, in the order of `rows`.
+        """
+        self._shards = tuple(shards)
+        self._starts = np.cumsum([0, *(shard.facts.rows for shard in self._shards)])
+        self._rows = rows
+        self._names = names
+        self._added = added
+
+    @classmethod
+    def of_shards(cls, shards: Sequence[Shard], where: str = "a distributed batch") -> DistributedBatch:
+        """All rows of `shards`, end to end.
+
+        Raises:
+            DispatchError: there is none, or their columns differ.
+        """
+        if not shards:
+            raise DispatchError(f"{where}: there is no shard")
+        names = tuple(shards[0].facts.kinds)
+        for shard in shards:
+            if shard.facts.kinds.keys() != set(names):
+                raise DispatchError(
+                    f"{where}: shards with different columns: {shards[0].origin} has {', '.join(names)}; "
+                    f"{shard.origin} has {', '.join(shard.facts.kinds)}"
+                )
+        return cls(shards, None, names, None)
+
+    @classmethod
+    def of(cls, batches: Sequence[Batch]) -> DistributedBatch:
+        """Batches of this process as shards.
+
+        Raises:
+            DispatchError: there is none, or their columns differ.
+        """
+        shards = [Shard(batch, ShardFacts.of(batch), f"batch {n} of this process") for n, batch in enumerate(batches)]
+        return cls.of_shards(shards)
+
+    # Looking
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return int(self._starts[-1]) if self._rows is None else len(self._rows)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns, in order."""
+        return self._names
+
+    def lengths(self, column: str) -> Tensor:
+        """Lengths in tokens of a ragged column's rows, int64 `(rows,)`; nothing is read.
+
+        Raises:
+            TypeError: the column is of another kind.
+        """
+        self._known(column)
+        if self._added is not None and column in self._added:
+            return self._added.lengths(column)
+        if any(column not in shard.facts.lengths for shard in self._shards):
+            raise TypeError(f"column {column!r} is {self._shards[0].facts.kinds[column]}, not a ragged column")
+        lengths = np.concatenate([shard.facts.lengths[column] for shard in self._shards])
+        return torch.from_numpy(lengths if self._rows is None else lengths[self._rows])
+
+    def column(self, name: str) -> Any:
+        """One column: `Tensor`, `Ragged` or tuple.
+
+        What the controller holds (columns of one number a row, columns added here) costs nothing; any other is read
+        from the shards, see `fetch`.
+
+        Raises:
+            UnknownColumnError: naming the nearest column.
+            DataLost: a shard is not there any more.
+        """
+        self._known(name)
+        if self._added is not None and name in self._added:
+            return self._added[name]
+        if any(name not in shard.facts.numbers for shard in self._shards):
+            return self.fetch([name])[name]
+        held = Batch.concat([shard.facts.numbers.select([name]) for shard in self._shards])
+        return (held if self._rows is None else held.take(self._rows))[name]
+
+    def fetch(self, names: Iterable[str] | None = None) -> Batch:
+        """Read the rows into this process, all columns or those named.
+
+        A shard on this node is read in place: a batch of consecutive rows of one shard is a view, anything else is
+        copied. One on another node travels to this node's store first, whole.
+
+        Raises:
+            UnknownColumnError: naming the nearest column.
+            DataLost: a shard is not there any more, or did not come within `READ_SECONDS`.
+        """
+        return (self if names is None else self.select(names)).assembly().read(READ_SECONDS)
+
+    def shards(self) -> Iterator[Batch]:
+        """The rows in order, in batches that each lie in one shard, read one at a time: views of the store.
+
+        Raises:
+            DataLost: as `fetch`.
+        """
+        of_shard = self._shard_of()
+        cuts = np.flatnonzero(np.diff(of_shard)) + 1
+        for start, stop in zip([0, *cuts], [*cuts, len(of_shard)]):
+            yield self.slice(int(start), int(stop)).fetch()
+
+    def __repr__(self) -> str:
+        width = max(map(len, self._names), default=0)
+        lines = [f"DistributedBatch of {len(self)} rows in {len(self._shards)} shard(s)"]
+        for name in self._names:
+            held = self._added is not None and name in self._added
+            kind = describe_column(self.column(name)) + ", here" if held else self._shards[0].facts.kinds[name]
+            lines.append(f"  {name:{width}}  {kind}{'' if held or len(self._shards) == 1 else ' (first shard)'}")
+        return "\n".join(lines)
+
+    # Columns
+
+    def select(self, names: Iterable[str]) -> DistributedBatch:
+        """Only these columns, in this order."""
+        chosen = tuple(as_names(names))
+        for name in chosen:
+            self._known(name)
+        added = [name for name in chosen if self._added is not None and name in self._added]
+        held = self._added.select(added) if self._added is not None and added else None
+        return DistributedBatch(self._shards, self._rows, chosen, held)
+
+    def drop(self, names: Iterable[str]) -> DistributedBatch:
+        """All columns but these."""
+        dropped = set(as_names(names))
+        for name in dropped:
+            self._known(name)
+        return self.select([name for name in self._names if name not in dropped])
+
+    def with_columns(self, **columns: Any) -> DistributedBatch:
+        """Add columns that are here, or replace some; they travel with the calls the batch is given to.
+
+        Raises:
+            BatchError: a column does not have this batch's row count.
+        """
+        given = Batch(columns)
+        if columns and len(given) != len(self):
+            raise BatchError(f"column(s) {', '.join(columns)} have {len(given)} rows, the batch has {len(self)}")
+        before = {name: self._added[name] for name in self._added.columns} if self._added is not None else {}
+        added = Batch({**before, **{name: given[name] for name in given.columns}})
+        names = (*self._names, *(name for name in given.columns if name not in self._names))
+        return DistributedBatch(self._shards, self._rows, names, added if added.columns else None)
+
+    # Rows
+
+    def take(self, rows: Sequence[int] | Tensor | np.ndarray) -> DistributedBatch:
+        """The rows at these indices, in this order, repeats allowed; or those where a bool mask is true.
+
+        Raises:
+            IndexError: an index lies outside the batch.
+        """
+        index = row_index(rows, len(self))
+        chosen = index if self._rows is None else self._rows[index]
+        added = None if self._added is None else self._added.take(index)
+        return DistributedBatch(self._shards, chosen, self._names, added)._without_unused()
+
+    def slice(self, start: int, stop: int | None = None) -> DistributedBatch:
+        """Rows `start` to `stop`, with Python's rules for negative and large numbers."""
+        first, last, _ = slice(start, stop).indices(len(self))
+        if (first, last) == (0, len(self)):
+            return self
+        return self.take(np.arange(first, max(first, last)))
+
+    def split(self, parts: int | Sequence[int]) -> list[DistributedBatch]:
+        """Cut into consecutive batches, as `Batch.split`.
+
+        Raises:
+            BatchError: the number of parts is not positive, or the sizes do not add up to the number of rows.
+        """
+        rows = Batch({"row": np.arange(len(self))})
+        return [self.take(part["row"]) for part in rows.split(parts)]
+
+    @staticmethod
+    def concat(batches: Sequence[DistributedBatch]) -> DistributedBatch:
+        """All rows of all batches, in order.
+
+        Raises:
+            BatchError: there is none, or they differ in their columns or in which of them were added here.
+        """
+        if not batches:
+            raise BatchError("there is no batch to concatenate")
+        first = batches[0]
+        if len(batches) == 1:
+            return first
+        for batch in batches:
+            if set(batch._names) != set(first._names) or batch._added_names() != first._added_names():
+                raise BatchError(
+                    f"distributed batches of different columns: {', '.join(first._names)} (added here: "
+                    f"{', '.join(sorted(first._added_names())) or 'none'}) and {', '.join(batch._names)} (added here: "
+                    f"{', '.join(sorted(batch._added_names())) or 'none'})"
+                )
+        shards = [shard for batch in batches for shard in batch._shards]
+        before = np.cumsum([0, *(int(batch._starts[-1]) for batch in batches)])
+        rows = np.concatenate([batch._row_numbers() + start for batch, start in zip(batches, before)])
+        added = (
+            None
+            if first._added is None
+            else Batch.concat([batch._added for batch in batches if batch._added is not None])
+        )
+        return DistributedBatch(shards, rows, first._names, added)
+
+    # Inside
+
+    def assembly(self) -> Assembly:
+        """What another process needs to read this batch."""
+        if self._rows is None:
+            pieces = tuple(Piece(shard.place, shard.origin, None) for shard in self._shards)
+            return Assembly(pieces, None, self._names, self._added)
+        of_shard = self._shard_of()
+        order = np.argsort(of_shard, kind="stable")
+        sorted_rows, sorted_shard = self._rows[order], of_shard[order]
+        made = []
+        for number in np.unique(sorted_shard) if len(order) else [0]:
+            shard = self._shards[number]
+            local = sorted_rows[sorted_shard == number] - self._starts[number]
+            whole = len(local) == shard.facts.rows and bool((local == np.arange(len(local))).all())
+            made.append(Piece(shard.place, shard.origin, None if whole else local))
+        in_order = bool((order == np.arange(len(order))).all())
+        return Assembly(tuple(made), None if in_order else np.argsort(order), self._names, self._added)
+
+    def _row_numbers(self) -> np.ndarray:
+        return np.arange(self._starts[-1]) if self._rows is None else self._rows
+
+    def _shard_of(self) -> np.ndarray:
+        """The shard of each row."""
+        return np.searchsorted(self._starts, self._row_numbers(), side="right") - 1
+
+    def _without_unused(self) -> DistributedBatch:
+        """Let go of shards none of whose rows are left, so that their memory can be given back."""
+        used = np.unique(self._shard_of()) if len(self) else np.zeros(1, np.int64)
+        if len(used) == len(self._shards):
+            return self
+        shift = np.zeros(len(self._shards), np.int64)  # rows of unused shards before each one
+        kept = np.isin(np.arange(len(self._shards)), used)
+        sizes = np.diff(self._starts)
+        shift[1:] = np.cumsum(np.where(kept, 0, sizes))[:-1]
+        rows = self._row_numbers()
+        rows = rows - shift[self._shard_of()] if len(rows) else rows
+        return DistributedBatch([self._shards[number] for number in used], rows, self._names, self._added)
+
+    def _added_names(self) -> set[str]:
+        return set(self._added.columns) if self._added is not None else set()
+
+    def _known(self, name: str) -> None:
+        if name not in self._names:
+            raise UnknownColumnError(f"the batch has no column {name!r}: {nearest(name, self._names)}")
+
+    def __reduce__(self) -> Any:
+        raise DispatchError(
+            "a DistributedBatch is given to a group's call as an argument of its own, not inside another object; "
+            "fetch() reads it"
+        )

@@ -1,0 +1,311 @@
+"""What a pool holds of the cluster: its placement groups, and which groups sit on each of their bundles.
+
+A bundle is the place of one process (or of `max_colocate` processes, of as many groups). One reservation is made by
+each pool that is not merged or split from others; these only look at it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from enginehouse.controller.errors import ControllerError, PlacementError
+
+UNITS = 10_000
+"""Ray counts resources in ten-thousandths. Shares are rounded to them here, so that all shares of a bundle fit."""
+POLL_SECONDS = 0.05
+
+_seats_lock = threading.Lock()
+"""Guards who sits where, of all reservations: a merged pool takes seats on several at once. Held for moments only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one process of a group goes: a bundle of a placement group, and its share of it.
+
+    Attributes:
+        placement_group: Ray's handle.
+        bundle: the bundle's number in it.
+        cpus: CPUs of the process, in Ray's count.
+        gpus: its GPUs.
+    """
+
+    placement_group: Any
+    bundle: int
+    cpus: float
+    gpus: float
+
+
+class Sitter:
+    """A group that sits on bundles; two groups of one name are two sitters."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+
+class Reservation:
+    """The bundles one pool reserves.
+
+    Args:
+        name: the pool's name, for messages.
+        processes_per_node: bundles on each node, one entry a node.
+        cpus_per_process: CPUs of each process.
+        gpus_per_process: GPUs of each bundle, shared by the processes on it.
+        max_colocate: how many groups may sit on a bundle.
+        placement_groups: those of a reservation that another program made; it is then never given back by itself.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        processes_per_node: Sequence[int],
+        cpus_per_process: float,
+        gpus_per_process: float,
+        max_colocate: int,
+        placement_groups: Sequence[Any] = (),
+    ):
+        self.name = name
+        self.processes_per_node = tuple(processes_per_node)
+        self.max_colocate = max_colocate
+        cpu_units = round(cpus_per_process * UNITS)
+        self._cpus = cpu_units / UNITS
+        self._gpus = int(gpus_per_process * UNITS + 1e-6) // max_colocate / UNITS
+        resources = {"CPU": cpu_units * max_colocate / UNITS, "GPU": gpus_per_process}
+        self.bundle = {resource: amount for resource, amount in resources.items() if amount}
+        self._where = [(node, bundle) for node, count in enumerate(processes_per_node) for bundle in range(count)]
+        self._seats: list[list[Sitter]] = [[] for _ in self._where]
+        self._placing = threading.Lock()
+        self._placement_groups = list(placement_groups)
+        self._giving_back: weakref.finalize[Any, Any] | None = None
+        self._outlives = bool(placement_groups)
+
+    def __len__(self) -> int:
+        """Number of bundles."""
+        return len(self._where)
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether anything is reserved yet."""
+        return bool(self._placement_groups)
+
+    @property
+    def is_handed_over(self) -> bool:
+        """Whether it belongs to a detached group, which alone gives it back."""
+        return self._outlives and self.is_placed
+
+    @property
+    def placement_groups(self) -> list[Any]:
+        """Ray's handles, one for each entry of `processes_per_node`; empty before `place`."""
+        return list(self._placement_groups)
+
+    def sitters(self, index: int) -> list[str]:
+        """Names of the groups on a bundle."""
+        return [sitter.name for sitter in self._seats[index]]
+
+    def slot(self, index: int) -> Slot:
+        """Where a process goes that sits on a bundle of a placed reservation."""
+        node, bundle = self._where[index]
+        return Slot(self._placement_groups[node], bundle, self._cpus, self._gpus)
+
+    def place(self, deadline: float, timeout: float, detached_as: str | None = None) -> bool:
+        """Reserve the bundles, or wait until those whose node has left are placed again.
+
+        Args:
+            deadline: `time.monotonic()` when waiting ends.
+            timeout: the seconds that is, for the message.
+            detached_as: name of the detached group it is for: the reservation outlives this program.
+
+        Returns:
+            Whether it was reserved now, not before.
+
+        Raises:
+            PlacementError: the cluster does not give it in time.
+            ControllerError: Ray is not running.
+        """
+        import ray
+
+        if not ray.is_initialized():
+            raise ControllerError(
+                f"pool {self.name!r}: Ray is not running; call enginehouse.controller.start_ray() first"
+            )
+        with self._placing:
+            if self._placement_groups:
+                self._wait(self._placement_groups, deadline, timeout)
+                return False
+            self._refuse_the_impossible()
+            asked = self._ask(detached_as)
+            try:
+                self._wait(asked, deadline, timeout)
+            except BaseException:
+                remove(asked)
+                raise
+            self._placement_groups = asked
+            self._outlives = detached_as is not None
+            if not self._outlives:
+                # one that nobody looks at any more must not stay reserved; at exit Ray gives everything back anyway
+                self._giving_back = weakref.finalize(self, remove, asked)
+                self._giving_back.atexit = False
+            return True
+
+    def give_back(self) -> None:
+        """Give the bundles back to the cluster; processes on them end. `place` reserves them anew."""
+        with self._placing:
+            groups, self._placement_groups = self._placement_groups, []
+            if self._giving_back is not None:
+                self._giving_back.detach()
+                self._giving_back = None
+            with _seats_lock:
+                self._seats = [[] for _ in self._where]
+            remove(groups)
+
+    def give_back_if_empty(self) -> None:
+        """Give the bundles back unless a group came to sit on them meanwhile."""
+        if not any(self._seats):
+            self.give_back()
+
+    def _ask(self, detached_as: str | None) -> list[Any]:
+        """Ask for all nodes at once, the largest first: a small one placed first could take the only large node."""
+        from ray.util import placement_group
+
+        named = {} if detached_as is None else {"name": reservation_name(detached_as), "lifetime": "detached"}
+        asked: list[Any] = [None] * len(self.processes_per_node)
+        try:
+            for node in sorted(range(len(asked)), key=lambda node: -self.processes_per_node[node]):
+                count = self.processes_per_node[node]
+                asked[node] = placement_group([self.bundle] * count, "STRICT_PACK", **named)
+        except BaseException:
+            remove([group for group in asked if group is not None])
+            raise
+        return asked
+
+    def _wait(self, groups: Sequence[Any], deadline: float, timeout: float) -> None:
+        for group in groups:
+            while (state := _state(group)) != "CREATED":
+                if state == "REMOVED":
+                    raise PlacementError(
+                        f"what pool {self.name!r} had reserved was given back by another program; use a new pool"
+                    )
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    missing = [count for count, one in zip(self.processes_per_node, groups) if _state(one) != "CREATED"]
+                    raise PlacementError(
+                        f"not placed within {timeout:g} s: {self._asked(missing)}. {cluster_in_words()}"
+                    )
+                if state == "LOST":  # news of the node came before news of its bundles
+                    time.sleep(POLL_SECONDS)
+                else:
+                    group.wait(timeout_seconds=min(left, 1.0))
+
+    def _refuse_the_impossible(self) -> None:
+        """Say at once what a cluster of one node, started here, can never give."""
+        from enginehouse.controller.cluster import is_owned
+
+        if not is_owned():
+            return
+        resources = [node["Resources"] for node in _nodes()]
+        needed = {name: amount * len(self) for name, amount in self.bundle.items()}
+        if not any(all(node.get(name, 0) >= amount for name, amount in needed.items()) for node in resources):
+            raise PlacementError(f"this machine is not large enough: {self._asked()}. {cluster_in_words()}")
+
+    def _asked(self, missing: Sequence[int] = ()) -> str:
+        said = f"pool {self.name!r} asks for {_counts(self.processes_per_node)}, {_amounts(self.bundle)} each"
+        if missing and len(missing) < len(self.processes_per_node):
+            said += f"; of these {_counts(missing)} could not be placed"
+        return said
+
+
+def take_seats(bundles: Sequence[tuple[Reservation, int]], sitter: Sitter, pool: str) -> None:
+    """Seat a group on bundles, on all of them or on none.
+
+    Raises:
+        PlacementError: a bundle holds as many groups as it may already; says which groups.
+    """
+    with _seats_lock:
+        full = [(place, index) for place, index in bundles if len(place._seats[index]) >= place.max_colocate]
+        if full:
+            names = sorted({one.name for place, index in full for one in place._seats[index]})
+            most = min(place.max_colocate for place, _ in full)
+            some = "" if len(full) == len(bundles) else f" on {len(full)} of its {len(bundles)} places"
+            raise PlacementError(
+                f"pool {pool!r} holds {most} group(s) at once and has {', '.join(names)}{some}; shut one down, "
+                f"colocate them in one process, or raise max_colocate to place {sitter.name!r} as well"
+            )
+        for place, index in bundles:
+            place._seats[index].append(sitter)
+
+
+def leave_seats(bundles: Sequence[tuple[Reservation, int]], sitter: Sitter) -> None:
+    """Take a group off its bundles; what is reserved stays so."""
+    with _seats_lock:
+        for place, index in bundles:
+            if sitter in place._seats[index]:
+                place._seats[index].remove(sitter)
+
+
+def reservation_name(group: str) -> str:
+    """What the placement groups of a detached group are called."""
+    return f"enginehouse:{group}"
+
+
+def remove(groups: Sequence[Any]) -> None:
+    """Remove placement groups, if Ray still runs."""
+    if not groups:
+        return
+    import ray
+    from ray.util import remove_placement_group
+
+    if ray.is_initialized():
+        for group in groups:
+            remove_placement_group(group)
+
+
+def cluster_in_words() -> str:
+    """What the cluster has, node by node, and how much of it is free."""
+    import ray
+
+    free: Mapping[str, Mapping[str, float]] = {}
+    with suppress(Exception):  # for developers of Ray: where it is gone, the sum over all nodes has to do
+        from ray._private.state import available_resources_per_node
+
+        free = available_resources_per_node()
+    nodes = _nodes()
+    said = []
+    for node in nodes:
+        resources = node["Resources"]
+        said.append(f"{node['NodeManagerAddress']}: {_amounts(resources)}")
+        if node["NodeID"] in free:
+            left = free[node["NodeID"]]
+            said[-1] += f", of it free {_amounts({name: left.get(name, 0.0) for name in resources})}"
+    total = _amounts(ray.available_resources())
+    return f"The cluster has {len(nodes)} node(s) ({'; '.join(said)}), free now: {total}."
+
+
+def _nodes() -> list[dict[str, Any]]:
+    import ray
+
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def _state(group: Any) -> str:
+    """Ray's word for the state of a placement group; LOST where it says CREATED on a node that has left."""
+    from ray.util import placement_group_table
+
+    found = placement_group_table(group)
+    state = str(found.get("state", "REMOVED"))
+    if state != "CREATED":
+        return state
+    alive = {node["NodeID"] for node in _nodes()}
+    return state if set(found["bundles_to_node_id"].values()) <= alive else "LOST"
+
+
+def _counts(counts: Sequence[int]) -> str:
+    return " and ".join(f"{count} process{'es' * (count > 1)} on one node" for count in counts)
+
+
+def _amounts(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{resources.get(name, 0):g} {name}" for name in ("CPU", "GPU") if name in resources) or "no CPU"

@@ -1,0 +1,75 @@
+"""What a worker tells the controller of a batch that it keeps back: enough to plan with, not the rows."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from enginehouse.data import Batch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardFacts:
+    """What is known of a shard without reading it.
+
+    Attributes:
+        rows: its row count.
+        kinds: each column's kind, dtype and shape in words.
+        numbers: its columns of one number a row.
+        lengths: for each ragged column its row lengths, int64 `(rows,)`.
+    """
+
+    rows: int
+    kinds: dict[str, str]
+    numbers: Batch
+    lengths: dict[str, np.ndarray]
+
+    @classmethod
+    def of(cls, batch: Batch) -> ShardFacts:
+        """Look at a batch, in the process that made it."""
+        from torch import Tensor
+
+        from enginehouse.data import Ragged
+        from enginehouse.data.columns import describe_column
+
+        known: dict[int, np.ndarray] = {}
+        lengths: dict[str, np.ndarray] = {}
+        numbers: list[str] = []
+        for name in batch.columns:
+            column = batch[name]
+            if isinstance(column, Ragged):
+                key = id(column.offsets)  # columns of the same rows share them, and their lengths are sent once
+                if key not in known:
+                    known[key] = column.lengths.numpy()
+                lengths[name] = known[key]
+            elif isinstance(column, Tensor) and column.ndim == 1:
+                numbers.append(name)
+        kinds = {name: describe_column(batch[name]) for name in batch.columns}
+        return cls(len(batch), kinds, batch.select(numbers), lengths)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shard:
+    """One worker's result, where it was made.
+
+    Attributes:
+        place: Ray's reference to it; or, of a group in this process, the batch itself.
+        facts: what is known of it here.
+        origin: role, rank, node and method it came from, for messages.
+    """
+
+    place: Any
+    facts: ShardFacts
+    origin: str
+
+
+def kept_back(result: Any) -> tuple[Any, Batch | None]:
+    """Split a result into what the controller gets and what stays: a batch's facts and the batch; all and None."""
+    module = sys.modules.get("enginehouse.data.batch")
+    if module is None or not isinstance(result, module.Batch):  # where it was never imported nothing is a batch
+        return result, None
+    return ShardFacts.of(result), result

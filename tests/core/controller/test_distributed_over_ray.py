@@ -1,0 +1,130 @@
+"""Results stay where they were made, and go from worker to worker."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import controller_shards
+import pytest
+import torch
+from controller_shards import Writer
+
+from enginehouse.controller import (
+    Balanced,
+    DispatchError,
+    DistributedBatch,
+    RemoteError,
+    WorkerDied,
+    WorkerGroup,
+    WorkerSpec,
+)
+from enginehouse.data import Batch, Ragged
+
+
+def prompts(rows: int = 5) -> Batch:
+    return Batch({"number": torch.arange(rows)})
+
+
+@pytest.fixture
+def writers(standing) -> WorkerGroup:
+    """Two ranks, each its own data shard."""
+    return standing(Writer, name="writers")
+
+
+@pytest.fixture
+def readers(standing) -> WorkerGroup:
+    """Four ranks: one data shard of two model-parallel ranks each, or as the test sets it."""
+    group = standing(Writer, name="readers", processes=4)
+    group.execute_all("lie_on", {"dp": 2, "tp": 2})
+    group.refresh_meshes()
+    return group
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, {"dp": 4}, {"dp": 1, "tp": 4}])
+def test_rows_go_from_group_to_group_without_passing_the_controller(writers, readers, mesh):
+    readers.execute_all("lie_on", mesh)
+    readers.refresh_meshes()
+    made = writers.write(prompts())
+    assert isinstance(made, DistributedBatch)
+    back = writers.same(readers.same(made))
+    assert back.column("number").tolist() == [0, 1, 2, 3, 4]
+    assert back.lengths("ids").tolist() == [1, 2, 3, 4, 5]
+    assert controller_shards.read_in_this_process == [], "the controller read rows"
+    assert all(names for names in readers.execute_all("read_here"))
+    assert back.fetch(["number", "ids"]).equal(made.fetch(["number", "ids"]))
+    controller_shards.read_in_this_process.clear()
+
+
+def test_every_rank_of_another_kind_of_call_gets_all_rows(writers, readers):
+    made = writers.write(prompts())
+    assert readers.count(made) == [5, 5, 5, 5]
+    assert readers.count(made.take([3, 0])) == [2, 2, 2, 2]
+
+
+def test_rows_chosen_and_columns_added_at_the_controller_travel_along(writers, readers):
+    made = writers.write(prompts())
+    chosen = made.with_columns(advantage=made.column("number") * 2.0).take([4, 0, 3, 0])
+    arrived = readers.same(chosen).fetch(["number", "advantage", "ids"])
+    assert arrived["number"].tolist() == [4, 0, 3, 0]
+    assert arrived["advantage"].tolist() == [8.0, 0.0, 6.0, 0.0]
+    assert [row.tolist() for row in arrived["ids"]] == [[4] * 5, [0], [3] * 4, [0]]
+
+
+def test_the_future_of_a_distributed_batch_is_as_good_as_the_batch(writers, readers):
+    coming = writers.same_later(prompts(3))
+    assert readers.same_later(coming).result().column("number").tolist() == [0, 1, 2]
+    assert readers.count(coming) == [3, 3, 3, 3]
+
+
+def test_rows_are_dealt_by_tokens_and_come_back_in_order(writers):
+    batch = Batch(
+        {"number": torch.arange(6), "ids": Ragged.from_list([[1] * length for length in (10, 1, 1, 1, 2, 5)])}
+    )
+    dealt = writers.numbers_and_tokens(Balanced(batch, by="ids"))
+    assert [tokens for _, tokens in dealt] == [10, 10]
+    assert sorted(number for numbers, _ in dealt for number in numbers) == list(range(6))
+    assert writers.same(Balanced(batch, by="ids")).fetch().equal(batch)
+    again = writers.same(Balanced(writers.same_later(batch), by="ids"))
+    assert again.fetch().equal(batch)
+
+
+def test_all_batches_of_a_call_are_dealt_alike_and_only_one_says_how(writers):
+    batch = writers.write(prompts())
+    with pytest.raises(DispatchError, match="one argument of a call can be Balanced"):
+        writers.same(Balanced(batch, "ids"), Balanced(batch, "ids"))
+    with pytest.raises(DispatchError, match="goes around a batch, not int"):
+        writers.same(Balanced(3, "ids"))
+    with pytest.raises(TypeError, match="'number' is dense"):
+        writers.same(Balanced(batch, "number"))
+
+
+def test_an_exception_is_told_as_ever_when_results_stay(writers):
+    with pytest.raises(RemoteError, match=r"rank 1.*no row 4, please"):
+        writers.fail_on_the_last_row(prompts())
+    assert writers.same(prompts()).column("number").tolist() == [0, 1, 2, 3, 4]
+
+
+def test_rows_outlive_the_processes_that_made_them(launch, readers):
+    group = launch(Writer, name="short-lived")
+    made = group.write(prompts())
+    os.kill(group.pids[0], signal.SIGKILL)
+    with pytest.raises(WorkerDied):
+        group.same(prompts())
+    group.shutdown()
+    assert made.fetch(["padding"])["padding"].shape == (5, 50_000)
+    assert readers.count(made) == [5, 5, 5, 5]
+
+
+def test_a_group_in_this_process_does_the_same():
+    with WorkerGroup(None, WorkerSpec(Writer), launcher="inline") as group:
+        made = group.write(prompts())
+        assert isinstance(made, DistributedBatch)
+        assert group.same(made.take([2, 1])).column("number").tolist() == [2, 1]
+        assert group.count(group.same_later(made)) == [5]
+        assert group.same(Balanced(made, by="ids")).column("number").tolist() == [0, 1, 2, 3, 4]
+
+
+def test_balanced_is_refused_where_nothing_is_dealt(writers):
+    with pytest.raises(DispatchError, match=r"writers\.count got a Balanced batch, for calls of mode 'dp' alone"):
+        writers.count(Balanced(prompts(), by="ids"))

@@ -1,0 +1,235 @@
+"""Groups over several nodes, unequal ones, and ones that leave: two real Ray nodes on this machine."""
+
+from __future__ import annotations
+
+import pytest
+from controller_workers import Leaver, Reducer, Surroundings, Trouble
+from ray_programs import ClusterProgram, add_node, kill_node
+
+from enginehouse.controller import (
+    GroupClosed,
+    PlacementError,
+    ResourcePool,
+    WorkerDied,
+    WorkerGroup,
+    WorkerSpec,
+    colocate,
+    merge_resource_pools,
+)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """A program on a cluster of two nodes, of four and of two processes of one CPU and one (logical) GPU."""
+    program = ClusterProgram({"num_cpus": 4, "num_gpus": 4}, {"num_cpus": 2, "num_gpus": 2})
+    yield program
+    program.end()
+
+
+@pytest.mark.parametrize("sizes", [[4, 2], [2, 4]])
+def test_unequal_nodes_get_unequal_parts_of_a_group_and_meet(cluster, sizes):
+    seen = cluster.run(_meet, sizes)
+    assert seen["sums"] == [21] * 6
+    assert [(local, of) for *_, local, of in seen["places"]] == [(n, size) for size in sizes for n in range(size)]
+    assert [(rank, size) for rank, size, *_ in seen["places"]] == [(rank, 6) for rank in range(6)]
+    assert {address for address, _ in seen["meeting points"]} == {seen["address of rank 0"]}
+    assert len(set(seen["meeting points"])) == 1
+
+
+def _meet(sizes):
+    pool = ResourcePool(sizes)
+    sees = WorkerSpec(Surroundings)
+    groups = colocate(pool, {"sum": WorkerSpec(Reducer), "sees": sees}, timeout=120)
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+    environ = groups["sees"].execute_all("environ", names)
+    seen = {
+        "sums": groups["sum"].sum_of_ranks(),
+        "places": [tuple(map(int, values[:4])) for values in environ],
+        "meeting points": [(values[4], values[5]) for values in environ],
+        "address of rank 0": groups["sum"].nodes[0],
+    }
+    for group in groups.values():
+        group.shutdown()
+    pool.shutdown()
+    return seen
+
+
+def test_ranks_of_a_node_see_gpus_of_their_own_and_groups_on_one_place_share_one(cluster):
+    seen = cluster.run(_gpus)
+    assert sorted(seen["first"][:4]) == ["0", "1", "2", "3"]
+    assert sorted(seen["first"][4:]) == ["0", "1"]
+    assert seen["second"] == seen["first"]
+    assert [devices.count(",") for devices in seen["two each"]] == [1, 1]
+
+
+def _gpus():
+    pool = ResourcePool([4, 2], gpus_per_process=1, cpus_per_process=0.25, max_colocate=3)
+    groups = {name: _surroundings(pool, name) for name in ("first", "second")}
+    seen = {name: _visible_gpus(group) for name, group in groups.items()}
+    for group in groups.values():
+        group.shutdown()
+    pool.shutdown()
+    pool = ResourcePool([2], gpus_per_process=2, cpus_per_process=0.25)
+    with _surroundings(pool, "two") as group:
+        seen["two each"] = _visible_gpus(group)
+    pool.shutdown()
+    return seen
+
+
+def _visible_gpus(group):
+    return [values[0] for values in group.execute_all("environ", ["CUDA_VISIBLE_DEVICES"])]
+
+
+def _surroundings(pool, name):
+    return WorkerGroup(pool, WorkerSpec(Surroundings).options(distributed=False), name=name, timeout=120)
+
+
+def test_a_group_over_pools_on_several_nodes_counts_its_local_ranks(cluster):
+    places = cluster.run(_merged)
+    assert places == [("0", "2"), ("1", "2"), ("0", "4"), ("1", "4"), ("2", "4"), ("3", "4")]
+
+
+def _merged():
+    large, small = ResourcePool([4]), ResourcePool([2])
+    with _surroundings(merge_resource_pools(small, large), "both") as group:
+        places = group.execute_all("environ", ["LOCAL_RANK", "LOCAL_WORLD_SIZE"])
+    large.shutdown()
+    small.shutdown()
+    return [tuple(values) for values in places]
+
+
+def test_what_the_nodes_cannot_give_is_refused_by_the_deadline_with_what_each_has(cluster):
+    said = cluster.run(_refusal, [4, 3])
+    assert "not placed within 15 s: pool 'large' asks for 4 processes on one node and 3 processes on one node" in said
+    assert "1 CPU each; of these 3 processes on one node could not be placed" in said
+    assert "The cluster has 2 node(s)" in said
+    for part in (": 4 CPU, 4 GPU, of it free ", ": 2 CPU, 2 GPU, of it free 2 CPU, 2 GPU", "free now: 2 CPU"):
+        assert part in said
+
+
+def _refusal(sizes):
+    try:
+        WorkerGroup(ResourcePool(sizes, name="large", timeout=15), WorkerSpec(Trouble))
+    except PlacementError as error:
+        return str(error)
+
+
+def test_workers_on_another_node_take_what_they_started_along(cluster, tmp_path):
+    pids, alive = cluster.run(_families, str(tmp_path / "note"))
+    assert len(set(pids)) == 12
+    assert alive == []
+    assert sorted((tmp_path / "note").read_text().splitlines()) == [f"rank {rank} left" for rank in range(6)]
+
+
+def _families(note):
+    pool = ResourcePool([4, 2])
+    with WorkerGroup(pool, WorkerSpec(Leaver, note).options(distributed=False), timeout=120) as group:
+        pids = [*group.pids, *group.execute_all("start_child")]
+    alive = [pid for pid in pids if _runs(pid)]
+    pool.shutdown()
+    return pids, alive
+
+
+def test_a_node_that_leaves_during_a_call_is_a_death_and_its_ranks_come_back_elsewhere(cluster):
+    seen = cluster.run(_leave_during_a_call)
+    rank, pid, node, said = seen["died"]
+    assert rank in (4, 5), "the ranks of the node that left"
+    assert (pid, node) == (seen["pids"][rank], seen["addresses"][rank])
+    assert f"rank {rank} (node {node}, pid {pid}): the process died during 'hang'" in said
+    assert f"rank {rank} " in seen["refused"]
+    assert "2 processes on one node could not be placed" in seen["nowhere to go"]
+    assert "its restart failed: not placed within 1 s" in seen["refused then"]
+    assert seen["ranks"] == list(range(6))
+    assert not set(seen["new pids"]) & set(seen["pids"])
+    assert seen["alive"] == []
+
+
+def _leave_during_a_call():
+    pool = ResourcePool([4, 2])
+    group = WorkerGroup(pool, WorkerSpec(Trouble).options(distributed=False), name="six", timeout=120)
+    seen = {"pids": group.pids, "addresses": group.nodes}
+    call = group.execute_all_async("hang")
+    kill_node(_small_node())
+    try:
+        call.result()
+    except WorkerDied as error:
+        seen["died"] = (error.rank, error.pid, error.node, str(error))
+    seen["refused"] = _said(GroupClosed, group.fine)
+    pool.timeout = 1
+    seen["nowhere to go"] = _said(PlacementError, group.restart)
+    seen["refused then"] = _said(GroupClosed, group.fine)
+    add_node(num_cpus=2, num_gpus=2)
+    pool.timeout = 60
+    group.restart()
+    seen["ranks"] = group.fine()
+    seen["new pids"] = group.pids
+    seen["alive"] = [pid for pid in seen["pids"] if _runs(pid)]
+    group.shutdown()
+    pool.shutdown()
+    return seen
+
+
+def test_a_node_that_leaves_between_calls_is_a_death_in_the_next(cluster):
+    rank, method, said = cluster.run(_leave_between_calls)
+    assert rank in (4, 5)
+    assert method == "fine"
+    assert f"six rank {rank} " in said
+
+
+def _leave_between_calls():
+    pool = ResourcePool([4, 2])
+    with WorkerGroup(pool, WorkerSpec(Trouble).options(distributed=False), name="six", timeout=120) as group:
+        assert group.fine() == list(range(6))
+        kill_node(_small_node(), and_wait=True)
+        try:
+            group.fine()
+        except WorkerDied as error:
+            found = (error.rank, error.method, str(error))
+    pool.shutdown()
+    add_node(num_cpus=2, num_gpus=2)
+    return found
+
+
+def test_a_hang_while_a_node_has_left_is_blamed_on_the_node(cluster):
+    rank, said = cluster.run(_hang_beside_a_loss)
+    assert rank in (4, 5)
+    assert "died during 'hang_on': its node has died" in said
+
+
+def _hang_beside_a_loss():
+    """Rank 0 hangs; the others have ended their part of the call when two of them leave with their node."""
+    pool = ResourcePool([4, 2])
+    with WorkerGroup(pool, WorkerSpec(Trouble).options(distributed=False), name="six", timeout=120) as group:
+        call = group.call("hang_on", 0, timeout=20, blocking=False)
+        kill_node(_small_node(), and_wait=True)
+        try:
+            call.result()
+        except WorkerDied as error:
+            found = (error.rank, str(error))
+    pool.shutdown()
+    add_node(num_cpus=2, num_gpus=2)
+    return found
+
+
+def _small_node():
+    import ray
+
+    return next(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU") == 2)
+
+
+def _said(kind, call):
+    try:
+        call()
+    except kind as error:
+        return str(error)
+
+
+def _runs(pid):
+    import psutil
+
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
