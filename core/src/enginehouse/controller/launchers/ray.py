@@ -23,6 +23,7 @@ from enginehouse.controller.launchers.import_paths import own_import_paths
 from enginehouse.controller.launchers.interface import Lane, LaunchOptions, Place
 from enginehouse.controller.launchers.reaping import Ending
 from enginehouse.controller.pool import Occupation, ResourcePool
+from enginehouse.controller.registration import is_async, registered_methods
 from enginehouse.controller.reservation import Slot
 from enginehouse.controller.shards import Shard, ShardFacts
 from enginehouse.controller.worker import WorkerSpec
@@ -37,6 +38,7 @@ SETTLE_SECONDS = 10.0
 """How long a call waits for ranks that are still busy with an earlier one that failed elsewhere."""
 HURRY_SECONDS = 3.0
 """How long workers get to shut down where the group is broken or the run was interrupted."""
+NO_ARGUMENTS: Call = ((), {})
 
 
 class RayCall:
@@ -209,7 +211,7 @@ class RayProcesses:
             max_task_retries=0,
             concurrency_groups={"loop": ASYNC_CALLS, "urgent": URGENT_CALLS, "control": 1},
             **self._runtime_env(),
-        )(_with_lanes(Host))
+        )(_with_direct_methods(_with_lanes(Host), self.roles))
 
     def _open_lanes(self) -> None:
         """Make what calls are sent through, once: Ray's options cost as much as a call."""
@@ -223,6 +225,11 @@ class RayProcesses:
             "main": [actor.call.options(num_returns=2) for actor in self._actors],
             "loop": [actor.call_async.options(num_returns=2) for actor in self._actors],
             "urgent": [actor.call_async.options(num_returns=2, **urgent) for actor in self._actors],
+        }
+        self._direct = {
+            (role, method): [getattr(actor, _direct_name(role, method)) for actor in self._actors]
+            for role, spec in self.roles.items()
+            for method in registered_methods(spec.cls)
         }
 
     def _actor(self, host: Any, rank: int, slot: Slot, world_size: int, record: bytes | None) -> Any:
@@ -328,12 +335,19 @@ class RayProcesses:
         keeps_back: bool = False,
     ) -> RayCall:
         """See `Processes.submit`. One lock holds the order of calls the same on every rank."""
-        encoded = encode(role, method, calls, dict.fromkeys(keep, "split" if keeps_back else "whole"))
+        direct = None if keeps_back or lane == "urgent" else self._direct.get((role, method))
+        if not all(call is None or (call == NO_ARGUMENTS and rank in keep) for rank, call in enumerate(calls)):
+            direct = None
+        encoded: list[tuple[Any, ...] | None]
+        if direct is not None:
+            encoded = [None if call is None else () for call in calls]
+        else:
+            encoded = encode(role, method, calls, dict.fromkeys(keep, "split" if keeps_back else "whole"))
         with self._lock:
             self._refuse_if_broken(role, method)
             if self._stragglers:
                 self._wait_for_stragglers(role, method)
-            lanes, splitting = self._lanes[lane], self._splitting_lanes[lane]
+            lanes, splitting = direct or self._lanes[lane], self._splitting_lanes[lane]
             refs: dict[int, Any] = {}
             rows: dict[int, Any] = {}
             for rank, parts in enumerate(encoded):
@@ -485,6 +499,33 @@ class RayProcesses:
 
 
 _LANE_OF = {"call_async": "loop", **dict.fromkeys(("facts", "record", "ping", "stacks"), "control")}
+
+
+def _with_direct_methods(cls: type, roles: Mapping[str, WorkerSpec]) -> type:
+    """The host class with a method without arguments for each registered one.
+
+    Any argument, however small, costs Ray a quarter of a call that does nothing.
+    """
+    import ray
+
+    def direct(role: str, method: str, on_loop: bool) -> Any:
+        head: tuple[Any, ...] = (role, method, "whole", (), {})
+
+        def call(self: Any) -> Any:
+            return self.call_async(head) if on_loop else self.call(head)
+
+        return ray.method(concurrency_group="loop")(call) if on_loop else call
+
+    methods = {
+        _direct_name(role, method): direct(role, method, is_async(spec.cls, method))
+        for role, spec in roles.items()
+        for method in registered_methods(spec.cls)
+    }
+    return type(cls.__name__, (cls,), methods)
+
+
+def _direct_name(role: str, method: str) -> str:
+    return f"{role}.{method}"
 
 
 def _with_lanes(cls: type) -> type:
