@@ -99,3 +99,8 @@ class Writer(Worker):
 
     def read_here(self) -> list[str]:
         return read_in_this_process
+
+    def node_id(self) -> str:
+        import ray
+
+        return ray.get_runtime_context().get_node_id()

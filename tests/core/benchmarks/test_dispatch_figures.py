@@ -37,8 +37,10 @@ def filled(verl: bool = True) -> Table:
     theirs = {VERL_NAME: 3000.0} if verl else {}
     table.add(noop_row(2), "us", {OURS: 1100.0, BARE: 1000.0, **theirs})
     table.add(noop_row(4), "us", {OURS: 1300.0, BARE: 1300.0, **dict.fromkeys(theirs, 3500.0)})
-    table.add(dispatch.roundtrip_row(128), "ms", {OURS: 120.0, BARE: 100.0, **theirs})
-    table.add(dispatch.roundtrip_row(512), "ms", {OURS: 500.0, BARE: 400.0, **theirs})
+    table.add(dispatch.roundtrip_row(128), "ms", {OURS: 120.0, BARE: 100.0})
+    table.add(dispatch.roundtrip_row(512), "ms", {OURS: 500.0, BARE: 400.0})
+    for size, ours in ((128, 120.0), (512, 500.0)) if verl else ():
+        table.add(dispatch.beside_verl_row(size), "ms", {OURS: ours, **theirs})
     table.add(dispatch.forward_row(128), "MB", {OURS: 0.9})
     table.add(dispatch.forward_row(512), "MB", {OURS: 0.2})
     table.add(dispatch.LARGE_ROW, "s", {OURS: 2.0})
