@@ -83,4 +83,4 @@ def _read(place: Any, origin: str, timeout: float | None) -> Batch:
     except ray.exceptions.OwnerDiedError:
         raise DataLost(f"the result of {origin} is lost: the program that called it has ended", origin) from None
     except ray.exceptions.ObjectLostError:
-        raise DataLost(f"the result of {origin} is lost: the node that held it has left the cluster", origin) from None
+        raise DataLost(f"the result of {origin} is lost: its node has left the cluster", origin) from None
