@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import torch
 
 from enginehouse.controller import Worker, register
@@ -92,6 +94,33 @@ class Writer(Worker):
         if 4 in batch["number"].tolist():
             raise ValueError("no row 4, please")
         return batch
+
+    @register("dp")
+    def answer(self, batch: Batch, samples: int) -> Batch:
+        return batch.repeat(samples)
+
+    @register("dp")
+    def drop_rows(self, batch: Batch) -> Batch:
+        return batch.slice(0, self.context.rank)
+
+    @register("dp")
+    def other_dtype_on_rank_one(self, batch: Batch) -> Batch:
+        return batch.with_columns(number=batch["number"].float()) if self.context.rank == 1 else batch
+
+    @register("dp")
+    def pair(self, batch: Batch, other: Batch) -> Batch:
+        return batch
+
+    @register("dp")
+    async def never(self, batch: Batch) -> Batch:
+        self.asleep = asyncio.Event()
+        await self.asleep.wait()
+        return batch
+
+    async def wake(self) -> None:
+        while not hasattr(self, "asleep"):
+            await asyncio.sleep(0)
+        self.asleep.set()
 
     @register
     def count(self, batch: Batch) -> int:

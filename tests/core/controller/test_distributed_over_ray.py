@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import weakref
 
 import controller_shards
 import pytest
@@ -15,6 +17,7 @@ from enginehouse.controller import (
     DispatchError,
     DistributedBatch,
     RemoteError,
+    Same,
     WorkerDied,
     WorkerGroup,
     WorkerSpec,
@@ -128,3 +131,54 @@ def test_a_group_in_this_process_does_the_same():
 def test_balanced_is_refused_where_nothing_is_dealt(writers):
     with pytest.raises(DispatchError, match=r"writers\.count got a Balanced batch, for calls of mode 'dp' alone"):
         writers.count(Balanced(prompts(), by="ids"))
+
+
+def test_several_rows_for_each_row_given_come_back_in_blocks(writers):
+    batch = Batch({"number": torch.arange(4), "ids": Ragged.from_list([[1] * n for n in (9, 1, 1, 8)])})
+    assert writers.answer(Balanced(batch, by="ids"), 2).column("number").tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    with pytest.raises(DispatchError, match=r"4 rows, dealt as \[2, 2\], came back as \[0, 1\] rows"):
+        writers.drop_rows(Balanced(batch, by="ids"))
+
+
+def test_a_value_for_every_rank_is_given_as_it_is(writers):
+    with pytest.raises(DispatchError, match="got a Same, for calls of mode 'all_to_all' alone"):
+        writers.answer(prompts(), Same(2))
+
+
+def test_shards_of_different_dtypes_are_refused_where_they_were_made(writers):
+    with pytest.raises(
+        DispatchError, match=r"'number' is dense int64 from writers rank 0.*float32 from writers"
+    ):
+        writers.other_dtype_on_rank_one(prompts())
+
+
+def test_a_shard_without_rows_may_have_any_dtype(writers):
+    made = writers.other_dtype_on_rank_one(prompts(1))
+    assert made.fetch()["number"].tolist() == [0]
+
+
+def test_a_settled_future_holds_neither_arguments_nor_results_of_others(writers):
+    batch = prompts()
+    seen = weakref.ref(batch["number"])
+    future = writers.same_later(batch)
+    assert len(future.result()) == 5
+    del batch
+    gc.collect()
+    assert seen() is None
+
+
+def test_rows_that_are_here_travel_without_the_rest_of_their_batch(writers):
+    here = DistributedBatch.of([Batch({"number": torch.arange(1000), "large": torch.zeros(1000, 1000)})])
+    part = here.select(["number"]).slice(0, 10)
+    assert part.assembly().nbytes < 1000
+    assert writers.same(part).column("number").tolist() == list(range(10))
+
+
+def test_the_deadline_of_a_call_counts_for_all_futures_among_its_arguments(writers, readers):
+    stuck = writers.call("never", prompts(), timeout=60, blocking=False)
+    with pytest.raises(DispatchError, match="was not sent"):
+        readers.call("pair", stuck, stuck, timeout=0.1)
+    assert readers.broken is None
+    with pytest.raises(DispatchError, match="positive number of seconds, not 0"):
+        readers.call("count", 1, timeout=0)
+    writers.execute_all("wake")

@@ -89,3 +89,9 @@ def _alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_a_cluster_that_is_not_there_is_said_soon():
+    program = "from enginehouse.controller import start_ray; start_ray('127.0.0.1:1')"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert "ControllerError: could not join the Ray cluster at '127.0.0.1:1'" in ended.stderr

@@ -131,3 +131,13 @@ def test_observers_are_told_of_each_call(inline, monkeypatch):
     assert {facts["group"] for _, facts in told} == {"told"}
     assert told[1][1]["seconds"] > 0
     assert told[0][1]["call"] == told[1][1]["call"] < told[2][1]["call"]
+
+
+def test_a_slip_in_a_methods_name_says_what_to_do(inline):
+    group = inline(Sharded)
+    with pytest.raises(AttributeError, match=r"Sharded\.what_was_seen is not registered: decorate it with @register"):
+        group.what_was_seen()
+    with pytest.raises(AttributeError, match=r"no method 'row'.*did you mean 'rows'"):
+        group.row()
+    with pytest.raises(ControllerError, match=r"write WorkerSpec\(Sharded, \.\.\.\) instead of Sharded"):
+        WorkerGroup(None, Sharded, launcher="inline")

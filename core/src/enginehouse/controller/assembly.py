@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,16 +16,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """Rows of one shard; `rows` is None for all of them. `place` and `origin` are those of the shard."""
+    """Rows of one shard; `rows` is None for all of them. `place` and `origin` are those of the shard; a place that is a
+    batch of the sending process holds only what is needed."""
 
     place: Any
     origin: str
-    rows: np.ndarray | None
+    rows: np.ndarray | slice | None
 
     def read(self, names: list[str], timeout: float | None) -> Batch:
         """These columns of the rows, from this node's object store, to which the shard travels if it is on another."""
         shard = _read(self.place, self.origin, timeout)
         columns = shard.select(names)
+        if isinstance(self.rows, slice):
+            return columns.slice(self.rows.start, self.rows.stop)
         return columns if self.rows is None else columns.take(self.rows)
 
 
@@ -46,9 +50,10 @@ class Assembly:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what travels: the row numbers and the columns from the controller."""
-        plans = [self.order, *(piece.rows for piece in self.pieces)]
-        return sum(plan.nbytes for plan in plans if plan is not None) + (0 if self.added is None else self.added.nbytes)
+        """Bytes of what travels: row numbers, columns from the controller, rows that are in the sending process."""
+        travelling = [self.order, self.added, *(piece.rows for piece in self.pieces)]
+        travelling += [piece.place for piece in self.pieces]
+        return sum(getattr(part, "nbytes", 0) for part in travelling)
 
     def read(self, timeout: float | None = None) -> Batch:
         """Put the batch together here; rows that follow each other in one shard are a view of the store.
@@ -61,7 +66,11 @@ class Assembly:
         stored = [name for name in self.names if self.added is None or name not in self.added]
         if self.added is not None and not stored:
             return self.added.select(self.names)
-        batch = Batch.concat([piece.read(stored, timeout) for piece in self.pieces])
+        until = None if timeout is None else time.monotonic() + timeout
+        parts = [
+            piece.read(stored, None if until is None else max(until - time.monotonic(), 0.001)) for piece in self.pieces
+        ]
+        batch = Batch.concat(parts)
         if self.order is not None:
             batch = batch.take(self.order)
         if self.added is None:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import shutil
+import socket
 import tempfile
 from types import TracebackType
 from typing import Any
@@ -21,6 +22,8 @@ LOGICAL_CPUS = 32
 """At least so many processes of one CPU fit on a machine where Ray is started here, however few cores it has: a
 worker waits more than it computes, and four ranks must run on a laptop."""
 OBJECT_STORE_BYTES = 2 << 30
+KNOCK_SECONDS = 10.0
+"""How long a cluster's head node gets to accept a connection."""
 LONGEST_TEMP_DIR = 40
 """Characters: Ray's unix sockets lie about 60 deeper, and a socket's path may have 107."""
 
@@ -104,6 +107,9 @@ def start_ray(address: str | None = None, num_cpus: int | None = None) -> Cluste
 
 
 def _join(ray: Any, address: str, quiet: dict[str, Any]) -> Cluster:
+    host, colon, port = address.rpartition("://")[2].rpartition(":")
+    if colon and port.isdigit():  # Ray itself would try for minutes
+        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_SECONDS).close()
     ray.init(address=address, **quiet)
     return Cluster(owned=True)
 

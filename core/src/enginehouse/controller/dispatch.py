@@ -39,7 +39,9 @@ class Same:
 class Balanced:
     """A batch for a `dp` call whose rows are dealt to the shards by tokens instead of in equal counts.
 
-    Results with one row (or entry) for each row given come back in the order given.
+    Joined results come back in the order of the rows given: lists and tensors with one entry for each row, batches with
+    the same number of rows for each (answers to a prompt, next to each other). `collect="list"` and collect functions
+    get what the ranks return as it is.
 
     Args:
         batch: a `Batch`, a `DistributedBatch`, or the `Future` of one.
@@ -163,16 +165,28 @@ def _deal(values: Sequence[Any], shards: int) -> list[np.ndarray] | None:
 def in_order_given(result: Any, parts: Sequence[Any], shards: Sequence[np.ndarray]) -> Any:
     """Put a result back into the order of the rows given, where each part has one entry for each row of its shard.
 
+    Batches may also have k rows for each row given, next to each other, as answers to a prompt.
+
     Args:
         result: the parts, joined.
         parts: what the shards' ranks returned.
         shards: the rows given that each shard holds.
+
+    Raises:
+        DispatchError: a batch whose rows do not follow from the rows given: their order would be a riddle.
     """
-    if [_entries(part) for part in parts] != [len(rows) for rows in shards]:
-        return result
+    entries, sizes = [_entries(part) for part in parts], [len(rows) for rows in shards]
     back = np.argsort(np.concatenate(shards))
     if is_splittable(result):
-        return result.take(back)
+        times = len(result) // len(back) if len(back) else 1
+        if entries != [times * size for size in sizes]:
+            raise DispatchError(
+                f"a Balanced batch of {len(back)} rows, dealt as {sizes}, came back as {entries} rows: a method "
+                "that is given a Balanced batch returns the same number of rows for each row it gets"
+            )
+        return result.take((back[:, None] * times + np.arange(times)).ravel())
+    if entries != sizes:
+        return result
     if isinstance(result, (list, tuple)):
         return type(result)(result[row] for row in back)
     torch = sys.modules.get("torch")
@@ -195,12 +209,17 @@ def is_splittable(value: Any) -> bool:
     return hasattr(kind, "split") and hasattr(kind, "concat") and hasattr(kind, "__len__")
 
 
-def refuse_balanced(value: Any, call: str) -> None:
-    """Refuse an argument that only `dp` understands.
+def refuse_wrapper(value: Any, call: str) -> None:
+    """Refuse an argument that a dispatch mode should have taken apart.
 
     Raises:
-        DispatchError: it is `Balanced`.
+        DispatchError: it is `Balanced`, `PerRank` or `Same`.
     """
+    if isinstance(value, (PerRank, Same)):
+        raise DispatchError(
+            f"{call} got a {type(value).__name__}, for calls of mode 'all_to_all' alone; other modes give a plain "
+            "value to every rank"
+        )
     if isinstance(value, Balanced):
         raise DispatchError(f"{call} got a Balanced batch, for calls of mode 'dp' alone; give the batch itself")
 

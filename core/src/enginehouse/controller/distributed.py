@@ -62,7 +62,7 @@ class DistributedBatch:
         """All rows of `shards`, end to end.
 
         Raises:
-            DispatchError: there is none, or their columns differ.
+            DispatchError: there is none, or their columns differ in name, kind, dtype or shape of an entry.
         """
         if not shards:
             raise DispatchError(f"{where}: there is no shard")
@@ -73,7 +73,15 @@ class DistributedBatch:
                     f"{where}: shards with different columns: {shards[0].origin} has {', '.join(names)}; "
                     f"{shard.origin} has {', '.join(shard.facts.kinds)}"
                 )
-        return cls(shards, None, names, None)
+        with_rows = [shard for shard in shards if shard.facts.rows]
+        for shard in with_rows[1:]:
+            for name in names:
+                one, other = with_rows[0].facts.forms[name], shard.facts.forms[name]
+                if one != other:
+                    raise DispatchError(
+                        f"{where}: column {name!r} is {one} from {with_rows[0].origin}, but {other} from {shard.origin}"
+                    )
+        return cls(with_rows or shards[:1], None, names, None)
 
     @classmethod
     def of(cls, batches: Sequence[Batch]) -> DistributedBatch:
@@ -258,7 +266,7 @@ class DistributedBatch:
     def assembly(self) -> Assembly:
         """What another process needs to read this batch."""
         if self._rows is None:
-            pieces = tuple(Piece(shard.place, shard.origin, None) for shard in self._shards)
+            pieces = tuple(self._piece(shard, np.arange(shard.facts.rows)) for shard in self._shards)
             return Assembly(pieces, None, self._names, self._added)
         of_shard = self._shard_of()
         order = np.argsort(of_shard, kind="stable")
@@ -267,10 +275,21 @@ class DistributedBatch:
         for number in np.unique(sorted_shard) if len(order) else [0]:
             shard = self._shards[number]
             local = sorted_rows[sorted_shard == number] - self._starts[number]
-            whole = len(local) == shard.facts.rows and bool((local == np.arange(len(local))).all())
-            made.append(Piece(shard.place, shard.origin, None if whole else local))
+            made.append(self._piece(shard, local))
         in_order = bool((order == np.arange(len(order))).all())
         return Assembly(tuple(made), None if in_order else np.argsort(order), self._names, self._added)
+
+    def _piece(self, shard: Shard, rows: np.ndarray) -> Piece:
+        """Some rows of a shard, as briefly as they can be told."""
+        if isinstance(shard.place, Batch):  # it would travel whole, with all its columns
+            stored = [name for name in self._names if self._added is None or name not in self._added]
+            return Piece(shard.place.select(stored).take(rows), shard.origin, None)
+        if not len(rows) or (rows == np.arange(rows[0], rows[0] + len(rows))).all():
+            start = int(rows[0]) if len(rows) else 0
+            if len(rows) == shard.facts.rows:
+                return Piece(shard.place, shard.origin, None)
+            return Piece(shard.place, shard.origin, slice(start, start + len(rows)))
+        return Piece(shard.place, shard.origin, rows)
 
     def _row_numbers(self) -> np.ndarray:
         return np.arange(self._starts[-1]) if self._rows is None else self._rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +28,8 @@ class Future:
         rank: int | None = None,
         ended: Callable[[], None] = lambda: None,
     ):
-        self._pending = pending
-        self._finish = finish
+        self._pending: Pending | None = pending
+        self._finish: Callable[[list[Any]], Any] | None = finish
         self._rank = rank
         self._ended = ended
         self._lock = threading.Lock()
@@ -46,24 +47,41 @@ class Future:
             StillRunning: `timeout` passed; the call goes on and may be asked again. A `TimeoutError`.
             WorkerError: the call failed, or its deadline passed.
         """
-        with self._lock:
+        until = None if timeout is None else time.monotonic() + timeout
+        if not self._lock.acquire(timeout=-1 if timeout is None else max(timeout, 0.0)):
+            raise StillRunning(f"the call still runs after {timeout:g} s")  # another thread waits for it
+        try:
             if not self._settled:
-                try:
-                    self._value = self._finish(self._pending.wait(timeout))
-                except StillRunning:
-                    raise
-                except Exception as error:
-                    self._error = error
-                self._settled = True
-                self._ended()
+                self._settle(None if until is None else max(until - time.monotonic(), 0.0))
             if self._error is not None:
                 raise self._error
             return self._value
+        finally:
+            self._lock.release()
+
+    def _settle(self, timeout: float | None) -> None:
+        assert self._pending is not None
+        assert self._finish is not None
+        try:
+            self._value = self._finish(self._pending.wait(timeout))
+        except StillRunning:
+            raise
+        except Exception as error:
+            self._error = error
+        self._settled = True
+        self._ended()
+        self._finish = None  # what a settled future need not hold, it lets go
+        if self._rank is None or self._error is not None:
+            self._pending = None
 
     def done(self) -> bool:
         """Whether every rank has ended, or the deadline passed: `result` returns or raises at once."""
-        return self._settled or self._pending.done()
+        pending = self._pending
+        return self._settled or pending is None or pending.done()
 
     def reference(self) -> Any:
         """What stands for the result in another call's arguments, where it is one rank's output as it is; else None."""
-        return None if self._rank is None or self._error is not None else self._pending.reference(self._rank)
+        pending = self._pending
+        return (
+            None if self._rank is None or self._error is not None or pending is None else pending.reference(self._rank)
+        )

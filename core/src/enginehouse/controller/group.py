@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from enginehouse.controller.dispatch import Balanced, Call, Dealt, Mode, in_order_given, resolve_mode
 from enginehouse.controller.errors import ControllerError, DispatchError, GroupClosed
@@ -19,6 +19,7 @@ from enginehouse.controller.tracing import CallTrace
 from enginehouse.controller.worker import WorkerSpec
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import Device
+from enginehouse.errors import nearest
 
 
 class WorkerGroup:
@@ -186,7 +187,7 @@ class WorkerGroup:
             self._mode(method, spec),
             args,
             kwargs,
-            timeout or spec.timeout,
+            spec.timeout if timeout is None else timeout,
             spec.blocking if blocking is None else blocking,
         )
 
@@ -246,11 +247,13 @@ class WorkerGroup:
         if self._closed:
             raise GroupClosed(f"{self.name}.{method} cannot be called any more: it was shut down", "shut down")
         deadline = self._timeout if timeout is None else timeout
+        if deadline <= 0:
+            raise DispatchError(f"{self.name}.{method}: a deadline is a positive number of seconds, not {deadline:g}")
         if mode.awaits_futures:
-            begun = time.monotonic()
-            args = tuple(self._value(method, value, deadline) for value in args)
-            kwargs = {name: self._value(method, value, deadline) for name, value in kwargs.items()}
-            deadline -= time.monotonic() - begun
+            until = time.monotonic() + deadline
+            args = tuple(self._value(method, value, until, deadline) for value in args)
+            kwargs = {name: self._value(method, value, until, deadline) for name, value in kwargs.items()}
+            deadline = max(until - time.monotonic(), 0.001)
         calls = self._calls(method, mode, args, kwargs)
         if spec.execute == "rank_zero":
             calls = [calls[0], *[None] * (len(calls) - 1)]
@@ -258,11 +261,11 @@ class WorkerGroup:
         ranks = [rank for rank in mode.returning(self) if rank in called] or called if mode.returning else called
         lane: Lane = "urgent" if spec.urgent else "loop" if self._runs_on_loop(method) else "main"
 
+        dealt = calls.shards if isinstance(calls, Dealt) and mode.joins else None  # not `calls`: it holds the arguments
+
         def collected(outputs: list[Any]) -> Any:
             result = mode.collect(self, outputs, ranks)
-            if not isinstance(calls, Dealt) or not mode.joins:
-                return result
-            return in_order_given(result, [outputs[rank] for rank in ranks], calls.shards)
+            return result if dealt is None else in_order_given(result, [outputs[rank] for rank in ranks], dealt)
 
         trace = CallTrace(self.name, method)
         try:
@@ -277,14 +280,14 @@ class WorkerGroup:
         single = ranks[0] if mode.passes_on and len(ranks) == 1 else None
         return Future(pending, collected, single, trace.end)
 
-    def _value(self, method: str, given: Any, timeout: float) -> Any:
-        """An argument, or the result of the call it stands for."""
+    def _value(self, method: str, given: Any, until: float, timeout: float) -> Any:
+        """An argument, or the result of the call it stands for, if that is there by `until` (monotonic seconds)."""
         if isinstance(given, Balanced):
-            return Balanced(self._value(method, given.batch, timeout), given.by)
+            return Balanced(self._value(method, given.batch, until, timeout), given.by)
         if not isinstance(given, Future):
             return given
         try:
-            return given.result(timeout)
+            return given.result(max(until - time.monotonic(), 0.0))
         except StillRunning as error:
             raise DispatchError(
                 f"{self.name}.{method} was not sent: an argument is the result of a call that still ran when the "
@@ -360,9 +363,21 @@ class WorkerGroup:
         else:
             self.shutdown()
 
-    if TYPE_CHECKING:  # registered methods appear on the group when it is made
+    def __getattr__(self, name: str) -> GroupMethod:
+        """Registered methods are set when the group is made: what is asked for here is none.
 
-        def __getattr__(self, method: str) -> GroupMethod: ...
+        Raises:
+            AttributeError: saying whether the worker has such a method, or which is nearest.
+        """
+        cls = self.__dict__.get("_cls")
+        if cls is None or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if callable(getattr(cls, name, None)):
+            raise AttributeError(
+                f"{cls.__name__}.{name} is not registered: decorate it with @register, or call "
+                f"group.execute_all({name!r}, ...)"
+            )
+        raise AttributeError(f"a group of {cls.__name__} has no method {name!r}: {nearest(name, self._specs)}")
 
     def __repr__(self) -> str:
         return f"WorkerGroup({self.name!r}, {self._cls.__name__} x {self.world_size})"
@@ -419,6 +434,9 @@ def reserve_names(spec: WorkerSpec) -> None:
     Raises:
         ControllerError: naming the method.
     """
+    if not isinstance(spec, WorkerSpec):
+        given = spec.__name__ if isinstance(spec, type) else repr(spec)
+        raise ControllerError(f"a group is made from a WorkerSpec: write WorkerSpec({given}, ...) instead of {given}")
     for method in registered_methods(spec.cls):
         if hasattr(WorkerGroup, method) or method == "name":
             raise ControllerError(

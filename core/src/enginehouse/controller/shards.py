@@ -19,12 +19,14 @@ class ShardFacts:
     Attributes:
         rows: its row count.
         kinds: each column's kind, dtype and shape in words.
+        forms: the part of them in which shards must agree.
         numbers: its columns of one number a row.
         lengths: for each ragged column its row lengths, int64 `(rows,)`.
     """
 
     rows: int
     kinds: dict[str, str]
+    forms: dict[str, str]
     numbers: Batch
     lengths: dict[str, np.ndarray]
 
@@ -34,7 +36,7 @@ class ShardFacts:
         from torch import Tensor
 
         from enginehouse.data import Ragged
-        from enginehouse.data.columns import describe_column
+        from enginehouse.data.columns import column_form, describe_column
 
         known: dict[int, np.ndarray] = {}
         lengths: dict[str, np.ndarray] = {}
@@ -49,7 +51,8 @@ class ShardFacts:
             elif isinstance(column, Tensor) and column.ndim == 1:
                 numbers.append(name)
         kinds = {name: describe_column(batch[name]) for name in batch.columns}
-        return cls(len(batch), kinds, batch.select(numbers), lengths)
+        forms = {name: column_form(batch[name]) for name in batch.columns}
+        return cls(len(batch), kinds, forms, batch.select(numbers), lengths)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

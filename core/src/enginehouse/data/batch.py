@@ -255,6 +255,8 @@ class Batch:
     def concat(batches: Sequence[Batch]) -> Batch:
         """All rows of all batches, in order. The columns must agree in names, kinds, dtypes and shapes.
 
+        Batches without rows must agree in names alone: nobody can know what they would hold.
+
         Raises:
             BatchError: naming the column that differs; or if there is no batch.
         """
@@ -270,6 +272,10 @@ class Batch:
                     f"batches to concatenate have different columns: batch 0 has {', '.join(first._columns)}; "
                     f"batch {number} has {', '.join(batch._columns)}"
                 )
+        batches = [batch for batch in batches if len(batch)] or batches[:1]
+        if len(batches) == 1:
+            return batches[0].select(first.columns)
+        first = batches[0].select(first.columns)
         joined: dict[tuple[int, ...], Tensor] = {}
         columns = {
             name: join_columns(name, [batch._columns[name] for batch in batches], joined) for name in first._columns

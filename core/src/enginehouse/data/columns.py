@@ -132,6 +132,15 @@ def join_columns(name: str, parts: list[Any], joined: dict[tuple[int, ...], Tens
     return Ragged._make(memory.join([part.values for part in parts]), joined[key])
 
 
+def column_form(column: Any) -> str:
+    """What batches must agree on to be joined: kind, dtype and shape of an entry, in words."""
+    if isinstance(column, tuple):
+        return "objects"
+    dtype, shape, _ = _row_type(column)
+    kind = "ragged" if isinstance(column, Ragged) else "dense"
+    return f"{kind} {str(dtype).removeprefix('torch.')}{f' of {tuple(shape)}' if shape else ''}"
+
+
 def _row_type(column: Any) -> tuple[Any, ...]:
     values = column.values if isinstance(column, Ragged) else column
     return values.dtype, values.shape[1:], values.device
