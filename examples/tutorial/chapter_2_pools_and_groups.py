@@ -24,6 +24,7 @@ import signal
 
 from enginehouse.controller import (
     PlacementError,
+    RemoteError,
     ResourcePool,
     Worker,
     WorkerDied,
@@ -39,8 +40,8 @@ cluster = start_ray(num_cpus=16)
 # %% [markdown]
 # ## A worker is a plain class
 #
-# Nothing in it is remote, so you can test it without Ray. Before `__init__` runs, the worker gets a `context`: its
-# rank, how many ranks there are, its node, its device. Each of our workers starts at its own rank.
+# Nothing in it is remote. Before `__init__` runs, the worker gets a `context`: its rank, how many ranks there are, its
+# node, its device. Each of our workers starts at its own rank.
 
 
 # %%
@@ -54,17 +55,27 @@ class Accumulator(Worker):
 
 
 # %% [markdown]
+# `WorkerSpec` holds the class and the arguments of its constructor; the object is built where the worker is to be.
+#
+# To test or debug a worker, let that be here: `launcher="inline"` makes a group of one rank in this process, without
+# Ray. `breakpoint()` works in it. (A class that does not read `context` you can also just call.)
+
+# %%
+spec = WorkerSpec(Accumulator).options(distributed=False)  # adding numbers needs no torch.distributed; starts faster
+with WorkerGroup(None, spec, name="alone", launcher="inline") as alone:
+    print("in this process:", alone.execute_all("add", 1), alone.pids == [os.getpid()])
+
+# %% [markdown]
 # ## Four processes
 #
 # `ResourcePool([4])` means: four processes on one node. `[4, 2]` would mean four on one node and two on another (or
-# on the same, if it is large enough). With GPUs you would say `gpus_per_process=1`. `WorkerSpec` holds the class and
-# the arguments of its constructor; the object is built in the worker, not here.
+# on the same, if it is large enough). With GPUs you would say `gpus_per_process=1`.
 #
-# `max_colocate=2` lets two groups sit on the pool at once. We need that further down.
+# `max_colocate=2` lets two groups sit on the pool at once; we need that further down. It reserves two CPUs a place,
+# one for each group.
 
 # %%
-pool = ResourcePool([4], max_colocate=2)
-spec = WorkerSpec(Accumulator).options(distributed=False)  # adding numbers needs no torch.distributed; starts faster
+pool = ResourcePool([4], max_colocate=2, name="first")
 first = WorkerGroup(pool, spec, name="first")
 
 print(first)
@@ -83,7 +94,7 @@ print(first.execute_all("add", 1))
 # A second group on a pool of its own has nothing to do with the first; its values start at its own ranks.
 
 # %%
-second_pool = ResourcePool([4], max_colocate=2)
+second_pool = ResourcePool([4], max_colocate=2, name="second")
 second = WorkerGroup(second_pool, spec, name="second")
 print(second.execute_all("add", 2))
 
@@ -156,6 +167,22 @@ except PlacementError as error:
     print(error)
 
 # %% [markdown]
+# ## When a worker raises
+#
+# The error comes here, and says which rank raised what. If nobody catches it, Python prints the worker's own traceback
+# too. The group stays usable.
+
+# %%
+try:
+    first.execute_rank(1, "add", "ten")
+except RemoteError as error:
+    print(error)
+
+# %% [markdown]
+# What a worker *prints* does not come here: it goes to Ray's log files, `worker-*.out` in
+# `/tmp/ray/session_latest/logs` on the worker's node. Better use `logging`: its lines carry role and rank, go to
+# `worker-*.err` beside them, and the last of them come with an error.
+#
 # ## When a process dies
 #
 # Processes get killed, most often because memory ran out. The next call says who died, where, and in which method.

@@ -66,7 +66,8 @@ class Accumulator(Worker):
         return self.value
 
 
-group = WorkerGroup(pool, WorkerSpec(Accumulator), name="accumulator")
+spec = WorkerSpec(Accumulator).options(distributed=False)  # as in chapter 2: no torch.distributed, starts faster
+group = WorkerGroup(pool, spec, name="accumulator")
 print(group.add(10))
 print(group.first_value())
 group.shutdown()
@@ -79,11 +80,12 @@ group.shutdown()
 # into `Same(...)`. The rule never depends on how long a list happens to be; a list of the wrong length is an error,
 # not a broadcast.
 #
-# `execute=Execute.RANK_ZERO` runs a call on rank 0 only, whatever its dispatch made of the arguments.
+# `execute=Execute.RANK_ZERO` runs a call on rank 0 only, with what the dispatch made for it; `collect="first"` gives
+# its result instead of a list of one.
 #
 # Where no mode fits, write two functions. `dispatch_fn(group, *args, **kwargs)` returns one `(args, kwargs)` for each
-# rank; `collect_fn(group, outputs)` makes one result of the ranks' outputs. Here: every argument has two entries,
-# dealt to the ranks in turn.
+# rank, None for one that is not called; `collect_fn(group, outputs)` gets one output for each rank, None for one that
+# was not called, and makes one result of them. Here: every argument has two entries, dealt to the ranks in turn.
 
 
 # %%
@@ -110,15 +112,15 @@ class Adder(Worker):
     def add_own(self, x, y):
         return self.start + x + y
 
-    @register(Dispatch.ALL_TO_ALL, execute=Execute.RANK_ZERO, collect="first")
+    @register(Dispatch.ONE_TO_ALL, execute=Execute.RANK_ZERO, collect="first")
     def add_on_rank_zero(self, x, y):
         return self.start + x + y
 
 
-adder = WorkerGroup(pool, WorkerSpec(Adder, 2), name="adder")
+adder = WorkerGroup(pool, WorkerSpec(Adder, 2).options(distributed=False), name="adder")
 print("two to all:   ", adder.add_pairs(x=[1, 2], y=[5, 6]))
 print("all to all:   ", adder.add_own([10, 20, 30, 40], y=Same(1)))
-print("on rank zero: ", adder.add_on_rank_zero([1, 0, 0, 0], [2, 0, 0, 0]))
+print("on rank zero: ", adder.add_on_rank_zero(1, 2))
 try:
     adder.add_own([10, 20], y=Same(1))
 except DispatchError as error:
@@ -201,7 +203,8 @@ class PairAdder(Worker):
         return self.start + x + y
 
 
-with WorkerGroup(pool, WorkerSpec(PairAdder, 2), name="pair_adder") as pair_adder:
+spec = WorkerSpec(PairAdder, 2).options(distributed=False)
+with WorkerGroup(pool, spec, name="pair_adder") as pair_adder:
     print("by the plugin's mode:", pair_adder.add(x=[1, 2], y=[5, 6]))
 adder.shutdown()
 
@@ -211,7 +214,11 @@ adder.shutdown()
 #
 # `Dispatch.DP` is the mode that training uses. A `Batch` is a table of named columns; a *ragged* column holds one
 # token sequence a row, each as long as it is, without padding. A `dp` call cuts each batch among its arguments over
-# the ranks, and hands everything else to all of them. Seven rows over four ranks are fine.
+# the ranks, and hands everything else to all of them. Without a batch among its arguments it cuts nothing: every rank
+# gets the arguments as they are.
+#
+# Seven rows over four ranks are fine. So are three: one rank gets no rows then, and runs on an empty batch. An empty
+# list does not show what it would hold, so give `Ragged.from_list` a `dtype`.
 #
 # Two roles of a small pipeline: a writer turns prompts into responses, a scorer gives each response a reward.
 
@@ -221,7 +228,8 @@ class Writer(Worker):
     @register(Dispatch.DP)
     def write(self, batch: Batch) -> Batch:
         """Answers a prompt with its tokens in reverse, twice."""
-        responses = Ragged.from_list([torch.cat([prompt.flip(0)] * 2) for prompt in batch.ragged("prompt")])
+        twice = [torch.cat([prompt.flip(0)] * 2) for prompt in batch.ragged("prompt")]
+        responses = Ragged.from_list(twice, dtype=torch.int64)
         return batch.with_columns(response=responses, length=responses.lengths)
 
     @register(Dispatch.DP, blocking=False)
@@ -246,8 +254,8 @@ class Scorer(Worker):
 prompts = Batch({"prompt": Ragged.from_list([torch.arange(1, n + 1) for n in (1, 2, 3, 4, 5, 6, 7)])})
 print(prompts)
 
-writer = WorkerGroup(pool, WorkerSpec(Writer), name="writer")
-scorer = WorkerGroup(ResourcePool([2]), WorkerSpec(Scorer), name="scorer")
+writer = WorkerGroup(pool, WorkerSpec(Writer).options(distributed=False), name="writer")
+scorer = WorkerGroup(ResourcePool([2]), WorkerSpec(Scorer).options(distributed=False), name="scorer")
 print("rank 1 of the scorer says:", scorer.execute_rank(1, "rank_and_process"))
 
 # %% [markdown]
@@ -255,7 +263,10 @@ print("rank 1 of the scorer says:", scorer.execute_rank(1, "rank_and_process"))
 #
 # What comes back from `write` is a `DistributedBatch`. The four ranks' rows stay in shared memory on the nodes where
 # they were made; this program holds row counts, lengths, and columns of one number a row. That is enough to plan
-# with, and small.
+# with, and small. Ask for one column by `column(name)`, not `[name]`; `fetch()` brings the rest.
+#
+# Chapter 1 showed an array of the store that was read-only. Torch cannot make tensors so. Never write into a batch's
+# column in place: everybody who has the batch would see it. `batch.clone()` first.
 
 # %%
 written = writer.write(prompts)
@@ -274,8 +285,9 @@ best = scored.take(scored.column("reward").topk(2).indices)  # plans, moves noth
 print("the two best, fetched:", [row.tolist() for row in best.fetch(["response"]).ragged("response")])
 
 # %% [markdown]
-# Equal numbers of rows can be very unequal work. `Balanced` deals rows by tokens instead. Results with one row a row
-# come back in the order you gave.
+# Equal numbers of rows can be very unequal work. `Balanced` deals rows by tokens instead. A result with one row for
+# each row given is put back into your order. `collect="list"`, as for `tokens`, and collects of your own get what the
+# ranks gave, as they gave it.
 
 # %%
 print("tokens a rank, cut by rows:   ", scorer.tokens(written))

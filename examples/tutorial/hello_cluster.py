@@ -2,8 +2,8 @@
 
     python examples/tutorial/hello_cluster.py [NODES]
 
-takes two processes on each of NODES nodes (one by default), on the cluster that RAY_ADDRESS names or on one that it
-starts.
+takes NODES pairs of processes (one by default), each pair on one node, on up to NODES nodes: a large node may have
+several pairs. It uses the cluster that RAY_ADDRESS names, or one that it starts.
 """
 
 import sys
@@ -23,6 +23,15 @@ class Greeter(Worker):
         return f"hello from rank {self.context.rank} of {self.context.world_size} on node {node[:8]}"
 
 
+def nodes_asked_for(arguments: list[str]) -> int:
+    """The number of nodes on the command line; where it says something else, one line and exit code 2."""
+    given = " ".join(arguments) or "1"
+    if not given.isdecimal() or int(given) == 0:
+        print(f"usage: hello_cluster.py [NODES], where NODES is a whole number from 1, not {given!r}", file=sys.stderr)
+        raise SystemExit(2)
+    return int(given)
+
+
 def main(nodes: int) -> None:
     """Start the group, let every rank greet, and end it."""
     spec = WorkerSpec(Greeter).options(distributed=False)  # no torch.distributed: it starts faster
@@ -31,4 +40,4 @@ def main(nodes: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1)
+    main(nodes_asked_for(sys.argv[1:]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from unittest import mock
 
 import psutil
 import pytest
@@ -13,6 +14,7 @@ from ray_programs import ClusterProgram, Program
 from enginehouse.controller import (
     ControllerError,
     GroupClosed,
+    RemoteError,
     ResourcePool,
     WorkerDied,
     WorkerGroup,
@@ -165,6 +167,21 @@ def test_a_name_is_taken_while_its_group_lives(first, second):
     assert first.run(_call, "add", 1) == [1, 1]
 
 
+def test_two_programs_that_launch_one_name_at_the_same_time_are_not_both_let(first, second):
+    first.run(_launch)
+    kind, said = second.run(_launch_without_looking)
+    assert kind is ControllerError
+    assert "a detached group 'actor' exists" in said
+    assert "WorkerGroup.attach('actor')" in said
+    assert first.run(_call, "add", 1) == [1, 1]
+
+
+def _launch_without_looking():
+    """As if the other program's group had not been there yet when this one looked."""
+    with mock.patch("enginehouse.controller.launchers.detached.make_room"):
+        return _error_of(_launch)
+
+
 def test_a_restart_in_one_program_breaks_the_group_of_the_other_which_attaches_again(first, second):
     before = first.run(_launch)
     second.run(_attach)
@@ -174,6 +191,47 @@ def test_a_restart_in_one_program_breaks_the_group_of_the_other_which_attaches_a
     after = first.run(_attach)
     assert not set(before) & set(after)
     assert (first.run(_call, "add", 1), second.run(_call, "add", 1)) == ([1, 1], [2, 2])
+
+
+@pytest.mark.parametrize("old", ["the one that launched it", "one that attached to it"])
+def test_a_group_that_another_program_restarted_is_not_restarted_or_ended_by_the_old_handle(first, second, old):
+    before = first.run(_launch)
+    second.run(_attach)
+    stale, fresh = (first, second) if old == "the one that launched it" else (second, first)
+    fresh.run(_call, "restart")
+    kind, said = stale.run(_error_of, _call, "restart")
+    assert kind is GroupClosed
+    assert "actor cannot be restarted here: another program restarted it or launched it anew; attach again" in said
+    stale.run(_call, "shutdown")
+    assert fresh.run(_call, "add", 1) == [1, 1]
+    after = stale.run(_attach)
+    assert not set(before) & set(after)
+    fresh.run(_call, "shutdown")
+    assert not any(_alive(pid) for pid in after)
+    assert first.run(_launch, "whole cluster", Accumulator, (), CPUS), "its places were given back"
+
+
+def test_a_restart_that_fails_may_be_tried_again_at_once(first, second, tmp_path):
+    path = tmp_path / "ready"
+    path.touch()
+    first.run(_launch, "actor", _NeedsAFile, (str(path),))
+    path.unlink()
+    kinds, said = first.run(_restart_until_it_works, path)
+    assert kinds == [RemoteError, RemoteError, None], said
+
+
+def _restart_until_it_works(path):
+    group = groups["actor"]
+    failed = [_error_of(group.restart) for _ in range(2)]
+    path.touch()
+    failed.append(_error_of(group.restart))
+    return [kind for kind, _ in failed], failed
+
+
+class _NeedsAFile:
+    def __init__(self, path: str):
+        with open(path):
+            pass
 
 
 @pytest.mark.parametrize("rank", [0, 1])

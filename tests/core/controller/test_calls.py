@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import ray
@@ -90,6 +92,16 @@ def test_plain_and_ray_classes_are_workers_too(launch):
 def test_large_arguments_arrive_whole(accumulator):
     values = np.arange(100_000)
     assert [int(total.sum()) for total in accumulator.add(values)] == [int((values + 5).sum())] * 2
+
+
+def test_an_argument_that_cannot_travel_is_named_and_the_group_goes_on(accumulator):
+    with pytest.raises(DispatchError, match=r"^sum\.add_own .*rank 1: TypeError: .*lock.*$") as refused:
+        accumulator.add_own([1, threading.Lock()])
+    assert "\n" not in str(refused.value)
+    assert accumulator.add(0) == [6, 5], "rank 0 had been sent its part"
+    with pytest.raises(DispatchError, match=r"^sum\.add .*rank 0: TypeError: .*lock.*$"):
+        accumulator.add([bytes(100_000), threading.Lock()])
+    assert accumulator.add(0) == [6, 5]
 
 
 def test_the_group_knows_its_processes(standing):

@@ -9,7 +9,7 @@ import signal
 
 import pytest
 import ray
-from controller_workers import Trouble
+from controller_workers import Meeting, Trouble
 
 from enginehouse.controller import (
     ControllerError,
@@ -82,6 +82,8 @@ def test_a_killed_rank_is_named_while_others_hang(trouble):
     with pytest.raises(GroupClosed, match=r"rank 1.*died") as refused:
         trouble.fine()
     assert refused.value.reason == trouble.broken
+    with pytest.raises(GroupClosed, match=r"rank 1.*died"):
+        trouble.refresh_meshes()
 
 
 def test_a_rank_killed_between_calls_is_named_by_the_next(trouble):
@@ -122,6 +124,16 @@ def test_a_stopped_process_is_called_that(launch):
         group.call("fine", timeout=0.3)
 
 
+def test_meshes_that_come_late_leave_the_group_whole(launch):
+    group = launch(Meeting, name="meeting", timeout=1)
+    waiting = group.call("block_until_arrived", 1, timeout=60, blocking=False)
+    with pytest.raises(WorkerTimeout, match="'mesh' did not end within 1 s"):
+        group.refresh_meshes()
+    assert group.broken is None
+    group.call("arrive", 1, timeout=60)
+    assert waiting.result() == [True, True]
+
+
 def test_a_futures_deadline_counts_from_the_call(trouble):
     future = trouble.call("hang_on", 0, timeout=0.5, blocking=False)
     with pytest.raises(WorkerTimeout, match="rank 0"):
@@ -135,6 +147,27 @@ def test_a_future_that_failed_fails_the_call_it_is_given_to(trouble, standing):
     failing = trouble.execute_rank_zero_async("raise_on", 0)
     with pytest.raises(RemoteError, match=r"trouble rank 0 .*bad value on rank 0"):
         other.linger(failing, 5)
+
+
+def test_a_death_behind_a_future_is_the_producers_and_leaves_the_consumer_whole(trouble, standing):
+    other = standing(Trouble, name="other")
+    dying = trouble.execute_rank_zero_async("die_on", 0)
+    with pytest.raises(WorkerDied, match=r"^trouble rank 0 .*died during 'die_on'.*\n.*other\.linger") as caught:
+        other.linger(dying, 5)
+    error = caught.value
+    assert (error.role, error.rank, error.method, error.pid) == ("trouble", 0, "die_on", trouble.pids[0])
+    assert other.fine() == [0, 1]
+    with pytest.raises(WorkerDied, match="trouble rank 0"):
+        dying.result()
+
+
+def test_a_call_that_waits_for_a_late_future_says_for_whose(launch, standing):
+    producer = launch(Meeting, name="producer", timeout=60, processes=1)
+    late = producer.execute_rank_zero_async("block_until_arrived", 1)
+    other = standing(Trouble, name="other")
+    with pytest.raises(WorkerTimeout, match=r"waits for producer rank 0's 'block_until_arrived'"):
+        other.call("linger", late, 5, timeout=0.5)
+    producer.arrive(1)
 
 
 def test_errors_survive_pickling(trouble):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
+import numpy as np
 import pytest
-from controller_workers import Leaver, Reducer, Surroundings, Trouble
+from controller_workers import Accumulator, Leaver, Reducer, Surroundings, Trouble
 from ray_programs import ClusterProgram, add_node, kill_node
 
 from enginehouse.controller import (
@@ -210,6 +214,39 @@ def _hang_beside_a_loss():
             found = (error.rank, str(error))
     pool.shutdown()
     add_node(num_cpus=2, num_gpus=2)
+    return found
+
+
+def test_a_call_that_ended_is_had_after_its_deadline_though_its_outputs_lie_on_another_node(cluster):
+    assert cluster.run(_ask_late) == ([1_000_000] * 6, None)
+
+
+def _ask_late():
+    pool = ResourcePool([4, 2])
+    with WorkerGroup(pool, WorkerSpec(Accumulator).options(distributed=False), name="six", timeout=120) as group:
+        future = group.call("add", np.zeros(1_000_000, np.uint8), timeout=0.001, blocking=False)
+        group.first()  # behind it on every rank: then it has ended, and its deadline has passed
+        found = [output.size for output in future.result()], group.broken
+    pool.shutdown()
+    return found
+
+
+def test_a_death_on_another_node_is_found_beside_a_rank_that_does_not_answer(cluster):
+    rank, said = cluster.run(_die_beside_a_stopped_one)
+    assert rank == 5
+    assert "died during 'fine'" in said
+
+
+def _die_beside_a_stopped_one():
+    pool = ResourcePool([4, 2])
+    with WorkerGroup(pool, WorkerSpec(Trouble).options(distributed=False), name="six", timeout=120) as group:
+        os.kill(group.pids[4], signal.SIGSTOP)
+        os.kill(group.pids[5], signal.SIGKILL)
+        try:
+            group.fine()
+        except WorkerDied as error:
+            found = (error.rank, str(error))
+    pool.shutdown()
     return found
 
 

@@ -117,6 +117,41 @@ def test_a_pool_can_be_used_again_after_its_shutdown(closing):
         assert group.add(2) == [2, 2]
 
 
+def test_a_group_restarted_after_the_shutdown_of_its_pool_has_its_place_again(closing):
+    pool = closing(ResourcePool([1], cpus_per_process=0.25, name="p"))
+    group = closing(_accumulators(pool, "first"))
+    pool.shutdown()
+    assert pool.groups == []
+    group.restart()
+    assert pool.groups == ["first"]
+    with pytest.raises(PlacementError, match=r"'p' holds 1 .* has first;.*'second'"):
+        _accumulators(pool, "second")
+    assert group.add(1) == [1]
+
+
+def test_a_group_whose_place_was_taken_after_the_shutdown_of_its_pool_cannot_be_restarted(closing):
+    pool = closing(ResourcePool([1], cpus_per_process=0.25, name="p"))
+    first = closing(_accumulators(pool, "first"))
+    pool.shutdown()
+    second = closing(_accumulators(pool, "second"))
+    with pytest.raises(PlacementError, match=r"'p' holds 1 .* has second;.*'first'"):
+        first.restart()
+    assert second.add(1) == [1]
+    second.shutdown()
+    first.restart()
+    assert first.add(2) == [2]
+
+
+def test_a_group_that_is_dropped_frees_its_place(closing):
+    pool = closing(ResourcePool([1], cpus_per_process=0.25))
+    group = _accumulators(pool, "first")
+    assert group.add(1) == [1]
+    del group
+    gc.collect()
+    assert pool.groups == []
+    assert closing(_accumulators(pool, "second")).add(2) == [2]
+
+
 def test_a_group_that_cannot_be_built_gives_its_place_back(closing):
     pool = closing(ResourcePool([1], cpus_per_process=0.25))
     with pytest.raises(ControllerError, match="no such thing"):

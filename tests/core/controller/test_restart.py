@@ -147,6 +147,25 @@ def test_an_inline_group_builds_its_worker_anew():
         group.restart()
 
 
+def test_an_inline_restart_that_fails_leaves_the_group_broken_and_may_be_tried_again(tmp_path):
+    path = tmp_path / "ready"
+    path.touch()
+    spec = WorkerSpec(_NeedsAFile, str(path)).options(distributed=False)
+    group = WorkerGroup(None, spec, name="needy", launcher="inline")
+    path.unlink()
+    for _ in range(2):
+        with pytest.raises(FileNotFoundError):
+            group.restart()
+        assert group.broken.startswith("its restart failed: [Errno 2] No such file")
+        with pytest.raises(GroupClosed, match="its restart failed"):
+            group.execute_all("answer")
+    path.touch()
+    group.restart()
+    assert group.execute_all("answer") == [42]
+    group.shutdown()
+    assert group.broken == "needy was shut down"
+
+
 def test_one_rank_is_called_by_its_number(standing):
     group = standing(Accumulator, name="sum")
     assert group.execute_rank(1, "unregistered", value=10) == 11

@@ -31,6 +31,9 @@ class DistributedBatch:
     distributed batches and move nothing. Immutable. The shards live as long as something refers to them, also when the
     group that made them is gone.
 
+    Torch cannot make tensors of the object store read-only: never write into a column in place, everybody who has the
+    batch would see it. `fetch().clone()` first.
+
     >>> batch = DistributedBatch.of([Batch({"reward": torch.tensor(part)}) for part in ([1.0, 0.0], [2.0])])
     >>> len(batch), batch.column("reward").mean()
     (3, tensor(1.))

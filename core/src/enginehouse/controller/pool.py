@@ -204,6 +204,7 @@ class ResourcePool:
 
     def shutdown(self) -> None:
         """Give everything back to the cluster. Groups still on the pool lose their processes; shut them down first.
+        A restart of such a group reserves the pool anew.
 
         A pool that was merged or split only lets go of the others' places; a detached group keeps what it has.
         """
@@ -222,7 +223,7 @@ class Occupation:
     def __init__(self, pool: ResourcePool, group: str, detached: bool):
         self.pool = pool
         self.detached = detached
-        self._sitter = Sitter(group)
+        self._sitter = Sitter(group, stays=detached)
         self._bundles = pool._bundles
 
     @property
@@ -259,11 +260,13 @@ class Occupation:
             raise
 
     def renew(self) -> None:
-        """Wait until places whose node has left are placed again.
+        """Wait until places whose node has left are placed again; take them anew after the pool's shutdown.
 
         Raises:
-            PlacementError: the cluster does not give them within the pool's timeout.
+            PlacementError: the cluster does not give them within the pool's timeout, or after the pool's shutdown
+                other groups took them.
         """
+        self.sit_down()
         deadline = time.monotonic() + self.pool.timeout
         for place in self._reservations():
             place.place(deadline, self.pool.timeout)

@@ -74,13 +74,17 @@ def register(
             - `"all_to_all"`: each argument is a list (or `PerRank`) with one entry a rank; `Same(value)` goes to all.
             - `"dp"`: batches are split over the data axis of the workers' meshes, the same shard to every rank of a
               model-parallel replica; other arguments go to all as they are; results come from output ranks only.
+              Torch cannot make tensors of the object store read-only: never write into a batch's column in place,
+              everybody who has the batch would see it; `batch.clone()` first.
             - `{"dispatch_fn": f, "collect_fn": g}`: `f(group, *args, **kwargs)` returns one `(args, kwargs)` a rank
-              (None: that rank is not called), `g(group, outputs)` gets one output a rank.
+              (None: that rank is not called), `g(group, outputs)` gets one output a rank, None for ranks that were
+              not called.
             - any other name: a dispatch mode that a plugin registered, found on the controller at the first call.
         collect: how results are put together: `"list"`, `"concat"` (batches, lists, arrays; None if all are None),
             `"distributed"` (batches stay where they are: a `DistributedBatch`; all else as `"concat"`), `"first"`,
-            `"merge"` (`enginehouse.engines.train.merge_metrics`), or `g(group, outputs)`. By default
-            `one_to_all` and `all_to_all` give a list, `dp` is `"distributed"`, `rank_zero` gives the one result.
+            `"merge"` (dicts of metrics: `enginehouse.engines.Mean`s are added up, of plain floats the last rank's
+            stands, so return `Mean`s), or `g(group, outputs)`. By default `one_to_all` and `all_to_all` give a list,
+            `dp` is `"distributed"`, `rank_zero` gives the one result.
         execute: `"rank_zero"` calls rank 0 only, with what the dispatch gives it.
         blocking: False returns a `Future`.
         timeout: deadline in seconds; None takes the group's.

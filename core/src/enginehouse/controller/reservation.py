@@ -42,10 +42,16 @@ class Slot:
 
 
 class Sitter:
-    """A group that sits on bundles; two groups of one name are two sitters."""
+    """A group that sits on bundles; two groups of one name are two sitters.
 
-    def __init__(self, name: str):
+    Args:
+        name: the group's name.
+        stays: whether its seats are kept when nobody holds it any more, as a detached group's are: it runs on.
+    """
+
+    def __init__(self, name: str, stays: bool = False):
         self.name = name
+        self.stays = stays
 
 
 class Reservation:
@@ -78,11 +84,16 @@ class Reservation:
         resources = {"CPU": cpu_units * max_colocate / UNITS, "GPU": gpus_per_process}
         self.bundle = {resource: amount for resource, amount in resources.items() if amount}
         self._where = [(node, bundle) for node, count in enumerate(processes_per_node) for bundle in range(count)]
-        self._seats: list[list[Sitter]] = [[] for _ in self._where]
+        self._seats = self._empty_seats()
         self._placing = threading.Lock()
         self._placement_groups = list(placement_groups)
         self._giving_back: weakref.finalize[Any, Any] | None = None
         self._outlives = bool(placement_groups)
+
+    def _empty_seats(self) -> list[weakref.WeakKeyDictionary[Sitter, Sitter | None]]:
+        """Who sits on each bundle, in order of arrival; held weakly, so that a group that is dropped frees its seats.
+        As a value, one that stays is held."""
+        return [weakref.WeakKeyDictionary() for _ in self._where]
 
     def __len__(self) -> int:
         """Number of bundles."""
@@ -105,7 +116,8 @@ class Reservation:
 
     def sitters(self, index: int) -> list[str]:
         """Names of the groups on a bundle."""
-        return [sitter.name for sitter in self._seats[index]]
+        with _seats_lock:
+            return [sitter.name for sitter in self._seats[index]]
 
     def slot(self, index: int) -> Slot:
         """Where a process goes that sits on a bundle of a placed reservation."""
@@ -160,7 +172,7 @@ class Reservation:
                 self._giving_back.detach()
                 self._giving_back = None
             with _seats_lock:
-                self._seats = [[] for _ in self._where]
+                self._seats = self._empty_seats()
             remove(groups)
 
     def give_back_if_empty(self) -> None:
@@ -220,13 +232,14 @@ class Reservation:
 
 
 def take_seats(bundles: Sequence[tuple[Reservation, int]], sitter: Sitter, pool: str) -> None:
-    """Seat a group on bundles, on all of them or on none.
+    """Seat a group on bundles, on all of them or on none; where it sits already it stays.
 
     Raises:
         PlacementError: a bundle holds as many groups as it may already; says which groups.
     """
     with _seats_lock:
-        full = [(place, index) for place, index in bundles if len(place._seats[index]) >= place.max_colocate]
+        free = [(place, index) for place, index in bundles if sitter not in place._seats[index]]
+        full = [(place, index) for place, index in free if len(place._seats[index]) >= place.max_colocate]
         if full:
             names = sorted({one.name for place, index in full for one in place._seats[index]})
             most = min(place.max_colocate for place, _ in full)
@@ -235,16 +248,15 @@ def take_seats(bundles: Sequence[tuple[Reservation, int]], sitter: Sitter, pool:
                 f"pool {pool!r} holds {most} group(s) at once and has {', '.join(names)}{some}; shut one down, "
                 f"colocate them in one process, or raise max_colocate to place {sitter.name!r} as well"
             )
-        for place, index in bundles:
-            place._seats[index].append(sitter)
+        for place, index in free:
+            place._seats[index][sitter] = sitter if sitter.stays else None
 
 
 def leave_seats(bundles: Sequence[tuple[Reservation, int]], sitter: Sitter) -> None:
     """Take a group off its bundles; what is reserved stays so."""
     with _seats_lock:
         for place, index in bundles:
-            if sitter in place._seats[index]:
-                place._seats[index].remove(sitter)
+            place._seats[index].pop(sitter, None)
 
 
 def reservation_name(group: str) -> str:

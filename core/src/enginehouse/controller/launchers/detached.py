@@ -72,6 +72,14 @@ def actor_options(group: str, rank: int) -> dict[str, Any]:
     return {"name": f"{group}/{rank}", "namespace": NAMESPACE, "lifetime": "detached"}
 
 
+def name_taken(group: str) -> ControllerError:
+    """What to say where a group of that name is there already."""
+    return ControllerError(
+        f"a detached group {group!r} exists on this cluster: use it with WorkerGroup.attach({group!r}), end it "
+        f"with WorkerGroup.attach({group!r}).shutdown(), or choose another name"
+    )
+
+
 def existing() -> dict[str, list[int]]:
     """The detached groups of this cluster, and which of their ranks live."""
     import ray
@@ -99,16 +107,30 @@ def make_room(group: str) -> None:
             "(`ray start --head`) and join it with start_ray('auto')"
         )
     if _lives(group):
-        raise ControllerError(
-            f"a detached group {group!r} exists on this cluster: use it with WorkerGroup.attach({group!r}), end it "
-            f"with WorkerGroup.attach({group!r}).shutdown(), or choose another name"
-        )
+        raise name_taken(group)
     left = [
         key
         for key, table in placement_group_table().items()
         if table["name"] == reservation_name(group) and table["state"] != "REMOVED"
     ]
     remove([_placement_group(key) for key in left])
+
+
+def was_replaced(group: str, actors: Sequence[Any]) -> bool:
+    """Whether other actors live under a group's names by now: another program restarted it, or launched it anew.
+
+    Args:
+        group: its name.
+        actors: each rank's actor as this program knows it, None for one that was gone.
+    """
+    import ray
+
+    if not ray.is_initialized():
+        return False
+    ours = {actor._actor_id for actor in actors if actor is not None}
+    named = _actors(group, existing().get(group, ()))
+    # those of a restart that failed here keep their names for a moment
+    return _any_lives({rank: actor for rank, actor in named.items() if actor._actor_id not in ours})
 
 
 def wait_until_gone(group: str, timeout: float) -> None:
@@ -171,13 +193,16 @@ def _refuse_without_ray(group: str) -> None:
 
 def _lives(group: str) -> bool:
     """Whether any process of a group lives: Ray keeps the names of dead ones until it has noticed."""
-    actors = _actors(group, existing().get(group, ()))
-    refs = {rank: actor.ping.remote() for rank, actor in actors.items()}
-    _, dead = _answers(refs, time.monotonic() + NOTICE_SECONDS)
-    if len(dead) < len(actors):
+    if _any_lives(_actors(group, existing().get(group, ()))):
         return True
     wait_until_gone(group, NOTICE_SECONDS)
     return False
+
+
+def _any_lives(actors: Mapping[int, Any]) -> bool:
+    refs = {rank: actor.ping.remote() for rank, actor in actors.items()}
+    _, dead = _answers(refs, time.monotonic() + NOTICE_SECONDS)
+    return len(dead) < len(actors)
 
 
 def _actors(group: str, ranks: Sequence[int]) -> dict[int, Any]:

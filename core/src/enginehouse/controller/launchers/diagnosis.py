@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from enginehouse.controller.errors import RemoteError, RemoteTraceback, WorkerDied, WorkerError, WorkerTimeout
-from enginehouse.controller.launchers.failure import WorkerFailure
+from enginehouse.controller.launchers.failure import SourceDied, WorkerFailure
 from enginehouse.controller.launchers.host import STACKS_SIGNAL
 from enginehouse.controller.launchers.interface import Place
 
@@ -41,6 +41,7 @@ class Diagnosis:
 
     Attributes:
         deadly: whether a process was found dead.
+        only_slow: whether a late call was found ended on every rank, its outputs not here yet.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Diagnosis:
         self.method = method
         self.timeout = timeout
         self.deadly = False
+        self.only_slow = False
         self._refs = refs
         self._places = places
         self._actors = actors
@@ -68,9 +70,8 @@ class Diagnosis:
     def failed(self, seen: Exception) -> WorkerError:
         """The error to raise: of a rank that died if any did, else of the rank that raised first."""
         raised, deaths = self._outcomes()
-        for rank in self._refs if self._ended is None else ():
-            if rank not in deaths and (rank in raised or len(self._refs) > 1) and (how := self._death(rank)):
-                deaths[rank] = how
+        if self._ended is None:
+            deaths |= self._deaths([r for r in self._refs if r not in deaths and (r in raised or len(self._refs) > 1)])
         if deaths:
             self.deadly = True
             rank = min(deaths)
@@ -82,6 +83,8 @@ class Diagnosis:
         notes = [f"Rank(s) {', '.join(map(str, others))} raised as well."] if others else []
         if busy := self.unfinished():
             notes.append(f"Rank(s) {', '.join(map(str, busy))} had not ended.")
+        if isinstance(raised[first], SourceDied):
+            notes = [f"Its output was an argument of {self.role}.{self.method}."]
         return raised[first].to_error(" ".join(notes))
 
     def late(self) -> WorkerError:
@@ -89,18 +92,19 @@ class Diagnosis:
         raised, deaths = self._outcomes()
         late = self.unfinished()
         # one that ended and died since, maybe with its node, can be what the late ones wait for
-        for rank in self._refs:
-            if rank not in deaths and (how := self._death(rank)):
-                deaths[rank] = how
+        deaths |= self._deaths([rank for rank in self._refs if rank not in deaths])
         if deaths:
             self.deadly = True
             rank = min(deaths)
             return self._died(rank, deaths[rank], raised)
         stacks, log_lines = self._stacks(late)
         rank = late[0] if late else next(iter(self._refs))
+        self.only_slow = not late
         ended = sorted(set(self._refs) - set(late))
         message = f"{self._where(rank)}: {self.method!r} did not end within {self.timeout:g} s"
-        if len(self._refs) > 1:
+        if self.only_slow:
+            message = f"{self.role}: {self.method!r} ended on every rank, but its outputs did not get here in time"
+        elif len(self._refs) > 1:
             message += f"; late rank(s): {_listed(late)}, ended: {_listed(ended) or 'none'}"
         for one in late[:4]:
             message += f"\nRank {one} (pid {self._places[one].pid}) is here:\n{_at_work(stacks[one])}"
@@ -115,7 +119,7 @@ class Diagnosis:
         import ray
 
         refs = list(self._refs.values())
-        _, busy = ray.wait(refs, num_returns=len(refs), timeout=0)
+        _, busy = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
         return [rank for rank, ref in self._refs.items() if ref in busy]
 
     # What Ray knows
@@ -128,11 +132,12 @@ class Diagnosis:
         deaths: dict[int, str] = {}
         refs = list(self._refs.values())
         ended, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
+        until = time.monotonic() + CONTROL_SECONDS
         for rank, ref in self._refs.items():
             if ref not in ended:
                 continue
             try:
-                ray.get(ref, timeout=CONTROL_SECONDS)
+                ray.get(ref, timeout=max(until - time.monotonic(), 0.0))
             except ray.exceptions.RayTaskError as error:
                 raised[rank] = self._failure_in(error, rank)
             except (
@@ -142,11 +147,15 @@ class Diagnosis:
                 ray.exceptions.OutOfMemoryError,  # Ray killed it
             ) as error:
                 deaths[rank] = _how_it_died(error)
+            except ray.exceptions.GetTimeoutError:  # it ended, and its output is on its way
+                continue
             except Exception as error:
                 raised[rank] = self._failure_here(error, rank)
         return raised, deaths
 
     def _failure_in(self, error: Any, rank: int) -> WorkerFailure:
+        if isinstance(error.cause, SourceDied):
+            error.cause.text = _how_it_died(error.cause.text)
         if isinstance(error.cause, WorkerFailure):
             return error.cause
         # raised by Ray itself in the worker: arguments that do not unpickle, a result that does not pickle
@@ -165,24 +174,23 @@ class Diagnosis:
 
     # What the processes say
 
-    def _death(self, rank: int) -> str | None:
-        """How a rank died, None if it lives. Looks at a process of this node; asks another's on its control lane."""
-        process = self._local.get(rank)
-        if process is not None:
-            try:
-                dead = not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-            except psutil.Error:
-                dead = True
-            return "the process is gone" if dead else None
+    def _deaths(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Which of `ranks` died, and how. Looks at processes of this node; asks all others' at once, on their control
+        lanes."""
         import ray
 
-        try:
-            ray.get(self._actors[rank].ping.remote(), timeout=CONTROL_SECONDS)
-        except ray.exceptions.RayActorError as error:
-            return _how_it_died(error)
-        except Exception:  # it is busy, or does not answer for another reason
-            return None
-        return None
+        asked = {rank: self._actors[rank].ping.remote() for rank in ranks if rank not in self._local}
+        deaths = {rank: "the process is gone" for rank in ranks if rank not in asked and _is_gone(self._local[rank])}
+        if asked:
+            ray.wait(list(asked.values()), num_returns=len(asked), timeout=CONTROL_SECONDS)
+        for rank, ref in asked.items():
+            try:
+                ray.get(ref, timeout=0)
+            except ray.exceptions.RayActorError as error:
+                deaths[rank] = _how_it_died(error)
+            except Exception:  # it is busy, or does not answer for another reason
+                continue
+        return deaths
 
     def _stacks(self, ranks: Sequence[int]) -> tuple[dict[int, str], dict[int, tuple[str, ...]]]:
         """Ask all of `ranks` at once for their stacks and log lines."""
@@ -246,6 +254,13 @@ class Diagnosis:
         return {"role": self.role, "rank": rank, "node": place.node, "pid": place.pid, "method": self.method}
 
 
+def _is_gone(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return True
+
+
 def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
 
@@ -265,7 +280,7 @@ def _at_work(stacks: str) -> str:
     return "\n".join(kept)
 
 
-def _how_it_died(error: Exception) -> str:
+def _how_it_died(error: Exception | str) -> str:
     """What Ray says of a death, without its advice."""
     text = " ".join(str(error).split())
     if "is temporarily unavailable:" in text:  # what a connection looks like whose other end is gone, for a while

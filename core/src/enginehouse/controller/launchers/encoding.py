@@ -12,9 +12,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from enginehouse.controller.dispatch import Call, is_distributed, refuse_balanced
+from enginehouse.controller.dispatch import Call, is_distributed, refuse_wrapper
+from enginehouse.controller.errors import DispatchError
 from enginehouse.controller.future import Future
-from enginehouse.controller.launchers.host import Keep, Late, Shared
+from enginehouse.controller.launchers.host import Keep, Shared
 
 STORE_BYTES = 64 * 1024
 """Arguments of at least this size that several ranks receive are stored once."""
@@ -41,21 +42,24 @@ def encode(
             continue
         beside: list[Any] = []
 
-        def stand_in(value: Any, beside: list[Any] = beside) -> Any:
+        def stand_in(value: Any, rank: int = rank, beside: list[Any] = beside) -> Any:
             given = id(value)
             if isinstance(value, Future):
                 reference = value.reference()
                 if reference is not None:
-                    return Late(reference)
+                    return reference
                 value = value.result()
-            refuse_balanced(value, f"{role}.{method}")
+            refuse_wrapper(value, f"{role}.{method}")
             if is_distributed(value):
                 if given not in assemblies:
                     assemblies[given] = value.assembly()
                 value = assemblies[given]
             if receivers[given] > 1 and payload_bytes(value) >= STORE_BYTES:
                 if given not in stored:
-                    stored[given] = _put(value)
+                    try:
+                        stored[given] = _put(value)
+                    except Exception as error:
+                        raise not_sent(role, method, rank, error) from cause_of(error)
                 beside.append(stored[given])
                 return Shared(len(beside) - 1)
             return value
@@ -83,8 +87,22 @@ def _encode_plain(
     return encoded
 
 
+def not_sent(role: str, method: str, rank: int, error: Exception) -> DispatchError:
+    """The error of a call whose arguments Ray does not take, mostly because they do not pickle, in one line."""
+    cause = cause_of(error)
+    text = next(iter(str(cause).splitlines()), "")
+    return DispatchError(f"{role}.{method} could not be sent to rank {rank}: {type(cause).__name__}: {text}")
+
+
+def cause_of(error: Exception) -> BaseException:
+    """What Ray's page about an argument that does not pickle came from."""
+    return error.__cause__ or error
+
+
 def _is_plain(call: Call) -> bool:
-    return all(type(value) in _PLAIN for value in _values(call))
+    return all(
+        type(value) in _PLAIN and not (type(value) is str and len(value) >= STORE_BYTES) for value in _values(call)
+    )
 
 
 def payload_bytes(value: Any, depth: int = 3) -> int:

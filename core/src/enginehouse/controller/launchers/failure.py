@@ -6,7 +6,7 @@ import time
 import traceback
 from types import TracebackType
 
-from enginehouse.controller.errors import RemoteError, RemoteTraceback
+from enginehouse.controller.errors import RemoteError, RemoteTraceback, WorkerDied, WorkerError
 from enginehouse.controller.launchers.stacks import OURS
 
 
@@ -53,7 +53,7 @@ class WorkerFailure(Exception):
         name = type(error).__qualname__
         return cls(role, rank, node, pid, method, name, str(error), text, _pickled(error), log_lines, time.time())
 
-    def to_error(self, note: str = "") -> RemoteError:
+    def to_error(self, note: str = "") -> WorkerError:
         """The error to raise on the controller.
 
         Args:
@@ -72,6 +72,16 @@ class WorkerFailure(Exception):
         error.cause = _unpickled(self.pickled)
         error.__cause__ = RemoteTraceback(self.traceback_text)
         return error
+
+
+class SourceDied(WorkerFailure):
+    """Raised where an argument was the output of a process that died: it names that process, not the one it was for."""
+
+    def to_error(self, note: str = "") -> WorkerError:
+        """See `WorkerFailure.to_error`."""
+        where = f"{self.role} rank {self.rank} (node {self.node}, pid {self.pid})"
+        message = f"{where}: the process died during {self.method!r}: {self.text}" + (f"\n{note}" if note else "")
+        return WorkerDied(message, role=self.role, rank=self.rank, node=self.node, pid=self.pid, method=self.method)
 
 
 def _quoted(lines: tuple[str, ...]) -> str:

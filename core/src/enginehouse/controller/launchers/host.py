@@ -22,7 +22,7 @@ import psutil
 
 from enginehouse.controller.assembly import Assembly
 from enginehouse.controller.launchers import rendezvous, worker_logging
-from enginehouse.controller.launchers.failure import WorkerFailure
+from enginehouse.controller.launchers.failure import SourceDied, WorkerFailure
 from enginehouse.controller.launchers.role_objects import RoleObjects
 from enginehouse.controller.launchers.stacks import process_stacks
 from enginehouse.controller.shards import kept_back
@@ -52,10 +52,37 @@ class Late:
     """Stands in a call's arguments for the output of a call that may still be running.
 
     The reference is held one level down, where Ray does not wait for it: waiting is done on the thread that runs
-    the call, so that calls keep their order and the control lane stays free.
+    the call, so that calls keep their order and the control lane stays free. The rest says whose output it is.
     """
 
     reference: Any
+    role: str
+    rank: int
+    node: str
+    pid: int
+    method: str
+
+    def __str__(self) -> str:
+        return f"{self.role} rank {self.rank}'s {self.method!r}"
+
+    def value(self) -> Any:
+        """Wait for the output.
+
+        Raises:
+            SourceDied: the process is gone that was to give it.
+        """
+        import ray
+
+        try:
+            return ray.get(self.reference)
+        except (
+            ray.exceptions.RayActorError,
+            ray.exceptions.WorkerCrashedError,
+            ray.exceptions.NodeDiedError,
+            ray.exceptions.OutOfMemoryError,
+        ) as error:
+            failure = WorkerFailure.of(error, self.role, self.rank, self.node, self.pid, self.method, ())
+            raise SourceDied(*failure.args) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +202,8 @@ class Host:
         self._running[thread] = f"{method!r}"
         try:
             if args or kwargs:
-                args, kwargs = _resolved(args, kwargs, shared)
+                args, kwargs = self._resolved(method, args, kwargs, shared)
+                self._running[thread] = f"{method!r}"
             return _given_back(self._objects.call(role, method, args, kwargs), keep)
         except BaseException as error:
             raise self._failure(error, role, method) from None
@@ -187,7 +215,10 @@ class Host:
         role, method, keep, args, kwargs = _unpacked(head)
         try:
             if args or kwargs:
-                args, kwargs = _resolved(args, kwargs, shared)
+                try:
+                    args, kwargs = self._resolved(method, args, kwargs, shared)
+                finally:
+                    self._running.pop(threading.get_ident(), None)
             running = self._objects.loop.submit(self._objects.call_async(role, method, args, kwargs))
             return _given_back(running.result(), keep)
         except BaseException as error:
@@ -209,7 +240,24 @@ class Host:
         """Stacks of all threads and coroutines, and the last log lines; from the control lane."""
         return process_stacks(self._running, self._objects.loop.running), self._recent.lines()
 
+    def _resolved(
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], shared: tuple[Any, ...]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Put values where their stand-ins are."""
+
+        def value(given: Any) -> Any:
+            if type(given) is Shared:
+                given = shared[given.index]
+            if type(given) is Late:
+                self._running[threading.get_ident()] = f"{method!r}, which waits for {given}"
+                return given.value()
+            return given.read() if isinstance(given, Assembly) else given
+
+        return tuple(map(value, args)), {name: value(given) for name, given in kwargs.items()}
+
     def _failure(self, error: BaseException, role: str, method: str) -> WorkerFailure:
+        if isinstance(error, SourceDied):
+            return error
         passed_on = getattr(error, "cause", None)
         if isinstance(passed_on, WorkerFailure):
             return passed_on  # an argument was the output of a call that had failed on another worker
@@ -224,23 +272,6 @@ def _given_back(result: Any, keep: Keep) -> Any:
     if keep == "split":
         return kept_back(result)
     return result if keep == "whole" else None
-
-
-def _resolved(
-    args: tuple[Any, ...], kwargs: dict[str, Any], shared: tuple[Any, ...]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Put values where their stand-ins are."""
-
-    def value(given: Any) -> Any:
-        if type(given) is Shared:
-            given = shared[given.index]
-        if type(given) is Late:
-            import ray
-
-            return ray.get(given.reference)
-        return given.read() if isinstance(given, Assembly) else given
-
-    return tuple(map(value, args)), {name: value(given) for name, given in kwargs.items()}
 
 
 def _log_files() -> tuple[str, ...]:

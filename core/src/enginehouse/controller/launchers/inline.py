@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from concurrent import futures
 from typing import Any
 
-from enginehouse.controller.dispatch import Call, is_distributed, refuse_balanced
+from enginehouse.controller.dispatch import Call, is_distributed, refuse_wrapper
 from enginehouse.controller.errors import ControllerError, GroupClosed
 from enginehouse.controller.future import Future, StillRunning
 from enginehouse.controller.launchers import rendezvous
@@ -71,6 +71,7 @@ class InlineProcesses:
         self.places = [Place(0, 0, 1, socket.gethostname(), os.getpid())]
         self._objects = RoleObjects()
         self._broken: str | None = None
+        self._ended = False
         self._variables = _Variables()
         if any(spec.distributed for spec in self.roles.values()):
             self._store, port = rendezvous.open_store("127.0.0.1", options.start_timeout)
@@ -88,7 +89,7 @@ class InlineProcesses:
 
     @property
     def broken(self) -> str | None:
-        """Why no further call is possible: only a shutdown breaks an inline group."""
+        """Why no further call is possible: only a shutdown or a failed restart breaks an inline group."""
         return self._broken
 
     def submit(
@@ -123,18 +124,31 @@ class InlineProcesses:
 
     def shutdown(self, timeout: float = 10.0) -> None:
         """See `Processes.shutdown`; this process stays."""
-        if self._broken is None:
+        if not self._ended:
+            self._ended = True
             self._broken = f"{self.options.name} was shut down"
-            self._objects.close(timeout)
-            self._variables.restore()
+            self._close(timeout)
 
     def restarted(self) -> InlineProcesses:
         """See `Processes.restarted`: the objects are built anew; this process stays."""
-        if self._broken is not None:
-            raise GroupClosed(f"{self.options.name} cannot be restarted: {self._broken}", self._broken)
-        self.shutdown()
+        if self._ended:
+            why = str(self._broken)
+            raise GroupClosed(f"{self.options.name} cannot be restarted: {why}", why)
+        self._broken = f"{self.options.name} is being restarted"
+        try:
+            self._close(10.0)
+            fresh = InlineProcesses(None, self.roles, self.options)
+        except BaseException as error:
+            self._broken = f"its restart failed: {(str(error) or repr(error)).splitlines()[0]}"
+            raise
+        self._ended = True
         self._broken = f"{self.options.name} was restarted"
-        return InlineProcesses(None, self.roles, self.options)
+        return fresh
+
+    def _close(self, timeout: float) -> None:
+        """End the objects, once; a failed restart has done so."""
+        self._objects.close(timeout)
+        self._variables.restore()
 
     def let_go(self) -> None:
         """See `Processes.let_go`; what is in this process cannot outlive it."""
@@ -179,5 +193,5 @@ class _Variables:
 
 def _value(given: Any) -> Any:
     value = given.result() if isinstance(given, Future) else given
-    refuse_balanced(value, "this call")
+    refuse_wrapper(value, "this call")
     return value.fetch() if is_distributed(value) else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
@@ -17,8 +18,8 @@ from enginehouse.controller.errors import ControllerError, GroupClosed, WorkerEr
 from enginehouse.controller.future import StillRunning
 from enginehouse.controller.launchers import detached, rendezvous
 from enginehouse.controller.launchers.diagnosis import Diagnosis
-from enginehouse.controller.launchers.encoding import encode
-from enginehouse.controller.launchers.host import Facts, Host, log_level_for_workers
+from enginehouse.controller.launchers.encoding import cause_of, encode, not_sent
+from enginehouse.controller.launchers.host import Facts, Host, Late, log_level_for_workers
 from enginehouse.controller.launchers.import_paths import own_import_paths
 from enginehouse.controller.launchers.interface import Lane, LaunchOptions, Place
 from enginehouse.controller.launchers.reaping import Ending
@@ -30,6 +31,8 @@ from enginehouse.controller.worker import WorkerSpec
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import ProcessContext
 
+log = logging.getLogger(__name__)
+
 ASYNC_CALLS = 32
 """Most async calls a process runs at once; more wait their turn."""
 URGENT_CALLS = 8
@@ -38,11 +41,13 @@ SETTLE_SECONDS = 10.0
 """How long a call waits for ranks that are still busy with an earlier one that failed elsewhere."""
 HURRY_SECONDS = 3.0
 """How long workers get to shut down where the group is broken or the run was interrupted."""
+FETCH_SECONDS = 60.0
+"""How long outputs get to come here from other nodes where the call ended in time and is asked for late."""
 NO_ARGUMENTS: Call = ((), {})
 
 
 class RayCall:
-    """A call on its way to Ray actors."""
+    """A call on its way to Ray actors. A harmless one may come late: it waits behind others, and holds nothing up."""
 
     def __init__(
         self,
@@ -53,6 +58,7 @@ class RayCall:
         timeout: float,
         deadline: float | None = None,
         rows: Mapping[int, Any] | None = None,
+        harmless: bool = False,
     ):
         self.processes = processes
         self.role = role
@@ -61,6 +67,7 @@ class RayCall:
         self.timeout = timeout
         self.deadline = time.monotonic() + timeout if deadline is None else deadline
         self.rows = rows or {}
+        self.harmless = harmless
 
     def wait(self, limit: float | None = None) -> list[Any]:
         """See `Pending.wait`: the happy path is one `ray.get`; looking into it starts when that fails."""
@@ -69,9 +76,11 @@ class RayCall:
         left = max(self.deadline - time.monotonic(), 0.0)
         found: Exception | None = None
         try:
-            values = ray.get(list(self.refs.values()), timeout=left if limit is None else min(limit, left))
+            values = self._outputs(limit, left)
         except ray.exceptions.GetTimeoutError:
-            if limit is not None and limit < left:
+            if limit is not None and (
+                limit < left or (limit < FETCH_SECONDS and not _running(list(self.refs.values())))
+            ):
                 found = StillRunning(f"{self.role}.{self.method} still runs after {limit} s")
             else:
                 found = self.processes.late(self)
@@ -91,6 +100,18 @@ class RayCall:
             outputs[rank] = value
         return outputs
 
+    def _outputs(self, limit: float | None, left: float) -> list[Any]:
+        """What the ranks returned; past the deadline, what is there by now, and time to bring it here."""
+        import ray
+
+        refs = list(self.refs.values())
+        try:
+            return ray.get(refs, timeout=left if limit is None else min(limit, left))
+        except ray.exceptions.GetTimeoutError:
+            if time.monotonic() < self.deadline or _running(refs):
+                raise
+        return ray.get(refs, timeout=FETCH_SECONDS if limit is None else min(limit, FETCH_SECONDS))
+
     def _shard(self, rank: int, value: Any) -> Any:
         """A shard where a rank told a batch's facts, else what it returned."""
         if not isinstance(value, ShardFacts):
@@ -100,16 +121,14 @@ class RayCall:
 
     def done(self) -> bool:
         """See `Pending.done`."""
-        import ray
-
-        refs = list(self.refs.values())
-        return (
-            len(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) == len(refs) or time.monotonic() >= self.deadline
-        )
+        return not _running(list(self.refs.values())) or time.monotonic() >= self.deadline
 
     def reference(self, rank: int) -> Any:
-        """Ray's reference to one rank's output."""
-        return self.refs.get(rank)
+        """What stands for one rank's output: Ray's reference to it, and whose it is."""
+        if rank not in self.refs:
+            return None
+        place = self.processes.places[rank]
+        return Late(self.refs[rank], self.role, rank, place.node, place.pid, self.method)
 
 
 class RayProcesses:
@@ -156,6 +175,9 @@ class RayProcesses:
         self._facts: dict[int, Facts] = {}
         self._actors: list[Any] = []
         self._meshes: dict[str, list[Mesh | None]] = {}
+        self._lanes: dict[Lane, list[Any]] = {}
+        self._splitting_lanes: dict[Lane, list[Any]] = {}
+        self._direct: dict[tuple[str, str], list[Any]] = {}
 
     @classmethod
     def launch(cls, pool: ResourcePool, roles: Mapping[str, WorkerSpec], options: LaunchOptions) -> RayProcesses:
@@ -241,7 +263,12 @@ class RayProcesses:
         placed = PlacementGroupSchedulingStrategy(slot.placement_group, placement_group_bundle_index=slot.bundle)
         named = detached.actor_options(self.options.name, rank) if self.options.detached else {}
         placed_host = host.options(num_cpus=slot.cpus, num_gpus=slot.gpus, scheduling_strategy=placed, **named)
-        return placed_host.remote(self.options.name, rank, world_size, variables, log_level_for_workers(), record)
+        try:
+            return placed_host.remote(self.options.name, rank, world_size, variables, log_level_for_workers(), record)
+        except ValueError as error:
+            if not named or self.options.name not in detached.existing():
+                raise
+            raise detached.name_taken(self.options.name) from error  # by a program that launches it at the same time
 
     def _runtime_env(self) -> dict[str, Any]:
         """Only what must hold before the interpreter starts goes through Ray: it costs the process its warm start."""
@@ -335,6 +362,7 @@ class RayProcesses:
         keeps_back: bool = False,
     ) -> RayCall:
         """See `Processes.submit`. One lock holds the order of calls the same on every rank."""
+        self._refuse_if_broken(role, method)
         direct = None if keeps_back or lane == "urgent" else self._direct.get((role, method))
         if not all(call is None or (call == NO_ARGUMENTS and rank in keep) for rank, call in enumerate(calls)):
             direct = None
@@ -350,20 +378,29 @@ class RayProcesses:
             lanes, splitting = direct or self._lanes[lane], self._splitting_lanes[lane]
             refs: dict[int, Any] = {}
             rows: dict[int, Any] = {}
-            for rank, parts in enumerate(encoded):
-                if parts is None:
-                    continue
-                if keeps_back and rank in keep:
-                    refs[rank], rows[rank] = splitting[rank].remote(*parts)
-                else:
-                    refs[rank] = lanes[rank].remote(*parts)
+            rank = 0
+            try:
+                for rank, parts in enumerate(encoded):
+                    if parts is None:
+                        continue
+                    if keeps_back and rank in keep:
+                        refs[rank], rows[rank] = splitting[rank].remote(*parts)
+                    else:
+                        refs[rank] = lanes[rank].remote(*parts)
+            except BaseException as error:
+                if refs:  # the next call waits for the ranks that have it already
+                    self._stragglers = RayCall(self, role, method, refs, timeout), tuple(refs)
+                if isinstance(error, Exception):
+                    raise not_sent(role, method, rank, error) from cause_of(error)
+                raise
         return RayCall(self, role, method, refs, timeout, rows=rows)
 
     def meshes(self, role: str, refresh: bool = False) -> list[Mesh | None]:
         """See `Processes.meshes`."""
         if refresh or role not in self._meshes:
+            self._refuse_if_broken(role, "mesh")
             refs = {rank: actor.mesh.remote(role) for rank, actor in enumerate(self._actors)}
-            self._meshes[role] = RayCall(self, role, "mesh", refs, 60.0).wait()
+            self._meshes[role] = RayCall(self, role, "mesh", refs, self.options.timeout, harmless=True).wait()
         return self._meshes[role]
 
     # Failing
@@ -373,11 +410,12 @@ class RayProcesses:
         self._in_a_hurry = True
 
     def late(self, call: RayCall) -> WorkerError:
-        """The error of a call whose deadline passed; breaks the group."""
+        """The error of a call whose deadline passed; breaks the group, unless all that is late is the way here."""
         diagnosis = self._diagnosis(call)
         error = diagnosis.late()
-        self._stuck |= set(diagnosis.unfinished())
-        self._break(error)
+        if diagnosis.deadly or not (diagnosis.only_slow or call.harmless):
+            self._stuck |= set(diagnosis.unfinished())
+            self._break(error)
         return error
 
     def failed(self, call: RayCall, error: Exception) -> WorkerError:
@@ -387,7 +425,7 @@ class RayProcesses:
         if diagnosis.deadly:
             self._stuck |= {found.rank, *diagnosis.unfinished()}
             self._break(found)
-        elif busy := diagnosis.unfinished():
+        elif not call.harmless and (busy := diagnosis.unfinished()):
             self._stragglers = (call, tuple(busy))
         return found
 
@@ -403,7 +441,8 @@ class RayProcesses:
 
     def _refuse_if_broken(self, role: str, method: str) -> None:
         if (why := self.broken) is not None:
-            raise GroupClosed(f"{role}.{method} cannot be called any more: {why}", why)
+            cure = "" if self._ended or self._let_go else "; the group's restart() brings it back"
+            raise GroupClosed(f"{role}.{method} cannot be called any more: {why}{cure}", why)
 
     def _wait_for_stragglers(self, role: str, method: str) -> None:
         """Give ranks that were busy when another one raised a moment to end; a group with a stuck rank is broken."""
@@ -416,7 +455,7 @@ class RayProcesses:
         if busy:
             stuck = [rank for rank in ranks if call.refs[rank] in busy]
             self._stuck |= set(stuck)
-            self._broken = f"rank(s) {stuck} are still in {call.role}.{call.method}, in which another rank raised"
+            self._broken = f"rank(s) {stuck} are still in {call.role}.{call.method}, which failed on another rank"
             self._refuse_if_broken(role, method)
         self._stragglers = None
 
@@ -427,6 +466,10 @@ class RayProcesses:
         with self._lock:
             if (why := self._ended or (self.broken if self._let_go else None)) is not None:
                 raise GroupClosed(f"{self.options.name} cannot be restarted: {why}", why)
+            if self._was_replaced():
+                why = "another program restarted it or launched it anew; attach again"
+                self._broken = f"{self.options.name} has other processes by now: {why}"
+                raise GroupClosed(f"{self.options.name} cannot be restarted here: {why}", why)
             self._ended = f"{self.options.name} is being restarted"
         try:
             self._end(timeout=10.0)
@@ -446,6 +489,10 @@ class RayProcesses:
         with self._lock:
             if self._ended is not None:
                 return
+            if self._was_replaced():
+                log.warning("another program restarted %s, and it runs on: attach again to end it", self.options.name)
+                self.let_go()
+                return
             self._end(timeout)
             self._ended = f"{self.options.name} was shut down"
             self._occupation.leave()
@@ -453,6 +500,10 @@ class RayProcesses:
     def let_go(self) -> None:
         """See `Processes.let_go`."""
         self._let_go = True
+
+    def _was_replaced(self) -> bool:
+        """Whether the places and the name are those of processes that another program started."""
+        return self.options.detached and detached.was_replaced(self.options.name, self._actors)
 
     def _end(self, timeout: float) -> None:
         """End the processes, in order where they still can."""
@@ -496,6 +547,13 @@ class RayProcesses:
     def _living(self) -> list[tuple[int, Any]]:
         """Ranks and their actors, without those that were gone when this program attached."""
         return [(rank, actor) for rank, actor in enumerate(self._actors) if actor is not None]
+
+
+def _running(refs: list[Any]) -> bool:
+    """Whether any of these calls has not ended. One that has may have its output on another node still."""
+    import ray
+
+    return bool(ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[1])
 
 
 _LANE_OF = {"call_async": "loop", **dict.fromkeys(("facts", "record", "ping", "stacks"), "control")}
