@@ -42,7 +42,8 @@ class TokenModel:
     """The computing half of a training engine.
 
     Args:
-        model: the model, on its device, with or without a value head (`enginehouse.modeling.loading`).
+        model: the model, with or without a value head (`enginehouse.modeling.loading`).
+        device: where it computes.
         tokens_per_microbatch: most padded tokens in one forward pass, a longer row excepted.
         share_prompts: whether rows with the same prompt may compute it once, where the model can.
         passes: where ranks must run the model together (sharded parameters): given the number of forward passes of
@@ -53,12 +54,13 @@ class TokenModel:
         self,
         model: PreTrainedModel,
         *,
+        device: torch.device,
         tokens_per_microbatch: int,
         share_prompts: bool,
         passes: Callable[[int], int] | None = None,
     ):
         self.model = model
-        self.device = model.device
+        self.device = device
         self._budget = tokens_per_microbatch
         self._shares_prompts = share_prompts and can_share_prompts(model)
         self._attention_cost = attention_cost(model)
@@ -75,10 +77,12 @@ class TokenModel:
         }
         found: list[tuple[Layout, dict[str, torch.Tensor]]] = []
         with torch.no_grad():
-            layouts = [part.layout for part in self.microbatches(batch) if part.layout is not None]
-            for layout in layouts:
-                found.append((layout, token_outputs(self.model, self._input(layout, flat_ids), outputs)))
-            for _ in range(self._idle_passes(len(layouts))):
+            parts = self.microbatches(batch)
+            idle = self._idle_passes(parts)
+            for layout in (part.layout for part in parts):
+                if layout is not None:
+                    found.append((layout, token_outputs(self.model, self._input(layout, flat_ids), outputs)))
+            for _ in range(idle):
                 token_outputs(self.model, self._idle_input(), outputs)
         for layout, values in found:  # after all were launched: reading a result waits for the device
             for name, column in values.items():
@@ -96,11 +100,11 @@ class TokenModel:
         flat_ids = _flat_ids(batch)
         metrics: list[Metrics] = []
         weight = 0.0
-        passes = 0
-        for part in self.microbatches(batch):
+        parts = self.microbatches(batch)
+        idle = self._idle_passes(parts)
+        for part in parts:
             outputs: Mapping[str, torch.Tensor] = {}
             if part.layout is not None:
-                passes += 1
                 outputs = token_outputs(self.model, self._input(part.layout, flat_ids), loss.outputs)
             value = function(self._view(batch, part, outputs, loss.outputs), **loss.arguments)
             if part.layout is not None and self._passes is not None:
@@ -109,7 +113,7 @@ class TokenModel:
                 value.total.backward()
             weight += value.weight
             metrics.append({**value.metrics, "loss": Mean(value.total.item(), value.weight)})
-        for _ in range(self._idle_passes(passes)):
+        for _ in range(idle):
             _backward(torch.zeros(()), token_outputs(self.model, self._idle_input(), loss.outputs))
         return merge_metrics(metrics), weight
 
@@ -134,8 +138,9 @@ class TokenModel:
             parts.append(Microbatch(np.sort(np.array(taken, dtype=np.int64)), lay_out(rows, chosen)))
         return parts
 
-    def _idle_passes(self, own: int) -> int:
-        """How many passes this rank makes for the other ranks' sake."""
+    def _idle_passes(self, parts: list[Microbatch]) -> int:
+        """How many passes this rank makes for the other ranks' sake; asked before the first, as asking is collective."""
+        own = sum(part.layout is not None for part in parts)
         return 0 if self._passes is None else self._passes(own) - own
 
     def _input(self, layout: Layout, flat_ids: npt.NDArray[np.int64]) -> ModelInput:

@@ -8,7 +8,6 @@ same whoever computes them.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from enginehouse.engines.train import ALL, LossSpec, Metrics, Outputs
 from enginehouse.errors import EnginehouseError
 from enginehouse.modeling.files import parts_of, whole_directory
 from enginehouse.modeling.loading import load_model, quiet_transformers
+from enginehouse.modeling.random_state import random_states, restore_random_states
 from enginehouse.modeling.ranks import Ranks, device_of
 from enginehouse.modeling.schedule import learning_rate
 from enginehouse.modeling.state import stored_names, unique_state
@@ -60,6 +60,7 @@ class TorchTrainEngine:
         self._ranks.broadcast(unique_state(self._model).values())
         self._computing = TokenModel(
             self._model,
+            device=self._model.device,
             tokens_per_microbatch=options.tokens_per_microbatch,
             share_prompts=options.share_prompts == "auto",
         )
@@ -109,7 +110,7 @@ class TorchTrainEngine:
     def save(self, path: str, what: tuple[str, ...] = ALL) -> None:
         """Write `"model"`, `"optimizer"` (with the schedule) and `"rng"`, whole or not at all; collective."""
         parts = parts_of(what)
-        states = self._ranks.gather(_random_states() if "rng" in parts else {})
+        states = self._ranks.gather(random_states() if "rng" in parts else {})
 
         def write() -> None:
             with whole_directory(path) as directory:
@@ -146,7 +147,13 @@ class TorchTrainEngine:
             optimizer = self._built_optimizer()
             optimizer.restored(checkpoint.read_into(path, "optimizer", dict(optimizer.state()))["step"])
         if "rng" in parts:
-            _restore_random_states(checkpoint.read_part(path, "rng"), self._ranks.rank)
+            stored = checkpoint.read_part(path, "rng")
+            own = {
+                kind: stored[f"{kind}/{self._ranks.rank}"]
+                for kind in random_states()
+                if f"{kind}/{self._ranks.rank}" in stored
+            }
+            restore_random_states(own)
 
     def export_hf(self, path: str) -> None:
         """Write a Hugging Face directory, with the tokenizer of the directory the model came from; collective."""
@@ -173,18 +180,3 @@ def _untied_head(model: Any) -> torch.nn.Module:
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
     return torch.nn.Identity() if head.weight is embedding.weight else head
-
-
-def _random_states() -> dict[str, torch.Tensor]:
-    """This process's random states by kind of device."""
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def _restore_random_states(states: Mapping[str, torch.Tensor], rank: int) -> None:
-    if (state := states.get(f"cpu/{rank}")) is not None:
-        torch.set_rng_state(state)
-    if torch.cuda.is_available() and (state := states.get(f"cuda/{rank}")) is not None:
-        torch.cuda.set_rng_state(state)
