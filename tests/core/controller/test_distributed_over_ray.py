@@ -146,9 +146,7 @@ def test_a_value_for_every_rank_is_given_as_it_is(writers):
 
 
 def test_shards_of_different_dtypes_are_refused_where_they_were_made(writers):
-    with pytest.raises(
-        DispatchError, match=r"'number' is dense int64 from writers rank 0.*float32 from writers"
-    ):
+    with pytest.raises(DispatchError, match=r"'number' is dense int64 from writers rank 0.*float32 from writers"):
         writers.other_dtype_on_rank_one(prompts())
 
 

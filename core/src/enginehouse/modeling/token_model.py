@@ -139,7 +139,7 @@ class TokenModel:
         return parts
 
     def _idle_passes(self, parts: list[Microbatch]) -> int:
-        """How many passes this rank makes for the other ranks' sake; asked before the first, as asking is collective."""
+        """How many passes this rank makes for the other ranks' sake; asked before the first: asking is collective."""
         own = sum(part.layout is not None for part in parts)
         return 0 if self._passes is None else self._passes(own) - own
 

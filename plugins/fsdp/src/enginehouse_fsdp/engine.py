@@ -20,7 +20,7 @@ from enginehouse.modeling.state import stored_names, unique_state
 from enginehouse.modeling.token_model import TokenModel
 from enginehouse_fsdp import checkpoint, export
 from enginehouse_fsdp.optimizer import ShardedAdamW
-from enginehouse_fsdp.sharding import device_mesh, sharded_model
+from enginehouse_fsdp.sharding import device_mesh, reshard, sharded_model
 from enginehouse_fsdp.weights import ShardedWeights
 
 if TYPE_CHECKING:
@@ -64,11 +64,15 @@ class FSDPEngine:
             share_prompts=options.share_prompts == "auto",
             passes=self._most,
         )
+        reshard(self._model)  # it was tried out
         self._optimizer: ShardedAdamW | None = None
 
     def forward(self, batch: Batch, outputs: Outputs) -> Batch:
         """Compute `outputs` without gradients; only for the tokens of `loss_mask` where the batch has one."""
-        return self._computing.forward(batch, outputs)
+        try:
+            return self._computing.forward(batch, outputs)
+        finally:
+            reshard(self._model)  # no backward pass follows that would
 
     def forward_backward(self, batch: Batch, loss: LossSpec) -> Metrics:
         """Accumulate the gradient of `loss`, which is computed from the tokens of `loss_mask` alone."""

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from enginehouse.controller.dispatch import Call, is_distributed, refuse_balanced
+from enginehouse.controller.dispatch import Call, is_distributed, refuse_wrapper
 from enginehouse.controller.future import Future
 from enginehouse.controller.launchers.host import Keep, Late, Shared
 
@@ -48,7 +48,7 @@ def encode(
                 if reference is not None:
                     return Late(reference)
                 value = value.result()
-            refuse_balanced(value, f"{role}.{method}")
+            refuse_wrapper(value, f"{role}.{method}")
             if is_distributed(value):
                 if given not in assemblies:
                     assemblies[given] = value.assembly()

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from concurrent import futures
 from typing import Any
 
-from enginehouse.controller.dispatch import Call, is_distributed, refuse_balanced
+from enginehouse.controller.dispatch import Call, is_distributed, refuse_wrapper
 from enginehouse.controller.errors import ControllerError, GroupClosed
 from enginehouse.controller.future import Future, StillRunning
 from enginehouse.controller.launchers import rendezvous
@@ -179,5 +179,5 @@ class _Variables:
 
 def _value(given: Any) -> Any:
     value = given.result() if isinstance(given, Future) else given
-    refuse_balanced(value, "this call")
+    refuse_wrapper(value, "this call")
     return value.fetch() if is_distributed(value) else value
