@@ -10,7 +10,7 @@ from models import tiny_model
 from torch_train_cases import POLICY, SQUARED_ERROR, make_batch, make_engine, weights_of
 
 from enginehouse.backends.torch import checkpoint
-from enginehouse.backends.torch.checkpoint import CheckpointError, whole_directory
+from enginehouse.modeling.files import CheckpointError, whole_directory
 
 OPTIONS = {"lr": 1e-2, "schedule": "linear", "total_steps": 10, "warmup_steps": 2}
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from enginehouse.backends.torch.packing import MAX_TREE_TOKENS, Rows, lay_out, plan_trees
+from enginehouse.modeling.packing import MAX_TREE_TOKENS, Rows, lay_out, plan_trees
 
 PROMPTS = st.lists(st.integers(0, 3), min_size=1, max_size=4)
 RESPONSES = st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=5)

@@ -1,58 +1,24 @@
 """Data-parallel ranks, each a real process: their number changes nothing but the time."""
 
-import multiprocessing
 import os
-import signal
-from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
 from models import tiny_model
+from rank_processes import rank_processes
 from torch_train_cases import NOT_FINITE, POLICY, make_batch, make_engine, weights_of
 
 from enginehouse.errors import EnginehouseError
 
-SECONDS = 120
 OPTIONS = {"lr": 1e-3, "eps": 1e-6, "schedule": "cosine", "total_steps": 8, "warmup_steps": 1}
 STEPS = 5
-
-
-def _as_rank(port, rank, world_size, scenario, arguments):
-    """Run a scenario as one rank of a group, in a worker process."""
-    os.environ.update(
-        RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_RANK=str(rank),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",  # the store is the test's own
-    )
-    return scenario(rank, world_size, *arguments)
 
 
 @pytest.fixture(scope="module")
 def run_ranks():
     """Runs a function in several processes at once and gives each one's result, by rank."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["enginehouse.backends.torch.train", "transformers.models.qwen3.modeling_qwen3"])
-    pool = ProcessPoolExecutor(4, mp_context=context)
-    failed = False
-
-    def run(world_size, scenario, *arguments):
-        nonlocal failed
-        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        ranks = [pool.submit(_as_rank, store.port, r, world_size, scenario, arguments) for r in range(world_size)]
-        try:
-            return [future.result(timeout=SECONDS) for future in ranks]
-        except BaseException:
-            failed = True  # the others may wait for the one that failed
-            raise
-
-    yield run
-    if failed:
-        for pid in list(pool._processes):
-            os.kill(pid, signal.SIGKILL)
-    pool.shutdown()
+    with rank_processes("enginehouse.backends.torch.train", "transformers.models.qwen3.modeling_qwen3") as run:
+        yield run
 
 
 def _train(rank, world_size, path, sizes, steps=STEPS, first=0, load=None, save=None):

@@ -6,8 +6,8 @@ from models import tiny_model
 from torch_train_cases import POLICY, make_batch, make_engine
 
 from enginehouse.backends.torch.options import TorchTrainOptions
-from enginehouse.backends.torch.schedule import learning_rate
 from enginehouse.errors import ConfigError
+from enginehouse.modeling.schedule import learning_rate
 
 
 def _rates(steps, **options):

@@ -4,9 +4,9 @@ import pytest
 import torch
 from models import tiny_model
 
-from enginehouse.backends.torch.loading import load_model
-from enginehouse.backends.torch.sharing import can_share_prompts
 from enginehouse.engines.model import ModelSpec
+from enginehouse.modeling.loading import load_model
+from enginehouse.modeling.sharing import can_share_prompts
 
 
 @pytest.mark.parametrize("head", ["causal_lm", "value"])

@@ -16,7 +16,5 @@ def enginehouse_register_backends(register):
             engine="enginehouse_fsdp.engine:FSDPEngine",
             options="enginehouse_fsdp.options:FSDPOptions",
             requires=("torch>=2.6",),
-            unavailable="its engine comes in a later release of enginehouse-fsdp; "
-            "until then use the built-in `torch` backend, which runs the same config",
         )
     )

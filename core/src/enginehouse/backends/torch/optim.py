@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from enginehouse.backends.torch.schedule import learning_rate
+from enginehouse.modeling.schedule import learning_rate
 
 if TYPE_CHECKING:
     from enginehouse.engines.options import TrainOptions

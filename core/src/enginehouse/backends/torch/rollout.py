@@ -10,9 +10,7 @@ import torch
 
 from enginehouse.backends.torch.decode_loop import DecodeLoop, RolloutEngineFailed
 from enginehouse.backends.torch.forward import choose_forward
-from enginehouse.backends.torch.loading import load_model
 from enginehouse.backends.torch.options import TorchRolloutOptions
-from enginehouse.backends.torch.ranks import device_of
 from enginehouse.backends.torch.requests import Pending
 from enginehouse.backends.torch.running import RunningBatch
 from enginehouse.backends.torch.served_weights import ServedWeights
@@ -21,6 +19,8 @@ from enginehouse.engines.rollout import Endpoint, GenerateRequest, GenerateResul
 from enginehouse.engines.train import ALL
 from enginehouse.engines.weights import WeightChunk, WeightState, WeightUpdate
 from enginehouse.errors import EnginehouseError, ModelError
+from enginehouse.modeling.loading import load_model
+from enginehouse.modeling.ranks import device_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from enginehouse.backends.torch.weights import stored_names, unique_state
 from enginehouse.engines.weights import WeightChunk, WeightState, WeightSyncError, WeightUpdate, checksum
+from enginehouse.modeling.state import stored_names, unique_state
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from enginehouse.engines.weights import ParamMeta
+from enginehouse.modeling.state import unique_state
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,29 +46,3 @@ class ReplicatedWeights:
             with torch.no_grad():
                 state = revert_weight_conversion(self._model, state)
         yield from state.items()
-
-
-def unique_state(model: torch.nn.Module, preferred: frozenset[str] = frozenset()) -> dict[str, torch.Tensor]:
-    """The model's state dict, detached, tied parameters once: under the first name in `preferred`, or the first."""
-    names: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        known = names.get(id(parameter))
-        if known is None or (known not in preferred and name in preferred):
-            names[id(parameter)] = name
-    kept = set(names.values())
-    dropped = {name for name, _ in model.named_parameters(remove_duplicate=False)} - kept
-    return {name: tensor.detach() for name, tensor in model.state_dict().items() if name not in dropped}
-
-
-def stored_names(path: Path) -> frozenset[str]:
-    """Names of the tensors in a directory's safetensors files; empty where there are none."""
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        return frozenset(json.loads(index.read_text())["weight_map"])
-    from safetensors import safe_open
-
-    names: set[str] = set()
-    for file in path.glob("*.safetensors"):
-        with safe_open(str(file), framework="pt") as tensors:
-            names.update(tensors.keys())
-    return frozenset(names)

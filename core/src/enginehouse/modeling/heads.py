@@ -11,14 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from enginehouse.backends.torch.loading import VALUE_HEAD
 from enginehouse.errors import EnginehouseError
+from enginehouse.modeling.loading import VALUE_HEAD
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from enginehouse.backends.torch.packing import Layout
     from enginehouse.engines.train import Outputs
+    from enginehouse.modeling.packing import Layout
 
 
 def check_outputs(model: PreTrainedModel, outputs: Outputs) -> None:

@@ -31,14 +31,7 @@ def load_model(spec: ModelSpec, device: torch.device | str) -> PreTrainedModel:
         ModelError: the directory is missing, is not a model, is of a kind transformers cannot load as a causal
             language model, or lacks weights; the cause is chained.
     """
-    path = Path(spec.path)
-    if not path.is_dir():
-        raise ModelError(f"model path {spec.path!r} is not a directory; give a local Hugging Face model directory")
-    if not (path / "config.json").is_file():
-        raise ModelError(f"model path {spec.path!r} holds no config.json, so it is not a Hugging Face model directory")
-    if not any(next(path.glob(pattern), None) for pattern in WEIGHT_FILES):
-        raise ModelError(f"model path {spec.path!r} holds no weights (looked for {' and '.join(WEIGHT_FILES)})")
-
+    path = model_directory(spec)
     from transformers import AutoModelForCausalLM
 
     try:
@@ -59,24 +52,51 @@ def load_model(spec: ModelSpec, device: torch.device | str) -> PreTrainedModel:
         named = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise ModelError(f"the weights in {spec.path!r} lack {named}")
     if spec.head == "value":
-        model.add_module(VALUE_HEAD, _value_head(model, spec, path))
+        head = value_head(model, spec)
+        with torch.no_grad():
+            head.weight.copy_(value_head_weight(model, spec))
+        model.add_module(VALUE_HEAD, head)
     return model.to(device).eval()
 
 
-def _value_head(model: PreTrainedModel, spec: ModelSpec, path: Path) -> torch.nn.Linear:
-    """The value head: the checkpoint's if it has one, else normal with the standard deviation `1 / sqrt(hidden)`."""
-    hidden = model.config.get_text_config().hidden_size
-    head = torch.nn.Linear(hidden, 1, bias=False, dtype=getattr(torch, spec.dtype))
-    stored = _stored_tensor(path, f"{VALUE_HEAD}.weight")
+def model_directory(spec: ModelSpec) -> Path:
+    """The directory of a model, once it is certain that it is one.
+
+    Raises:
+        ModelError: it is missing, or holds no config or no weights.
+    """
+    path = Path(spec.path)
+    if not path.is_dir():
+        raise ModelError(f"model path {spec.path!r} is not a directory; give a local Hugging Face model directory")
+    if not (path / "config.json").is_file():
+        raise ModelError(f"model path {spec.path!r} holds no config.json, so it is not a Hugging Face model directory")
+    if not any(next(path.glob(pattern), None) for pattern in WEIGHT_FILES):
+        raise ModelError(f"model path {spec.path!r} holds no weights (looked for {' and '.join(WEIGHT_FILES)})")
+    return path
+
+
+def value_head(model: PreTrainedModel, spec: ModelSpec) -> torch.nn.Linear:
+    """An empty value head for a model, on the device it is made under."""
+    return torch.nn.Linear(_hidden_size(model), 1, bias=False, dtype=getattr(torch, spec.dtype))
+
+
+def value_head_weight(model: PreTrainedModel, spec: ModelSpec) -> torch.Tensor:
+    """`(1, hidden)`: the checkpoint's if it has one, else normal with the standard deviation `1 / sqrt(hidden)`.
+
+    Raises:
+        ModelError: the checkpoint's has another shape.
+    """
+    hidden = _hidden_size(model)
+    stored = _stored_tensor(Path(spec.path), f"{VALUE_HEAD}.weight")
     if stored is None:
-        drawn = torch.randn(1, hidden, generator=torch.Generator().manual_seed(spec.seed)) / hidden**0.5
-    elif tuple(stored.shape) != (1, hidden):
+        return torch.randn(1, hidden, generator=torch.Generator().manual_seed(spec.seed)) / hidden**0.5
+    if tuple(stored.shape) != (1, hidden):
         raise ModelError(f"{VALUE_HEAD}.weight in {spec.path!r} has shape {tuple(stored.shape)}, not {(1, hidden)}")
-    else:
-        drawn = stored
-    with torch.no_grad():
-        head.weight.copy_(drawn)
-    return head
+    return stored
+
+
+def _hidden_size(model: PreTrainedModel) -> int:
+    return model.config.get_text_config().hidden_size
 
 
 def _stored_tensor(path: Path, name: str) -> torch.Tensor | None:

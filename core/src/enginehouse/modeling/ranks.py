@@ -39,13 +39,17 @@ class Ranks:
     owns_group: bool
 
     @classmethod
-    def join(cls, context: ProcessContext) -> Ranks:
+    def join(cls, context: ProcessContext, *, alone: bool = False) -> Ranks:
         """Join the group of `context`, or use the one that another role of this process has joined.
+
+        Args:
+            context: this process's place.
+            alone: make a process group for a single rank as well: an engine that shards communicates in any case.
 
         Raises:
             EnginehouseError: this process is in a group of another size.
         """
-        if context.world_size == 1:
+        if context.world_size == 1 and not alone:
             return cls(0, 1, owns_group=False)
         if dist.is_initialized():
             if (dist.get_rank(), dist.get_world_size()) != (context.rank, context.world_size):
@@ -54,7 +58,11 @@ class Ranks:
                     "group; roles that share processes must have the same number of ranks"
                 )
             return cls(context.rank, context.world_size, owns_group=False)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if context.device == "cuda" else "gloo")
+        backend = "cpu:gloo,cuda:nccl" if context.device == "cuda" else "gloo"
+        if context.world_size == 1:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        else:
+            dist.init_process_group(backend)
         return cls(context.rank, context.world_size, owns_group=True)
 
     def broadcast(self, tensors: Iterable[torch.Tensor]) -> None:

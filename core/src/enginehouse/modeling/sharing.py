@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from enginehouse.backends.torch.heads import ModelInput, token_outputs
-from enginehouse.backends.torch.loading import VALUE_HEAD
-from enginehouse.backends.torch.packing import Rows, Tree, lay_out
 from enginehouse.engines.train import Outputs
+from enginehouse.modeling.heads import ModelInput, token_outputs
+from enginehouse.modeling.loading import VALUE_HEAD
+from enginehouse.modeling.packing import Rows, Tree, lay_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,0 +1,102 @@
+"""AdamW over sharded parameters, with clipping by the norm of the whole gradient and a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from enginehouse.modeling.schedule import learning_rate
+
+if TYPE_CHECKING:
+    from enginehouse.engines.train import Metrics
+    from enginehouse_fsdp.options import FSDPOptions
+
+FUSED_DEVICES = ("cpu", "cuda", "xpu")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class ShardedAdamW:
+    """Optimizer state and schedule of one rank's part of a model.
+
+    Args:
+        parameters: the trained parameters by name.
+        options: learning rate, schedule and the rest.
+
+    Attributes:
+        step_number: optimizer steps taken.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], options: FSDPOptions):
+        self._parameters = dict(parameters)
+        self._options = options
+        self._device = next(iter(self._parameters.values())).device
+        self._weight = 0.0
+        self.step_number = 0
+        self._adamw = torch.optim.AdamW(
+            list(self._parameters.values()),
+            lr=options.lr,
+            betas=options.betas,
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+            fused=self._device.type in FUSED_DEVICES,
+        )
+
+    def count(self, weight: float) -> None:
+        """Add to what the accumulated loss counts: the gradient of a step is divided by the sum over all ranks."""
+        self._weight += weight
+
+    def step(self) -> Metrics:
+        """Normalise, clip, step, zero; collective. FSDP has summed the gradients over the ranks already.
+
+        Nothing changes but the gradients where their norm is not finite, or where no rank counted anything.
+        """
+        gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
+        counted = torch.tensor(self._weight, dtype=torch.float64)
+        if dist.is_initialized():
+            dist.all_reduce(counted)
+        weight = counted.item()
+        norm = _whole(torch.nn.utils.get_total_norm(gradients)).item() / weight if weight and gradients else 0.0
+        lr = learning_rate(self.step_number, self._options)
+        finite = weight > 0 and norm < float("inf")  # False for nan
+        if finite:
+            scale = min(1.0, self._options.max_grad_norm / (norm + 1e-6)) / weight
+            torch._foreach_mul_([_own(gradient) for gradient in gradients], scale)
+            for group in self._adamw.param_groups:
+                group["lr"] = lr
+            self._adamw.step()
+            self.step_number += 1
+        self._adamw.zero_grad(set_to_none=True)
+        self._weight = 0.0
+        return {"grad_norm": norm, "lr": lr, "skipped": 0.0 if finite else 1.0}
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Both moments of each parameter, sharded like it, by `"exp_avg.name"` and `"exp_avg_sq.name"`; live."""
+        found: dict[str, torch.Tensor] = {}
+        for name, parameter in self._parameters.items():
+            state = self._adamw.state[parameter]
+            if not state:  # before the first step
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                for moment in MOMENTS:
+                    state[moment] = torch.zeros_like(parameter, requires_grad=False)
+            for moment in MOMENTS:
+                found[f"{moment}.{name}"] = state[moment]
+        return found
+
+    def restored(self, step_number: int) -> None:
+        """Go on from `step_number` after the tensors of `state()` were overwritten."""
+        self.step_number = step_number
+        for parameter in self._parameters.values():
+            self._adamw.state[parameter]["step"].fill_(float(step_number))
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

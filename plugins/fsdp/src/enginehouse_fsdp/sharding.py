@@ -1,0 +1,164 @@
+"""Building a Hugging Face model that is sharded from the start: no rank ever holds all of it.
+
+Parameters are made on the meta device, sharded there, given memory for this rank's part, and read into it from the
+safetensors files. Buffers that no checkpoint holds (rotary frequencies) are computed as the model is built.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from enginehouse.errors import ConfigError, ModelError
+from enginehouse.modeling.loading import VALUE_HEAD, model_directory, quiet_transformers, value_head, value_head_weight
+from enginehouse.modeling.state import stored_names, unique_state
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from enginehouse.engines.model import ModelSpec
+    from enginehouse_fsdp.options import FSDPOptions
+
+log = logging.getLogger(__name__)
+
+REPLICATE, SHARD = "dp_replicate", "dp_shard"
+
+
+def device_mesh(device: torch.device, world_size: int, replicas: int) -> DeviceMesh:
+    """The ranks as `replicas` copies of a sharded model; one axis where there is one copy.
+
+    Raises:
+        ConfigError: the ranks cannot be divided so.
+    """
+    if world_size % replicas:
+        raise ConfigError(
+            f"fsdp: {world_size} rank(s) cannot hold {replicas} replicas: replicas must divide the number of ranks"
+        )
+    if replicas == 1:
+        return init_device_mesh(device.type, (world_size,), mesh_dim_names=(SHARD,))
+    return init_device_mesh(device.type, (replicas, world_size // replicas), mesh_dim_names=(REPLICATE, SHARD))
+
+
+def sharded_model(spec: ModelSpec, options: FSDPOptions, mesh: DeviceMesh, device: torch.device) -> PreTrainedModel:
+    """Build, shard and load the model of `spec`; parameters are float32, whatever dtype they compute in.
+
+    Raises:
+        ModelError: the directory holds no causal language model, or lacks weights.
+        ConfigError: an option that `fully_shard` refuses.
+    """
+    model = _empty_model(spec)
+    home = torch.device("cpu") if options.cpu_offload else device
+    blocks = decoder_blocks(model)
+    if options.activation_checkpointing:
+        _checkpoint_activations(blocks)
+    _shard(model, blocks, spec, options, mesh)
+    if options.compile:
+        for block in blocks:
+            block.compile()
+    model._apply(lambda tensor: torch.empty_like(tensor, device=home) if tensor.is_meta else tensor.to(device))
+    model.tie_weights()  # as when the model was made: each module got a parameter of its own
+    _load(model, spec)
+    return model.eval()
+
+
+def _empty_model(spec: ModelSpec) -> PreTrainedModel:
+    """The model with its parameters, float32, on the meta device, and its buffers computed."""
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = model_directory(spec)
+    try:
+        with quiet_transformers(), init_empty_weights(include_buffers=False):
+            config = AutoConfig.from_pretrained(
+                str(path), trust_remote_code=spec.trust_remote_code, local_files_only=True
+            )
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, trust_remote_code=spec.trust_remote_code
+            )
+            if spec.head == "value":
+                model.add_module(VALUE_HEAD, value_head(model, spec).float())
+            model.tie_weights()  # on the meta device each module got a parameter of its own
+    except Exception as error:
+        raise ModelError(
+            f"model path {spec.path!r} cannot be loaded as a causal language model: {type(error).__name__}: {error}"
+        ) from error
+    if getattr(model, "_weight_conversions", None):
+        raise ModelError(
+            f"{type(model).__name__} stores its weights in another form than it runs them; fsdp cannot load it yet"
+        )
+    return model
+
+
+def decoder_blocks(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The repeated blocks, each a unit that is gathered and freed as one; empty where the model names none."""
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in kinds]
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Free whole parameters that a forward pass gathered and left, as the outermost unit does."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _shard(
+    model: PreTrainedModel,
+    blocks: list[torch.nn.Module],
+    spec: ModelSpec,
+    options: FSDPOptions,
+    mesh: DeviceMesh,
+) -> None:
+    half = None if spec.dtype == "float32" else getattr(torch, spec.dtype)
+    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if options.cpu_offload else OffloadPolicy()
+    arguments: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": options.reshard_after_forward,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=half, reduce_dtype=None if half is None else getattr(torch, options.reduce_dtype)
+        ),
+        "offload_policy": offload,
+        **options.native,
+    }
+    # What is left over goes to the outermost unit. A model with a value head is run without its language model head.
+    roots = [model] if spec.head == "causal_lm" else [model.base_model, model.get_submodule(VALUE_HEAD)]
+    try:
+        for unit in [*blocks, *roots]:
+            sharded = fully_shard(unit, **arguments)
+            sharded.set_gradient_divide_factor(1.0)  # gradients are sums: their mean is over tokens, not ranks
+            sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+    except TypeError as error:
+        raise ConfigError(f"fsdp: fully_shard refuses an argument of `native`: {error}") from error
+
+
+def _checkpoint_activations(blocks: list[torch.nn.Module]) -> None:
+    from torch.distributed._composable import checkpoint
+
+    for block in blocks:
+        checkpoint(block)
+
+
+def _load(model: PreTrainedModel, spec: ModelSpec) -> None:
+    """Read each parameter's own part from the checkpoint's files; collective."""
+    import torch.distributed.checkpoint as dcp
+
+    path = Path(spec.path)
+    stored = stored_names(path)
+    state = unique_state(model, stored)
+    head = state.pop(f"{VALUE_HEAD}.weight", None)
+    if missing := sorted(set(state) - stored):
+        named = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        raise ModelError(f"the weights in {spec.path!r} lack {named}")
+    with torch.no_grad():
+        dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=not dist.is_initialized())
+        if head is not None:
+            assert isinstance(head, DTensor)
+            whole = value_head_weight(model, spec).float().to(head.device)
+            head.copy_(distribute_tensor(whole, head.device_mesh, head.placements))

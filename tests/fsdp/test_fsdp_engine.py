@@ -1,0 +1,204 @@
+"""The `fsdp` engine against the `torch` engine, on real ranks: what is sharded changes nothing but where it lies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import tiny_model
+from rank_processes import rank_processes
+from torch_train_cases import NOT_FINITE, POLICY, SQUARED_ERROR, make_batch, make_engine, weights_of
+
+from enginehouse.engines.model import ModelSpec, ProcessContext
+from enginehouse.engines.train import Outputs
+from enginehouse.errors import ConfigError, ModelError
+from enginehouse.modeling.files import CheckpointError
+
+pytestmark = pytest.mark.slow
+
+OPTIONS = {"lr": 1e-3, "eps": 1e-6, "schedule": "cosine", "total_steps": 8, "warmup_steps": 1}
+STEPS = 5
+ROWS = 16
+
+
+@pytest.fixture(scope="module")
+def run_ranks():
+    with rank_processes("enginehouse_fsdp.engine", "transformers.models.qwen3.modeling_qwen3") as run:
+        yield run
+
+
+def make_sharded(path, rank=0, world_size=1, head="causal_lm", dtype="float32", **options):
+    from enginehouse_fsdp.engine import FSDPEngine
+    from enginehouse_fsdp.options import FSDPOptions
+
+    engine = FSDPEngine()
+    context = ProcessContext(role="actor", rank=rank, world_size=world_size, local_rank=rank)
+    spec = ModelSpec(path=path, head=head, dtype=dtype)
+    engine.setup(spec, FSDPOptions(**{**OPTIONS, "tokens_per_microbatch": 40, **options}), context)
+    return engine
+
+
+def outputs_of(head):
+    return Outputs(entropy=True, temperature=0.7) if head == "causal_lm" else Outputs(logprobs=False, values=True)
+
+
+def loss_of(head):
+    return POLICY if head == "causal_lm" else SQUARED_ERROR
+
+
+def train(engine, head, shard, steps=STEPS):
+    """Score, train and look."""
+    scores = engine.forward(shard, outputs_of(head))
+    stepped = []
+    for _ in range(steps):
+        engine.forward_backward(shard, loss_of(head))
+        stepped.append(engine.optim_step())
+    return scores, stepped
+
+
+def _train(rank, world_size, path, head, sizes, options):
+    from torch.distributed.tensor import DTensor
+
+    engine = make_sharded(path, rank, world_size, head, **options)
+    trained = [p for p in engine._model.parameters() if p.requires_grad]
+    assert all(isinstance(parameter, DTensor) for parameter in trained), "not sharded"
+    scores, stepped = train(engine, head, make_batch(4, 4).split(sizes)[rank])
+    weights, parameters, mesh = weights_of(engine), engine.weight_source().metadata(), engine.mesh
+    engine.shutdown()
+    return scores, stepped, weights, parameters, mesh
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    found = {}
+
+    def oracle(path, head):
+        if (path, head) not in found:
+            engine = make_engine(path, head=head, **OPTIONS)
+            found[path, head] = (*train(engine, head, make_batch(4, 4)), weights_of(engine))
+        return found[path, head]
+
+    return oracle
+
+
+@pytest.mark.parametrize(
+    ("sizes", "head", "tied", "options"),
+    [
+        ([16], "causal_lm", True, {}),
+        ([9, 7], "causal_lm", False, {}),
+        ([16, 0], "causal_lm", True, {"activation_checkpointing": True}),
+        ([8, 8], "value", True, {}),
+        ([3, 13], "value", False, {"reshard_after_forward": False}),
+        ([9, 0, 1, 6], "causal_lm", True, {"replicas": 2}),
+        ([4, 4, 4, 4], "causal_lm", False, {"cpu_offload": True}),
+    ],
+    ids=str,
+)
+def test_any_layout_scores_and_trains_like_the_oracle(run_ranks, oracle, sizes, head, tied, options):
+    path = tiny_model("qwen3", tied)
+    scores, stepped, weights = oracle(path, head)
+    results = run_ranks(len(sizes), _train, path, head, sizes, options)
+    for name in scores.columns:
+        found = torch.cat([part[name].values for part, *_ in results])
+        torch.testing.assert_close(found, scores[name].values, atol=1e-5, rtol=1e-5)
+    for _, found, full, parameters, mesh in results:
+        for ours, theirs in zip(found, stepped, strict=True):
+            assert (ours["lr"], ours["skipped"]) == (theirs["lr"], theirs["skipped"])
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+        assert list(full) == [parameter.name for parameter in parameters]
+        assert full.keys() == weights.keys()
+        for name, weight in weights.items():
+            torch.testing.assert_close(full[name], weight, atol=1e-4, rtol=0)
+            assert torch.equal(full[name], results[0][2][name]), "ranks gathered different weights"
+        assert mesh.dp_size == len(sizes)
+
+
+def _half(rank, world_size, path):
+    engine = make_sharded(path, rank, world_size, dtype="bfloat16")
+    scores, _ = train(engine, "causal_lm", make_batch(4, 4).split(world_size)[rank], steps=1)
+    dtypes = {str(weight.dtype) for weight in weights_of(engine).values()}
+    kept = {str(parameter.dtype) for parameter in engine._model.parameters()}
+    engine.shutdown()
+    return scores, dtypes, kept
+
+
+def test_half_precision_computes_in_it_keeps_float32_and_gives_half(run_ranks, oracle):
+    path = tiny_model()
+    scores, *_ = oracle(path, "causal_lm")
+    results = run_ranks(2, _half, path)
+    found = torch.cat([part["logprobs"].values for part, *_ in results])
+    assert (found - scores["logprobs"].values).abs().max() < 0.2
+    assert (found - scores["logprobs"].values).abs().max() > 0
+    assert [dtypes for _, dtypes, _ in results] == [{"torch.bfloat16"}] * 2
+    assert [kept for *_, kept in results] == [{"torch.float32"}] * 2
+
+
+def _skip(rank, world_size, path):
+    engine = make_sharded(path, rank, world_size)
+    before = weights_of(engine)
+    engine.forward_backward(make_batch(1, 2, seed=rank), NOT_FINITE if rank == 1 else POLICY)
+    stepped = engine.optim_step()
+    same = all(torch.equal(before[name], weight) for name, weight in weights_of(engine).items())
+    engine.shutdown()
+    return stepped["skipped"], same
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(run_ranks):
+    assert run_ranks(2, _skip, tiny_model()) == [(1.0, True)] * 2
+
+
+def _save(rank, world_size, path, directory):
+    engine = make_sharded(path, rank, world_size)
+    shard = make_batch(4, 4).split(world_size)[rank]
+    train(engine, "causal_lm", shard, steps=2)
+    engine.save(f"{directory}/saved")
+    engine.export_hf(f"{directory}/exported")
+    at_save = weights_of(engine)
+    train(engine, "causal_lm", shard, steps=2)
+    weights = weights_of(engine)
+    engine.shutdown()
+    return at_save, weights
+
+
+def _load(rank, world_size, path, directory):
+    engine = make_sharded(path, rank, world_size)
+    engine.load(f"{directory}/saved")
+    train(engine, "causal_lm", make_batch(4, 4).split(world_size)[rank], steps=2)
+    weights = weights_of(engine)
+    engine.shutdown()
+    return weights
+
+
+def test_a_checkpoint_of_four_ranks_goes_on_alike_with_one_and_two(run_ranks, tmp_path):
+    path = tiny_model()
+    (at_save, expected), *_ = run_ranks(4, _save, path, str(tmp_path))
+    for world_size in (1, 2):
+        for found in run_ranks(world_size, _load, path, str(tmp_path)):
+            for name, weight in expected.items():
+                torch.testing.assert_close(found[name], weight, atol=1e-6, rtol=0)
+    assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")] == []
+    exported = weights_of(make_engine(str(tmp_path / "exported")))
+    assert exported.keys() == at_save.keys()
+    assert all(torch.equal(exported[name], weight) for name, weight in at_save.items()), "not bit for bit"
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+    engine = make_sharded(tiny_model())
+    engine.save(str(tmp_path / "saved"))
+    engine.shutdown()
+    other = make_sharded(tiny_model(hidden=64))
+    try:
+        with pytest.raises(CheckpointError, match="has shape"):
+            other.load(str(tmp_path / "saved"))
+        with pytest.raises(CheckpointError, match=r"no file \.metadata"):
+            other.load(str(tmp_path / "nothing"))
+    finally:
+        other.shutdown()
+
+
+def test_what_cannot_be_is_said_at_setup(tmp_path):
+    with pytest.raises(ConfigError, match=r"1 rank\(s\) cannot hold 2 replicas"):
+        make_sharded(tiny_model(), replicas=2)
+    with pytest.raises(ModelError, match="not a directory"):
+        make_sharded(str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="fully_shard refuses"):
+        make_sharded(tiny_model(), native={"no_such_argument": 1})
