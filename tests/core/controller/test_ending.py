@@ -37,7 +37,8 @@ def test_a_hanging_group_ends_as_well(launch):
 
 
 PROGRAM = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and so their children, ignore it
 sys.path.insert(0, {here!r})
 from controller_workers import Trouble
 from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec, start_ray

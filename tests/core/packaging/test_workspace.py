@@ -43,11 +43,15 @@ def test_the_workspace_and_the_constraints_take_every_plugin_from_the_checkout()
         assert f"enginehouse-{name} @ file://${{PWD}}/plugins/{name}" in constraints
 
 
+LIGHT = {"fsdp": ["accelerate>=1.10"]}
+"""What a plugin may bring along: pure Python that is content with any torch a vendor's container has."""
+
+
 @pytest.mark.parametrize("name", PLUGINS)
-def test_a_plugin_depends_on_core_alone_and_its_engine_is_an_extra(name):
+def test_a_plugin_depends_on_core_and_what_is_light_and_its_engine_is_an_extra(name):
     declared = project("plugins", name)
     assert declared["name"] == f"enginehouse-{name}"
-    assert declared["dependencies"] == ["enginehouse>=0.1,<0.2"]
+    assert declared["dependencies"] == ["enginehouse>=0.1,<0.2", *LIGHT.get(name, [])]
     assert declared["optional-dependencies"]["engine"]
     assert declared["entry-points"]["enginehouse"] == {name: f"enginehouse_{name}.plugin"}
 

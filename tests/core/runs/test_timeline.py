@@ -92,7 +92,8 @@ def test_a_timeline_that_grows_too_long_stops_and_says_so(tmp_path: Path, monkey
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_whatever_kills_the_process_all_that_was_written_can_be_read(tmp_path: Path, number: signal.Signals):
     code = (
-        "import sys\n"
+        "import signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         "from pathlib import Path\n"
         "from enginehouse.runs import StepClock, Timeline, timeline\n"
         "timeline.FLUSH_SECONDS = 0.0\n"
