@@ -28,7 +28,7 @@ def test_rows_go_between_nodes_and_those_of_a_lost_node_are_named(cluster):
     assert seen["rows on the node that stayed"] == seen["kept"]
     role, what = (
         f"writers rank {seen['lost'][0]} on node ",
-        "'write' is lost: the node that held it has left the cluster",
+        "'write' is lost: its node has left the cluster",
     )
     assert all(part in seen["fetch"] for part in (role, what))
     assert all(part in seen["call"] for part in ("readers rank", role, what))
