@@ -250,13 +250,6 @@ def test_asking_for_what_the_head_cannot_give_is_an_error():
         make_engine(tiny_model()).forward(batch, Outputs(temperature=0.0))
 
 
-def test_offload_is_refused():
-    engine = make_engine(tiny_model())
-    for method in (engine.offload, engine.onload):
-        with pytest.raises(EnginehouseError, match="offload"):
-            method()
-
-
 def test_an_unknown_loss_is_an_error():
     with pytest.raises(PluginLookupError):
         make_engine(tiny_model()).forward_backward(make_batch(1, 1), POLICY.__class__("torch_train_cases:no_such_loss"))

@@ -115,6 +115,22 @@ def test_a_saved_model_comes_back(house, tmp_path):
     assert (tmp_path / "model" / "config.json").is_file()
 
 
+@pytest.mark.parametrize(
+    ("call", "capability"),
+    [
+        (("offload",), "offload"),
+        (("onload",), "offload"),
+        (("save_in_background", "somewhere"), "background_save"),
+        (("finish_save",), "background_save"),
+        (("export_adapter", "somewhere"), "lora"),
+    ],
+)
+def test_what_a_backend_does_not_declare_is_refused(house, call, capability):
+    method, *arguments = call
+    with pytest.raises(EnginehouseError, match=f"'torch' does not declare '{capability}'"):
+        getattr(house.actor, method)(*arguments)
+
+
 def test_workers_describe_what_runs_in_them(house):
     for group, backend in ((house.actor, "torch"), (house.rollout, "torch")):
         said = group.describe()[0]

@@ -33,6 +33,22 @@ class TrainOptions(EngineOptions):
     tokens_per_microbatch: int = Field(16384, gt=0, description="Most padded tokens in one forward and backward pass")
 
 
+class LoraOptions(BaseModel):
+    """Low-rank adapters (Hu et al. 2021, equation 3): `W + alpha / rank * B @ A`, of which only A and B are trained.
+
+    A backend with the capability `lora` has a field `lora: LoraOptions | None = None`. B begins at zero: at first the
+    model is the one it was. A is drawn with `ModelSpec.seed`, the same for every number of ranks.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    rank: int = Field(16, gt=0)
+    alpha: float = Field(32.0, gt=0, description="The adapters' product is scaled by alpha / rank")
+    targets: list[str] | Literal["all-linear"] = Field(
+        "all-linear", description="Names of the linear layers to adapt, as q_proj; all-linear: all but the output layer"
+    )
+
+
 class RolloutOptions(EngineOptions):
     """What all rollout engines take."""
 

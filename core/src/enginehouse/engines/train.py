@@ -184,16 +184,11 @@ class TrainEngine(Protocol):
         """Give access to the current weights under their Hugging Face names."""
         ...
 
-    def onload(self, tags: tuple[str, ...] = ALL) -> None:
-        """Bring what `offload` moved away back: `"params"`, `"grads"`, `"optimizer"`."""
-        ...
-
-    def offload(self, tags: tuple[str, ...] = ALL) -> None:
-        """Move state to host memory: `"params"`, `"grads"`, `"optimizer"`. Only with capability `offload`."""
-        ...
-
     def save(self, path: str, what: tuple[str, ...] = ALL) -> None:
-        """Write a checkpoint that another topology can load: `"model"`, `"optimizer"`, `"rng"`."""
+        """Write a checkpoint, `"model"`, `"optimizer"`, `"rng"`, into the directory `path`; whole or not at all.
+
+        What `path` held is replaced once the new one is whole.
+        """
         ...
 
     def load(self, path: str, what: tuple[str, ...] = ALL) -> None:
@@ -203,10 +198,48 @@ class TrainEngine(Protocol):
     def export_hf(self, path: str) -> None:
         """Write the model into the directory `path`, in Hugging Face form: safetensors, config, and any tokenizer.
 
-        The caller gives a path of its own and moves it into place once it is whole.
+        The caller gives a path of its own and moves it into place once it is whole. With adapters: the merged model.
         """
         ...
 
     def shutdown(self) -> None:
         """Release everything; the engine is not used again."""
+        ...
+
+
+# What an engine may offer beyond that: it has these methods where its backend declares the capability.
+
+
+class OffloadsState(Protocol):
+    """Capability `offload`."""
+
+    def offload(self, tags: tuple[str, ...] = ALL) -> None:
+        """Move `"params"`, `"grads"`, `"optimizer"` to host memory; the accelerator's is free when this returns."""
+        ...
+
+    def onload(self, tags: tuple[str, ...] = ALL) -> None:
+        """Bring what `offload` moved away back; nothing to do for what is there."""
+        ...
+
+
+class SavesInBackground(Protocol):
+    """Capability `background_save`."""
+
+    def save_in_background(self, path: str, what: tuple[str, ...] = ALL) -> None:
+        """As `save`, but return once the state is copied, and write while training goes on.
+
+        One save is under way at a time: a further one waits for the first, and raises what made that fail.
+        """
+        ...
+
+    def finish_save(self) -> None:
+        """Return once the save under way is whole, if there is one; raise what made it fail. Collective."""
+        ...
+
+
+class ExportsAdapter(Protocol):
+    """Capability `lora`."""
+
+    def export_adapter(self, path: str) -> None:
+        """Write the adapters alone into the directory `path`, in the form `peft` reads; collective."""
         ...

@@ -41,6 +41,21 @@ class Record:
     summary: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A way of laying an engine out over processes that the conformance suite checks.
+
+    Attributes:
+        name: short, for reports: `"shard4"`, `"tp2"`.
+        processes: number of ranks.
+        options: the backend's own options that make the layout, beside those every check sets.
+    """
+
+    name: str
+    processes: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend(Record):
     """What training and rollout backends have in common.
@@ -53,6 +68,7 @@ class Backend(Record):
         runtimes: requirement sets for Python environments of its own, by variant (`"cpu"`, `"cuda"`).
         devices: device types the engine runs on.
         unavailable: non-empty where the engine cannot be used yet: the sentence a user who asks for it is told.
+        layouts: what `enginehouse certify` checks it at; all of them are promised to give the same results.
     """
 
     references: ClassVar[tuple[str, ...]] = ("engine", "options")
@@ -63,11 +79,13 @@ class Backend(Record):
     runtimes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     devices: tuple[str, ...] = ("cpu", "cuda")
     unavailable: str = ""
+    layouts: tuple[Layout, ...] = (Layout("single"),)
 
     def __post_init__(self) -> None:
         _freeze(self, "capabilities", frozenset)
         _freeze(self, "requires", tuple)
         _freeze(self, "devices", tuple)
+        _freeze(self, "layouts", tuple)
 
 
 class TrainBackend(Backend):

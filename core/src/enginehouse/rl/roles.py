@@ -26,7 +26,7 @@ from enginehouse.engines.rollout import Health, PauseMode, RolloutEngine, Sampli
 from enginehouse.engines.train import ALL, LossSpec, Mean, Metrics, Outputs, TrainEngine, merge_metrics
 from enginehouse.engines.weights import ParamMeta, TransferPlan, TransportSession, WeightState, WeightSyncError
 from enginehouse.errors import EnginehouseError
-from enginehouse.plugin import Backend, plugins, resolve
+from enginehouse.plugin import Backend, capabilities, plugins, resolve
 from enginehouse.rl.generation import assemble, make_requests, row_seeds
 from enginehouse.rl.weight_receiver import WeightReceiver
 from enginehouse.transports.lookup import load_transport
@@ -44,6 +44,7 @@ class TrainWorker(Worker):
     def __init__(self, backend: str, model: ModelSpec, options: dict[str, Any] | None = None):
         record = plugins().get("train", backend)
         self._backend = record.name
+        self._capabilities = record.capabilities
         checked = resolve(record.options)(**(options or {}))
         self.engine: TrainEngine = resolve(record.engine)()
         self.engine.setup(model, checked, self.context)
@@ -136,18 +137,28 @@ class TrainWorker(Worker):
 
     @register
     def onload(self, tags: tuple[str, ...] = ALL) -> None:
-        """Bring offloaded state back; see `TrainEngine.onload`."""
-        self.engine.onload(tags)
+        """Bring offloaded state back; see `OffloadsState.onload`."""
+        self._offering(capabilities.OFFLOAD).onload(tags)
 
     @register
     def offload(self, tags: tuple[str, ...] = ALL) -> None:
-        """Move state to host memory; see `TrainEngine.offload`."""
-        self.engine.offload(tags)
+        """Move state to host memory; see `OffloadsState.offload`."""
+        self._offering(capabilities.OFFLOAD).offload(tags)
 
     @register
     def save(self, path: str, what: tuple[str, ...] = ALL) -> None:
         """Write a checkpoint; see `TrainEngine.save`."""
         self.engine.save(path, what)
+
+    @register
+    def save_in_background(self, path: str, what: tuple[str, ...] = ALL) -> None:
+        """Copy the state for a checkpoint that is then written; see `SavesInBackground`."""
+        self._offering(capabilities.BACKGROUND_SAVE).save_in_background(path, what)
+
+    @register
+    def finish_save(self) -> None:
+        """Wait for a background save; see `SavesInBackground`."""
+        self._offering(capabilities.BACKGROUND_SAVE).finish_save()
 
     @register
     def load(self, path: str, what: tuple[str, ...] = ALL) -> None:
@@ -158,6 +169,21 @@ class TrainWorker(Worker):
     def export_hf(self, path: str) -> None:
         """Write the model as a Hugging Face directory; see `TrainEngine.export_hf`."""
         self.engine.export_hf(path)
+
+    @register
+    def export_adapter(self, path: str) -> None:
+        """Write the adapters alone; see `ExportsAdapter.export_adapter`."""
+        self._offering(capabilities.LORA).export_adapter(path)
+
+    def _offering(self, capability: str) -> Any:
+        """The engine, if its backend declares a capability.
+
+        Raises:
+            EnginehouseError: it does not.
+        """
+        if capability not in self._capabilities:
+            raise EnginehouseError(f"{self.context}: backend {self._backend!r} does not declare {capability!r}")
+        return self.engine
 
     @register
     async def describe(self) -> dict[str, Any]:

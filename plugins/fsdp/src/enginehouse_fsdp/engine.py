@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.train import ALL, LossSpec, Metrics, Outputs
-from enginehouse.errors import EnginehouseError
 from enginehouse.modeling.files import parts_of
 from enginehouse.modeling.loading import quiet_transformers
 from enginehouse.modeling.random_state import random_states, restore_random_states
@@ -103,14 +102,6 @@ class FSDPEngine:
     def weight_source(self) -> ShardedWeights:
         """The live weights under their Hugging Face names, tied ones once."""
         return ShardedWeights(self._model, self._stored, getattr(torch, self._spec.dtype))
-
-    def onload(self, tags: tuple[str, ...] = ALL) -> None:
-        """Not offered; the option `cpu_offload` keeps state in host memory all the time."""
-        raise EnginehouseError(f"{self._context}: the fsdp backend does not declare the capability 'offload'")
-
-    def offload(self, tags: tuple[str, ...] = ALL) -> None:
-        """Not offered."""
-        self.onload(tags)
 
     def save(self, path: str, what: tuple[str, ...] = ALL) -> None:
         """Write `"model"`, `"optimizer"` (with the schedule) and `"rng"`, whole or not at all; collective."""

@@ -20,7 +20,6 @@ from enginehouse.data import Batch
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import TOKENIZER_COMPANIONS, TOKENIZER_FILES
 from enginehouse.engines.train import ALL, LossSpec, Metrics, Outputs
-from enginehouse.errors import EnginehouseError
 from enginehouse.modeling.files import parts_of, whole_directory
 from enginehouse.modeling.loading import load_model, quiet_transformers
 from enginehouse.modeling.random_state import random_states, restore_random_states
@@ -98,14 +97,6 @@ class TorchTrainEngine:
     def weight_source(self) -> ReplicatedWeights:
         """The live weights under their Hugging Face names, tied ones once; every rank holds all of them."""
         return ReplicatedWeights(self._model, self._stored)
-
-    def onload(self, tags: tuple[str, ...] = ALL) -> None:
-        """Not offered."""
-        raise EnginehouseError(f"{self._context}: the torch backend does not declare the capability 'offload'")
-
-    def offload(self, tags: tuple[str, ...] = ALL) -> None:
-        """Not offered."""
-        self.onload(tags)
 
     def save(self, path: str, what: tuple[str, ...] = ALL) -> None:
         """Write `"model"`, `"optimizer"` (with the schedule) and `"rng"`, whole or not at all; collective."""
