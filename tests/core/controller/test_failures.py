@@ -21,6 +21,7 @@ from enginehouse.controller import (
     WorkerGroup,
     WorkerSpec,
     WorkerTimeout,
+    merge_resource_pools,
     unwrap_user_error,
 )
 from enginehouse.errors import ModelError
@@ -240,6 +241,10 @@ def test_a_full_pool_says_who_sits_on_it(launch):
 def test_impossible_requests_are_refused_in_words(ray_cluster):
     with pytest.raises(ControllerError, match="processes_per_node"):
         ResourcePool([])
+    with pytest.raises(ControllerError, match=r"\[4\] or \[4, 2\], not 4"):
+        ResourcePool(4)
+    with pytest.raises(ControllerError, match=r"\*pools\).* given list"):
+        merge_resource_pools([ResourcePool([1]), ResourcePool([1])])
     with pytest.raises(ControllerError, match="'ray' or 'inline'"):
         WorkerGroup(ResourcePool([1]), WorkerSpec(Trouble), launcher="slurm")
     with pytest.raises(ControllerError, match="gpus_per_process"):

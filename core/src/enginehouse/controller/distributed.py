@@ -43,14 +43,12 @@ class DistributedBatch:
 
     __iter__ = None
 
-    def __init__(
-        self, shards: Sequence[Shard], rows: np.ndarray | None, names: tuple[str, ...], added: Batch | None
-    ) -> None:
+    def __init__(self, shards: Sequence[Shard], rows: np.ndarray, names: tuple[str, ...], added: Batch | None) -> None:
         """Keep what is given; see `of` and `of_shards`.
 
         Args:
             shards: the shards.
-            rows: row numbers over all shards end to end, int64; None for all in order.
+            rows: row numbers over all shards end to end, int64.
             names: the columns.
             added: columns held here, in the order of `rows`.
         """
@@ -84,7 +82,7 @@ class DistributedBatch:
                     raise DispatchError(
                         f"{where}: column {name!r} is {one} from {with_rows[0].origin}, but {other} from {shard.origin}"
                     )
-        return cls(with_rows or shards[:1], None, names, None)
+        return cls(with_rows or shards[:1], np.arange(sum(shard.facts.rows for shard in shards)), names, None)
 
     @classmethod
     def of(cls, batches: Sequence[Batch]) -> DistributedBatch:
@@ -100,7 +98,7 @@ class DistributedBatch:
 
     def __len__(self) -> int:
         """Number of rows."""
-        return int(self._starts[-1]) if self._rows is None else len(self._rows)
+        return len(self._rows)
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
@@ -122,7 +120,7 @@ class DistributedBatch:
         if any(column not in shard.facts.lengths for shard in self._shards):
             raise TypeError(f"column {column!r} is {self._shards[0].facts.kinds[column]}, not a ragged column")
         lengths = np.concatenate([shard.facts.lengths[column] for shard in self._shards])
-        return torch.from_numpy(lengths if self._rows is None else lengths[self._rows])
+        return torch.from_numpy(lengths[self._rows])
 
     def column(self, name: str) -> Any:
         """One column: `Tensor`, `Ragged` or tuple.
@@ -140,7 +138,7 @@ class DistributedBatch:
         if any(name not in shard.facts.numbers for shard in self._shards):
             return self.fetch([name])[name]
         held = Batch.concat([shard.facts.numbers.select([name]) for shard in self._shards])
-        return (held if self._rows is None else held.take(self._rows))[name]
+        return held.take(self._rows)[name]
 
     def fetch(self, names: Iterable[str] | None = None) -> Batch:
         """Read the rows into this process, all columns or those named.
@@ -215,9 +213,8 @@ class DistributedBatch:
             IndexError: an index lies outside the batch.
         """
         index = row_index(rows, len(self))
-        chosen = index if self._rows is None else self._rows[index]
         added = None if self._added is None else self._added.take(index)
-        return DistributedBatch(self._shards, chosen, self._names, added)._without_unused()
+        return DistributedBatch(self._shards, self._rows[index], self._names, added)._without_unused()
 
     def slice(self, start: int, stop: int | None = None) -> DistributedBatch:
         """Rows `start` to `stop`, with Python's rules for negative and large numbers."""
@@ -256,7 +253,7 @@ class DistributedBatch:
                 )
         shards = [shard for batch in batches for shard in batch._shards]
         before = np.cumsum([0, *(int(batch._starts[-1]) for batch in batches)])
-        rows = np.concatenate([batch._row_numbers() + start for batch, start in zip(batches, before)])
+        rows = np.concatenate([batch._rows + start for batch, start in zip(batches, before)])
         added = (
             None
             if first._added is None
@@ -268,9 +265,6 @@ class DistributedBatch:
 
     def assembly(self) -> Assembly:
         """What another process needs to read this batch."""
-        if self._rows is None:
-            pieces = tuple(self._piece(shard, np.arange(shard.facts.rows)) for shard in self._shards)
-            return Assembly(pieces, None, self._names, self._added)
         of_shard = self._shard_of()
         order = np.argsort(of_shard, kind="stable")
         sorted_rows, sorted_shard = self._rows[order], of_shard[order]
@@ -294,25 +288,19 @@ class DistributedBatch:
             return Piece(shard.place, shard.origin, slice(start, start + len(rows)))
         return Piece(shard.place, shard.origin, rows)
 
-    def _row_numbers(self) -> np.ndarray:
-        return np.arange(self._starts[-1]) if self._rows is None else self._rows
-
     def _shard_of(self) -> np.ndarray:
         """The shard of each row."""
-        return np.searchsorted(self._starts, self._row_numbers(), side="right") - 1
+        return np.searchsorted(self._starts, self._rows, side="right") - 1
 
     def _without_unused(self) -> DistributedBatch:
         """Let go of shards none of whose rows are left, so that their memory can be given back."""
-        used = np.unique(self._shard_of()) if len(self) else np.zeros(1, np.int64)
+        used, which = np.unique(self._shard_of(), return_inverse=True)
         if len(used) == len(self._shards):
             return self
-        shift = np.zeros(len(self._shards), np.int64)  # rows of unused shards before each one
-        kept = np.isin(np.arange(len(self._shards)), used)
-        sizes = np.diff(self._starts)
-        shift[1:] = np.cumsum(np.where(kept, 0, sizes))[:-1]
-        rows = self._row_numbers()
-        rows = rows - shift[self._shard_of()] if len(rows) else rows
-        return DistributedBatch([self._shards[number] for number in used], rows, self._names, self._added)
+        shards = [self._shards[number] for number in used] or self._shards[:1]  # one always says what the columns are
+        starts = np.cumsum([0, *(shard.facts.rows for shard in shards)])
+        rows = self._rows - self._starts[used][which] + starts[which] if len(used) else self._rows
+        return DistributedBatch(shards, rows, self._names, self._added)
 
     def _added_names(self) -> set[str]:
         return set(self._added.columns) if self._added is not None else set()

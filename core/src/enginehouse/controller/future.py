@@ -81,7 +81,5 @@ class Future:
 
     def reference(self) -> Any:
         """What stands for the result in another call's arguments, where it is one rank's output as it is; else None."""
-        pending = self._pending
-        return (
-            None if self._rank is None or self._error is not None or pending is None else pending.reference(self._rank)
-        )
+        pending = self._pending  # none once the call has failed
+        return None if self._rank is None or pending is None else pending.reference(self._rank)

@@ -97,7 +97,7 @@ class WorkerGroup:
         from enginehouse.controller.launchers.ray import RayProcesses
 
         processes = RayProcesses.attach(name, patience)
-        return cls.view(processes, name, timeout or processes.options.timeout, [])
+        return cls.view(processes, name, processes.options.timeout if timeout is None else timeout, [])
 
     def _attach(self, processes: Processes, role: str, timeout: float, owners: list[WorkerGroup]) -> None:
         self.name = role

@@ -282,17 +282,22 @@ class Occupation:
         return list(dict.fromkeys(place for place, _ in self._bundles))
 
 
-def merge_resource_pools(first: ResourcePool, second: ResourcePool, *more: ResourcePool) -> ResourcePool:
-    """A pool over the places of several pools, in this order: ranks of a group on it are `first`'s, then `second`'s.
+def merge_resource_pools(*pools: ResourcePool) -> ResourcePool:
+    """A pool over the places of several pools: ranks of a group on it are those of the first, then of the second, ...
 
     It reserves nothing of its own. Groups on it count on the merged pools, and theirs on it: to have groups on
-    `first`, on `second` and on both together at once, make these with `max_colocate=2`.
+    two pools and on both together at once, make these with `max_colocate=2`.
 
     Raises:
-        ControllerError: pools that overlap, or whose processes do not get the same.
+        ControllerError: no pools, pools that overlap, or whose processes do not get the same.
     """
-    pools = [first, second, *more]
-    for other in pools[1:]:
+    if not pools or not all(isinstance(pool, ResourcePool) for pool in pools):
+        raise ControllerError(
+            "merge_resource_pools takes pools, one an argument, as merge_resource_pools(a, b); of a list: "
+            f"merge_resource_pools(*pools). It was given {', '.join(type(pool).__name__ for pool in pools) or 'none'}"
+        )
+    first, *others = pools
+    for other in others:
         for what in ("gpus_per_process", "cpus_per_process", "max_colocate"):
             if getattr(first, what) != getattr(other, what):
                 raise ControllerError(
@@ -326,11 +331,17 @@ def _cut(nodes: Sequence[Sequence[Bundle]], start: int, end: int) -> list[list[B
     return found
 
 
+def _is_counts(given: object) -> bool:
+    return isinstance(given, Sequence) and bool(given) and all(isinstance(count, int) and count > 0 for count in given)
+
+
 def _check_numbers(
     processes_per_node: Sequence[int], gpus_per_process: float, cpus_per_process: float, max_colocate: int
 ) -> None:
-    if not processes_per_node or any(count < 1 for count in processes_per_node):
-        raise ControllerError(f"processes_per_node needs one positive number a node, not {list(processes_per_node)}")
+    if not _is_counts(processes_per_node):
+        raise ControllerError(
+            f"processes_per_node needs one positive number a node, [4] or [4, 2], not {processes_per_node!r}"
+        )
     if max_colocate < 1 or gpus_per_process < 0 or cpus_per_process < 0 or not (gpus_per_process or cpus_per_process):
         raise ControllerError(
             "a pool needs max_colocate of at least 1 and a positive number of CPUs or GPUs a process, not "
