@@ -229,7 +229,7 @@ def _as_json(manager: PluginManager, kind: str | None) -> dict[str, Any]:
 
 def _record_as_json(manager: PluginManager, provided: Provided) -> dict[str, Any]:
     state, problem = record_state(manager, provided)
-    fields = {field.name: getattr(provided.record, field.name) for field in dataclasses.fields(provided.record)}
+    fields = dataclasses.asdict(provided.record)
     plain = {name: sorted(value) if isinstance(value, frozenset) else value for name, value in fields.items()}
     return {"kind": provided.record.kind, "state": state, "problem": problem, **plain}
 
