@@ -55,6 +55,10 @@ class Layout:
     processes: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        given = "".join(f", {name}={value}" for name, value in self.options.items())
+        return f"{self.name} ({self.processes} {'process' if self.processes == 1 else 'processes'}{given})"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend(Record):
