@@ -2,15 +2,20 @@
 
 import json
 import os
+import pickle
 import shutil
+import signal
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from models import tiny_model
+from rank_processes import rank_processes
 from torch_train_cases import POLICY, SQUARED_ERROR, make_batch, make_engine, weights_of
 
-from enginehouse.backends.torch import checkpoint
-from enginehouse.modeling.files import CheckpointError, whole_directory
+from enginehouse.modeling.files import CheckpointError, move_into_place
 
 OPTIONS = {"lr": 1e-2, "schedule": "linear", "total_steps": 10, "warmup_steps": 2}
 
@@ -47,11 +52,10 @@ def test_the_model_alone_can_be_saved_and_loaded(tmp_path):
     engine = make_engine(tiny_model(), **OPTIONS)
     _train(engine, 1, seed=0)
     engine.save(str(tmp_path / "model"), ("model",))
-    assert os.listdir(tmp_path / "model") == ["model.safetensors"]
     other = make_engine(tiny_model(), **OPTIONS)
     other.load(str(tmp_path / "model"), ("model",))
     assert _equal(weights_of(other), weights_of(engine))
-    with pytest.raises(CheckpointError, match=r"optimizer\.safetensors"):
+    with pytest.raises(CheckpointError, match="has no optimizer: it was saved with model alone"):
         other.load(str(tmp_path / "model"))
 
 
@@ -83,11 +87,16 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="has shape"):
         engine.load(str(tmp_path / "wide"), ("model",))
     make_engine(tiny_model(layers=1)).save(str(tmp_path / "shallow"), ("model",))
-    with pytest.raises(CheckpointError, match=r"lacks 'model\.layers\.1"):
+    with pytest.raises(
+        CheckpointError, match=r"lacks 'model\.model\.layers\.1.*the nearest it has is 'model\.model\.layers\.0"
+    ):
         engine.load(str(tmp_path / "shallow"), ("model",))
     assert _equal(weights_of(engine), before)
     with pytest.raises(CheckpointError, match="no part 'weights'"):
         engine.load(str(tmp_path / "wide"), ("weights",))
+    make_engine(tiny_model(layers=3)).save(str(tmp_path / "deep"), ("model",))
+    with pytest.raises(CheckpointError, match=r"an unknown 'model\.model\.layers\.2"):
+        engine.load(str(tmp_path / "deep"), ("model",))
 
 
 def test_a_save_that_fails_leaves_the_checkpoint_before_it(tmp_path, monkeypatch):
@@ -95,26 +104,144 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_it(tmp_path, monkeypatch
     path = tmp_path / "latest"
     engine.save(str(path))
     before = {file.name: file.read_bytes() for file in path.iterdir()}
-    write = checkpoint.write_part
 
-    def disk_full(directory, part, *rest):
-        if part == "optimizer":
-            raise OSError("no space left on device")
-        write(directory, part, *rest)
+    def disk_full(*_, **__):
+        raise OSError("no space left on device")
 
-    monkeypatch.setattr(checkpoint, "write_part", disk_full)
-    with pytest.raises(OSError, match="no space"):
+    monkeypatch.setattr(torch, "save", disk_full)  # what torch.distributed.checkpoint writes each tensor with
+    with pytest.raises(CheckpointError, match=r"was not written: .*no space"):
         engine.save(str(path))
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
     assert os.listdir(tmp_path) == ["latest"]
 
 
+def test_what_a_killed_save_left_goes_with_the_next(tmp_path):
+    (tmp_path / ".latest.partial").mkdir()
+    (tmp_path / ".latest.partial" / "__0_0.distcp").touch()
+    engine = make_engine(tiny_model())
+    engine.save(str(tmp_path / "latest"))
+    assert os.listdir(tmp_path) == ["latest"]
+    engine.load(str(tmp_path / "latest"))
+
+
+def _die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die_writing():
+    left, save = iter(range(3)), torch.save
+    return mock.patch("torch.save", lambda *args, **_: save(*args) if next(left, None) is not None else _die())
+
+
+def _die_renaming(name):
+    rename = Path.rename
+    return mock.patch.object(Path, "rename", lambda path, to: _die() if path.name == name else rename(path, to))
+
+
+def _die_tidying():
+    remove = shutil.rmtree
+    return mock.patch("shutil.rmtree", lambda path, **how: _die() if path.exists() else remove(path, **how))
+
+
+DEATHS = {
+    "writing": (_die_writing, (), 1),
+    "written": (_die_renaming, ("latest",), 1),
+    "between the renames": (_die_renaming, (".latest.partial",), None),
+    "renamed": (_die_tidying, (), 2),
+}
+"""When a process is killed: how, and the step of what can be loaded then, if anything."""
+
+
+def _save_and_die(rank, world_size, path, latest, when):
+    how, arguments, _ = DEATHS[when]
+    engine = make_engine(path, **OPTIONS)
+    _train(engine, 1, seed=0)
+    engine.save(latest)
+    _train(engine, 1, seed=1)
+    with how(*arguments):
+        engine.save(latest)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", DEATHS)
+def test_a_process_killed_in_a_save_leaves_a_whole_checkpoint(tmp_path, when):
+    latest, step = tmp_path / "latest", DEATHS[when][-1]
+    with rank_processes("enginehouse.backends.torch.train") as run, pytest.raises(BrokenProcessPool):
+        run(1, _save_and_die, tiny_model(), str(latest), when)
+    engine = make_engine(tiny_model(), **OPTIONS)
+    if step is None:
+        with pytest.raises(CheckpointError, match=r"rename '.*\.latest\.replaced', which is the one before"):
+            engine.load(str(latest))
+        (tmp_path / ".latest.replaced").rename(latest)
+    engine.load(str(latest))
+    trained = make_engine(tiny_model(), **OPTIONS)
+    for seed in range(step or 1):
+        _train(trained, 1, seed=seed)
+    assert _equal(weights_of(engine), weights_of(trained))
+    engine.save(str(latest))
+    assert os.listdir(tmp_path) == ["latest"]
+
+
 def test_a_directory_is_replaced_as_a_whole(tmp_path):
     for content in ("old", "new"):
-        with whole_directory(tmp_path / "d") as directory:
-            (directory / content).touch()
+        (tmp_path / "partial").mkdir()
+        (tmp_path / "partial" / content).touch()
+        move_into_place(tmp_path / "partial", tmp_path / "d")
     assert os.listdir(tmp_path) == ["d"]
     assert os.listdir(tmp_path / "d") == ["new"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved") / "step1"
+    engine = make_engine(tiny_model(), **OPTIONS)
+    _train(engine, 1, seed=0)
+    engine.save(str(path))
+    return path
+
+
+def _truncate(checkpoint):
+    file = next(checkpoint.glob("*.distcp"))
+    os.truncate(file, file.stat().st_size - 1000)
+
+
+def _blank(checkpoint):
+    file = next(checkpoint.glob("*.distcp"))
+    file.write_bytes(bytes(file.stat().st_size))
+
+
+class _Runs:
+    def __reduce__(self):
+        return os.mkdir, ("ran",)
+
+
+DAMAGES = {
+    r"holds no checkpoint \(no file \.metadata\)": shutil.rmtree,
+    "is incomplete": lambda checkpoint: (checkpoint / ".metadata").unlink(),
+    r"the file __0_0\.distcp is missing": lambda checkpoint: next(checkpoint.glob("*.distcp")).unlink(),
+    "is damaged: __0_0.distcp has": _truncate,
+    r"is damaged: (rank 0: )?.*partly old": _blank,
+    "has a damaged .metadata": lambda checkpoint: os.truncate(checkpoint / ".metadata", 200),
+    "which no checkpoint consists of": lambda checkpoint: (checkpoint / ".metadata").write_bytes(pickle.dumps(_Runs())),
+}
+
+
+@pytest.mark.parametrize("said", DAMAGES)
+def test_a_checkpoint_that_is_not_whole_is_refused_and_runs_nothing(tmp_path, monkeypatch, saved, said):
+    monkeypatch.chdir(tmp_path)
+    checkpoint = shutil.copytree(saved, tmp_path / "checkpoint")
+    DAMAGES[said](checkpoint)
+    engine = make_engine(tiny_model(), **OPTIONS)
+    before = weights_of(engine)
+    with pytest.raises(CheckpointError, match=said):
+        engine.load(str(checkpoint))
+    assert "partly" in said or _equal(weights_of(engine), before)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_model_directory_is_no_checkpoint():
+    with pytest.raises(CheckpointError, match="it is a Hugging Face model"):
+        make_engine(tiny_model()).load(tiny_model())
 
 
 @pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen3", False), ("llama", True)])

@@ -89,3 +89,10 @@ def test_a_missing_config_is_named_with_the_nearest(project: Project):
     done = enginehouse(project.root, "plan", "grop.yaml")
     assert done.returncode == 2
     assert "config file grop.yaml does not exist; did you mean 'grpo.yaml'?" in done.stderr
+
+
+def test_it_says_whether_a_run_could_be_resumed(project: Project):
+    project.save()
+    done = enginehouse(project.root, "plan", "grpo.yaml", "--resume")
+    assert done.returncode == 2
+    assert "--resume: there is no run in" in done.stderr

@@ -14,7 +14,7 @@ FACTS = {
     "run_started": {"run": "run"},
     "step_finished": {"run": "run", "step": 3, "metrics": {"loss": 0.5}},
     "weights_updated": {"run": "run", "version": 4, "seconds": 0.1},
-    "checkpoint_saved": {"run": "run", "step": 3, "path": "/nowhere"},
+    "checkpoint_saved": {"run": "run", "step": 3, "path": "/nowhere", "what": "model"},
     "run_finished": {"run": "run", "outcome": "finished"},
     "call_dispatched": {"group": "actor", "method": "forward", "call": 7},
     "call_collected": {"group": "actor", "method": "forward", "call": 7, "seconds": 0.2},
@@ -36,8 +36,8 @@ def enginehouse_weights_updated(run, version, seconds):
     heard.append(("weights_updated", run, version, seconds))
 
 @hookimpl
-def enginehouse_checkpoint_saved(run, step, path):
-    heard.append(("checkpoint_saved", run, step, path))
+def enginehouse_checkpoint_saved(run, step, path, what):
+    heard.append(("checkpoint_saved", run, step, path, what))
 
 @hookimpl
 def enginehouse_run_finished(run, outcome):

@@ -63,7 +63,7 @@ def test_a_model_is_in_its_place_only_once_it_is_whole(run: RunDirectory):
     assert run.saved_model is None
     assert not (run.path / "model").exists()
     place = run.model_saved(5, staged)
-    assert place == run.path / "checkpoints" / "step-000005"
+    assert place == run.path / "models" / "step-000005"
     assert (run.path / "model" / "model.safetensors").read_text() == "weights"
     assert not staged.exists()
 
@@ -74,7 +74,7 @@ def test_a_later_model_takes_the_link_and_leaves_the_earlier_one(run: RunDirecto
         write_model(staged, content)
         run.model_saved(step, staged)
     assert (run.path / "model" / "model.safetensors").read_text() == "new"
-    assert (run.path / "checkpoints" / "step-000005" / "model.safetensors").read_text() == "old"
+    assert (run.path / "models" / "step-000005" / "model.safetensors").read_text() == "old"
 
 
 def test_saving_a_step_again_replaces_it_whole(run: RunDirectory):
@@ -83,7 +83,7 @@ def test_saving_a_step_again_replaces_it_whole(run: RunDirectory):
         write_model(staged, content)
         run.model_saved(5, staged)
     assert (run.path / "model" / "model.safetensors").read_text() == "second"
-    assert [path.name for path in (run.path / "checkpoints").iterdir()] == ["step-000005"]
+    assert [path.name for path in (run.path / "models").iterdir()] == ["step-000005"]
 
 
 def test_an_export_that_was_cut_off_is_cleared_away(run: RunDirectory):

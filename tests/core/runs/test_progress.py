@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from enginehouse.runs import Progress, RunDirectory, summary_lines
+from enginehouse.runs.directory import Earlier
 
 METRICS = {"reward/mean": 0.25, "loss": 0.5, "tokens_per_second": 21034.4, "time/step": 0.1, "time/generate": 0.06}
 
@@ -140,3 +141,26 @@ def test_few_steps_are_not_counted_at_both_ends(tmp_path: Path):
             run.log(step, {})
             progress.update(step, {"reward/mean": float(step)})
     assert "reward: 1.000 -> 3.000 (the first and the last step)" in summary_lines(run, progress.history, "finished")
+
+
+def test_a_resumed_run_shows_all_its_steps_and_the_speed_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    progress, stream = on_pipe()
+    rows: list[dict] = [
+        {"step": n, "elapsed_seconds": 9.0, "reward/mean": 0.1, "loss": None if n == 1 else 1.0} for n in range(1, 7)
+    ]
+    with progress:
+        progress.remember(Earlier(rows, [{"step": 0, "validation/reward": 0.1}]))
+        progress.start(10, 6)
+        now[0] = 2.0
+        progress.update(7, {"reward/mean": 0.9, "loss": 2.0})
+        now[0] = 4.0
+        progress.update(8, {"reward/mean": 0.9, "loss": 2.0})
+    assert progress.history.steps_per_second == 0.5
+    assert progress.history.seconds_left == 4.0
+    run = RunDirectory.create(tmp_path / "one", "")
+    run.last_step = 8
+    said = summary_lines(run, progress.history, "finished")
+    assert "reward: 0.100 -> 0.500 (means of the first and the last 4 steps)" in said
+    assert "step 6/" not in stream.getvalue()

@@ -1,10 +1,12 @@
-"""A loss that never returns, for runs that are to be caught in the middle of an update."""
+"""Losses that fail in the middle of an update, or never return."""
 
 from __future__ import annotations
 
 import os
 import threading
 from pathlib import Path
+
+import torch
 
 from enginehouse.rl.losses.clipped_policy import clipped_policy
 
@@ -23,4 +25,36 @@ def stuck_at(view, *, call: int, marks: str):
     if _calls == call:
         (Path(marks) / str(os.getpid())).touch()
         threading.Event().wait()
+    return clipped_policy(view)
+
+
+def stuck_at_rank_1(view, *, call: int, marks: str):
+    """As `stuck_at`, on rank 1 alone: the other ranks go on to the next thing that ranks do together, and wait there.
+
+    Each rank leaves a file named after the process as it enters the call.
+    """
+    global _calls
+    _calls += 1
+    if _calls == call:
+        (Path(marks) / str(os.getpid())).touch()
+        if os.environ["RANK"] == "1":
+            threading.Event().wait()
+    return clipped_policy(view)
+
+
+def raise_at_rank_1(view, *, call: int):
+    """The clipped policy loss, but for one call, which raises on rank 1 while the other ranks wait for it."""
+    global _calls
+    _calls += 1
+    if _calls == call and os.environ["RANK"] == "1":
+        raise ArithmeticError("no gradient today")
+    return clipped_policy(view)
+
+
+def out_of_memory_at_rank_1(view, *, call: int):
+    """The clipped policy loss, but in one call rank 1 asks for more memory than there is."""
+    global _calls
+    _calls += 1
+    if _calls == call and os.environ["RANK"] == "1":
+        torch.empty(1 << 60, dtype=torch.uint8)
     return clipped_policy(view)

@@ -8,8 +8,9 @@ import click
 @click.command()
 @click.argument("config", type=click.Path())
 @click.argument("overrides", nargs=-1)
+@click.option("--resume", is_flag=True, help="As if the run in run.directory were to go on.")
 @click.option("--sft", "supervised", is_flag=True, help="CONFIG is one for `enginehouse sft`.")
-def plan(config: str, overrides: tuple[str, ...], supervised: bool) -> None:
+def plan(config: str, overrides: tuple[str, ...], resume: bool, supervised: bool) -> None:
     """Check CONFIG with OVERRIDES, and say what `enginehouse train` would do with them. Nothing is started or written.
 
     \b
@@ -25,7 +26,7 @@ def plan(config: str, overrides: tuple[str, ...], supervised: bool) -> None:
 
     planned: RunPlan
     if supervised:
-        planned = plan_sft(load_config(config, overrides, SFTConfig), config_path=config)
+        planned = plan_sft(load_config(config, overrides, SFTConfig), config_path=config, resume=resume)
     else:
-        planned = plan_rl(load_config(config, overrides, Config), config_path=config)
+        planned = plan_rl(load_config(config, overrides, Config), config_path=config, resume=resume)
     click.echo(planned.render())

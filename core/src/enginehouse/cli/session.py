@@ -52,6 +52,7 @@ def run_plan(plan: Plan | SFTPlan, build: Callable[[RunDirectory, Progress], Tra
         overwrite=settings.overwrite,
         command=sys.argv,
         packages=plan.distributions,
+        resumed=plan.resumed,
     )
     progress = Progress(run.path.name, mode="quiet" if quiet else None)
 
@@ -88,7 +89,7 @@ def _failed(run: RunDirectory, error: Exception) -> None:
     from enginehouse.runs import saved_words
 
     run.finish("failed", str(error) or type(error).__name__, "".join(traceback.format_exception(error)))
-    click.echo(f"The run failed. {saved_words(run)}, with the traceback in error.txt.", err=True)
+    click.echo(f"The run failed. {saved_words(run)}; the traceback is in error.txt there.", err=True)
     blamed = unwrap_user_error(error)
     if blamed is not None and blamed is not error:
         raise blamed from error

@@ -8,12 +8,13 @@ import click
 @click.command()
 @click.argument("config", type=click.Path())
 @click.argument("overrides", nargs=-1)
+@click.option("--resume", is_flag=True, help="Go on with the run in run.directory, from its newest checkpoint.")
 @click.option("-q", "--quiet", is_flag=True, help="Say only how it ended.")
-def sft(config: str, overrides: tuple[str, ...], quiet: bool) -> None:
+def sft(config: str, overrides: tuple[str, ...], resume: bool, quiet: bool) -> None:
     """Train a model on demonstrations, as the YAML file CONFIG says.
 
     OVERRIDES are dotted.key=value, the value in YAML; they win over the file. Paths in both are relative to the current
-    directory. Exit codes as those of `enginehouse train`.
+    directory. --resume and exit codes as those of `enginehouse train`.
 
     \b
     enginehouse sft examples/quickstart/sft.yaml
@@ -24,7 +25,7 @@ def sft(config: str, overrides: tuple[str, ...], quiet: bool) -> None:
     from enginehouse.config.plan import plan_sft
     from enginehouse.config.schema import SFTConfig
 
-    planned = plan_sft(load_config(config, overrides, SFTConfig), config_path=config)
+    planned = plan_sft(load_config(config, overrides, SFTConfig), config_path=config, resume=resume)
 
     def build(run, progress):
         from enginehouse.rl.sft import SFTTrainer

@@ -8,8 +8,9 @@ import click
 @click.command()
 @click.argument("config", type=click.Path())
 @click.argument("overrides", nargs=-1)
+@click.option("--resume", is_flag=True, help="Go on with the run in run.directory, from its newest checkpoint.")
 @click.option("-q", "--quiet", is_flag=True, help="Say only how it ended.")
-def train(config: str, overrides: tuple[str, ...], quiet: bool) -> None:
+def train(config: str, overrides: tuple[str, ...], resume: bool, quiet: bool) -> None:
     """Train a model by reinforcement learning, as the YAML file CONFIG says.
 
     OVERRIDES are dotted.key=value, the value in YAML; they win over the file. Paths in both are relative to the current
@@ -19,8 +20,11 @@ def train(config: str, overrides: tuple[str, ...], quiet: bool) -> None:
     enginehouse train examples/quickstart/grpo.yaml
     enginehouse train grpo.yaml train.steps=50 rollout.engine.backend=vllm
     enginehouse train grpo.yaml 'rollout.sampling.stop=["</answer>"]' run.overwrite=true
+    enginehouse train grpo.yaml --resume
 
-    Ctrl-C ends the run in order and says what was saved. Exit codes: 0 finished, 1 failed, 2 a mistake in the config,
+    Ctrl-C ends the run in order and says what was saved. With --resume a run that was interrupted, or killed after a
+    checkpoint (train.checkpoint_every), goes on as if nothing had happened; train.steps, processes and engines may
+    differ, and what must not differ is checked. Exit codes: 0 finished, 1 failed, 2 a mistake in the config,
     the data or the model, 130 interrupted.
     """
     from enginehouse.cli.session import run_plan
@@ -28,7 +32,7 @@ def train(config: str, overrides: tuple[str, ...], quiet: bool) -> None:
     from enginehouse.config.plan import plan
     from enginehouse.config.schema import Config
 
-    planned = plan(load_config(config, overrides, Config), config_path=config)
+    planned = plan(load_config(config, overrides, Config), config_path=config, resume=resume)
 
     def build(run, progress):
         from enginehouse.rl.trainer import Trainer

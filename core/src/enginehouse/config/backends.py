@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel
 
 from enginehouse.config.load import check
+from enginehouse.engines.options import EngineOptions
 from enginehouse.errors import ConfigError, UserError
 from enginehouse.plugin import Backend, Placement, RolloutBackend, TrainBackend, Transport, resolve
 from enginehouse.plugin.capabilities import (
@@ -51,21 +52,28 @@ def find_backend(
     return record
 
 
-def typed_options(findings: Findings, record: Backend | None, engine: Engine, key: str) -> dict[str, Any]:
+def typed_options(
+    findings: Findings, record: Backend | None, engine: Engine, key: str, processes: int
+) -> dict[str, Any]:
     """A backend's options, checked and completed by its own class, as plain data; empty after a problem."""
     if record is None:
         return {}
     schema: type[BaseModel] = resolve(record.options)
     options, problems = check(schema, engine.options, prefix=f"{key}.engine.options")
     findings.problems += [ConfigError(f"{problem} (options of backend {record.name!r})") for problem in problems]
+    if isinstance(options, EngineOptions):
+        try:
+            options.check(processes)
+        except UserError as error:
+            findings.refuse(f"{key}.engine.options: {error} (options of backend {record.name!r})")
     return {} if options is None else options.model_dump()
 
 
 def scheduled_options(
-    findings: Findings, record: TrainBackend | None, engine: Engine, optimizer_steps: int
+    findings: Findings, record: TrainBackend | None, engine: Engine, processes: int, optimizer_steps: int
 ) -> dict[str, Any]:
     """The actor's options, with the length of the run filled in for the learning-rate schedule."""
-    options = typed_options(findings, record, engine, "actor")
+    options = typed_options(findings, record, engine, "actor", processes)
     if "total_steps" not in options:
         return options
     options["total_steps"] = total = options["total_steps"] or optimizer_steps

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -239,10 +239,17 @@ def keys(schema: type[BaseModel], above: Key = ()) -> Iterator[Key]:
 
 def _section(schema: type[BaseModel], key: Key) -> type[BaseModel]:
     for part in key:
-        inner = schema.model_fields[part].annotation
-        assert isinstance(inner, type), f"{part} of {schema.__name__} is not a section"
+        inner = _section_type(schema.model_fields[part].annotation)
+        assert inner is not None, f"{part} of {schema.__name__} is not a section"
         schema = inner
     return schema
+
+
+def _section_type(annotation: Any) -> type[BaseModel] | None:
+    """The config class of a section, also of one that may be left out (`Section | None`); None for an option."""
+    inner = [one for one in get_args(annotation) if one is not type(None)]
+    kind = inner[0] if len(inner) == 1 else annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
 def _field_description(schema: type[BaseModel], key: Key) -> str:

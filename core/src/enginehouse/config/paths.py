@@ -17,6 +17,9 @@ from enginehouse.errors import ConfigError, ModelError
 RUN_MARKER = "run.json"
 """The file that tells a run directory from any other; only a directory that holds it is ever deleted."""
 
+CHECKPOINTS = "checkpoints"
+"""The directory in a run directory that holds what `--resume` goes on from."""
+
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -65,13 +68,16 @@ def has_chat_template(path: str) -> bool:
         return False
 
 
-def check_run_directory(path: str | Path, *, overwrite: bool, needed: Mapping[str, str] | None = None) -> None:
+def check_run_directory(
+    path: str | Path, *, overwrite: bool, needed: Mapping[str, str] | None = None, resuming: bool = False
+) -> None:
     """Check that a run may write to `path`. Nothing is made or deleted.
 
     Args:
         path: the run directory.
         overwrite: an earlier run in it may be deleted.
         needed: paths the run reads, by the config key that names each: none may be deleted with the directory.
+        resuming: an earlier run in it is gone on with; nothing is deleted.
 
     Raises:
         ConfigError: something else is there, or an earlier run without `overwrite`, or it cannot be written.
@@ -96,9 +102,12 @@ def check_run_directory(path: str | Path, *, overwrite: bool, needed: Mapping[st
             f"run.directory: {path} is not empty and was not made by a run (it has no {RUN_MARKER}; it holds "
             f"{', '.join(content[:8])}). It is never deleted: name another directory"
         )
+    if resuming:
+        return
     if not overwrite:
+        resume = "go on with it (--resume), " if any(path.glob(f"{CHECKPOINTS}/step-*")) else ""
         raise ConfigError(
-            f"run.directory: {path} holds an earlier run. Name another directory (run.directory=...), "
+            f"run.directory: {path} holds an earlier run: {resume}name another directory (run.directory=...), "
             "or delete that run by run.overwrite=true"
         )
     for key, used in {"the current directory": str(Path.cwd()), **(needed or {})}.items():

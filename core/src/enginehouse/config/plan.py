@@ -33,6 +33,7 @@ from enginehouse.config.findings import Findings
 from enginehouse.config.functions import check_call, extend_path, find_function
 from enginehouse.config.outline import Facts, outline_rl, outline_sft
 from enginehouse.config.paths import check_run_directory, has_chat_template, read_model
+from enginehouse.config.resume import Checkpoint, check_resume
 from enginehouse.config.rows import count_rows
 from enginehouse.config.schema import Config, SFTConfig
 from enginehouse.data import check_demonstration_file, check_prompt_file
@@ -59,6 +60,7 @@ class RunPlan:
         actor_options: the training backend's options, checked and complete, as plain data.
         facts: what the run will do, as `(label, sentence)`.
         notes: what the user may not have expected.
+        resumed: the checkpoint the run goes on from; None for a run that starts.
     """
 
     device: Device
@@ -68,6 +70,7 @@ class RunPlan:
     actor_options: dict[str, Any]
     facts: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
+    resumed: Checkpoint | None
 
     def render(self) -> str:
         """The plan as text, a line a fact."""
@@ -112,7 +115,12 @@ class SFTPlan(RunPlan):
     config: SFTConfig
 
 
-def plan(config: Config, plugins: PluginManager | None = None, config_path: str | Path | None = None) -> Plan:
+def plan(
+    config: Config,
+    plugins: PluginManager | None = None,
+    config_path: str | Path | None = None,
+    resume: bool = False,
+) -> Plan:
     """Check a reinforcement-learning run.
 
     The current directory and that of the config file become importable, here and in the workers.
@@ -121,20 +129,21 @@ def plan(config: Config, plugins: PluginManager | None = None, config_path: str 
         config: a loaded config.
         plugins: what is installed; None: this process's plugins, by the config's switches.
         config_path: where it was loaded from, for messages and imports.
+        resume: go on with the run in `run.directory`, from its newest checkpoint; `run.overwrite` then says nothing.
 
     Raises:
         UserError: `ConfigError`, `DataError`, `ModelError` or `PluginLookupError`; where several things are wrong, one
             `ConfigError` that lists them.
     """
-    setting = _Setting(config, plugins, config_path)
+    setting = _Setting(config, plugins, config_path, resume)
     findings, algorithm = setting.findings, config.algorithm
     optimizer_steps = config.train.steps * algorithm.epochs * algorithm.minibatches
     uses_reference = algorithm.kl.coefficient > 0
 
     train = find_backend(findings, setting.plugins, TrainBackend, config.actor.engine, "actor", setting.device)
     rollout = find_backend(findings, setting.plugins, RolloutBackend, config.rollout.engine, "rollout", setting.device)
-    actor_options = scheduled_options(findings, train, config.actor.engine, optimizer_steps)
-    rollout_options = typed_options(findings, rollout, config.rollout.engine, "rollout")
+    actor_options = scheduled_options(findings, train, config.actor.engine, config.actor.processes, optimizer_steps)
+    rollout_options = typed_options(findings, rollout, config.rollout.engine, "rollout", config.rollout.replicas)
     effect_check_every = check_capabilities(findings, config, rollout)
     transport, reason = choose_transport(findings, setting.plugins, config, train, rollout, setting.device)
 
@@ -173,12 +182,17 @@ def plan(config: Config, plugins: PluginManager | None = None, config_path: str 
     )
 
 
-def plan_sft(config: SFTConfig, plugins: PluginManager | None = None, config_path: str | Path | None = None) -> SFTPlan:
+def plan_sft(
+    config: SFTConfig,
+    plugins: PluginManager | None = None,
+    config_path: str | Path | None = None,
+    resume: bool = False,
+) -> SFTPlan:
     """Check a supervised run; as `plan`."""
-    setting = _Setting(config, plugins, config_path)
+    setting = _Setting(config, plugins, config_path, resume)
     findings, data, processes = setting.findings, config.data, config.actor.processes
     train = find_backend(findings, setting.plugins, TrainBackend, config.actor.engine, "actor", setting.device)
-    actor_options = scheduled_options(findings, train, config.actor.engine, config.train.steps)
+    actor_options = scheduled_options(findings, train, config.actor.engine, processes, config.train.steps)
     model = setting.model(config)
     check_rows(findings, config)
     check_cluster(findings, config.cluster, processes, processes, setting.device)
@@ -198,8 +212,16 @@ def plan_sft(config: SFTConfig, plugins: PluginManager | None = None, config_pat
 class _Setting:
     """What the checks of one config share: plugins, device, where to import from, what was found."""
 
-    def __init__(self, config: Config | SFTConfig, plugins: PluginManager | None, config_path: str | Path | None):
+    def __init__(
+        self,
+        config: Config | SFTConfig,
+        plugins: PluginManager | None,
+        config_path: str | Path | None,
+        resume: bool,
+    ):
         switches = config.plugins
+        self.resume = resume
+        self.resumed: Checkpoint | None = None
         self.config = config
         self.plugins = plugins or configure_plugins(switches.enabled, switches.blocked, switches.strict)
         self.source = f"the config {config_path}" if config_path else "the config"
@@ -212,6 +234,8 @@ class _Setting:
     def common(self, facts: Facts, directory: Path, backends: Sequence[Backend | None]) -> dict[str, Any]:
         """Fields that every plan has."""
         owners = [one.plugin.distribution for one in self.plugins.providers() if one.record in backends]
+        if self.resumed:
+            facts = [*facts, ("resumes", f"after step {self.resumed.step}, from {self.resumed.path}")]
         facts = [*facts, ("device", f"{self.device} ({self.device_reason})"), ("results", str(directory))]
         return {
             "device": self.device,
@@ -220,6 +244,7 @@ class _Setting:
             "distributions": tuple(dict.fromkeys(owners)),
             "facts": tuple(facts),
             "notes": tuple(self.findings.notes),
+            "resumed": self.resumed,
         }
 
     def model(self, config: Config | SFTConfig) -> Mapping[str, Any]:
@@ -238,11 +263,13 @@ class _Setting:
         return model
 
     def run_directory(self, needed: Mapping[str, str | None]) -> Path:
-        """Check the run directory; `needed` are the paths the run reads, by config key."""
+        """Check the run directory, and what is to be resumed; `needed` are the paths the run reads, by config key."""
         run = self.config.run
+        if self.resume:
+            self.resumed = check_resume(self.findings, self.config)
         kept = {key: path for key, path in needed.items() if path}
         with self.findings.collecting():
-            check_run_directory(run.directory, overwrite=run.overwrite, needed=kept)
+            check_run_directory(run.directory, overwrite=run.overwrite, needed=kept, resuming=self.resume)
         return Path(run.directory).absolute()
 
     def reward(self, config: Config, columns: Sequence[str] | None) -> str:

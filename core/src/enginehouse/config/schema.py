@@ -149,6 +149,13 @@ class Weights(Section):
     effect_tolerance: float = Field(default=0.05, gt=0, description="Largest mean absolute logprob difference allowed")
 
 
+_CHECKPOINT_EVERY = Field(
+    default=0,
+    ge=0,
+    description="Steps between checkpoints for --resume, of which two are kept; 0: only when the run is interrupted",
+)
+
+
 class Train(Section):
     """The loop."""
 
@@ -161,6 +168,7 @@ class Train(Section):
     validation_prompts: int = Field(default=256, gt=0, description="Most held-out prompts to use")
     samples_every: int = Field(default=10, ge=0, description="Steps between files of samples; 0: none")
     save_every: int = Field(default=0, ge=0, description="Steps between model exports; 0: only at the end")
+    checkpoint_every: int = _CHECKPOINT_EVERY
 
 
 class Cluster(Section):
@@ -222,6 +230,7 @@ class SFTTrain(Section):
     steps: int = Field(default=100, gt=0)
     rows_per_step: int = Field(default=128, gt=0)
     seed: int = Field(default=0, ge=0)
+    checkpoint_every: int = _CHECKPOINT_EVERY
 
 
 class SFTConfig(Section):

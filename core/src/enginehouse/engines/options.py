@@ -17,6 +17,18 @@ class EngineOptions(BaseModel):
 
     native: dict[str, Any] = Field(default_factory=dict, description="Arguments passed to the engine itself, unchanged")
 
+    def check(self, processes: int) -> None:
+        """Check the options against each other and the role's processes; called by `plan`, before any process starts.
+
+        A backend whose options depend on the number of processes overrides it. It imports no engine either.
+
+        Args:
+            processes: of the role, `actor.processes` or `rollout.replicas`.
+
+        Raises:
+            ConfigError: they do not fit; the message begins with the option and says what would.
+        """
+
 
 class TrainOptions(EngineOptions):
     """What all training engines take. AdamW (Loshchilov & Hutter 2019) with warm-up and a schedule."""

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 
 from enginehouse.errors import UserError
@@ -15,33 +11,23 @@ PARTS = ("model", "optimizer", "rng")
 
 
 class CheckpointError(UserError):
-    """A checkpoint that is missing, lacks what was asked of it, or belongs to another model."""
+    """A checkpoint that is missing, damaged, lacks what was asked of it, is of another model, or cannot be written."""
 
 
-@contextlib.contextmanager
-def whole_directory(path: str | Path) -> Iterator[Path]:
-    """Give a directory to write into that becomes `path` once the block is left without an exception.
+def move_into_place(partial: Path, target: Path) -> None:
+    """Rename the whole directory `partial` to `target`, replacing what that held.
 
-    What `path` held before is replaced as a whole; an exception leaves it as it was.
+    What it held lies beside it as `.<name>.replaced` in between; if the renaming fails it is put back.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    token = uuid.uuid4().hex[:8]
-    partial, replaced = (path.with_name(f".{path.name}.{kind}-{token}") for kind in ("partial", "replaced"))
-    partial.mkdir()
+    replaced = target.with_name(f".{target.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if target.exists():
+        target.rename(replaced)
     try:
-        yield partial
-        for file in partial.rglob("*"):
-            if file.is_file():
-                with open(file, "rb") as written:
-                    os.fsync(written.fileno())
-        if path.exists():
-            path.rename(replaced)
-        partial.rename(path)
+        partial.rename(target)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        if replaced.exists() and not path.exists():
-            replaced.rename(path)
+        if replaced.exists():
+            replaced.rename(target)
         raise
     shutil.rmtree(replaced, ignore_errors=True)
 

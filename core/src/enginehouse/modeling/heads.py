@@ -111,7 +111,8 @@ def _logits_only_at(model: PreTrainedModel, predictor: torch.Tensor) -> Iterator
         hidden, *rest = args
         return (hidden.flatten(0, 1)[predictor][None], *rest)
 
-    hook = model.get_output_embeddings().register_forward_pre_hook(select)
+    # Before what splits the layer over ranks, which takes its input apart.
+    hook = model.get_output_embeddings().register_forward_pre_hook(select, prepend=True)
     try:
         yield
     finally:

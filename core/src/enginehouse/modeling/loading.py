@@ -11,6 +11,7 @@ import torch
 
 from enginehouse.engines.model import ModelSpec
 from enginehouse.errors import ModelError
+from enginehouse.modeling.memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,6 +46,8 @@ def load_model(spec: ModelSpec, device: torch.device | str) -> PreTrainedModel:
                 output_loading_info=True,
             )
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise ModelError(
             f"model path {spec.path!r} cannot be loaded as a causal language model: {type(error).__name__}: {error}"
         ) from error

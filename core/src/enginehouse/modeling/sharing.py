@@ -14,7 +14,7 @@ from enginehouse.modeling.loading import VALUE_HEAD
 from enginehouse.modeling.packing import Rows, Tree, lay_out
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,13 @@ def attention_cost(model: PreTrainedModel) -> float:
     return 2 * config.num_hidden_layers * heads * head_size / max(matrices, 1)
 
 
+def attends_to_all(config: PreTrainedConfig) -> bool:
+    """Whether a model's config promises full attention in every layer, by torch's own function (sdpa)."""
+    layers = getattr(config, "layer_types", None)
+    full = set(layers) == {"full_attention"} if layers else not getattr(config, "sliding_window", None)
+    return full and getattr(config, "_attn_implementation", None) == "sdpa"
+
+
 def can_share_prompts(model: PreTrainedModel) -> bool:
     """Whether the model takes positions and an attention mask as a tree of rows needs them.
 
@@ -39,9 +46,7 @@ def can_share_prompts(model: PreTrainedModel) -> bool:
     A recurrent model or one that derives positions from elsewhere fails that.
     """
     config = model.config.get_text_config()
-    layers = getattr(config, "layer_types", None)
-    full = set(layers) == {"full_attention"} if layers else not getattr(config, "sliding_window", None)
-    if getattr(config, "_attn_implementation", None) != "sdpa" or not full:
+    if not attends_to_all(config):
         return False
     try:
         difference = _probe(model, config.vocab_size)

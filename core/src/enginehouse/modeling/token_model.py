@@ -6,7 +6,9 @@ never depend on how a batch was cut.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,6 +50,11 @@ class TokenModel:
         share_prompts: whether rows with the same prompt may compute it once, where the model can.
         passes: where ranks must run the model together (sharded parameters): given the number of forward passes of
             this rank, how many all ranks make; those a rank has no rows for are run on one token and count nothing.
+        during: entered around each pass and each loss, given what is being done (`MemoryGuard.during`).
+
+    Attributes:
+        token_outputs: runs the model; an engine that splits sequences over ranks puts its own in the place of
+            `heads.token_outputs`, which the model was tried out with.
     """
 
     def __init__(
@@ -58,13 +65,16 @@ class TokenModel:
         tokens_per_microbatch: int,
         share_prompts: bool,
         passes: Callable[[int], int] | None = None,
+        during: Callable[[str], AbstractContextManager[object]] = contextlib.nullcontext,
     ):
         self.model = model
         self.device = device
+        self.token_outputs: Callable[[PreTrainedModel, ModelInput, Outputs], dict[str, torch.Tensor]] = token_outputs
         self._budget = tokens_per_microbatch
         self._shares_prompts = share_prompts and can_share_prompts(model)
         self._attention_cost = attention_cost(model)
         self._passes = passes
+        self._during = during
         self._losses: dict[str, Callable[..., LossValue]] = {}
 
     def forward(self, batch: Batch, outputs: Outputs) -> Batch:
@@ -81,9 +91,10 @@ class TokenModel:
             idle = self._idle_passes(parts)
             for layout in (part.layout for part in parts):
                 if layout is not None:
-                    found.append((layout, token_outputs(self.model, self._input(layout, flat_ids), outputs)))
+                    with self._during(self._said("forward pass", layout)):
+                        found.append((layout, self.token_outputs(self.model, self._input(layout, flat_ids), outputs)))
             for _ in range(idle):
-                token_outputs(self.model, self._idle_input(), outputs)
+                self.token_outputs(self.model, self._idle_input(), outputs)
         for layout, values in found:  # after all were launched: reading a result waits for the device
             for name, column in values.items():
                 columns[name][torch.from_numpy(layout.needed)] = column.cpu()
@@ -105,16 +116,19 @@ class TokenModel:
         for part in parts:
             outputs: Mapping[str, torch.Tensor] = {}
             if part.layout is not None:
-                outputs = token_outputs(self.model, self._input(part.layout, flat_ids), loss.outputs)
-            value = function(self._view(batch, part, outputs, loss.outputs), **loss.arguments)
-            if part.layout is not None and self._passes is not None:
-                _backward(value.total, outputs)
-            elif value.total.requires_grad:
-                value.total.backward()
+                with self._during(self._said("forward pass", part.layout)):
+                    outputs = self.token_outputs(self.model, self._input(part.layout, flat_ids), loss.outputs)
+            with self._during(self._said(f"loss {loss.name!r}", part.layout)):
+                value = function(self._view(batch, part, outputs, loss.outputs), **loss.arguments)
+            with self._during(self._said("backward pass", part.layout)):
+                if part.layout is not None and self._passes is not None:
+                    _backward(value.total, outputs)
+                elif value.total.requires_grad:
+                    value.total.backward()
             weight += value.weight
             metrics.append({**value.metrics, "loss": Mean(value.total.item(), value.weight)})
         for _ in range(idle):
-            _backward(torch.zeros(()), token_outputs(self.model, self._idle_input(), loss.outputs))
+            _backward(torch.zeros(()), self.token_outputs(self.model, self._idle_input(), loss.outputs))
         return merge_metrics(metrics), weight
 
     def microbatches(self, batch: Batch) -> list[Microbatch]:
@@ -142,6 +156,14 @@ class TokenModel:
         """How many passes this rank makes for the other ranks' sake; asked before the first: asking is collective."""
         own = sum(part.layout is not None for part in parts)
         return 0 if self._passes is None else self._passes(own) - own
+
+    def _said(self, what: str, layout: Layout | None) -> str:
+        """What is being done to a micro-batch, for messages."""
+        sequences, length = (0, 0) if layout is None else layout.tokens.shape
+        return (
+            f"computing the {what} of a micro-batch of {sequences * length} tokens ({sequences} x {length}; "
+            f"tokens_per_microbatch is {self._budget})"
+        )
 
     def _input(self, layout: Layout, flat_ids: npt.NDArray[np.int64]) -> ModelInput:
         return ModelInput.of(layout, flat_ids, self.device)

@@ -120,8 +120,11 @@ def enginehouse_weights_updated(run: Any, version: int, seconds: float) -> None:
 
 
 @hookspec
-def enginehouse_checkpoint_saved(run: Any, step: int, path: str) -> None:
-    """Called after a checkpoint is wholly on disk. Since 1.0."""
+def enginehouse_checkpoint_saved(run: Any, step: int, path: str, what: str) -> None:
+    """Called after a model (`what` is `"model"`) or a checkpoint to resume from (`"state"`) is wholly on disk.
+
+    Since 1.0.
+    """
 
 
 @hookspec

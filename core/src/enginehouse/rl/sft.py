@@ -10,7 +10,6 @@ from enginehouse.data.demonstrations import DemonstrationDataset, DemonstrationS
 from enginehouse.engines.train import LossSpec
 from enginehouse.rl.loop import Loop
 from enginehouse.rl.placement import load_tokenizer, place_actor
-from enginehouse.rl.samples import plain
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import SFTPlan
@@ -33,6 +32,8 @@ class SFTTrainer(Loop):
             data.chat_template,
         )
         self.rows = DemonstrationSampler(demonstrations, train.rows_per_step, train.seed)
+        if plan.resumed:
+            self.restore(plan.resumed.loop)
 
     @contextmanager
     def workers(self) -> Iterator[None]:
@@ -46,7 +47,14 @@ class SFTTrainer(Loop):
         """One step: the next demonstrations, one update."""
         with self.clock.phase("data"):
             batch = self.rows.next()
+        tokens = float(batch["input_ids"].tokens)
         with self.clock.phase("update"):
-            self.trained_step = step
-            updated = self.actor.update(batch.select(["input_ids", "loss_mask"]), LossSpec("supervised"))
-        return {**plain(updated), "tokens": float(batch["input_ids"].tokens)}
+            return self.update(
+                step, {"tokens": tokens}, batch.select(["input_ids", "loss_mask"]), LossSpec("supervised")
+            )
+
+    def state(self) -> dict[str, Any]:
+        return {"rows": self.rows.state_dict()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.rows.load_state_dict(state["rows"])

@@ -22,10 +22,11 @@ from enginehouse.rl.loop import Loop
 from enginehouse.rl.minibatches import assign_minibatches
 from enginehouse.rl.placement import Roles, load_tokenizer, place
 from enginehouse.rl.rewards.pool import RewardPool
-from enginehouse.rl.samples import plain, sample_metrics, sample_rows, with_rewards
+from enginehouse.rl.samples import sample_metrics, sample_rows, with_rewards
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import Plan
+    from enginehouse.config.schema import Config
     from enginehouse.data import Batch, Ragged
     from enginehouse.runs import Progress, RunDirectory
 
@@ -36,13 +37,14 @@ PROBE_SEQUENCES = 4
 class Trainer(Loop):
     """Trains the actor of a plan by reinforcement learning. Arguments as of `Loop`."""
 
+    config: Config
     roles: Roles
     rewards: RewardPool
 
     def __init__(self, plan: Plan, run: RunDirectory, progress: Progress):
         super().__init__(plan, run, progress)
         self.plan = plan
-        self.config = config = plan.config
+        config = plan.config
         self.save_every = config.train.save_every
         self.tokenizer = load_tokenizer(config.model)
         prompts = self._dataset(config.data.train)
@@ -53,11 +55,15 @@ class Trainer(Loop):
             self.validation = self._dataset(config.data.validation).all(config.train.validation_prompts)
         self.advantage = resolve(plan.advantage)
         self.version = 0
+        self.former_failures = 0
+        if plan.resumed:
+            self.restore(plan.resumed.loop)
 
     @contextmanager
     def workers(self) -> Iterator[None]:
         with closing(RewardPool.of(self.plan)) as self.rewards, place(self.plan, self.probe) as self.roles:
             self.actor = self.roles.actor
+            self.rewards.failures = self.former_failures
             yield
 
     def describe(self) -> Mapping[str, Any]:
@@ -65,16 +71,31 @@ class Trainer(Loop):
 
     def before_first_step(self) -> None:
         self.sync_weights()
-        self.validate(0)
+        if not self.trained_step:
+            self.validate(0)
+        elif self.trained_step > self.run_directory.validated_step:  # it was interrupted before it got to it
+            self.after_step(self.trained_step)
 
     def after_step(self, step: int) -> None:
         every = self.config.train.validate_every
         if step == self.steps or (every and step % every == 0):
             self.validate(step)
 
+    def state(self) -> dict[str, Any]:
+        return {
+            "prompts": self.prompts.state_dict(),
+            "weight_version": self.version + 1,  # what the update's weights will be called
+            "reward_failures": self.rewards.failures,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.prompts.load_state_dict(state["prompts"])
+        self.version = state["weight_version"] - 1  # the first sync brings those weights once more
+        self.former_failures = state["reward_failures"]
+
     def run_step(self, step: int) -> Mapping[str, float]:
         """One step: sample, score, credit, update, sync."""
-        roles, phase, algorithm = self.roles, self.clock.phase, self.config.algorithm
+        phase, algorithm = self.clock.phase, self.config.algorithm
         with phase("generate"):
             prompts = self.prompts.next()
             samples = self.generate(prompts, self.config.rollout.samples_per_prompt, step)
@@ -86,20 +107,19 @@ class Trainer(Loop):
             batch = self.with_reference(batch)
         with phase("advantage"):
             batch = self.advantage(batch, **algorithm.advantage.arguments)
+        self.write_samples(step, samples)
         with phase("update"):
-            updated = roles.actor.update(
-                self.training_batch(batch, step), self.loss(), algorithm.minibatches, algorithm.epochs
+            known = {
+                **sample_metrics(samples),
+                "reward/failures": float(self.rewards.failures),
+                "tokens": float(samples["input_ids"].tokens),
+            }
+            metrics = self.update(
+                step, known, self.training_batch(batch, step), self.loss(), algorithm.minibatches, algorithm.epochs
             )
         with phase("sync"):
             synced = self.sync_weights()
-        self.write_samples(step, samples)
-        return {
-            **sample_metrics(samples),
-            **plain(updated),
-            **synced,
-            "reward/failures": float(self.rewards.failures),
-            "tokens": float(samples["input_ids"].tokens),
-        }
+        return {**metrics, **synced}
 
     # The stages
 
@@ -139,7 +159,6 @@ class Trainer(Loop):
 
     def training_batch(self, batch: Batch, step: int) -> Batch:
         """What an update sends to the actor: every column of numbers, and which mini-batch each row belongs to."""
-        self.trained_step = step
         batch = batch.drop([name for name in batch.columns if isinstance(batch[name], tuple)])
         algorithm = self.config.algorithm
         if algorithm.minibatches == 1:

@@ -6,29 +6,40 @@ metrics.jsonl       one line a step
 validation.jsonl    one line a validation
 samples/            what the model said: step-000010.jsonl
 timeline.json       a Chrome trace
-checkpoints/        models in Hugging Face format: step-000250/, whole or not there
+models/             models in Hugging Face format: step-000250/, whole or not there
 model               a link to the newest of them
+checkpoints/        what `--resume` goes on from: the newest two, step-000250/, whole or not there
 error.txt           the traceback of a run that failed
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from enginehouse.config.paths import RUN_MARKER, check_run_directory
+from enginehouse.config.resume import Checkpoint
 from enginehouse.errors import EnginehouseError
 from enginehouse.runs.atomic import move_into_place, point_to, staging_path, write_whole
+from enginehouse.runs.checkpoints import Checkpoints
 from enginehouse.runs.clock import StepClock
-from enginehouse.runs.jsonlines import JsonLines, write_json_lines
+from enginehouse.runs.jsonlines import JsonLines, encoded, read_whole_lines, write_json_lines
 from enginehouse.runs.record import RunRecord, Status
 from enginehouse.runs.timeline import Timeline
 
 log = logging.getLogger(__name__)
+
+
+class Earlier(NamedTuple):
+    """Rows of `metrics.jsonl` and of `validation.jsonl` that a resumed run found."""
+
+    metrics: list[dict[str, Any]]
+    validations: list[dict[str, Any]]
 
 
 class RunDirectory:
@@ -40,14 +51,19 @@ class RunDirectory:
         overwrite: delete an earlier run.
         command: how the run was started, for `run.json`.
         packages: distributions to record the versions of, besides the usual.
+        resumed: the checkpoint an earlier run in the directory goes on from. What that run wrote of later steps is
+            then cut away by `open`, and nothing else of it; `overwrite` says nothing.
 
     Attributes:
         path: absolute path.
         opened: whether the directory is this run's.
         clock: measures steps and phases, onto the timeline.
         timeline: the run's timeline, once it is open.
+        checkpoints: its checkpoints.
         last_step: the last step whose metrics were written; 0 before the first.
+        validated_step: the last step of which a validation was written; -1 before the first.
         saved_step: the step of the newest saved model; None before the first.
+        earlier: metrics of the steps before those of this process, and validations; none but in a resumed run.
     """
 
     record: RunRecord
@@ -61,30 +77,59 @@ class RunDirectory:
         overwrite: bool = False,
         command: Sequence[str] = (),
         packages: Sequence[str] = (),
+        resumed: Checkpoint | None = None,
     ):
         self.path = Path(path).absolute()
         self.clock = StepClock()
         self.opened = False
         self.last_step = 0
+        self.validated_step = -1
         self.saved_step: int | None = None
+        self.earlier = Earlier([], [])
+        self.checkpoints = Checkpoints(self.path, resumed.step if resumed else None)
+        self._resumed = resumed
         self._config, self._overwrite, self._command, self._packages = config, overwrite, command, packages
 
     def open(self) -> None:
-        """Make the directory, after deleting what an earlier run left there if `overwrite` says so.
+        """Make the directory, after deleting what an earlier run left there if `overwrite` says so; or take it up.
 
         Raises:
             ConfigError: there is something else, or an earlier run without `overwrite`.
         """
-        check_run_directory(self.path, overwrite=self._overwrite)
-        if self.path.is_dir() and any(self.path.iterdir()):
+        resumed = self._resumed
+        check_run_directory(self.path, overwrite=self._overwrite, resuming=resumed is not None)
+        if resumed is None and self.path.is_dir() and any(self.path.iterdir()):
             shutil.rmtree(self.path)
         self.path.mkdir(parents=True, exist_ok=True)
-        self.record = RunRecord(self.path / RUN_MARKER, self._command, self._packages)
-        self.clock.timeline = self.timeline = Timeline(self.path / "timeline.json")
+        marker = self.path / RUN_MARKER
+        self.record = RunRecord(marker, self._command, self._packages, resumed.step if resumed else None)
+        before = 0.0 if resumed is None else resumed.elapsed_seconds
+        self._started = time.monotonic() - before
+        if resumed is not None:
+            self._cut_after(resumed.step)
+        self.clock.timeline = self.timeline = Timeline(self.path / "timeline.json", before)
         self._metrics = JsonLines(self.path / "metrics.jsonl")
-        self._started = time.monotonic()
         write_whole(self.path / "config.yaml", self._config)
         self.opened = True
+
+    def _cut_after(self, step: int) -> None:
+        """Leave of an earlier run what it wrote up to a step. Its models stay, until they are written anew."""
+        metrics, validations = (
+            [row for row in read_whole_lines(self.path / name) if row["step"] <= step]
+            for name in ("metrics.jsonl", "validation.jsonl")
+        )
+        self.earlier = Earlier(metrics, validations)
+        for name, rows in (("metrics.jsonl", metrics), ("validation.jsonl", validations)):
+            write_whole(self.path / name, "".join(encoded(row) + "\n" for row in rows))
+        for said in (self.path / "samples").glob("step-*.jsonl"):
+            if _step_of(said.stem) > step:
+                said.unlink()
+        (self.path / "error.txt").unlink(missing_ok=True)
+        self.checkpoints.clear_partial()
+        self.last_step = step
+        self.validated_step = max((row["step"] for row in validations), default=-1)
+        models = [number for path in (self.path / "models").glob("step-*") if (number := _step_of(path.name)) <= step]
+        self.saved_step = max(models, default=None)
 
     @classmethod
     def create(cls, path: str | Path, config: str, **details: Any) -> RunDirectory:
@@ -97,9 +142,14 @@ class RunDirectory:
         """Record in `run.json` which processes the run has, and where; plain data."""
         self.record.update(roles=roles)
 
+    @property
+    def elapsed_seconds(self) -> float:
+        """Since the run was opened; in a resumed run, with the time it had run up to the checkpoint."""
+        return time.monotonic() - self._started
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a step's metrics; they are on their way to disk when this returns."""
-        self._metrics.append({"step": step, "elapsed_seconds": round(time.monotonic() - self._started, 4), **metrics})
+        self._metrics.append({"step": step, "elapsed_seconds": round(self.elapsed_seconds, 4), **metrics})
         self.last_step = step
 
     def log_validation(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -107,6 +157,7 @@ class RunDirectory:
         lines = JsonLines(self.path / "validation.jsonl")
         lines.append({"step": step, **metrics})
         lines.close()
+        self.validated_step = step
 
     def write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> Path:
         """Write what the model said in a step, a row a sample: `prompt`, `response`, `reward`, ..."""
@@ -162,4 +213,10 @@ class RunDirectory:
         self._metrics.close()
 
     def _model(self, step: int) -> Path:
-        return self.path / "checkpoints" / f"step-{step:06d}"
+        return self.path / "models" / f"step-{step:06d}"
+
+
+def _step_of(name: str) -> int:
+    """The number in `step-000010`; of any other name, one no step has."""
+    match = re.fullmatch(r"step-(\d+)", name)
+    return int(match[1]) if match else -1

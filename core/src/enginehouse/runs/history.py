@@ -28,10 +28,12 @@ class History:
         self.last: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
         self.validations: list[tuple[int, Mapping[str, float]]] = []
         self._started = self._ended = time.perf_counter()
+        self._done = 0
 
-    def start(self, steps: int) -> None:
-        """Begin counting time, before the first step."""
+    def start(self, steps: int, done: int = 0) -> None:
+        """Begin counting time, before the first step after the `done` that an earlier process took."""
         self.steps = steps
+        self.step = self._done = done
         self._started = self._ended = time.perf_counter()
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -48,13 +50,14 @@ class History:
 
     @property
     def seconds(self) -> float:
-        """From the start to the end of the last step."""
+        """From the start to the end of the last step, of this process."""
         return self._ended - self._started
 
     @property
     def steps_per_second(self) -> float:
-        """Over the whole run; 0 before the first step."""
-        return self.step / self.seconds if self.step and self.seconds > 0 else 0.0
+        """Over the steps this process has taken; 0 before the first."""
+        taken = self.step - self._done
+        return taken / self.seconds if taken and self.seconds > 0 else 0.0
 
     @property
     def seconds_left(self) -> float | None:

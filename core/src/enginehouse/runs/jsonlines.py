@@ -39,6 +39,14 @@ def write_json_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path.write_text("".join(encoded(row) + "\n" for row in rows), encoding="utf-8")
 
 
+def read_whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file, but for a last line that was cut off; none if there is no file."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
 def _plain(value: Any) -> Any:
     """Numbers of numpy and torch as Python's own; anything else as its text."""
     item = getattr(value, "item", None)

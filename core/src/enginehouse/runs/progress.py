@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -20,6 +20,8 @@ from enginehouse.runs.history import History
 
 if TYPE_CHECKING:
     from typing import Self
+
+    from enginehouse.runs.directory import Earlier
 
 REFRESHES_PER_SECOND = 4
 LINES_A_RUN = 20
@@ -86,13 +88,13 @@ class Progress:
         finally:
             self._task = ""
 
-    def start(self, steps: int) -> None:
-        """Say how many steps there will be; what `task` announced is done."""
+    def start(self, steps: int, done: int = 0) -> None:
+        """Say how many steps there will be, and how many of them are done; what `task` announced is done."""
         if self._task:
             self._line(f"{self._task}: done in {time.perf_counter() - self._task_started:.1f} s")
         self._task = ""
         self._last_line = time.perf_counter()
-        self.history.start(steps)
+        self.history.start(steps, done)
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take in a step's metrics; `reward/mean`, `loss`, `tokens_per_second` and `time/*` are shown."""
@@ -104,6 +106,13 @@ class Progress:
         if step % every == 0 or step in (1, self.history.steps) or now - self._last_line > SECONDS_BETWEEN_LINES:
             self._last_line = now
             self._line(self._as_line())
+
+    def remember(self, earlier: Earlier) -> None:
+        """Take in, before `start`, what a run that is resumed has written; nothing is shown."""
+        for row in earlier.metrics:
+            self.history.add(row["step"], figures(row))
+        for row in earlier.validations:
+            self.history.validated(row["step"], figures(row))
 
     def validated(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take in a validation's metrics."""
@@ -167,6 +176,11 @@ class Progress:
             said = "  ".join(f"{short(name)} {figure(value)}" for name, value in metrics.items())
             rows.append(Text(f"validation at step {step}: {said}", style="dim"))
         return Group(*rows)
+
+
+def figures(row: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics in a row of a file: without what it says besides, and without those that were not finite."""
+    return {name: value for name, value in row.items() if name not in ("step", "elapsed_seconds") and value is not None}
 
 
 def figure(value: float) -> str:

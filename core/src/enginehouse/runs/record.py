@@ -23,15 +23,20 @@ PACKAGES = ("enginehouse", "torch", "transformers", "ray", "pluggy", "pydantic",
 
 
 class RunRecord:
-    """The content of `run.json`, rewritten whole whenever it changes. A run that was killed still says `running`.
+    """The content of `run.json`, rewritten whole whenever it changes. A run that was killed still says `running`,
+    until it is resumed.
 
     Args:
         path: the file.
         command: how the run was started.
         packages: further distributions to record the versions of.
+        resumed_after: the step a run that is gone on with is resumed after. The record of its processes up to now
+            then moves to the list `earlier`.
     """
 
-    def __init__(self, path: Path, command: Sequence[str], packages: Sequence[str] = ()):
+    def __init__(
+        self, path: Path, command: Sequence[str], packages: Sequence[str] = (), resumed_after: int | None = None
+    ):
         self.path = path
         self._started = time.monotonic()
         self.content: dict[str, Any] = {
@@ -45,6 +50,12 @@ class RunRecord:
             "interpreter": sys.executable,
             "versions": versions((*PACKAGES, *packages)),
         }
+        if resumed_after is not None:
+            former = json.loads(path.read_text(encoding="utf-8"))
+            earlier = former.pop("earlier", [])
+            if former.get("status") == "running":
+                former["status"] = "killed"
+            self.content |= {"resumed_after": resumed_after, "earlier": [*earlier, former]}
         self._write()
 
     def update(self, **content: Any) -> None:

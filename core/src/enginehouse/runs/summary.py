@@ -44,14 +44,16 @@ def summary_facts(run: RunDirectory, history: History, status: Status) -> list[t
     return facts
 
 
-def next_steps(run: RunDirectory) -> list[str]:
-    """What one may want to do now, with this run's own paths."""
+def next_steps(run: RunDirectory, steps: int) -> list[str]:
+    """What one may want to do now, with this run's own paths; `steps` are those it was to take."""
     hints = []
     samples = sorted((run.path / "samples").glob("*.jsonl")) if (run.path / "samples").is_dir() else []
     if samples:
         hints.append(f"read what the model said: {shown(samples[-1])}")
     if run.last_step:
         hints.append(f"see where the time went: open {shown(run.timeline.path)} in https://ui.perfetto.dev")
+    if (step := run.checkpoints.newest_step) is not None and step < steps:
+        hints.append(f"go on after step {step}: the same command with --resume")
     if run.saved_model:
         link = run.path / "model"
         model = shown(link if link.exists() else run.saved_model)
@@ -64,7 +66,7 @@ def summary_panel(run: RunDirectory, history: History, status: Status) -> Render
     table = Table.grid(padding=(0, 2))
     for label, said in summary_facts(run, history, status):
         table.add_row(Text(label, style="dim"), Text(said, overflow="fold"))
-    for index, hint in enumerate(next_steps(run)):
+    for index, hint in enumerate(next_steps(run, history.steps)):
         table.add_row(Text("next" if index == 0 else "", style="dim"), Text(hint, overflow="fold"))
     return Panel(
         table, title=Text(f"{run.path.name}: {status}", style="bold"), border_style=_STYLE.get(status, ""), expand=False
@@ -73,7 +75,7 @@ def summary_panel(run: RunDirectory, history: History, status: Status) -> Render
 
 def summary_lines(run: RunDirectory, history: History, status: Status) -> list[str]:
     """The same as plain lines, for a log."""
-    facts = summary_facts(run, history, status) + [("next", hint) for hint in next_steps(run)]
+    facts = summary_facts(run, history, status) + [("next", hint) for hint in next_steps(run, history.steps)]
     return [f"{label}: {said}" for label, said in facts]
 
 
@@ -81,7 +83,9 @@ def saved_words(run: RunDirectory) -> str:
     """What of a run is on disk, in one sentence."""
     if not run.opened:
         return f"Nothing was begun; {shown(run.path)} is as it was"
-    return f"Saved: {_saved(run)}. It is all in {shown(run.path)}"
+    step = run.checkpoints.newest_step
+    resume = "" if step is None else f"; with --resume it goes on after step {step}"
+    return f"Saved: {_saved(run)}. It is all in {shown(run.path)}{resume}"
 
 
 def shown(path: Path) -> str:

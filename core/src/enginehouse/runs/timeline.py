@@ -23,21 +23,30 @@ class Timeline:
     Chrome trace format for writers that crash, which its viewers open as well.
 
     Safe to call from several threads. Times are `time.monotonic()` seconds; the trace counts from its making.
+
+    Args:
+        path: the file; one that is there is replaced.
+        before: seconds of an earlier trace in the file to go on with, after what lies within them; 0 begins a new one.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, before: float = 0.0):
         self.path = path
         self.dropped = 0
-        self._origin = time.monotonic()
+        self._origin = time.monotonic() - before
         self._lock = threading.Lock()
         self._waiting: list[dict[str, Any]] = []
         self._written = 0
         self._last_flush = 0.0
         self._tracks: dict[str, int] = {}
         self._lane_ends: dict[str, list[float]] = {}
-        self._file = path.open("wb")
         first = {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "enginehouse"}}
-        self._file.write(b"[\n" + json.dumps(first).encode() + _END)
+        kept = _events_until(path, before) if before else []
+        for event in kept:
+            if event["name"] == "thread_name":
+                self._tracks[event["args"]["name"]] = event["tid"]
+        self._written = sum(event["ph"] == "X" for event in kept)
+        self._file = path.open("wb")
+        self._file.write(b"[\n" + b",\n".join(json.dumps(event).encode() for event in kept or [first]) + _END)
         self._file.flush()
 
     def span(self, name: str, started: float, ended: float, track: str = "controller", **details: Any) -> None:
@@ -120,3 +129,16 @@ class Timeline:
         self._file.flush()
         self._written += len(self._waiting)
         self._waiting.clear()
+
+
+def _events_until(path: Path, seconds: float) -> list[dict[str, Any]]:
+    """The events of a trace that began within its first `seconds`; it may be cut off within its last line."""
+    kept = []
+    for line in path.read_bytes().split(b"\n") if path.exists() else ():
+        try:
+            event = json.loads(line.removesuffix(b","))
+        except ValueError:
+            continue
+        if isinstance(event, dict) and event.get("ts", 0.0) <= seconds * 1e6:
+            kept.append(event)
+    return kept

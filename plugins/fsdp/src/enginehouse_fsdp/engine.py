@@ -10,22 +10,38 @@ import torch.distributed as dist
 
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.train import ALL, LossSpec, Metrics, Outputs
+from enginehouse.errors import EnginehouseError
+from enginehouse.modeling import checkpoint
 from enginehouse.modeling.files import parts_of
 from enginehouse.modeling.loading import quiet_transformers
-from enginehouse.modeling.random_state import random_states, restore_random_states
+from enginehouse.modeling.memory import MemoryGuard
 from enginehouse.modeling.ranks import Ranks, device_of
 from enginehouse.modeling.schedule import learning_rate
 from enginehouse.modeling.state import stored_names, unique_state
 from enginehouse.modeling.token_model import TokenModel
-from enginehouse_fsdp import checkpoint, export
+from enginehouse_fsdp import adapters, export
+from enginehouse_fsdp.axes import axis_sizes
+from enginehouse_fsdp.context_parallel import split_sequences
+from enginehouse_fsdp.offloading import HOST, TAGS, Offloading
 from enginehouse_fsdp.optimizer import ShardedAdamW
-from enginehouse_fsdp.sharding import device_mesh, reshard, sharded_model
+from enginehouse_fsdp.sharding import context_group, device_mesh, forget_meshes, reshard, sharded_model
 from enginehouse_fsdp.weights import ShardedWeights
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from enginehouse.data import Batch
     from enginehouse.engines.model import ModelSpec, ProcessContext
     from enginehouse_fsdp.options import FSDPOptions
+
+NEEDS_LESS = (
+    "a smaller tokens_per_microbatch",
+    "activation_checkpointing=true",
+    "cpu_offload=true",
+    "reshard_after_forward=true (the default)",
+    "fewer replicas, or more processes (actor.processes): each holds a smaller part",
+)
+"""What makes this engine need less memory."""
 
 
 class FSDPEngine:
@@ -42,16 +58,21 @@ class FSDPEngine:
 
         Raises:
             ModelError: the model cannot be loaded.
-            ConfigError: the schedule decays and `total_steps` is not set, or ranks and replicas do not fit.
+            ConfigError: the schedule decays and `total_steps` is not set, or ranks, model and the axes asked for do
+                not fit.
         """
         learning_rate(options.warmup_steps, options)
         self._spec, self._options, self._context = model, options, context
         device = device_of(context)
         self._ranks = Ranks.join(context, alone=True)
-        axes = device_mesh(device, context.world_size, options.replicas)
-        sizes = dict(zip(axes.mesh_dim_names or (), axes.shape, strict=True))
+        self._background = checkpoint.BackgroundSave(self._ranks)
+        sizes = axis_sizes(context.world_size, options)
         self.mesh = Mesh.of(sizes, context.rank)
-        self._model = sharded_model(model, options, axes, device)
+        self._axes = device_mesh(device, sizes)
+        self._memory = MemoryGuard(context, NEEDS_LESS)
+        with self._memory.during("building and loading the model"):
+            self._model = sharded_model(model, options, self._axes, device)
+        self._offloading = Offloading(self._model, HOST if options.cpu_offload else device, str(context))
         head = self._model.get_output_embeddings()
         if model.head == "value" and head is not None and head.weight is not self._model.get_input_embeddings().weight:
             head.requires_grad_(False)  # it is never run: weight decay must not shrink it
@@ -62,27 +83,41 @@ class FSDPEngine:
             tokens_per_microbatch=options.tokens_per_microbatch,
             share_prompts=options.share_prompts == "auto",
             passes=self._most,
+            during=self._memory.during,
         )
+        if options.context_parallel > 1:
+            self._computing.token_outputs = split_sequences(self._model, context_group(device, sizes))
         reshard(self._model)  # it was tried out
         self._optimizer: ShardedAdamW | None = None
 
-    def forward(self, batch: Batch, outputs: Outputs) -> Batch:
-        """Compute `outputs` without gradients; only for the tokens of `loss_mask` where the batch has one."""
+    def forward(self, batch: Batch, outputs: Outputs) -> Batch | None:
+        """Compute `outputs` without gradients; only for the tokens of `loss_mask` where the batch has one.
+
+        None on a rank that another one answers for: ranks that split matrices compute the same.
+        """
+        self._offloading.need("params", to="compute")
         try:
-            return self._computing.forward(batch, outputs)
+            with self._memory.during(f"computing outputs of {len(batch)} rows"):
+                found = self._computing.forward(batch, outputs)
+            return found if self.mesh.is_output_rank else None
         finally:
             reshard(self._model)  # no backward pass follows that would
 
     def forward_backward(self, batch: Batch, loss: LossSpec) -> Metrics:
         """Accumulate the gradient of `loss`, which is computed from the tokens of `loss_mask` alone."""
+        self._offloading.need("params", "grads", to="train")
         optimizer = self._built_optimizer()
-        metrics, weight = self._computing.forward_backward(batch, loss)
-        optimizer.count(weight)
-        return metrics
+        with self._memory.during(f"computing gradients of {len(batch)} rows"):
+            metrics, weight = self._computing.forward_backward(batch, loss)
+        answers = self.mesh.is_output_rank  # the others see the same rows: they are counted once
+        optimizer.count(weight if answers else 0.0)
+        return metrics if answers else {}
 
     def optim_step(self) -> Metrics:
         """Normalise, clip and take one AdamW step; see `ShardedAdamW.step`."""
-        return self._built_optimizer().step()
+        self._offloading.need(*TAGS, to="take a step")
+        with self._memory.during("taking an optimizer step"):
+            return self._built_optimizer().step()
 
     def _most(self, own: int) -> int:
         """The largest of all ranks' numbers."""
@@ -97,70 +132,121 @@ class FSDPEngine:
             self._optimizer = ShardedAdamW(trained, self._options)
         return self._optimizer
 
+    # Memory
+
+    def offload(self, tags: tuple[str, ...] = ALL) -> None:
+        """Move `"params"`, `"grads"`, `"optimizer"` to host memory. There they are not used, but saved and loaded.
+
+        Raises:
+            EnginehouseError: a tag is unknown.
+        """
+        self._offloading.offload(tags, self._optimizer)
+
+    def onload(self, tags: tuple[str, ...] = ALL) -> None:
+        """Bring back what `offload` moved away.
+
+        Raises:
+            EnginehouseError: a tag is unknown.
+        """
+        with self._memory.during("bringing back what was offloaded"):
+            self._offloading.onload(tags, self._optimizer)
+
     # Weights and files
 
     def weight_source(self) -> ShardedWeights:
         """The live weights under their Hugging Face names, tied ones once."""
-        return ShardedWeights(self._model, self._stored, getattr(torch, self._spec.dtype))
+        self._offloading.need("params", to="give weights")
+        dtype, lora = getattr(torch, self._spec.dtype), self._options.lora
+        return ShardedWeights(self._model, self._axes, self._stored, dtype, alpha=0.0 if lora is None else lora.alpha)
 
     def save(self, path: str, what: tuple[str, ...] = ALL) -> None:
-        """Write `"model"`, `"optimizer"` (with the schedule) and `"rng"`, whole or not at all; collective."""
-        parts = parts_of(what)
-        state = self._state(parts)
-        if "optimizer" in parts:
-            state["optimizer.step"] = torch.tensor(self._built_optimizer().step_number)
-        if "rng" in parts:
-            for rank, own in enumerate(self._ranks.gather(random_states())):
-                state |= {f"rng.{kind}.{rank}": value for kind, value in own.items()}
-        checkpoint.save(path, state, self._ranks)
+        """Write `"model"`, `"optimizer"` (with the schedule) and `"rng"`, whole or not at all; collective.
+
+        Raises:
+            CheckpointError: it cannot be written, or a save in the background failed.
+        """
+        self._background.finish()
+        checkpoint.save(path, self._train_state(what), self._ranks)
+
+    def save_in_background(self, path: str, what: tuple[str, ...] = ALL) -> None:
+        """Copy the state to host memory and write it while training goes on; see `SavesInBackground`. Collective."""
+        self._background.start(path, self._train_state(what))
+
+    def finish_save(self) -> None:
+        """Return once the save under way is whole; collective.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        self._background.finish()
 
     def load(self, path: str, what: tuple[str, ...] = ALL) -> None:
-        """Load what `save` wrote, with any number of ranks; collective.
+        """Load what `save`, or another torch engine's, wrote, with any number of ranks; collective.
 
         A rank the checkpoint has no random state of keeps its own.
 
         Raises:
-            CheckpointError: it is missing, incomplete or of another model.
+            CheckpointError: it is missing, incomplete, damaged or of another model, or lacks a part.
         """
-        parts = parts_of(what)
-        state = self._state(parts)
-        if "optimizer" in parts:
-            state["optimizer.step"] = torch.zeros((), dtype=torch.int64)
-        if "rng" in parts:
-            own = {f"rng.{kind}.{self._ranks.rank}": value for kind, value in random_states().items()}
-            there = set(checkpoint.entries(path, "rng."))
-            state |= {name: value for name, value in own.items() if name in there}
-        checkpoint.load(path, state)
-        if "optimizer" in parts:
-            self._built_optimizer().restored(int(state["optimizer.step"]))
-        if "rng" in parts:
-            own_states = {kind: state.get(f"rng.{kind}.{self._ranks.rank}") for kind in random_states()}
-            restore_random_states({kind: value for kind, value in own_states.items() if value is not None})
+        self._background.finish()
+        state = self._train_state(what)
 
-    def _state(self, parts: tuple[str, ...]) -> dict[str, torch.Tensor]:
-        """The live tensors of `"model"` and `"optimizer"`, by their names in a checkpoint."""
-        state: dict[str, torch.Tensor] = {}
-        if "model" in parts:
-            state |= {f"model.{name}": tensor for name, tensor in unique_state(self._model, self._stored).items()}
-        if "optimizer" in parts:
-            state |= {f"optimizer.{name}": tensor for name, tensor in self._built_optimizer().state().items()}
-        return state
+        def check(there: Sequence[str]) -> None:
+            if state.model is not None:
+                adapters.check_belongs(path, there, state.model)
+
+        checkpoint.load(path, state, self._ranks, check)
+
+    def _train_state(self, what: tuple[str, ...]) -> checkpoint.TrainState:
+        """The live tensors of the parts of a checkpoint."""
+        parts = parts_of(what)
+        model = unique_state(self._model, self._stored)
+        if self._options.lora is not None:
+            model = adapters.kept(model, self._model, self._options.lora)
+        return checkpoint.TrainState(
+            model=model if "model" in parts else None,
+            optimizer=self._built_optimizer() if "optimizer" in parts else None,
+            rng="rng" in parts,
+        )
 
     def export_hf(self, path: str) -> None:
         """Write a Hugging Face directory, with the tokenizer of the directory the model came from; collective."""
         directory = Path(path)
         source = self.weight_source()
         self._ranks.on_rank_zero(lambda: directory.mkdir(parents=True, exist_ok=True))
-        export.write_weights(directory, source.metadata(), source.iter_full(), writes=self._ranks.rank == 0)
+        failure = export.write_weights(directory, source.metadata(), source.iter_full(), writes=self._ranks.rank == 0)
 
         def finish() -> None:
+            if failure is not None:
+                raise failure
             with quiet_transformers():
                 export.write_companions(directory, self._model, getattr(torch, self._spec.dtype), Path(self._spec.path))
 
         self._ranks.on_rank_zero(finish)
 
+    def export_adapter(self, path: str) -> None:
+        """Write the adapters, float32, as `peft.PeftModel.from_pretrained` reads them; collective.
+
+        Raises:
+            EnginehouseError: the model has none, or has a value head, which that form has no place for.
+        """
+        lora = self._options.lora
+        if lora is None or self._spec.head == "value":
+            raise EnginehouseError(
+                f"{self._context}: there is no adapter to export: "
+                + ("the option lora is unset" if lora is None else "one cannot hold the value head; use export_hf")
+            )
+        self._offloading.need("params", to="export the adapter")
+        weights = adapters.whole_adapters(unique_state(self._model, self._stored))
+        self._ranks.on_rank_zero(
+            lambda: adapters.write_adapter(Path(path), self._model, lora, self._spec.path, weights)
+        )
+
     def shutdown(self) -> None:
-        """Release the model and leave the process group."""
+        """Finish a save under way, release the model and leave the process group."""
+        self._background.close()
         self._optimizer = None
-        del self._model, self._computing
+        del self._model, self._computing, self._offloading
         self._ranks.leave()
+        if not dist.is_initialized():
+            forget_meshes()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,8 +11,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from enginehouse.modeling.schedule import learning_rate
+from enginehouse_fsdp.gathering import splits
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from enginehouse.engines.train import Metrics
     from enginehouse_fsdp.options import FSDPOptions
 
@@ -37,7 +41,7 @@ class ShardedAdamW:
         self._weight = 0.0
         self.step_number = 0
         self._adamw = torch.optim.AdamW(
-            list(self._parameters.values()),
+            [{"params": alike} for alike in _by_mesh(self._parameters.values())],
             lr=options.lr,
             betas=options.betas,
             eps=options.eps,
@@ -55,11 +59,11 @@ class ShardedAdamW:
         Nothing changes but the gradients where their norm is not finite, or where no rank counted anything.
         """
         gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
-        counted = torch.tensor(self._weight, dtype=torch.float64)
+        sums = torch.tensor([self._weight, _squared_share(gradients)], dtype=torch.float64)
         if dist.is_initialized():
-            dist.all_reduce(counted)
-        weight = counted.item()
-        norm = _whole(torch.nn.utils.get_total_norm(gradients)).item() / weight if weight and gradients else 0.0
+            dist.all_reduce(sums)
+        weight, squared = sums.tolist()
+        norm = math.sqrt(squared) / weight if weight else 0.0
         lr = learning_rate(self.step_number, self._options)
         finite = weight > 0 and norm < float("inf")  # False for nan
         if finite:
@@ -92,9 +96,29 @@ class ShardedAdamW:
         for parameter in self._parameters.values():
             self._adamw.state[parameter]["step"].fill_(float(step_number))
 
+    def move(self, moved: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Put what `moved` gives for each tensor of the state in its place; nothing else refers to the old one."""
+        for state in self._adamw.state.values():
+            for name, tensor in state.items():
+                state[name] = moved(tensor)
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+def _by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Tensors that lie on the same ranks, together: one operation over a list of them takes no others."""
+    found: dict[DeviceMesh | None, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    return list(found.values())
+
+
+def _squared_share(gradients: list[torch.Tensor]) -> float:
+    """This rank's share of the squared norm of them all: what several ranks hold alike is shared among them."""
+    if not gradients:
+        return 0.0
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    norms = torch.stack(torch._foreach_norm([_own(gradient) for gradient in gradients])).double()
+    shares = [(splits(gradient) if isinstance(gradient, DTensor) else 1) / ranks for gradient in gradients]
+    return (norms.square() @ norms.new_tensor(shares)).item()
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:

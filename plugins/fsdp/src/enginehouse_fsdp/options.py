@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from enginehouse.engines.options import TrainOptions
+from enginehouse.engines.options import LoraOptions, TrainOptions
+from enginehouse_fsdp.axes import axis_sizes
 
 
 class FSDPOptions(TrainOptions):
@@ -14,6 +15,12 @@ class FSDPOptions(TrainOptions):
 
     replicas: int = Field(
         1, gt=0, description="Copies of the sharded model (hybrid sharding): ranks / replicas ranks share one"
+    )
+    tensor_parallel: int = Field(
+        1, gt=0, description="Ranks that split each matrix, by the plan the model brings along; they see the same rows"
+    )
+    context_parallel: int = Field(
+        1, gt=0, description="Ranks that split each sequence (Ulysses), for long ones; they see the same rows"
     )
     reshard_after_forward: bool = Field(
         True, description="Free a block's whole parameters after its forward pass, and gather them again to go back"
@@ -27,7 +34,16 @@ class FSDPOptions(TrainOptions):
     cpu_offload: bool = Field(
         False, description="Keep parameters, gradients and optimizer state in host memory between uses"
     )
-    compile: bool = Field(False, description="torch.compile each block: slow to start, quicker to run")
+    compile: bool = Field(
+        False, description="torch.compile each block, once for all lengths: minutes to start on a CPU, quicker to run"
+    )
     share_prompts: Literal["auto", "never"] = Field(
         "auto", description="auto: rows that begin with the same prompt compute it once, where that costs less"
     )
+    lora: LoraOptions | None = Field(
+        None, description="{rank, alpha, targets}: train low-rank adapters of linear layers; unset: the whole model"
+    )
+
+    def check(self, processes: int) -> None:
+        """See `EngineOptions.check`: the axes asked for have to divide the processes."""
+        axis_sizes(processes, self)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enginehouse.plugin import TrainBackend, hookimpl
+from enginehouse.plugin import Layout, TrainBackend, capabilities, hookimpl
 
 enginehouse_protocol = "1.0"
 
@@ -15,6 +15,17 @@ def enginehouse_register_backends(register):
             summary="PyTorch FSDP2: sharded data parallel, any Hugging Face causal LM",
             engine="enginehouse_fsdp.engine:FSDPEngine",
             options="enginehouse_fsdp.options:FSDPOptions",
-            requires=("torch>=2.6",),
+            capabilities={capabilities.BACKGROUND_SAVE, capabilities.LORA, capabilities.OFFLOAD},
+            requires=("torch>=2.9",),
+            layouts=(
+                Layout("single"),
+                Layout("shard2", 2),
+                Layout("shard4", 4),
+                Layout("replicas2-shard2", 4, {"replicas": 2}),
+                Layout("tp2", 2, {"tensor_parallel": 2}),
+                Layout("shard2-tp2", 4, {"tensor_parallel": 2}),
+                Layout("cp2", 2, {"context_parallel": 2}),
+                Layout("shard2-cp2", 4, {"context_parallel": 2}),
+            ),
         )
     )

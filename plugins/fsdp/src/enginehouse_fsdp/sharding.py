@@ -7,6 +7,7 @@ safetensors files. Buffers that no checkpoint holds (rotary frequencies) are com
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +15,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, debug, distribute_tensor
 
 from enginehouse.errors import ConfigError, ModelError
 from enginehouse.modeling.loading import VALUE_HEAD, model_directory, quiet_transformers, value_head, value_head_weight
+from enginehouse.modeling.memory import is_out_of_memory
 from enginehouse.modeling.state import stored_names, unique_state
+from enginehouse.modeling.stored import StoredForm
+from enginehouse_fsdp import adapters
+from enginehouse_fsdp.axes import CONTEXT, SHARD, TENSOR
+from enginehouse_fsdp.context_parallel import check_sequence_split
+from enginehouse_fsdp.experts import own_parts
+from enginehouse_fsdp.tensor_parallel import split_matrices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,22 +36,33 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-REPLICATE, SHARD = "dp_replicate", "dp_shard"
 
+def device_mesh(device: torch.device, sizes: dict[str, int]) -> DeviceMesh:
+    """The ranks as torch lays tensors out over them.
 
-def device_mesh(device: torch.device, world_size: int, replicas: int) -> DeviceMesh:
-    """The ranks as `replicas` copies of a sharded model; one axis where there is one copy.
-
-    Raises:
-        ConfigError: the ranks cannot be divided so.
+    Ranks of the axis `cp` have no axis here: they share parameters, and sum gradients, as those of `dp_shard` do.
     """
-    if world_size % replicas:
-        raise ConfigError(
-            f"fsdp: {world_size} rank(s) cannot hold {replicas} replicas: replicas must divide the number of ranks"
-        )
-    if replicas == 1:
-        return init_device_mesh(device.type, (world_size,), mesh_dim_names=(SHARD,))
-    return init_device_mesh(device.type, (replicas, world_size // replicas), mesh_dim_names=(REPLICATE, SHARD))
+    sizes = {axis: size * (sizes.get(CONTEXT, 1) if axis == SHARD else 1) for axis, size in sizes.items()}
+    sizes.pop(CONTEXT, None)
+    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def context_group(device: torch.device, sizes: dict[str, int]) -> dist.ProcessGroup:
+    """The ranks that share this one's sequences."""
+    model_axes = {axis: size for axis, size in sizes.items() if axis in (CONTEXT, TENSOR)}
+    data = math.prod(size for axis, size in sizes.items() if axis not in model_axes)
+    names = ("data", *model_axes)
+    return init_device_mesh(device.type, (data, *model_axes.values()), mesh_dim_names=names).get_group(CONTEXT)
+
+
+def forget_meshes() -> None:
+    """Drop what torch remembers of how operations are split, once their process groups have ended.
+
+    It remembers meshes by their shape and names. A later mesh that equals one of them would get its process groups,
+    which are gone or, by their number, others by then.
+    """
+    if (forget := getattr(debug, "_clear_sharding_prop_cache", None)) is not None:
+        forget()
 
 
 def sharded_model(spec: ModelSpec, options: FSDPOptions, mesh: DeviceMesh, device: torch.device) -> PreTrainedModel:
@@ -51,20 +70,29 @@ def sharded_model(spec: ModelSpec, options: FSDPOptions, mesh: DeviceMesh, devic
 
     Raises:
         ModelError: the directory holds no causal language model, or lacks weights.
-        ConfigError: an option that `fully_shard` refuses.
+        ConfigError: an option that `fully_shard` refuses, or a model that cannot be split over the axis `tp`.
     """
     model = _empty_model(spec)
+    model.tie_weights()  # outside of what makes parameters empty: FSDP must see that they are one
+    if options.lora is not None:
+        adapters.add_adapters(model, options.lora, spec)
+    data_axes = tuple(axis for axis in mesh.mesh_dim_names or () if axis != TENSOR)
+    if options.context_parallel > 1:
+        check_sequence_split(model, options.context_parallel, options.tensor_parallel)
+    if options.tensor_parallel > 1:
+        split_matrices(model, mesh[TENSOR])
     home = torch.device("cpu") if options.cpu_offload else device
     blocks = decoder_blocks(model)
     if options.activation_checkpointing:
         _checkpoint_activations(blocks)
-    _shard(model, blocks, spec, options, mesh)
+    _shard(model, blocks, spec, options, mesh[data_axes])
     if options.compile:
         for block in blocks:
-            block.compile()
+            block.compile(dynamic=True)  # hardly two batches have rows of the same length
     model._apply(lambda tensor: torch.empty_like(tensor, device=home) if tensor.is_meta else tensor.to(device))
     model.tie_weights()  # as when the model was made: each module got a parameter of its own
     _load(model, spec)
+    adapters.draw(model, spec.seed)
     return model.eval()
 
 
@@ -86,13 +114,11 @@ def _empty_model(spec: ModelSpec) -> PreTrainedModel:
                 model.add_module(VALUE_HEAD, value_head(model, spec).float())
             model.tie_weights()  # on the meta device each module got a parameter of its own
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise ModelError(
             f"model path {spec.path!r} cannot be loaded as a causal language model: {type(error).__name__}: {error}"
         ) from error
-    if getattr(model, "_weight_conversions", None):
-        raise ModelError(
-            f"{type(model).__name__} stores its weights in another form than it runs them; fsdp cannot load it yet"
-        )
     return model
 
 
@@ -120,7 +146,8 @@ def _shard(
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if options.cpu_offload else OffloadPolicy()
     arguments: dict[str, Any] = {
         "mesh": mesh,
-        "reshard_after_forward": options.reshard_after_forward,
+        # None: all but the outermost unit, which the backward pass needs first.
+        "reshard_after_forward": None if options.reshard_after_forward else False,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=half, reduce_dtype=None if half is None else getattr(torch, options.reduce_dtype)
         ),
@@ -151,13 +178,15 @@ def _load(model: PreTrainedModel, spec: ModelSpec) -> None:
 
     path = Path(spec.path)
     stored = stored_names(path)
-    state = unique_state(model, stored)
+    state = adapters.base_state(unique_state(model, stored))
     head = state.pop(f"{VALUE_HEAD}.weight", None)
-    if missing := sorted(set(state) - stored):
+    form = StoredForm.of(model, stored)
+    if missing := sorted({part.name for name in state for part in form.parts(name)} - stored):
         named = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise ModelError(f"the weights in {spec.path!r} lack {named}")
     with torch.no_grad():
-        dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=not dist.is_initialized())
+        own = dict(own_parts(form, state))
+        dcp.load(own, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=not dist.is_initialized())
         if head is not None:
             assert isinstance(head, DTensor)
             whole = value_head_weight(model, spec).float().to(head.device)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from enginehouse.plugin import RolloutBackend, TrainBackend, hookimpl
+from enginehouse.plugin import Layout, RolloutBackend, TrainBackend, hookimpl
 from enginehouse.plugin.capabilities import (
+    HALF_PRECISION,
     PAUSE_KEEP,
     PROMPT_LOGPROBS,
     RESHARD_CHECKPOINT,
@@ -19,10 +20,11 @@ def enginehouse_register_backends(register):
     register(
         TrainBackend(
             name="torch",
-            summary="Plain PyTorch, data parallel: any Hugging Face causal LM, on CPU or GPU; the test suite's oracle",
+            summary="Plain PyTorch, data parallel: any Hugging Face causal LM, on CPU or GPU",
             engine="enginehouse.backends.torch.train:TorchTrainEngine",
             options="enginehouse.backends.torch.options:TorchTrainOptions",
-            capabilities={VALUE_HEAD, RESHARD_CHECKPOINT},
+            capabilities={VALUE_HEAD, RESHARD_CHECKPOINT, HALF_PRECISION},
+            layouts=(Layout("single"), Layout("dp2", 2), Layout("dp4", 4)),
         )
     )
     register(

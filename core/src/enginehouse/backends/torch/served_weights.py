@@ -9,6 +9,7 @@ import torch
 
 from enginehouse.engines.weights import WeightChunk, WeightState, WeightSyncError, WeightUpdate, checksum
 from enginehouse.modeling.state import stored_names, unique_state
+from enginehouse.modeling.stored import StoredForm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,10 +27,10 @@ class ServedWeights:
     """
 
     def __init__(self, model: PreTrainedModel, path: str, where: str):
-        self._parameters = unique_state(model, stored_names(Path(path)))
-        self._tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(self._parameters)
-        # transformers keeps some layers (experts) fused in memory; a checkpoint's names then have no tensor here.
-        self._converted = bool(getattr(model, "_weight_conversions", None))
+        stored = stored_names(Path(path))
+        state = unique_state(model, stored)
+        self._parameters = dict(StoredForm.of(model, stored).apart(state))  # views: written to in place
+        self._tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(state)
         self._where = where
         self._staged: dict[str, torch.Tensor] = {}
         self._announced: int | None = None
@@ -102,8 +103,6 @@ class ServedWeights:
         parameter = self._parameters.get(name)
         if parameter is None:
             reason = " (it is tied to another, which must come alone)" if name in self._tied else ""
-            if self._converted:
-                reason = "; transformers fuses some of this model's layers in memory, whose update is not supported yet"
             raise WeightSyncError(f"{self._where} has no parameter {name!r}{reason}", parameters=[name])
         served_dtype = str(parameter.dtype).removeprefix("torch.")
         if (tuple(parameter.shape), served_dtype) != (shape, dtype):

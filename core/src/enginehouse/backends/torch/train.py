@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from enginehouse.backends.torch import checkpoint
 from enginehouse.backends.torch.optim import FlatAdamW
 from enginehouse.backends.torch.weights import ReplicatedWeights
 from enginehouse.data import Batch
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import TOKENIZER_COMPANIONS, TOKENIZER_FILES
 from enginehouse.engines.train import ALL, LossSpec, Metrics, Outputs
-from enginehouse.modeling.files import parts_of, whole_directory
+from enginehouse.modeling import checkpoint
+from enginehouse.modeling.files import parts_of
 from enginehouse.modeling.loading import load_model, quiet_transformers
-from enginehouse.modeling.random_state import random_states, restore_random_states
+from enginehouse.modeling.memory import MemoryGuard
 from enginehouse.modeling.ranks import Ranks, device_of
 from enginehouse.modeling.schedule import learning_rate
 from enginehouse.modeling.state import stored_names, unique_state
@@ -31,6 +31,12 @@ from enginehouse.modeling.token_model import TokenModel
 if TYPE_CHECKING:
     from enginehouse.backends.torch.options import TorchTrainOptions
     from enginehouse.engines.model import ModelSpec, ProcessContext
+
+NEEDS_LESS = (
+    "a smaller tokens_per_microbatch",
+    "a training backend that shards the model over its processes: here each holds all of it",
+)
+"""What needs less memory than this engine."""
 
 
 class TorchTrainEngine:
@@ -51,7 +57,9 @@ class TorchTrainEngine:
         self._spec, self._options, self._context = model, options, context
         self._ranks = Ranks.join(context)
         self.mesh = Mesh.of({"dp": context.world_size}, context.rank)
-        self._model = load_model(model, device_of(context))
+        self._memory = MemoryGuard(context, NEEDS_LESS)
+        with self._memory.during("loading the model"):
+            self._model = load_model(model, device_of(context))
         self._stored = stored_names(Path(model.path))
         if model.head == "value":
             # The language model's own head gets no gradient: weight decay must not shrink it.
@@ -62,6 +70,7 @@ class TorchTrainEngine:
             device=self._model.device,
             tokens_per_microbatch=options.tokens_per_microbatch,
             share_prompts=options.share_prompts == "auto",
+            during=self._memory.during,
         )
         self._optimizer: FlatAdamW | None = None
 
@@ -72,18 +81,21 @@ class TorchTrainEngine:
 
         Where the batch has a `loss_mask`, only for the tokens it marks; all others are 0.
         """
-        return self._computing.forward(batch, outputs)
+        with self._memory.during(f"computing outputs of {len(batch)} rows"):
+            return self._computing.forward(batch, outputs)
 
     def forward_backward(self, batch: Batch, loss: LossSpec) -> Metrics:
         """Accumulate the gradient of `loss`, which is computed from the tokens of `loss_mask` alone."""
-        optimizer = self._built_optimizer()
-        metrics, weight = self._computing.forward_backward(batch, loss)
+        with self._memory.during(f"computing gradients of {len(batch)} rows"):
+            optimizer = self._built_optimizer()
+            metrics, weight = self._computing.forward_backward(batch, loss)
         optimizer.count(weight)
         return metrics
 
     def optim_step(self) -> Metrics:
         """Reduce gradients over the ranks and take one AdamW step; see `FlatAdamW.step`."""
-        return self._built_optimizer().step()
+        with self._memory.during("taking an optimizer step"):
+            return self._built_optimizer().step()
 
     def _built_optimizer(self) -> FlatAdamW:
         """The optimizer, made at first use: buffers as large as the model itself."""
@@ -99,52 +111,38 @@ class TorchTrainEngine:
         return ReplicatedWeights(self._model, self._stored)
 
     def save(self, path: str, what: tuple[str, ...] = ALL) -> None:
-        """Write `"model"`, `"optimizer"` (with the schedule) and `"rng"`, whole or not at all; collective."""
-        parts = parts_of(what)
-        states = self._ranks.gather(random_states() if "rng" in parts else {})
+        """Write `"model"`, `"optimizer"` (with the schedule) and `"rng"`, whole or not at all; collective.
 
-        def write() -> None:
-            with whole_directory(path) as directory:
-                if "model" in parts:
-                    checkpoint.write_part(directory, "model", unique_state(self._model))
-                if "optimizer" in parts:
-                    optimizer = self._built_optimizer()
-                    checkpoint.write_part(
-                        directory, "optimizer", dict(optimizer.state()), {"step": optimizer.step_number}
-                    )
-                if "rng" in parts:
-                    checkpoint.write_part(
-                        directory,
-                        "rng",
-                        {f"{kind}/{rank}": s for rank, own in enumerate(states) for kind, s in own.items()},
-                    )
-
-        self._ranks.on_rank_zero(write)
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        checkpoint.save(path, self._train_state(what), self._ranks)
 
     def load(self, path: str, what: tuple[str, ...] = ALL) -> None:
-        """Load what `save` wrote, with any number of ranks; each rank reads the files itself.
+        """Load what `save`, or another torch engine's, wrote, with any number of ranks; collective.
 
         A rank the checkpoint has no random state of keeps its own.
 
         Raises:
-            CheckpointError: it is missing, incomplete or of another model.
+            CheckpointError: it is missing, incomplete, damaged or of another model, or lacks a part.
         """
+        checkpoint.load(path, self._train_state(what), self._ranks)
+        if self._optimizer is not None:
+            self._optimizer.publish()
+
+    def _train_state(self, what: tuple[str, ...]) -> checkpoint.TrainState:
+        """The live tensors of the parts of a checkpoint: of a half-precision parameter its float32 copy."""
         parts = parts_of(what)
+        optimizer = self._built_optimizer() if "optimizer" in parts else self._optimizer
+        model = None
         if "model" in parts:
-            checkpoint.read_into(path, "model", unique_state(self._model))
-            if self._optimizer is not None:
-                self._optimizer.parameters_changed()
-        if "optimizer" in parts:
-            optimizer = self._built_optimizer()
-            optimizer.restored(checkpoint.read_into(path, "optimizer", dict(optimizer.state()))["step"])
-        if "rng" in parts:
-            stored = checkpoint.read_part(path, "rng")
-            own = {
-                kind: stored[f"{kind}/{self._ranks.rank}"]
-                for kind in random_states()
-                if f"{kind}/{self._ranks.rank}" in stored
+            copies = {} if optimizer is None else optimizer.float32_copies()
+            named = dict(self._model.named_parameters(remove_duplicate=False))
+            model = {
+                name: copies.get(named[name], tensor) if name in named else tensor
+                for name, tensor in unique_state(self._model, self._stored).items()
             }
-            restore_random_states(own)
+        return checkpoint.TrainState(model, optimizer if "optimizer" in parts else None, rng="rng" in parts)
 
     def export_hf(self, path: str) -> None:
         """Write a Hugging Face directory, with the tokenizer of the directory the model came from; collective."""

@@ -9,6 +9,7 @@ import torch
 
 from enginehouse.engines.weights import ParamMeta
 from enginehouse.modeling.state import unique_state
+from enginehouse.modeling.stored import StoredForm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,6 +28,7 @@ class ReplicatedWeights:
     def __init__(self, model: PreTrainedModel, stored: frozenset[str]):
         self._model = model
         self._stored = stored
+        self._form = StoredForm.of(model, stored)
 
     def metadata(self) -> list[ParamMeta]:
         """All parameters and persistent buffers, tied ones once."""
@@ -38,11 +40,4 @@ class ReplicatedWeights:
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each tensor."""
-        state = unique_state(self._model, self._stored)
-        if getattr(self._model, "_weight_conversions", None):
-            # transformers keeps some layers (experts) fused and stores them apart.
-            from transformers.core_model_loading import revert_weight_conversion
-
-            with torch.no_grad():
-                state = revert_weight_conversion(self._model, state)
-        yield from state.items()
+        yield from self._form.apart(unique_state(self._model, self._stored))

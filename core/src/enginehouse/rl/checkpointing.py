@@ -1,0 +1,106 @@
+"""When and how a loop's checkpoints are written: the actor's state by its engine, the loop's own beside it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from enginehouse.config.resume import ACTOR, Checkpoint, kind_of
+
+if TYPE_CHECKING:
+    from enginehouse.config.schema import Config, SFTConfig
+    from enginehouse.controller import WorkerGroup
+    from enginehouse.runs import RunDirectory
+
+
+class Standing(NamedTuple):
+    """Where a loop stands after the update of a step: all that the next step depends on, besides the actor's state.
+
+    Attributes:
+        step: the step.
+        loop: what the loop keeps of its own, as plain data.
+    """
+
+    step: int
+    loop: Mapping[str, Any]
+
+
+class Checkpointing:
+    """Writes a loop's checkpoints. With an engine that saves in the background, training goes on meanwhile.
+
+    Args:
+        actor: the workers whose state is saved.
+        run: the run directory.
+        config: the run's config.
+        background: whether the actor's backend declares `background_save`.
+        published: called with step and path of each checkpoint once it is whole.
+    """
+
+    def __init__(
+        self,
+        actor: WorkerGroup,
+        run: RunDirectory,
+        config: Config | SFTConfig,
+        background: bool,
+        published: Callable[[int, Path], None],
+    ):
+        self._actor, self._run, self._config = actor, run, config
+        self._background, self._published = background, published
+        self._under_way: tuple[Path, Checkpoint] | None = None
+
+    def begin(self, standing: Standing) -> None:
+        """Write a checkpoint, or begin to; one still under way is waited for first."""
+        self.finish()
+        if not self._background:
+            self.write(standing)
+            return
+        staged, checkpoint = self._staged(standing)
+        self._actor.call("save_in_background", str(staged / ACTOR))
+        self._under_way = staged, checkpoint
+
+    def look(self) -> None:
+        """Publish the checkpoint under way if the engine has moved its part into place; wait for nothing."""
+        if self._under_way is not None and (self._under_way[0] / ACTOR).is_dir():
+            self.finish()
+
+    def finish(self, timeout: float | None = None) -> None:
+        """Wait for the checkpoint under way, if there is one, and publish it.
+
+        Raises:
+            WorkerError: it could not be written.
+        """
+        if self._under_way is None:
+            return
+        (staged, checkpoint), self._under_way = self._under_way, None
+        self._actor.call("finish_save", timeout=timeout)
+        self._publish(staged, checkpoint)
+
+    def write_last(self, standing: Standing, seconds: float) -> None:
+        """Have a checkpoint of `standing`, in at most `seconds`: the run is about to end.
+
+        Raises:
+            WorkerError: it could not be written, or not in that time.
+        """
+        until = time.monotonic() + seconds
+        self.finish(timeout=seconds)
+        if self._run.checkpoints.newest_step != standing.step:
+            self.write(standing, timeout=max(until - time.monotonic(), 0.1))
+
+    def write(self, standing: Standing, timeout: float | None = None) -> None:
+        """Write a checkpoint and wait for it."""
+        staged, checkpoint = self._staged(standing)
+        self._actor.call("save", str(staged / ACTOR), timeout=timeout)
+        self._publish(staged, checkpoint)
+
+    def _staged(self, standing: Standing) -> tuple[Path, Checkpoint]:
+        self._run.timeline.flush()  # a run that is resumed here has it up to here
+        staged = self._run.checkpoints.stage(standing.step)
+        config = self._config.model_dump(mode="json")
+        return staged, Checkpoint(
+            staged, standing.step, self._run.elapsed_seconds, standing.loop, config, kind_of(self._config)
+        )
+
+    def _publish(self, staged: Path, checkpoint: Checkpoint) -> None:
+        self._published(checkpoint.step, self._run.checkpoints.publish(staged, checkpoint))

@@ -1,0 +1,70 @@
+"""Checkpoints of a run, as files: each is there whole or not at all, and only the newest are kept.
+
+What is in one is said in `enginehouse.config.resume`; who writes when, in `enginehouse.rl.checkpointing`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from dataclasses import replace
+from pathlib import Path
+
+from enginehouse.config.paths import CHECKPOINTS
+from enginehouse.config.resume import ACTOR, LOOP_FILE, Checkpoint, checkpoint_paths
+from enginehouse.errors import EnginehouseError
+from enginehouse.runs.atomic import move_into_place, write_whole
+
+KEPT = 2
+"""How many are kept: the newest, and one before it, should the newest be damaged."""
+
+
+class Checkpoints:
+    """The checkpoints in a run directory. Nothing is made before the first is staged.
+
+    Attributes:
+        newest_step: the step of the newest that was published or resumed from; None before there is one.
+    """
+
+    def __init__(self, run_directory: Path, newest_step: int | None = None):
+        self._run = run_directory
+        self._directory = run_directory / CHECKPOINTS
+        self.newest_step = newest_step
+
+    def clear_partial(self) -> None:
+        """Delete what writes that were cut off have left. No one may be writing."""
+        for partial in self._directory.glob(".*"):
+            shutil.rmtree(partial, ignore_errors=True)
+
+    def stage(self, step: int) -> Path:
+        """Make a new directory, in which the actor's engine is to write `actor/`."""
+        staged = self._directory / f".step-{step:06d}.partial-{uuid.uuid4().hex[:8]}"
+        staged.mkdir(parents=True)
+        return staged
+
+    def publish(self, staged: Path, checkpoint: Checkpoint) -> Path:
+        """Make what was staged, with the actor's state in it, the checkpoint of its step; delete those grown old.
+
+        Args:
+            staged: as `stage` made it.
+            checkpoint: what to write beside the actor's state; its path is not looked at.
+
+        Raises:
+            EnginehouseError: the actor's state is not there: workers and controller do not share a file system.
+        """
+        if not (staged / ACTOR).is_dir():
+            raise EnginehouseError(
+                f"the actor's state of step {checkpoint.step} is not at {staged / ACTOR}, where it was told to write "
+                "it. Do the actor's node and this one share the file system of run.directory? They have to."
+            )
+        place = self._directory / f"step-{checkpoint.step:06d}"
+        write_whole(staged / LOOP_FILE, replace(checkpoint, path=place).encoded())
+        move_into_place(staged, place)
+        self.newest_step = checkpoint.step
+        older = [path for step, path in checkpoint_paths(self._run) if step <= checkpoint.step][KEPT:]
+        for path in older:
+            # Renamed first: one that is deleted halfway must not look like a checkpoint.
+            dying = path.with_name(f".{path.name}.deleted")
+            path.rename(dying)
+            shutil.rmtree(dying, ignore_errors=True)
+        return place

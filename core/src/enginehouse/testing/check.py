@@ -1,0 +1,84 @@
+"""What a check is: what each rank does with an engine, and how what the ranks saw is judged.
+
+A check's acts run on every rank, in lock step, through the public protocol alone. Its judge runs once, where the suite
+runs, and turns what was seen into one number that may not exceed the tolerance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from enginehouse.testing.rank import Rank
+
+PROTOCOL = "protocol"
+"""In the place of a capability: what every engine does."""
+
+EXACT = 0.0
+"""The tolerance of what must be equal bit for bit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one rank saw in one act.
+
+    Attributes:
+        dp_rank: the data shard it worked on.
+        dp_size: number of data shards.
+        is_output: whether it answers for its shard.
+        value: what the act returned.
+    """
+
+    dp_rank: int
+    dp_size: int
+    is_output: bool
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A judge's finding.
+
+    Attributes:
+        error: what is compared with the tolerance; `inf` where something is wrong that has no size.
+        detail: what and where, in words.
+    """
+
+    error: float
+    detail: str = ""
+
+
+Act = Callable[["Rank"], Any]
+Judge = Callable[..., Measured]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One property of a training engine.
+
+    Attributes:
+        name: what it is called in reports and asked for by.
+        capability: which capability it belongs to, or `PROTOCOL`.
+        claim: the property, in one sentence.
+        tolerance: largest error that passes; relative where the claim says so.
+        acts: each runs on fresh engines; what they share is `Rank.directory`.
+        judge: `judge(*seen)`, one list for each act, with one `Seen` for each rank.
+        between: the second act runs in another layout than the first, with another number of processes.
+        device: `"cuda"`: not run where there is no GPU for each process.
+    """
+
+    name: str
+    capability: str
+    claim: str
+    tolerance: float
+    acts: tuple[Act, ...]
+    judge: Judge
+    between: bool = False
+    device: Literal["cpu", "cuda"] = "cpu"
+
+
+def outputs_of(seen: Sequence[Seen]) -> list[Any]:
+    """What the output ranks saw, in the order of their shards."""
+    return [one.value for one in sorted(seen, key=lambda one: one.dp_rank) if one.is_output]

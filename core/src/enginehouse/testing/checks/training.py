@@ -1,0 +1,111 @@
+"""Several optimizer steps: schedule, clipping, weight decay, figures, and steps that are not taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from enginehouse.engines.train import Mean, merge_metrics
+from enginehouse.testing.check import PROTOCOL, Check, Measured, Seen, outputs_of
+from enginehouse.testing.checks import reference
+from enginehouse.testing.checks.reference import STEPS, TRAINING
+from enginehouse.testing.comparison import larger, largest_difference, relative, same_bits
+from enginehouse.testing.problem import MODELS, NOT_FINITE, POLICY, batch
+from enginehouse.testing.rank import Rank, weights_of
+
+
+def step(engine: Any, shard: Any, loss: Any = POLICY) -> tuple[dict, dict]:
+    """One optimizer step; its two kinds of figures."""
+    return dict(engine.forward_backward(shard, loss)), dict(engine.optim_step())
+
+
+def _train(rank: Rank) -> dict[str, Any]:
+    found = {}
+    for model in MODELS:
+        with rank.engine(model, **TRAINING) as engine:
+            shard = rank.shard(engine, batch())
+            figures = [step(engine, shard) for _ in range(STEPS)]
+            found[model] = (figures, weights_of(engine))
+    return found
+
+
+def _judge_weights(seen: list[Seen]) -> Measured:
+    measured = []
+    for model in MODELS:
+        for rank, one in enumerate(seen):
+            found = largest_difference(one.value[model][1], reference.trained(model)[1])
+            measured.append(Measured(found.error, f"{found.detail}; {model} model, rank {rank}"))
+    return larger(*measured)
+
+
+def _judge_figures(seen: list[Seen]) -> Measured:
+    measured = []
+    right = reference.trained("tied")[0]
+    for number in range(STEPS):
+        merged = merge_metrics(value["tied"][0][number][0] for value in outputs_of(seen))
+        loss = merged.get("loss")
+        if not isinstance(loss, Mean):
+            return Measured(float("inf"), "forward_backward returns no Mean 'loss'")
+        measured.append(relative(loss.value, right[number]["loss"], f"loss of step {number}"))
+        for one in seen:
+            stepped = one.value["tied"][0][number][1]
+            if missing := {"grad_norm", "lr", "skipped"} - stepped.keys():
+                return Measured(float("inf"), f"optim_step returns no {sorted(missing)[0]!r}")
+            measured += [
+                relative(stepped[name], right[number][name], f"{name} of step {number}") for name in ("grad_norm", "lr")
+            ]
+            if stepped["skipped"] != 0.0:
+                return Measured(float("inf"), f"step {number} says it was skipped")
+    return larger(*measured)
+
+
+def _skip(rank: Rank) -> dict[str, Any]:
+    with rank.engine("tied", **TRAINING) as engine:
+        shard = rank.shard(engine, batch())
+        step(engine, shard)
+        before = weights_of(engine)
+        # On the last shard alone: the others have to learn of it.
+        last = engine.mesh.dp_rank == engine.mesh.dp_size - 1
+        skipped = step(engine, shard, NOT_FINITE if last else POLICY)[1]
+        after = weights_of(engine)
+        step(engine, shard)
+        return {"before": before, "skipped": skipped, "after": after, "next": weights_of(engine)}
+
+
+def _judge_skip(seen: list[Seen]) -> Measured:
+    measured = []
+    for one in seen:
+        if one.value["skipped"].get("skipped") != 1.0:
+            return Measured(float("inf"), "a step with an infinite gradient does not say skipped=1")
+        if (changed := same_bits(one.value["after"], one.value["before"], "after the skipped step")).error:
+            return Measured(float("inf"), changed.detail)
+        found = largest_difference(one.value["next"], reference.trained("tied", 2)[1])
+        measured.append(Measured(found.error, f"{found.detail} after the next step"))
+    return larger(*measured)
+
+
+CHECKS = (
+    Check(
+        name="training",
+        capability=PROTOCOL,
+        claim=f"Weights after {STEPS} steps with warm-up, schedule, clipping and weight decay are the oracle's",
+        tolerance=1e-4,
+        acts=(_train,),
+        judge=_judge_weights,
+    ),
+    Check(
+        name="metrics",
+        capability=PROTOCOL,
+        claim="Loss, gradient norm and learning rate of each step are the oracle's; relative",
+        tolerance=1e-4,
+        acts=(_train,),
+        judge=_judge_figures,
+    ),
+    Check(
+        name="skips_nonfinite",
+        capability=PROTOCOL,
+        claim="A step whose gradient is infinite on one rank changes nothing on any, and the next is as if it was not",
+        tolerance=1e-4,
+        acts=(_skip,),
+        judge=_judge_skip,
+    ),
+)

@@ -1,0 +1,153 @@
+"""Weights as they leave: names, shapes, bits, parts, and the export."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from enginehouse.engines.train import Outputs
+from enginehouse.testing.check import EXACT, PROTOCOL, Check, Measured, Seen, outputs_of
+from enginehouse.testing.checks.reference import TRAINING
+from enginehouse.testing.checks.training import step
+from enginehouse.testing.comparison import larger, largest_difference, same_bits
+from enginehouse.testing.oracle import Oracle
+from enginehouse.testing.problem import MODELS, batch, model_path
+from enginehouse.testing.rank import Rank, weights_of
+
+
+def stored_tensors(directory: str) -> dict[str, torch.Tensor]:
+    """All tensors of a directory's safetensors files."""
+    from safetensors.torch import load_file
+
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(Path(directory).glob("*.safetensors")):
+        found |= load_file(str(file))
+    return found
+
+
+def _read(rank: Rank) -> dict[str, Any]:
+    found = {}
+    for model in MODELS:
+        with rank.engine(model) as engine:
+            source = engine.weight_source()
+            local = {name: tensor.detach().cpu().clone() for name, tensor in source.iter_local()}
+            found[model] = (source.metadata(), weights_of(engine), local)
+    return found
+
+
+def _judge_weights(seen: list[Seen]) -> Measured:
+    measured = [Measured(0.0)]
+    for model in MODELS:
+        right = stored_tensors(model_path(model))
+        first = seen[0].value[model][0]
+        for rank, one in enumerate(seen):
+            metadata, full, _ = one.value[model]
+            where = f"{model} model, rank {rank}"
+            if metadata != first:
+                return Measured(float("inf"), f"{where}: metadata differ from rank 0's")
+            described = [(meta.name, meta.shape, meta.dtype) for meta in metadata]
+            given = [(name, tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in full.items()]
+            if described != given:
+                return Measured(float("inf"), f"{where}: iter_full does not give what metadata say, in their order")
+            measured.append(same_bits(full, right, f"{where}: against the checkpoint"))
+        together = {
+            meta.name: _together(meta, {rank: one.value[model][2] for rank, one in enumerate(seen)}) for meta in first
+        }
+        if None in together.values():
+            bad = next(name for name, tensor in together.items() if tensor is None)
+            return Measured(float("inf"), f"{model} model: the parts of {bad} do not fit its placements")
+        measured.append(same_bits({n: t for n, t in together.items() if t is not None}, right, "parts put together"))
+    return larger(*measured)
+
+
+def _together(meta: Any, local: dict[int, dict[str, torch.Tensor]]) -> torch.Tensor | None:
+    """A parameter put together from the ranks' parts, as its placements say; None where they do not fit.
+
+    `owners` lie on the mesh row by row; what an earlier axis splits, a later one splits again.
+    """
+    if not meta.owners:
+        parts = [of_rank.get(meta.name) for of_rank in local.values()]
+        whole = parts[0]
+        return whole if whole is not None and all(p is not None and torch.equal(p, whole) for p in parts) else None
+    if math.prod(meta.mesh_shape) != len(meta.owners):
+        # Owners without a mesh: each holds the whole.
+        parts = [local[rank].get(meta.name) for rank in meta.owners]
+        return parts[0] if not meta.mesh_shape else None
+    try:
+        return _joined(meta.name, list(meta.owners), list(meta.mesh_shape), list(meta.placements), local)
+    except (KeyError, RuntimeError):
+        return None
+
+
+def _joined(
+    name: str, owners: list[int], sizes: list[int], placements: list[str], local: dict[int, dict[str, torch.Tensor]]
+) -> torch.Tensor:
+    if not sizes:
+        return local[owners[0]][name]
+    width = len(owners) // sizes[0]
+    parts = [
+        _joined(name, owners[i * width : (i + 1) * width], sizes[1:], placements[1:], local) for i in range(sizes[0])
+    ]
+    if placements[0] == "R":
+        if not all(torch.equal(part, parts[0]) for part in parts):
+            raise RuntimeError("replicas differ")
+        return parts[0]
+    return torch.cat(parts, dim=int(placements[0][1:]))
+
+
+def _export(rank: Rank) -> dict[str, Any]:
+    found = {}
+    for model in MODELS:
+        with rank.engine(model, **TRAINING) as engine:
+            shard = rank.shard(engine, batch())
+            for _ in range(2):
+                step(engine, shard)
+            engine.export_hf(rank.path(model))
+            scored = engine.forward(shard.drop(["loss_mask"]), Outputs())
+            weights = weights_of(engine)
+            found[model] = (weights, None if scored is None else scored.ragged("logprobs").values.cpu())
+            if rank.context.rank == 0:
+                # Read here: the case's directory need not be seen from where the suite runs for longer than an act.
+                found[f"{model} exported"] = (stored_tensors(rank.path(model)), _rescored(rank.path(model)))
+    return found
+
+
+def _rescored(directory: str) -> torch.Tensor:
+    """What the oracle makes of an export."""
+    return Oracle(directory).scores(batch(), masked=False)["logprobs"]
+
+
+def _judge_export(seen: list[Seen]) -> Measured:
+    measured = []
+    for model in MODELS:
+        exported, rescored = seen[0].value[f"{model} exported"]
+        for one in seen:
+            bits = same_bits(exported, one.value[model][0], f"{model} model, export against weights")
+            if bits.error:
+                return Measured(float("inf"), bits.detail)
+        scored = torch.cat([value[model][1] for value in outputs_of(seen)])
+        measured.append(largest_difference({"logprobs": scored}, {"logprobs": rescored}))
+    return larger(*measured)
+
+
+CHECKS = (
+    Check(
+        name="weights",
+        capability=PROTOCOL,
+        claim="At start the weights are the checkpoint's, bit for bit, on each rank, whole and put together from parts",
+        tolerance=EXACT,
+        acts=(_read,),
+        judge=_judge_weights,
+    ),
+    Check(
+        name="export",
+        capability=PROTOCOL,
+        claim="After training the export equals the weights bit for bit, and transformers scores with it as the engine",
+        tolerance=1e-5,
+        acts=(_export,),
+        judge=_judge_export,
+    ),
+)

@@ -1,0 +1,116 @@
+"""Tiny random models: real Hugging Face directories, made in milliseconds, cached for this process.
+
+Characters are tokens: `CHARACTERS[i]` has id `i + len(SPECIAL_TOKENS)`. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
+CHARACTERS = "0123456789abcdefghijklmn=+-. "
+VOCABULARY_SIZE = len(SPECIAL_TOKENS) + len(CHARACTERS)
+PAD_ID, EOS_ID = 0, 1
+
+Family = Literal["qwen3", "llama"]
+
+
+@functools.cache
+def _root() -> Path:
+    root = Path(tempfile.mkdtemp(prefix="enginehouse-test-models-"))
+    atexit.register(shutil.rmtree, root, ignore_errors=True)
+    return root
+
+
+@functools.cache
+def tiny_model(
+    family: Family = "qwen3",
+    tied: bool = True,
+    *,
+    seed: int = 0,
+    hidden: int = 32,
+    layers: int = 2,
+    heads: int = 4,
+    key_value_heads: int = 2,
+    vocabulary: int = VOCABULARY_SIZE,
+    max_positions: int = 128,
+    initializer_range: float = 0.2,
+) -> str:
+    """Directory of a tiny fp32 model with random weights and a character tokenizer.
+
+    By default two query heads share one key-value head. The large `initializer_range` makes distributions far from
+    uniform, so that a wrong mask or position shows in a logprob.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    path = Path(tempfile.mkdtemp(prefix=f"{family}-{'tied' if tied else 'untied'}-", dir=_root()))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(
+            _config(family, tied, hidden, layers, heads, key_value_heads, vocabulary, max_positions, initializer_range),
+            dtype=torch.float32,
+        )
+    model.save_pretrained(path)
+    char_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+def _config(
+    family: Family,
+    tied: bool,
+    hidden: int,
+    layers: int,
+    heads: int,
+    key_value_heads: int,
+    vocabulary: int,
+    max_positions: int,
+    initializer_range: float,
+) -> Any:
+    from transformers import LlamaConfig, Qwen3Config
+
+    cls = {"qwen3": Qwen3Config, "llama": LlamaConfig}[family]
+    return cls(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_value_heads,
+        head_dim=hidden // heads,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=tied,
+        initializer_range=initializer_range,
+        pad_token_id=PAD_ID,
+        eos_token_id=EOS_ID,
+        bos_token_id=None,
+    )
+
+
+def char_tokenizer() -> Any:
+    """A tokenizer with one token a character, and a plain chat template."""
+    from tokenizers import Regex, Tokenizer, decoders
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Split
+    from transformers import PreTrainedTokenizerFast
+
+    words = (*SPECIAL_TOKENS, *CHARACTERS)
+    inner = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    inner.pre_tokenizer = Split(Regex("."), behavior="isolated")
+    inner.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    return tokenizer

@@ -1,0 +1,209 @@
+"""Running checks: which cases there are, on which processes they run, and what becomes of each."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec, start_ray
+from enginehouse.errors import UserError, nearest
+from enginehouse.plugin import Layout, TrainBackend
+from enginehouse.testing.certificate import Certificate, Result
+from enginehouse.testing.check import PROTOCOL, Check
+from enginehouse.testing.checks import CHECKS
+from enginehouse.testing.problem import MODELS, model_path
+from enginehouse.testing.rank import EngineUnderTest
+
+if TYPE_CHECKING:
+    from enginehouse.controller import Cluster
+
+ACT_SECONDS = 180.0
+"""Longest an act may take: some forty times what one takes on two quiet cores."""
+MOST_PAIRS = 6
+"""Most pairs of layouts between which checkpoints are carried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A check at a layout; for a check between layouts, from the first of two to the second."""
+
+    check: Check
+    layouts: tuple[Layout, ...]
+
+    @property
+    def layout(self) -> str:
+        """The layouts' names."""
+        return " -> ".join(layout.name for layout in self.layouts)
+
+    def result(self, outcome: Any, measured: float | None = None, detail: str = "") -> Result:
+        """What became of it."""
+        check = self.check
+        return Result(check.name, check.capability, self.layout, check.tolerance, measured, outcome, detail)
+
+    def __str__(self) -> str:
+        return f"{self.check.name}-{self.layout.replace(' -> ', '-to-')}"
+
+
+def cases(
+    record: TrainBackend, layouts: Sequence[str] | None = None, checks: Sequence[str] | None = None
+) -> list[Case]:
+    """Every case of a backend's declared capabilities and layouts, or of those named.
+
+    Raises:
+        UserError: there is no check or layout of a given name.
+    """
+    chosen = _named("check", checks, CHECKS, "suite")
+    places = _named("layout", layouts, record.layouts, f"backend {record.name!r}")
+    found = []
+    for check in chosen:
+        if check.capability != PROTOCOL and check.capability not in record.capabilities:
+            continue
+        wanted: Iterable[tuple[Layout, ...]] = pairs(places) if check.between else [(place,) for place in places]
+        found += [Case(check, place) for place in wanted]
+    return found
+
+
+def undeclared(record: TrainBackend, checks: Sequence[str] | None = None) -> list[Result]:
+    """Results of the checks that belong to capabilities the backend does not declare."""
+    return [
+        Case(check, ()).result("not declared", detail=f"{record.name} does not declare {check.capability!r}")
+        for check in _named("check", checks, CHECKS, "suite")
+        if check.capability != PROTOCOL and check.capability not in record.capabilities
+    ]
+
+
+def pairs(layouts: Sequence[Layout]) -> list[tuple[Layout, Layout]]:
+    """Pairs with different numbers of processes, the largest drop first: one of each pair of numbers, then others."""
+    every = [(a, b) for a in layouts for b in layouts if a.processes != b.processes]
+    every.sort(key=lambda pair: pair[1].processes - pair[0].processes)
+    found, numbers, rest = [], set(), []
+    for pair in every:
+        key = (pair[0].processes, pair[1].processes)
+        (rest if key in numbers else found).append(pair)
+        numbers.add(key)
+    # Of the rest those that change most about the layout: options on either side.
+    rest.sort(key=lambda pair: -(len(pair[0].options) + len(pair[1].options)))
+    return [*found, *rest][:MOST_PAIRS]
+
+
+class Certifier:
+    """Runs cases of one backend on worker groups that are kept, one for each number of processes. A context manager.
+
+    A check that raises, or does not end, is a failed result, and its processes are started anew.
+
+    Args:
+        record: the backend; it need not be registered. The attribute may be changed between cases: the processes stay.
+    """
+
+    def __init__(self, record: TrainBackend):
+        self.record = record
+        self._groups: dict[tuple[int, str], WorkerGroup] = {}
+        self._cluster: Cluster | None = None
+        self._models = {name: model_path(name) for name in MODELS}
+
+    def __enter__(self) -> Certifier:
+        self._cluster = start_ray()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        for group in self._groups.values():
+            group.shutdown()
+        self._groups.clear()
+        if self._cluster is not None:
+            self._cluster.shutdown()
+
+    def run(self, case: Case) -> Result:
+        """Run one case."""
+        if missing := _missing_gpus(case):
+            return case.result("not run", detail=missing)
+        directory = tempfile.mkdtemp(prefix="enginehouse-certify-")
+        try:
+            seen = []
+            for number in range(len(case.check.acts)):
+                layout = case.layouts[min(number, len(case.layouts) - 1)]
+                seen.append(self._act(case.check, number, layout, directory))
+            measured = case.check.judge(*seen)
+        except Exception as error:
+            return case.result("failed", detail=f"{type(error).__name__}: {error}")
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+        passed = measured.error <= case.check.tolerance  # False for nan
+        return case.result("passed" if passed else "failed", measured.error, measured.detail)
+
+    def _act(self, check: Check, number: int, layout: Layout, directory: str) -> Any:
+        key = (layout.processes, check.device)
+        try:
+            if key not in self._groups:
+                self._groups[key] = self._started(*key)
+            return self._groups[key].call("act", self.record, check, number, layout, self._models, directory)
+        except Exception:
+            self._end(key)  # ranks that did not fail wait for those that did
+            raise
+
+    def _started(self, processes: int, device: Any) -> WorkerGroup:
+        pool = ResourcePool([processes], gpus_per_process=int(device == "cuda"), name=f"{processes}-{device}")
+        name = f"{self.record.name}-{processes}"
+        return WorkerGroup(pool, WorkerSpec(EngineUnderTest), name=name, device=device, timeout=ACT_SECONDS)
+
+    def _end(self, key: tuple[int, str]) -> None:
+        group = self._groups.pop(key, None)
+        if group is not None:
+            group.shutdown(timeout=0.1)
+
+
+def certify(
+    record: TrainBackend,
+    *,
+    layouts: Sequence[str] | None = None,
+    checks: Sequence[str] | None = None,
+    begins: Callable[[Case, int, int], None] = lambda case, number, of: None,
+    ended: Callable[[Certificate], None] = lambda certificate: None,
+) -> Certificate:
+    """Run the suite on a backend.
+
+    Args:
+        record: the backend; it need not be registered.
+        layouts: names of declared layouts; None: all.
+        checks: names of checks; None: all.
+        begins: called before each case, with its number, counted from 1, of how many.
+        ended: called with the certificate so far after each case, and once it is finished.
+
+    Raises:
+        UserError: there is no check or layout of a given name.
+        ControllerError: Ray cannot be started.
+    """
+    planned = cases(record, layouts, checks)
+    certificate = Certificate(record.name, whole=layouts is None and checks is None)
+    ended(certificate)
+    with Certifier(record) as certifier:
+        for number, case in enumerate(planned, start=1):
+            begins(case, number, len(planned))
+            certificate.checks.append(certifier.run(case))
+            ended(certificate)
+    certificate.checks += undeclared(record, checks)
+    certificate.finished = True
+    ended(certificate)
+    return certificate
+
+
+def _missing_gpus(case: Case) -> str:
+    if case.check.device != "cuda":
+        return ""
+    import torch
+
+    needed, there = max(layout.processes for layout in case.layouts), torch.cuda.device_count()
+    return "" if there >= needed else f"needs {needed} GPU(s), and this machine has {there}"
+
+
+def _named(what: str, names: Sequence[str] | None, choices: Sequence[Any], owner: str) -> list[Any]:
+    if names is None:
+        return list(choices)
+    by_name = {choice.name: choice for choice in choices}
+    for name in names:
+        if name not in by_name:
+            raise UserError(f"the {owner} has no {what} {name!r}; {nearest(name, by_name)}")
+    return [choice for choice in choices if choice.name in names]

@@ -1,0 +1,44 @@
+"""The axes that ranks are laid out along. Light to import: a config's options are checked against them."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from enginehouse.errors import ConfigError
+
+if TYPE_CHECKING:
+    from enginehouse_fsdp.options import FSDPOptions
+
+REPLICATE, SHARD, CONTEXT, TENSOR = "dp_replicate", "dp_shard", "cp", "tp"
+
+
+def axis_sizes(world_size: int, options: FSDPOptions) -> dict[str, int]:
+    """How many ranks each axis has, outermost first; an axis that was not asked for is left out, `dp_shard` excepted.
+
+    Raises:
+        ConfigError: the ranks cannot be divided so, or `tp` is asked for beside adapters.
+    """
+    asked = {REPLICATE: options.replicas, CONTEXT: options.context_parallel, TENSOR: options.tensor_parallel}
+    if world_size % options.replicas:
+        raise ConfigError(
+            f"fsdp: {world_size} rank(s) cannot hold {options.replicas} replicas: "
+            "replicas must divide the number of ranks"
+        )
+    each = world_size // options.replicas
+    for name, ranks in (("tensor_parallel", options.tensor_parallel), ("context_parallel", options.context_parallel)):
+        if each % ranks:
+            divisors = [n for n in range(1, each + 1) if each % n == 0]
+            nearest = min(divisors, key=lambda n: (abs(n - ranks), -n))
+            raise ConfigError(
+                f"fsdp: {name}={ranks} does not divide the {each} rank(s) there are for it; "
+                f"nearest that does: {name}={nearest}"
+            )
+        each //= ranks
+    if options.lora is not None and options.tensor_parallel > 1:
+        raise ConfigError(
+            f"fsdp: lora and tensor_parallel={options.tensor_parallel} exclude each other: a model's plan splits no "
+            "adapters; use tensor_parallel=1, which shards the model over the same ranks"
+        )
+    asked[SHARD] = world_size // math.prod(asked.values())
+    return {axis: asked[axis] for axis in (REPLICATE, SHARD, CONTEXT, TENSOR) if axis == SHARD or asked[axis] > 1}

@@ -1,0 +1,144 @@
+"""Splitting sequences over ranks, with heads split instead while tokens attend to one another (DeepSpeed-Ulysses).
+
+Each rank of the axis `cp` holds one part of every sequence and all heads. Around attention an all-to-all turns that
+into whole sequences and a part of the heads, and back (Jacobs et al. 2023, arXiv:2309.14509). Attention itself is the
+model's own. What a rank's tokens give is exchanged at the end, so the loss sees every token on every rank, and goes
+back on each through its own tokens alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+from enginehouse.errors import ConfigError
+from enginehouse.modeling.heads import ModelInput, token_outputs
+from enginehouse.modeling.sharing import attends_to_all
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from enginehouse.engines.train import Outputs
+
+_numbers = itertools.count()
+
+
+def check_sequence_split(model: PreTrainedModel, context_parallel: int, tensor_parallel: int) -> None:
+    """Raise ConfigError where the model's attention cannot be split by heads."""
+    asked = f"fsdp: context_parallel={context_parallel}"
+    config = model.config.get_text_config()
+    if not attends_to_all(config):
+        raise ConfigError(
+            f"{asked}: {type(model).__name__} has layers that are not full attention (sdpa); use context_parallel=1"
+        )
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    each = heads // tensor_parallel
+    if each % context_parallel:
+        possible = [n for n in range(1, each + 1) if each % n == 0]
+        nearest = min(possible, key=lambda n: (abs(n - context_parallel), -n))
+        raise ConfigError(
+            f"{asked} does not divide the {each} key-value head(s) that each rank of {type(model).__name__} has; "
+            f"nearest that does: context_parallel={nearest}"
+        )
+
+
+def split_sequences(
+    model: PreTrainedModel, group: dist.ProcessGroup
+) -> Callable[[PreTrainedModel, ModelInput, Outputs], dict[str, torch.Tensor]]:
+    """Make the model run on parts of sequences, and give what stands for `token_outputs` from now on.
+
+    Args:
+        model: its attention is replaced; what was compiled or tried out with whole sequences stays valid.
+        group: the ranks that share each sequence; they call the result together, with the same input.
+    """
+    from transformers import AttentionInterface
+
+    name = f"enginehouse_ulysses_{next(_numbers)}"
+    AttentionInterface.register(name, functools.partial(_attend, group))
+    model.set_attn_implementation(name)
+    return functools.partial(_token_outputs, group)
+
+
+def _token_outputs(
+    group: dist.ProcessGroup, model: PreTrainedModel, whole: ModelInput, outputs: Outputs
+) -> dict[str, torch.Tensor]:
+    """`token_outputs` of all tokens; only this rank's carry a gradient."""
+    part, own = _part_of(whole, group.rank(), group.size())
+    found = token_outputs(model, part, outputs)
+    return {name: _exchanged(column, own, len(whole.targets), group) for name, column in found.items()}
+
+
+def _part_of(whole: ModelInput, rank: int, ranks: int) -> tuple[ModelInput, torch.Tensor]:
+    """One rank's columns of the input, and the indices of the needed tokens it predicts."""
+    sequences, length = whole.ids.shape
+    each = -(-length // ranks)
+    padding = each * ranks - length
+    positions = whole.positions
+    if positions is None:
+        positions = torch.arange(length, device=whole.ids.device).expand(sequences, length)
+    allowed = whole.allowed
+    if allowed is not None and padding:  # a padded query has to attend to something
+        allowed = torch.nn.functional.pad(allowed, (0, padding, 0, padding))
+        allowed = allowed | torch.eye(each * ranks, dtype=torch.bool, device=allowed.device)
+    columns = slice(rank * each, (rank + 1) * each)
+    sequence, column = whole.predictor // length, whole.predictor % length
+    own = (column // each == rank).nonzero()[:, 0]
+    part = ModelInput(
+        ids=torch.nn.functional.pad(whole.ids, (0, padding))[:, columns],
+        positions=torch.nn.functional.pad(positions, (0, padding))[:, columns],
+        allowed=allowed,
+        predictor=(sequence * each + column % each)[own],
+        targets=whole.targets[own],
+    )
+    return part, own
+
+
+def _exchanged(column: torch.Tensor, own: torch.Tensor, tokens: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """All ranks' parts of a column, `(tokens,)`; this rank's own, at the indices `own`, with their gradient."""
+    sent = torch.zeros(tokens, dtype=column.dtype, device=column.device)
+    sent[own] = column.detach()
+    dist.all_reduce(sent, group=group)  # each token is one rank's
+    return sent.index_copy(0, own, column)
+
+
+def _attend(
+    group: dist.ProcessGroup,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **arguments: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function as transformers calls it: `(batch, heads, part of length, size)` each.
+
+    Returns:
+        `(batch, part of length, heads, size)`.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    query, key, value = (_split_heads(states, group) for states in (query, key, value))
+    found, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **arguments)
+    return _split_length(found, group), None
+
+
+def _split_heads(states: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """From `(batch, heads, part, size)` to `(batch, part of heads, length, size)`."""
+    ranks, (batch, heads, part, size) = group.size(), states.shape
+    apart = states.view(batch, ranks, heads // ranks, part, size).transpose(0, 1).contiguous()
+    together = all_to_all_single_autograd(apart, None, None, group)
+    return together.permute(1, 2, 0, 3, 4).reshape(batch, heads // ranks, ranks * part, size)
+
+
+def _split_length(states: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """From `(batch, length, part of heads, size)` to `(batch, part, heads, size)`."""
+    ranks, (batch, length, heads, size) = group.size(), states.shape
+    apart = states.view(batch, ranks, length // ranks, heads, size).transpose(0, 1).contiguous()
+    together = all_to_all_single_autograd(apart, None, None, group)
+    return together.permute(1, 2, 0, 3, 4).reshape(batch, length // ranks, ranks * heads, size)

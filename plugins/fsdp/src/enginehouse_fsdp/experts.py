@@ -1,0 +1,68 @@
+"""Parameters a checkpoint stores apart (experts) while each rank holds some of their entries.
+
+FSDP shards a parameter by its first dimension. For a fused parameter that is the expert: a rank holds whole experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+from enginehouse.errors import ModelError
+
+if TYPE_CHECKING:
+    from enginehouse.modeling.stored import StoredForm, StoredPart
+
+
+def own_parts(form: StoredForm, state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of `state` by its names in the checkpoint: as it is, or in the parts this rank holds, as views.
+
+    Args:
+        form: how the checkpoint names and cuts them.
+        state: the live tensors, sharded or not.
+    """
+    for name, tensor in state.items():
+        for part in form.parts(name):
+            if part.entry is None:
+                yield part.name, tensor
+            else:
+                own, first = _entries(name, tensor)
+                if first <= part.entry < first + own.shape[0]:
+                    yield part.name, part.of(own, first)
+
+
+def owners(name: str, tensor: torch.Tensor, part: StoredPart) -> tuple[int, ...]:
+    """Ranks that hold a part of the parameter `name`; empty: all."""
+    if not isinstance(tensor, DTensor) or part.entry is None:
+        return ()
+    mesh, axis = tensor.device_mesh, _shard_axis(name, tensor)
+    most = -(-tensor.shape[0] // mesh.shape[axis])
+    return tuple(mesh.mesh.select(axis, part.entry // most).flatten().tolist())
+
+
+def _entries(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The entries of a parameter that this rank holds, and which of all is the first."""
+    if not isinstance(tensor, DTensor):
+        return tensor, 0
+    axis = _shard_axis(name, tensor)
+    return tensor.to_local(), tensor.device_mesh.get_local_rank(axis) * -(
+        -tensor.shape[0] // tensor.device_mesh.shape[axis]
+    )
+
+
+def _shard_axis(name: str, tensor: DTensor) -> int:
+    """Axis of the mesh that a parameter's entries are dealt over.
+
+    Raises:
+        ModelError: entries are cut, so that no rank holds one whole.
+    """
+    sharded = [axis for axis, placement in enumerate(tensor.placements) if isinstance(placement, Shard)]
+    if len(sharded) != 1 or not tensor.placements[sharded[0]].is_shard(0):
+        raise ModelError(
+            f"fsdp: {name!r} is stored as one tensor an expert, which a layout {tensor.placements} cuts: train this "
+            "model sharded by data-parallel ranks alone"
+        )
+    return sharded[0]

@@ -1,0 +1,141 @@
+"""Putting sharded tensors together, many at once, whichever axes split them.
+
+FSDP splits what tensor parallelism has left of a tensor, so the axis `tp` stands before `dp_shard` in the order in
+which a tensor is split, although it stands after it in the mesh.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+SPLITTING_ORDER = ("dp_replicate", "tp", "dp_shard")
+"""Axes in the order in which they split a tensor."""
+
+Axes = tuple[str, ...]
+"""Names of a mesh's axes, in the mesh's order."""
+
+
+@dataclass(slots=True)
+class Gathering:
+    """Tensors on their way.
+
+    Attributes:
+        names: their names.
+        tensors: this rank's view of them; those that are no DTensor are whole already.
+        parts: by the axes that split them: every rank's parts end to end, `(*ranks of each axis, elements)`.
+        work: the communication that fills `parts`.
+    """
+
+    names: Sequence[str]
+    tensors: Sequence[torch.Tensor]
+    parts: dict[Axes, torch.Tensor] = field(default_factory=dict)
+    work: list[dist.Work] = field(default_factory=list)
+
+    @classmethod
+    def begin(
+        cls, names: Sequence[str], tensors: Sequence[torch.Tensor], owned: Sequence[torch.Tensor], dtype: torch.dtype
+    ) -> Gathering:
+        """Start gathering; collective.
+
+        Args:
+            names: names of the tensors.
+            tensors: say how each is split.
+            owned: this rank's part of each, which may be another tensor than the one it has.
+            dtype: of what arrives.
+        """
+        coming = cls(names, tensors)
+        alike: dict[Axes, list[tuple[DTensor, torch.Tensor]]] = {}
+        for tensor, own in zip(tensors, owned, strict=True):
+            if isinstance(tensor, DTensor):
+                alike.setdefault(splitting_axes(tensor), []).append((tensor, own))
+        for axes, pairs in alike.items():
+            mesh = pairs[0][0].device_mesh
+            parts = torch.cat([_padded(tensor, own, dtype) for tensor, own in pairs])
+            work = None
+            for axis in reversed(axes):
+                if work is not None:
+                    work.wait()
+                sent, group = parts, mesh.get_group(axis)
+                parts = sent.new_empty((group.size(), *sent.shape))
+                work = dist.all_gather_into_tensor(parts.view(-1), sent.view(-1), group=group, async_op=True)
+            assert work is not None
+            coming.work.append(work)
+            coming.parts[axes] = parts
+        return coming
+
+    def arrived(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Wait, and yield each whole tensor."""
+        for work in self.work:
+            work.wait()
+        at = dict.fromkeys(self.parts, 0)
+        for name, tensor in zip(self.names, self.tensors, strict=True):
+            if not isinstance(tensor, DTensor):
+                yield name, tensor
+                continue
+            axes = splitting_axes(tensor)
+            size = _largest(tensor)
+            yield name, _whole(tensor, axes, self.parts[axes][..., at[axes] : at[axes] + size])
+            at[axes] += size
+
+
+def split_dimensions(tensor: DTensor) -> dict[str, int]:
+    """By the axes that split a tensor: which of its dimensions."""
+    named = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)
+    return {axis: placement.dim for axis, placement in named if not placement.is_replicate()}  # type: ignore[attr-defined]
+
+
+def splitting_axes(tensor: DTensor) -> Axes:
+    """The axes that split a tensor; one at least."""
+    return tuple(split_dimensions(tensor))
+
+
+def splits(tensor: DTensor) -> int:
+    """Into how many parts a tensor is split, each on other ranks."""
+    return math.prod(_size(tensor.device_mesh, axis) for axis in splitting_axes(tensor))
+
+
+def region(tensor: DTensor, coordinates: dict[str, int]) -> tuple[slice, ...]:
+    """Which part of the whole tensor the rank with these coordinates on the splitting axes holds."""
+    split = split_dimensions(tensor)
+    bounds = [(0, size) for size in tensor.shape]
+    for axis in sorted(split, key=SPLITTING_ORDER.index):
+        begin, end = bounds[split[axis]]
+        most = -(-(end - begin) // _size(tensor.device_mesh, axis))
+        begin = min(begin + coordinates[axis] * most, end)
+        bounds[split[axis]] = (begin, min(begin + most, end))
+    return tuple(slice(begin, end) for begin, end in bounds)
+
+
+def _whole(tensor: DTensor, axes: Axes, parts: torch.Tensor) -> torch.Tensor:
+    """Put a tensor together from every rank's part, `(*ranks of each axis, elements)`."""
+    if len(axes) == 1 and split_dimensions(tensor)[axes[0]] == 0:  # the parts lie in order
+        return parts.reshape(-1, *tensor.shape[1:])[: tensor.shape[0]]
+    whole = parts.new_empty(tensor.shape)
+    for place in torch.cartesian_prod(*(torch.arange(size) for size in parts.shape[:-1])).view(-1, len(axes)).tolist():
+        target = whole[region(tensor, dict(zip(axes, place, strict=True)))]
+        target.copy_(parts[tuple(place)][: target.numel()].view(target.shape))
+    return whole
+
+
+def _padded(tensor: DTensor, own: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """This rank's part, flat, padded to the size of the largest."""
+    padded = torch.zeros(_largest(tensor), dtype=dtype, device=own.device)
+    padded[: own.numel()] = own.reshape(-1)
+    return padded
+
+
+def _largest(tensor: DTensor) -> int:
+    """Elements of the largest part: the first rank's."""
+    first = region(tensor, dict.fromkeys(splitting_axes(tensor), 0))
+    return math.prod(dimension.stop - dimension.start for dimension in first)
+
+
+def _size(mesh: DeviceMesh, axis: str) -> int:
+    return mesh.size((mesh.mesh_dim_names or ()).index(axis))

@@ -1,0 +1,152 @@
+"""Splitting a model's matrices over ranks by the plan the model brings along (`model.tp_plan`).
+
+The plan names a style for each layer; torch's parallel styles carry them out. What is not in the plan (norms, a value
+head) is whole on every rank of the axis and gets the same gradient there, because what flows between blocks is whole.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from enginehouse.errors import ConfigError
+from enginehouse.modeling.loading import VALUE_HEAD
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedModel
+
+
+def _on_own_heads() -> ParallelStyle:
+    # A norm over the last dimension of this rank's heads: its weight's gradient is summed over the ranks. Which of the
+    # other dimensions is called the split one makes no difference.
+    return SequenceParallel(sequence_dim=0, use_local_output=True)
+
+
+def _gathered() -> ParallelStyle:
+    return ColwiseParallel(output_layouts=Replicate())
+
+
+def _split_input() -> ParallelStyle:
+    return RowwiseParallel(input_layouts=Replicate())
+
+
+STYLES: dict[str, Callable[[], ParallelStyle] | None] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_gather_output": _gathered,
+    "colwise_rep": _gathered,
+    "rowwise_split_input": _split_input,
+    "rowwise_rep": _split_input,
+    "embedding_rowwise": _split_input,
+    "embedding_colwise": _gathered,
+    "replicated_with_grad_allreduce": _on_own_heads,
+    "replicate": None,
+}
+"""How each style of a transformers plan is carried out; None: nothing is to be done."""
+
+HEADS = {
+    "q_proj": "num_attention_heads",
+    "k_proj": "num_key_value_heads",
+    "v_proj": "num_key_value_heads",
+    "query_key_value": "num_attention_heads",
+}
+"""Layers whose outputs are heads, and the config's name for how many."""
+
+
+def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Make DTensors on `mesh` (one axis) of the parameters that the model's plan splits; before they have memory.
+
+    Tied parameters are tied again afterwards.
+
+    Raises:
+        ConfigError: the model has no plan, one with a style that is not known here, or sizes that do not divide.
+    """
+    plan = _planned(model, mesh.size())
+    _check_sizes(model, plan, mesh.size())
+    made = {name: make() for name, style in plan.items() if (make := STYLES[style]) is not None}
+    parallelize_module(model, mesh, made, src_data_rank=None)
+    model.tie_weights()
+    # FSDP warns of operations in place on logits that are views, as gathered ones are; there is none here.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+
+
+def _planned(model: PreTrainedModel, size: int) -> dict[str, str]:
+    """The style of each layer that has one, by the layer's name."""
+    asked = f"fsdp: tensor_parallel={size}"
+    rules = dict(getattr(model, "tp_plan", None) or {})
+    if not any(style not in ("replicate", "embedding_rowwise", "embedding_colwise") for style in rules.values()):
+        raise ConfigError(
+            f"{asked}: {type(model).__name__} brings no tensor-parallel plan (base_model_tp_plan of its config class); "
+            "use tensor_parallel=1, which shards it over the same ranks"
+        )
+    planned = {name: rules[rule] for name, _ in model.named_modules() if (rule := _rule(name)) in rules}
+    parameters = {_rule(name) for name, _ in model.named_parameters()}
+    styles = {*planned.values(), *(style for rule, style in rules.items() if rule in parameters)}
+    if unknown := sorted(styles - set(STYLES)):
+        raise ConfigError(
+            f"{asked}: the plan of {type(model).__name__} has the style {unknown[0]!r}, which fsdp cannot carry out; "
+            "use tensor_parallel=1"
+        )
+    _settle_vocabulary(model, planned)
+    return planned
+
+
+def _rule(name: str) -> str:
+    """A layer's name as plans spell it: `model.layers.*.mlp`."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def _settle_vocabulary(model: PreTrainedModel, planned: dict[str, str]) -> None:
+    """Split an embedding that is tied to the output layer the one way that suits both, or not at all."""
+    inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
+    if outputs is None:
+        return
+    names = {module: name for name, module in model.named_modules()}
+    if inputs.weight is outputs.weight:
+        pair = {names[inputs]: "embedding_rowwise", names[outputs]: "colwise_gather_output"}
+        if any(name in planned for name in pair):
+            planned.update(pair)
+    elif hasattr(model, VALUE_HEAD):
+        planned.pop(names[outputs], None)  # it is never run, and stays whole
+
+
+def _check_sizes(model: PreTrainedModel, plan: dict[str, str], size: int) -> None:
+    """Raise ConfigError where a split would not be even."""
+    counts = dict(_divided(model, plan))
+    if uneven := next((what for what, count in counts.items() if count % size), None):
+        largest = math.gcd(*counts.values())
+        possible = [n for n in range(1, largest + 1) if largest % n == 0]
+        nearest = min(possible, key=lambda n: (abs(n - size), -n))
+        raise ConfigError(
+            f"fsdp: tensor_parallel={size} does not divide {uneven} of {type(model).__name__} ({counts[uneven]}); "
+            f"nearest that does: tensor_parallel={nearest}"
+        )
+
+
+def _divided(model: PreTrainedModel, plan: dict[str, str]) -> Iterator[tuple[str, int]]:
+    """What must divide by the number of ranks, and how many there are of it."""
+    config = model.config.get_text_config()
+    for name, style in plan.items():
+        layer = name.rpartition(".")[2]
+        module = model.get_submodule(name)
+        if style == "colwise" and layer in HEADS:
+            heads = getattr(config, HEADS[layer], None) or config.num_attention_heads
+            yield (HEADS[layer], heads)
+        if isinstance(module, torch.nn.Linear) and style == "colwise":
+            yield (f"the outputs of {layer}", module.out_features)
+        if isinstance(module, torch.nn.Linear) and style.startswith("rowwise"):
+            yield (f"the inputs of {layer}", module.in_features)

@@ -1,0 +1,68 @@
+"""`enginehouse certify`: its files and how it exits."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from enginehouse.cli.main import main
+from enginehouse.testing.certificate import Result
+from enginehouse.testing.running import Certifier
+
+
+@pytest.fixture
+def certify(tmp_path, monkeypatch):
+    """Run the command with results made up: nothing is started."""
+
+    def certify(outcome, *arguments):
+        def run(self, case):
+            if outcome == "interrupted":
+                raise KeyboardInterrupt
+            return Result(case.check.name, case.check.capability, case.layout, 1e-5, 1e-6, outcome, "made up")
+
+        monkeypatch.setattr(Certifier, "__enter__", lambda self: self)
+        monkeypatch.setattr(Certifier, "run", run)
+        done = CliRunner().invoke(main, ["certify", "torch", "--out", str(tmp_path), *arguments])
+        return done, json.loads((tmp_path / "certificate.json").read_text()) if list(tmp_path.iterdir()) else None
+
+    return certify
+
+
+@pytest.mark.parametrize(
+    ("outcome", "arguments", "code", "passed"),
+    [
+        ("passed", [], 0, True),
+        ("failed", [], 1, False),
+        ("not run", [], 1, False),
+        ("passed", ["--check", "logprobs", "--layout", "dp2"], 0, False),
+    ],
+    ids=str,
+)
+def test_its_exit_code_and_its_certificate_say_how_it_went(certify, outcome, arguments, code, passed):
+    done, written = certify(outcome, *arguments)
+    assert done.exit_code == code, done.output
+    assert written["passed"] is passed
+    assert "certificate.json" in done.output
+
+
+def test_what_is_interrupted_leaves_a_certificate_that_says_so(certify):
+    done, written = certify("interrupted")
+    assert done.exit_code == 130
+    assert (written["passed"], written["interrupted"]) == (False, True)
+
+
+@pytest.mark.parametrize("arguments", [["--layout", "dp3"], ["--check", "logprob"]], ids=str)
+def test_a_layout_or_check_that_is_not_there_is_the_users_mistake(certify, arguments):
+    done, written = certify("passed", *arguments)
+    assert done.exit_code == 2
+    assert "did you mean" in done.output
+    assert written is None
+
+
+def test_an_unknown_backend_is_answered_with_the_nearest(tmp_path):
+    done = CliRunner().invoke(main, ["certify", "torhc", "--out", str(tmp_path / "out")])
+    assert done.exit_code == 2
+    assert "did you mean 'torch'" in done.output
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,113 @@
+"""Checkpoints are written when they are due, and training goes on meanwhile where the engine can do that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from projects import Project
+
+from enginehouse.config.load import load_config
+from enginehouse.errors import EnginehouseError
+from enginehouse.rl.checkpointing import Checkpointing, Standing
+from enginehouse.runs import RunDirectory
+
+
+class Actor:
+    """Stands in for the actor's workers: a background save ends when the test says so, or when it is waited for."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.writing: Path | None = None
+        self.fails = False
+
+    def call(self, method: str, *arguments: Any, timeout: float | None = None) -> None:
+        self.calls.append(method)
+        if method == "finish_save":
+            self.write()
+        elif method == "save_in_background":
+            self.writing = Path(arguments[0])
+        else:
+            Path(arguments[0]).mkdir()
+
+    def write(self) -> None:
+        if self.fails:
+            raise EnginehouseError("no space left")
+        if self.writing is not None:
+            self.writing.mkdir()
+        self.writing = None
+
+
+class Setting:
+    """A run directory, an actor, and what was published."""
+
+    def __init__(self, project: Project, background: bool):
+        self.run, self.actor = RunDirectory.create("runs/one", ""), Actor()
+        self.published: list[int] = []
+        actor: Any = self.actor
+        self.checkpointing = Checkpointing(
+            actor, self.run, load_config(project.save()), background, lambda step, path: self.published.append(step)
+        )
+
+    @property
+    def whole(self) -> list[str]:
+        return sorted(path.name for path in (self.run.path / "checkpoints").glob("step-*"))
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
+    monkeypatch.chdir(tmp_path)
+    return Project(tmp_path)
+
+
+def standing(step: int) -> Standing:
+    return Standing(step, {"row": step})
+
+
+def test_an_engine_that_cannot_write_in_the_background_is_waited_for(project: Project):
+    setting = Setting(project, background=False)
+    setting.checkpointing.begin(standing(3))
+    assert setting.actor.calls == ["save"]
+    assert setting.published == [3]
+
+
+def test_a_background_checkpoint_is_published_once_the_engine_is_done(project: Project):
+    setting = Setting(project, background=True)
+    setting.checkpointing.begin(standing(3))
+    setting.checkpointing.look()
+    assert setting.actor.calls == ["save_in_background"]  # nothing was waited for
+    assert setting.whole == []
+    setting.actor.write()
+    setting.checkpointing.look()
+    assert setting.whole == ["step-000003"]
+    assert setting.published == [3]
+    setting.checkpointing.finish()
+    assert setting.actor.calls == ["save_in_background", "finish_save"]
+
+
+def test_the_next_checkpoint_waits_for_the_one_under_way(project: Project):
+    setting = Setting(project, background=True)
+    setting.checkpointing.begin(standing(3))
+    setting.checkpointing.begin(standing(6))
+    assert setting.published == [3]
+    setting.checkpointing.finish()
+    assert setting.whole == ["step-000003", "step-000006"]
+
+
+def test_a_background_checkpoint_that_fails_is_an_error_and_leaves_nothing(project: Project):
+    setting = Setting(project, background=True)
+    setting.checkpointing.begin(standing(3))
+    setting.actor.fails = True
+    with pytest.raises(EnginehouseError, match="no space left"):
+        setting.checkpointing.finish()
+    assert setting.published == setting.whole == []
+
+
+@pytest.mark.parametrize(("last", "whole"), [(3, ["step-000003"]), (4, ["step-000003", "step-000004"])])
+def test_the_last_checkpoint_is_written_unless_it_is_under_way(project: Project, last: int, whole: list[str]):
+    setting = Setting(project, background=True)
+    setting.checkpointing.begin(standing(3))
+    setting.checkpointing.write_last(standing(last), 5.0)
+    assert setting.whole == whole
+    assert setting.actor.calls.count("save") == len(whole) - 1

@@ -1,0 +1,80 @@
+"""A certificate says passed only of what has run, whole, and without a failure."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from enginehouse.errors import UserError
+from enginehouse.plugin import Layout, TrainBackend, capabilities
+from enginehouse.testing.certificate import Certificate, Result
+from enginehouse.testing.checks import CHECKS
+from enginehouse.testing.running import cases, undeclared
+
+
+def result(outcome, measured=1e-7):
+    return Result("logprobs", "protocol", "single", 1e-5, measured, outcome, "what | where")
+
+
+SINGLE = (Layout("single"),)
+
+
+def backend(declared=(), layouts=SINGLE):
+    return TrainBackend(
+        name="mine", engine="mine:Engine", options="mine:Options", capabilities=declared, layouts=layouts
+    )
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "whole", "finished", "passed"),
+    [
+        (["passed"], True, True, True),
+        (["passed", "not run", "not declared"], True, True, True),
+        (["passed", "failed"], True, True, False),
+        (["passed"], False, True, False),
+        (["passed"], True, False, False),
+        (["not run"], True, True, False),
+        ([], True, True, False),
+    ],
+)
+def test_it_passes_only_whole_finished_and_without_a_failure(tmp_path, outcomes, whole, finished, passed):
+    certificate = Certificate("mine", whole, finished, [result(outcome) for outcome in outcomes])
+    certificate.write(tmp_path)
+    written = json.loads((tmp_path / "certificate.json").read_text())
+    assert written["passed"] is passed
+    assert written["interrupted"] is not finished
+    assert [check["outcome"] for check in written["checks"]] == outcomes
+    assert {"backend", "versions", "machine"} <= written.keys()
+
+
+def test_a_number_that_json_lacks_is_written_as_a_word(tmp_path):
+    Certificate("mine", checks=[result("failed", float("inf"))]).write(tmp_path)
+    assert json.loads((tmp_path / "certificate.json").read_text())["checks"][0]["measured"] == "inf"
+    assert "what \\| where" in (tmp_path / "certificate.md").read_text()
+
+
+def test_what_is_not_declared_is_said_and_not_run():
+    record = backend({capabilities.VALUE_HEAD})
+    run = {case.check.name for case in cases(record)}
+    said = {one.name for one in undeclared(record)}
+    assert "value_head" in run
+    assert {"lora", "offload"} <= said
+    assert run | said == {check.name for check in CHECKS}
+    assert not run & said
+
+
+def test_checkpoints_go_between_layouts_of_different_sizes_alone():
+    layouts = (Layout("a"), Layout("b", 2), Layout("c", 2, {"x": 1}), Layout("d", 4))
+    between = [
+        case.layouts
+        for case in cases(backend({capabilities.RESHARD_CHECKPOINT}, layouts), checks=["reshard_checkpoint"])
+    ]
+    sizes = {(one.processes, other.processes) for one, other in between}
+    assert sizes == {(4, 1), (4, 2), (2, 1), (1, 2), (2, 4), (1, 4)}
+
+
+@pytest.mark.parametrize(("layouts", "checks"), [(["singel"], None), (None, ["logprob"])])
+def test_a_name_that_is_not_there_is_answered_with_the_nearest(layouts, checks):
+    with pytest.raises(UserError, match=r"did you mean '(single|logprobs)'"):
+        cases(backend(), layouts, checks)

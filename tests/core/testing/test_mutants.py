@@ -1,0 +1,68 @@
+"""Each property of the suite fails on an engine that breaks it, and on nothing an engine does right."""
+
+from __future__ import annotations
+
+import pytest
+
+from enginehouse.plugin import TrainBackend, plugins
+from enginehouse.testing.running import Certifier, cases
+
+pytestmark = pytest.mark.slow
+
+TRAINS = {"training", "skips_nonfinite", "value_head"}
+GRADIENT = {"gradients", "cut_independence", "metrics", *TRAINS}
+
+MUTANTS = [
+    ("MeanOfMeans", "single", {*GRADIENT}),
+    ("Unreduced", "dp2", {*GRADIENT}),
+    ("PaddingCounted", "single", {*GRADIENT}),
+    ("StaleExport", "single", {"export"}),
+    ("SwappedNames", "single", {"weights", "export", *GRADIENT} - {"metrics"}),
+    ("WrongMetadata", "single", {"weights"}),
+    ("UnsavedRandomState", "single", {"checkpoint"}),
+    ("ScheduleBegunAnew", "single", {"checkpoint"}),
+    ("OptimizerLost", "single", {"checkpoint"}),
+    ("TemperatureIgnored", "single", {"logprobs", *GRADIENT} - {"value_head"}),
+    ("OffByOne", "single", {"logprobs", "export", "half_precision"}),
+    ("NotFiniteTaken", "dp2", {"skips_nonfinite"}),
+    ("DecayForgotten", "single", {"metrics", *TRAINS}),
+    ("LossMisreported", "single", {"metrics"}),
+    ("SmallStepsLost", "single", {"half_precision"}),
+    ("Raising", "single", {"checkpoint"}),
+]
+
+
+def mutant(name: str) -> TrainBackend:
+    whole = plugins().get(TrainBackend, "torch")
+    return TrainBackend(
+        name=name,
+        engine=f"engine_mutants:{name}",
+        options=whole.options,
+        capabilities=whole.capabilities,
+        layouts=whole.layouts,
+    )
+
+
+@pytest.fixture(scope="module")
+def certifier(ray_cluster):
+    with Certifier(mutant("StaleExport")) as certifier:
+        yield certifier
+
+
+@pytest.mark.parametrize(("name", "layout", "broken"), MUTANTS, ids=[name for name, *_ in MUTANTS])
+def test_what_is_broken_is_found_and_nothing_else(certifier, name, layout, broken):
+    certifier.record = mutant(name)
+    results = [certifier.run(case) for case in cases(certifier.record, [layout])]
+    assert {result.name for result in results if result.outcome == "failed"} == broken, [
+        (result.name, result.measured, result.detail) for result in results if result.outcome == "failed"
+    ]
+    assert "passed" in {result.outcome for result in results}
+
+
+def test_a_check_that_raises_is_a_failed_one_with_the_error_and_the_next_one_runs(certifier):
+    certifier.record = mutant("Raising")
+    save, score = (cases(certifier.record, ["single"], [name])[0] for name in ("checkpoint", "logprobs"))
+    failed = certifier.run(save)
+    assert (failed.outcome, failed.measured) == ("failed", None)
+    assert "the disk is full" in failed.detail
+    assert certifier.run(score).outcome == "passed"

@@ -1,0 +1,12 @@
+"""The `torch` backend conforms, at every layout it declares."""
+
+from __future__ import annotations
+
+import pytest
+
+from enginehouse.testing import TrainEngineSuite
+
+
+@pytest.mark.slow
+class TestTorch(TrainEngineSuite):
+    backend = "torch"

@@ -1,0 +1,337 @@
+"""LoRA in the `fsdp` engine against plain `peft` in one process, row by row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from expert_models import expert_model
+from models import tiny_model
+from rank_processes import rank_processes
+from safetensors.torch import load_file
+from torch_train_cases import (
+    POLICY,
+    SQUARED_ERROR,
+    make_batch,
+    oracle_outputs,
+    oracle_policy_loss,
+    plain_model,
+    weights_of,
+)
+
+from enginehouse.engines.model import ModelSpec, ProcessContext
+from enginehouse.engines.train import Outputs
+from enginehouse.errors import ConfigError, EnginehouseError
+from enginehouse.modeling.files import CheckpointError
+from enginehouse.modeling.loading import load_model
+
+pytestmark = pytest.mark.slow
+
+LORA = {"rank": 4, "alpha": 8}
+OPTIONS = {"lr": 5e-3, "eps": 1e-6, "weight_decay": 0.01, "tokens_per_microbatch": 40}
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def run_ranks():
+    with rank_processes("enginehouse_fsdp.engine", "transformers.models.qwen3.modeling_qwen3", "peft") as run:
+        yield run
+
+
+def make_adapted(path, rank=0, world_size=1, head="causal_lm", dtype="float32", seed=0, lora=LORA, **options):
+    from enginehouse_fsdp.engine import FSDPEngine
+    from enginehouse_fsdp.options import FSDPOptions
+
+    engine = FSDPEngine()
+    context = ProcessContext(role="actor", rank=rank, world_size=world_size, local_rank=rank)
+    spec = ModelSpec(path=path, head=head, dtype=dtype, seed=seed)
+    engine.setup(spec, FSDPOptions(**{**OPTIONS, "lora": lora, **options}), context)
+    return engine
+
+
+def outputs_of(head):
+    return Outputs(entropy=True, temperature=0.7) if head == "causal_lm" else Outputs(logprobs=False, values=True)
+
+
+def train(engine, head, shard, steps=STEPS):
+    stepped = []
+    for _ in range(steps):
+        engine.forward_backward(shard, POLICY if head == "causal_lm" else SQUARED_ERROR)
+        stepped.append(engine.optim_step())
+    return stepped
+
+
+def adapted_by_peft(path, adapter, head="causal_lm", trainable=True):
+    """The model with an exported adapter, as `peft` alone loads it."""
+    from peft import PeftModel
+
+    base = plain_model(path) if head == "causal_lm" else load_model(ModelSpec(path=path, head=head), "cpu")
+    model = PeftModel.from_pretrained(base, adapter, is_trainable=trainable)
+    if head == "value":
+        base.value_head.requires_grad_(trainable)
+    return model
+
+
+def column_by_peft(model, head, batch):
+    """Logprobs or values of all of a batch's tokens, each row by itself, differentiably."""
+    base = model.get_base_model()
+    found = []
+    for row in range(len(batch)):
+        ids = batch.row(row)["input_ids"]
+        if head == "causal_lm":
+            found.append(oracle_outputs(base, ids, 0.7)[0])
+        else:
+            hidden = base.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1]
+            found.append(torch.cat([torch.zeros(1), base.value_head(hidden)[:, 0]]))
+    return torch.cat(found)
+
+
+def trained_by_peft(path, adapter, head):
+    """Gradient norms of the steps, and the merged weights after them."""
+    batch = make_batch(4, 4)
+    model = adapted_by_peft(path, adapter, head)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    adamw = torch.optim.AdamW(trained, lr=OPTIONS["lr"], eps=OPTIONS["eps"], weight_decay=OPTIONS["weight_decay"])
+    mask = batch.ragged("loss_mask").values
+    norms = []
+    for _ in range(STEPS):
+        if head == "causal_lm":
+            loss = oracle_policy_loss(model.get_base_model(), batch)
+        else:
+            wrong = column_by_peft(model, head, batch) - batch.ragged("returns").values
+            loss = (wrong[mask] ** 2).mean()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, 1.0)))
+        adamw.step()
+        adamw.zero_grad()
+    return norms, dict(model.merge_and_unload().state_dict())
+
+
+def _first_adapter(rank, world_size, path, directory, seed, lora):
+    engine = make_adapted(path, rank, world_size, seed=seed, lora=lora)
+    engine.export_adapter(directory)
+    engine.shutdown()
+
+
+def _train(rank, world_size, path, head, sizes, lora, options, directory):
+    engine = make_adapted(path, rank, world_size, head, lora=lora, **options)
+    shard = make_batch(4, 4).split(sizes)[rank]
+    first = weights_of(engine)
+    norms = [step["grad_norm"] for step in train(engine, head, shard)]
+    last, parameters = weights_of(engine), engine.weight_source().metadata()
+    own = {name: tuple(part.shape) for name, part in engine.weight_source().iter_local()}
+    scores = engine.forward(shard, outputs_of(head))
+    engine.export_hf(f"{directory}/merged")
+    if head == "causal_lm":
+        engine.export_adapter(f"{directory}/adapter")
+    engine.shutdown()
+    return first, norms, last, parameters, own, scores
+
+
+@pytest.mark.parametrize(
+    ("sizes", "head", "tied", "lora", "options"),
+    [
+        ([16], "causal_lm", True, {}, {}),
+        ([9, 7], "causal_lm", False, {"targets": ["q_proj", "down_proj", "lm_head"]}, {}),
+        ([16, 0], "causal_lm", True, {"rank": 3}, {"activation_checkpointing": True}),
+        ([8, 8], "value", True, {}, {}),
+        ([3, 13], "value", False, {}, {"reshard_after_forward": False}),
+        ([4, 0, 6, 6], "causal_lm", False, {"rank": 1}, {"cpu_offload": True, "replicas": 2}),
+    ],
+    ids=str,
+)
+def test_any_layout_trains_serves_and_exports_as_peft_does(run_ranks, tmp_path, sizes, head, tied, lora, options):
+    path, lora = tiny_model("qwen3", tied), {**LORA, **lora}
+    run_ranks(1, _first_adapter, path, str(tmp_path / "first"), 0, lora)
+    expected_norms, expected = trained_by_peft(path, str(tmp_path / "first"), head)
+    base = load_model(ModelSpec(path=path, head=head), "cpu").state_dict()
+    results = run_ranks(len(sizes), _train, path, head, sizes, lora, options, str(tmp_path))
+    targets = ("proj",) if "targets" not in lora else tuple(lora["targets"])
+    for first, norms, last, parameters, own, _ in results:
+        assert norms == pytest.approx(expected_norms, rel=1e-4)
+        assert list(first) == list(last) == list(own) == [parameter.name for parameter in parameters]
+        assert set(last) == set(base) - ({"lm_head.weight"} if tied else set())
+        for name, weight in last.items():
+            assert torch.equal(first[name], base[name]), "adapters that begin at zero changed a weight"
+            torch.testing.assert_close(weight, expected[name], atol=1e-4, rtol=0)
+            changed = name.removesuffix(".weight").endswith((*targets, "value_head"))
+            assert torch.equal(weight, base[name]) != changed, name
+            if changed:
+                assert (weight - base[name]).abs().max() > 1e-3, "nothing was learned: there is nothing to compare"
+            assert torch.equal(weight, results[0][2][name]), "ranks gathered different weights"
+    exported = load_model(ModelSpec(path=str(tmp_path / "merged"), head=head), "cpu").state_dict()
+    assert all(torch.equal(exported[name], weight) for name, weight in results[0][2].items()), "not bit for bit"
+    if head == "causal_lm":
+        loaded = adapted_by_peft(path, str(tmp_path / "adapter"), trainable=False)
+        batch = make_batch(4, 4)
+        mask = batch.ragged("loss_mask").values
+        with torch.no_grad():
+            logprobs = torch.where(mask, column_by_peft(loaded, head, batch), 0.0)
+        found = torch.cat([scores["logprobs"].values for *_, scores in results])
+        torch.testing.assert_close(found, logprobs, atol=1e-5, rtol=1e-5)
+
+
+def test_the_first_adapters_depend_on_seed_and_name_alone(run_ranks, tmp_path):
+    found = []
+    for number, (world_size, seed) in enumerate([(1, 0), (2, 0), (1, 1)]):
+        run_ranks(world_size, _first_adapter, tiny_model(), str(tmp_path / str(number)), seed, LORA)
+        found.append(load_file(tmp_path / str(number) / "adapter_model.safetensors"))
+    one, two, other = found
+    assert one.keys() == two.keys() == other.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    downs = [name for name in one if ".lora_A." in name]
+    assert len(downs) == 2 * 7
+    assert not any(torch.equal(one[name], other[name]) for name in downs)
+    assert not any(one[name].any() for name in one if ".lora_B." in name)
+    assert len({tuple(one[name].flatten()[:4].tolist()) for name in downs}) == len(downs), "two layers drew the same"
+    for name in downs:
+        bound = one[name].shape[1] ** -0.5
+        assert 0.8 * bound < one[name].abs().max() <= bound
+
+
+def _half(rank, world_size, path, directory):
+    engine = make_adapted(path, rank, world_size, dtype="bfloat16")
+    shard = make_batch(4, 4).split(world_size)[rank]
+    scores = engine.forward(shard, outputs_of("causal_lm"))
+    train(engine, "causal_lm", shard)
+    engine.export_adapter(directory)
+    kept = {(str(p.dtype), p.requires_grad) for p in engine._model.parameters()}
+    weights = weights_of(engine)
+    engine.shutdown()
+    return scores, kept, weights
+
+
+def test_half_precision_trains_float32_adapters_on_a_half_base_and_rounds_what_it_serves_once(run_ranks, tmp_path):
+    path = tiny_model()
+    results = run_ranks(2, _half, path, str(tmp_path))
+    assert [kept for _, kept, _ in results] == [{("torch.bfloat16", False), ("torch.float32", True)}] * 2
+    batch = make_batch(4, 4)
+    coarse = plain_model(path).bfloat16().float()
+    merged = adapted_by_peft_on(coarse, str(tmp_path)).merge_and_unload().state_dict()
+    weights = results[0][2]
+    assert {str(weight.dtype) for weight in weights.values()} == {"torch.bfloat16"}
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight.float(), merged[name], rtol=2**-8, atol=1e-6)
+    logprobs = torch.cat([oracle_outputs(plain_model(path), batch.row(row)["input_ids"], 0.7)[0] for row in range(16)])
+    logprobs = torch.where(batch.ragged("loss_mask").values, logprobs, 0.0)
+    found = torch.cat([scores["logprobs"].values for scores, *_ in results])
+    assert 0 < (found - logprobs).abs().max() < 0.2
+
+
+def adapted_by_peft_on(model, adapter):
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(model, adapter)
+
+
+def _save(rank, world_size, path, directory):
+    engine = make_adapted(path, rank, world_size)
+    shard = make_batch(4, 4).split(world_size)[rank]
+    train(engine, "causal_lm", shard, steps=2)
+    engine.save(directory)
+    train(engine, "causal_lm", shard, steps=2)
+    weights = weights_of(engine)
+    engine.shutdown()
+    return weights
+
+
+def _load(rank, world_size, path, directory):
+    engine = make_adapted(path, rank, world_size, seed=5)
+    engine.load(directory)
+    train(engine, "causal_lm", make_batch(4, 4).split(world_size)[rank], steps=2)
+    weights = weights_of(engine)
+    engine.shutdown()
+    return weights
+
+
+def test_a_checkpoint_holds_no_base_weights_and_goes_on_alike_with_other_ranks(run_ranks, tmp_path):
+    from torch.distributed.checkpoint import FileSystemReader
+
+    path, saved = tiny_model(), str(tmp_path / "saved")
+    expected, *_ = run_ranks(2, _save, path, saved)
+    for world_size in (1, 2):
+        for found in run_ranks(world_size, _load, path, saved):
+            for name, weight in expected.items():
+                torch.testing.assert_close(found[name], weight, atol=1e-6, rtol=0)
+    held = FileSystemReader(saved).read_metadata().state_dict_metadata
+    tensors = [name for name in held if name.startswith(("model.model.", "optimizer.exp_avg"))]
+    assert len(tensors) == 3 * 2 * 2 * 7, "not A and B and their two moments, in two layers of seven matrices"
+    assert all(".lora_" in name for name in tensors)
+    others = [held[name] for name in held if name not in tensors and not name.startswith("rng.")]
+    assert all(other.size.numel() == 1 for other in others), "something else is large"
+
+
+def test_a_checkpoint_that_does_not_belong_is_refused(tmp_path):
+    adapted, whole = str(tmp_path / "adapted"), str(tmp_path / "whole")
+    for directory, lora in ((adapted, LORA), (whole, None)):
+        engine = make_adapted(tiny_model(), lora=lora)
+        engine.save(directory)
+        engine.shutdown()
+
+    def refused(directory, lora, path=None):
+        engine = make_adapted(path or tiny_model(), lora=lora)
+        before = weights_of(engine)
+        with pytest.raises(CheckpointError) as caught:
+            engine.load(directory)
+        assert all(torch.equal(before[name], weight) for name, weight in weights_of(engine).items())
+        engine.shutdown()
+        return str(caught.value)
+
+    assert "holds adapters: set the option lora" in refused(adapted, None)
+    assert "holds a whole model and no adapters" in refused(whole, LORA)
+    assert "saved with lora.alpha 8; here it is 16" in refused(adapted, {**LORA, "alpha": 16})
+    assert "adapters of a base model with other names or shapes" in refused(adapted, LORA, tiny_model(layers=3))
+    assert "has shape (4, 32), here (2, 32)" in refused(adapted, {**LORA, "rank": 2})
+
+
+def test_what_cannot_be_is_said_before_weights_are_loaded(tmp_path):
+    path = tmp_path / "model"
+    plain_model(tiny_model()).save_pretrained(path)
+    (path / "model.safetensors").write_bytes(b"no weights")
+
+    def said(lora, model=str(path), **options):
+        with pytest.raises(ConfigError) as caught:
+            make_adapted(model, lora={**LORA, **lora}, **options)
+        return str(caught.value)
+
+    assert "has no linear layer 'q_prj'; did you mean 'q_proj'?" in said({"targets": ["v_proj", "q_prj"]})
+    assert "has no linear layer 'q_norm'" in said({"targets": ["q_norm"]})
+    assert "'lm_head' cannot have adapters: it is one with the embedding" in said({"targets": ["lm_head"]})
+    assert "lora.rank is 17, but 'model.layers.0.self_attn.k_proj' has the shape (16, 32)" in said({"rank": 17})
+    assert "none was named" in said({"targets": []})
+    assert "a model with a value head does not run it" in said(
+        {"targets": ["lm_head"]}, tiny_model("qwen3", False), head="value"
+    )
+
+
+def test_fused_experts_are_served_as_stored_beside_adapted_layers():
+    engine = make_adapted(expert_model())
+    first = weights_of(engine)
+    train(engine, "causal_lm", make_batch(2, 2), steps=1)
+    last = weights_of(engine)
+    engine.shutdown()
+    stored = {}
+    for file in Path(expert_model()).glob("*.safetensors"):
+        stored |= load_file(file)
+    assert first.keys() == last.keys() == stored.keys()
+    assert all(torch.equal(first[name], weight) for name, weight in stored.items())
+    changed = {name.split(".")[-2] for name in last if not torch.equal(last[name], first[name])}
+    assert changed == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def test_adapters_and_tensor_parallel_exclude_each_other_before_a_process_starts():
+    from enginehouse_fsdp.options import FSDPOptions
+
+    with pytest.raises(ConfigError, match="lora and tensor_parallel=2 exclude each other"):
+        FSDPOptions(lora=LORA, tensor_parallel=2).check(4)
+
+
+def test_an_adapter_is_exported_only_where_that_says_all():
+    for lora, head, says in ((None, "causal_lm", "lora is unset"), (LORA, "value", "cannot hold the value head")):
+        engine = make_adapted(tiny_model(), lora=lora, head=head)
+        try:
+            with pytest.raises(EnginehouseError, match=says):
+                engine.export_adapter("nowhere")
+        finally:
+            engine.shutdown()

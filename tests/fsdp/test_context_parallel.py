@@ -1,0 +1,149 @@
+"""The `fsdp` engine with sequences split over ranks, against the `torch` engine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import tiny_model
+from rank_processes import rank_processes
+from torch_train_cases import POLICY, SQUARED_ERROR, make_batch, make_engine, weights_of
+
+from enginehouse.engines.model import ModelSpec, ProcessContext
+from enginehouse.engines.train import Outputs
+from enginehouse.errors import ConfigError
+
+pytestmark = pytest.mark.slow
+
+OPTIONS = {"lr": 1e-3, "eps": 1e-6, "schedule": "cosine", "total_steps": 8, "warmup_steps": 1}
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def run_ranks():
+    with rank_processes("enginehouse_fsdp.engine", "transformers.models.qwen3.modeling_qwen3") as run:
+        yield run
+
+
+def make_split(path, rank, world_size, head="causal_lm", **options):
+    from enginehouse_fsdp.engine import FSDPEngine
+    from enginehouse_fsdp.options import FSDPOptions
+
+    engine = FSDPEngine()
+    context = ProcessContext(role="actor", rank=rank, world_size=world_size, local_rank=rank)
+    spec = ModelSpec(path=path, head=head)
+    engine.setup(spec, FSDPOptions(**{**OPTIONS, "tokens_per_microbatch": 40, **options}), context)
+    return engine
+
+
+def outputs_of(head):
+    return Outputs(entropy=True, temperature=0.7) if head == "causal_lm" else Outputs(logprobs=False, values=True)
+
+
+def train(engine, head, shard):
+    """Score, train and look."""
+    loss = POLICY if head == "causal_lm" else SQUARED_ERROR
+    scores = engine.forward(shard, outputs_of(head))
+    stepped, metrics = [], []
+    for _ in range(STEPS):
+        metrics.append(engine.forward_backward(shard, loss))
+        stepped.append(engine.optim_step())
+    return scores, stepped, metrics
+
+
+def _train(rank, world_size, path, head, sizes, options):
+    engine = make_split(path, rank, world_size, head, **options)
+    results = train(engine, head, make_batch(4, 4).split(sizes)[engine.mesh.dp_rank])
+    weights, mesh = weights_of(engine), engine.mesh
+    engine.shutdown()
+    return *results, weights, mesh
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    found = {}
+
+    def oracle(path, head):
+        if (path, head) not in found:
+            engine = make_engine(path, head=head, **OPTIONS)
+            found[path, head] = (*train(engine, head, make_batch(4, 4)), weights_of(engine))
+        return found[path, head]
+
+    return oracle
+
+
+@pytest.mark.parametrize(
+    ("sizes", "head", "family", "tied", "options"),
+    [
+        ([16], "causal_lm", "qwen3", True, {"context_parallel": 2}),
+        ([16], "causal_lm", "llama", False, {"context_parallel": 2, "share_prompts": "never"}),
+        ([16], "causal_lm", "llama", False, {"context_parallel": 4, "activation_checkpointing": True}),
+        ([9, 7], "value", "qwen3", True, {"context_parallel": 2}),
+        ([16], "causal_lm", "llama", False, {"context_parallel": 2, "tensor_parallel": 2}),
+        ([16, 0], "causal_lm", "qwen3", True, {"context_parallel": 2, "replicas": 2}),
+    ],
+    ids=str,
+)
+def test_split_sequences_score_and_train_like_the_oracle(run_ranks, oracle, sizes, head, family, tied, options):
+    path = tiny_model(family, tied, key_value_heads=4 if family == "llama" else 2)
+    scores, stepped, metrics, weights = oracle(path, head)
+    ranks = len(sizes) * options["context_parallel"] * options.get("tensor_parallel", 1)
+    results = run_ranks(ranks, _train, path, head, sizes, options)
+    answers = [found for found in results if found[4].is_output_rank]
+    assert len(answers) == len(sizes)
+    assert all(found[0] is None for found in results if found not in answers)
+    for name in scores.columns:
+        gathered = torch.cat([found[0][name].values for found in answers])
+        torch.testing.assert_close(gathered, scores[name].values, atol=1e-5, rtol=1e-5)
+    for step in range(STEPS):
+        loss = sum(found[2][step]["loss"].total for found in answers if found[2][step])
+        assert loss == pytest.approx(metrics[step]["loss"].total, rel=1e-4, abs=1e-4)
+    for _, found, _, full, _ in results:
+        for ours, theirs in zip(found, stepped, strict=True):
+            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+        for name, weight in weights.items():
+            torch.testing.assert_close(full[name], weight, atol=1e-4, rtol=0)
+            assert torch.equal(full[name], results[0][3][name]), "ranks gathered different weights"
+
+
+def _adapt(rank, world_size, path, options):
+    engine = make_split(path, rank, world_size, lora={"rank": 4}, **options)
+    _, stepped, _ = train(engine, "causal_lm", make_batch(4, 4))
+    weights = weights_of(engine)
+    engine.shutdown()
+    return [step["grad_norm"] for step in stepped], weights
+
+
+def test_adapters_train_alike_on_whole_and_on_split_sequences(run_ranks):
+    path = tiny_model()
+    ((norms, weights),) = run_ranks(1, _adapt, path, {})
+    for found, full in run_ranks(2, _adapt, path, {"context_parallel": 2}):
+        assert found == pytest.approx(norms, rel=1e-5)
+        for name, weight in weights.items():
+            torch.testing.assert_close(full[name], weight, atol=1e-5, rtol=0)
+
+
+def _refusal(rank, world_size, path, options):
+    try:
+        make_split(path, rank, world_size, **options)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        torch.distributed.destroy_process_group()
+    return "not refused"
+
+
+def test_a_model_whose_attention_cannot_be_split_is_refused(run_ranks, tmp_path):
+    from transformers import MistralConfig, MistralForCausalLM
+
+    for said in run_ranks(4, _refusal, tiny_model(), {"context_parallel": 4}):
+        assert said == (
+            "fsdp: context_parallel=4 does not divide the 2 key-value head(s) that each rank of Qwen3ForCausalLM has; "
+            "nearest that does: context_parallel=2"
+        )
+    config = MistralConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=8,
+    )  # fmt: skip
+    MistralForCausalLM(config).save_pretrained(tmp_path)
+    for said in run_ranks(4, _refusal, str(tmp_path), {"context_parallel": 2}):
+        assert "MistralForCausalLM has layers that are not full attention" in said

@@ -1,0 +1,85 @@
+"""What `plan` says of a run on the `fsdp` backend, before any process starts and without importing torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from enginehouse.config.load import load_config
+from enginehouse.config.plan import plan
+from enginehouse.config.schema import Config
+from enginehouse.errors import UserError
+from enginehouse.plugin.manager import PluginManager
+
+FSDP = ["actor.engine.backend=fsdp", "actor.processes=4", "rollout.replicas=4"]
+OPTIONS = "actor.engine.options"
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch) -> Path:
+    """A run that could start, in a directory that is now the current one."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    described = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "float32"}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(described))
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a"}\n' * 64)
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {path: model}\ndata: {train: train.jsonl}\nreward: {function: exact_match}\n")
+    return path
+
+
+def planned(config: Path, *overrides: str):
+    return plan(load_config(config, ["reward.function=builtins:len", *FSDP, *overrides], Config), config_path=config)
+
+
+def refusal(config: Path, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        planned(config, *overrides)
+    return str(caught.value)
+
+
+def test_a_run_on_fsdp_is_planned_without_torch(config):
+    program = (
+        "import sys; from enginehouse.cli.main import main\n"
+        "try: main()\n"
+        "finally: assert 'torch' not in sys.modules, 'torch was imported'"
+    )
+    (config.parent / "rewards.py").write_text("def right(prompt, response, finish_reason): return 1.0\n")
+    command = [sys.executable, "-c", program, "plan", str(config), *FSDP, "reward.function=rewards:right"]
+    said = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert said.returncode == 0, said.stderr
+    assert "4 processes of fsdp" in said.stdout
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([f"{OPTIONS}.replicas=3"], "4 rank(s) cannot hold 3 replicas: replicas must divide the number of ranks"),
+        ([f"{OPTIONS}.tensor_parallel=3"], "nearest that does: tensor_parallel="),
+        ([f"{OPTIONS}.replica=2"], f"unknown key '{OPTIONS}.replica': did you mean 'replicas'?"),
+        ([f"{OPTIONS}.lora.rnk=2"], f"unknown key '{OPTIONS}.lora.rnk': did you mean 'rank'?"),
+        ([f"{OPTIONS}.reduce_dtype=float16"], "expected one of 'float32' or 'bfloat16', got the string 'float16'"),
+        (["actor.engine.backend=fdsp"], "did you mean 'fsdp'?"),
+        (["rollout.replicas=2"], "rollout.replicas (2) has to equal actor.processes (4)"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_cannot_run_is_refused_with_the_key_and_a_cure(config, overrides, said):
+    found = refusal(config, *overrides)
+    assert said in found
+    assert "actor.engine" in found or "rollout.replicas" in found
+
+
+def test_without_its_package_the_way_to_install_it_is_said(config):
+    manager = PluginManager()
+    manager.load(point for point in metadata.entry_points(group="enginehouse") if point.name != "fsdp")
+    loaded = load_config(config, ["reward.function=builtins:len", *FSDP], Config)
+    with pytest.raises(UserError, match=r"'fsdp' is not installed\. Try: pip install \"enginehouse\[fsdp\]\""):
+        plan(loaded, plugins=manager, config_path=config)

@@ -1,0 +1,36 @@
+"""The quickstart with low-rank adapters on two sharded ranks, as its README says."""
+
+from __future__ import annotations
+
+import pytest
+
+from .conftest import QUICKSTART, Start
+
+pytestmark = pytest.mark.slow
+
+STEPS = 60
+RECIPE = (
+    "actor.engine.backend=fsdp",
+    "actor.processes=2",
+    "rollout.replicas=2",
+    "actor.engine.options.lr=3e-3",
+    "actor.engine.options.lora="
+    "{rank: 8, targets: [q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, lm_head]}",
+)
+
+
+def test_adapters_learn_the_quickstart(start: Start):
+    readme = (QUICKSTART / "README.md").read_text()
+    assert all(override in readme for override in RECIPE)
+    ended = start("sft", config=QUICKSTART / "sft.yaml", name="quickstart-sft").finish()
+    assert ended.code == 0, ended.err
+    run = start(
+        "train", *RECIPE, f"train.steps={STEPS}", "actor.engine.options.total_steps=250", "data.validation=null"
+    )
+    ended = run.finish()
+    assert ended.code == 0, ended.err
+    assert ended.err == ""
+    rewards = [line["reward/mean"] for line in run.metrics]
+    assert len(rewards) == STEPS
+    assert sum(rewards[:5]) / 5 < 0.1
+    assert sum(rewards[-5:]) / 5 > 0.6, rewards

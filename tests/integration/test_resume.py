@@ -1,0 +1,197 @@
+"""A run that was killed or interrupted goes on with `--resume` as if nothing had happened."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import QUICKSTART, SMALL, Start
+from .run_process import RunProcess
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # each runs several programs one after the other
+
+ENDING = """
+# Ends the run from within: SIGNAL when METHOD of a worker group is called for the NUMBERth time. Notes weight versions.
+import os, signal
+from enginehouse.plugin import hookimpl
+
+enginehouse_protocol = "1.0"
+number, method, name = os.environ["TEST_ENDING"].split()
+seen = []
+
+@hookimpl
+def enginehouse_call_dispatched(group, method):
+    if method == globals()["method"]:
+        seen.append(method)
+        if len(seen) == int(number):
+            os.kill(os.getpid(), getattr(signal, name))
+
+@hookimpl
+def enginehouse_weights_updated(run, version):
+    with (run.run_directory.path / "versions").open("a") as file:
+        print(version, file=file)
+"""
+
+STEPS = 8
+TASK = (
+    *SMALL,
+    "reward.function=rewards:varied",
+    f"train.steps={STEPS}",
+    "train.samples_every=2",
+    "train.validate_every=2",
+    "data.validation=examples/quickstart/work/validation.jsonl",
+    "train.validation_prompts=8",
+    "run.overwrite=false",
+)
+SUPERVISED = (f"train.steps={STEPS}", "train.rows_per_step=8", "run.overwrite=false")
+INLINE = "cluster.launcher=inline"
+
+Ends = Callable[..., dict[str, str]]
+
+
+@pytest.fixture(scope="module")
+def ends(house: Path) -> Ends:
+    """Gives the environment of a run that ends itself: `ends(5, "update", "SIGKILL")`."""
+    site = house / "ending-site"
+    info = site / "ending-0.1.0.dist-info"
+    info.mkdir(parents=True)
+    (site / "ending.py").write_text(ENDING)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ending\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text("[enginehouse]\nending = ending\n")
+    return lambda number, method, signal: {"PYTHONPATH": str(site), "TEST_ENDING": f"{number} {method} {signal}"}
+
+
+@pytest.fixture(scope="module")
+def straight(start: Start) -> RunProcess:
+    """The run that nothing happened to."""
+    return finished(start("train", *TASK, INLINE))
+
+
+def finished(run: RunProcess) -> RunProcess:
+    ended = run.finish()
+    assert ended.code == 0, ended.err
+    return run
+
+
+def ended_early(run: RunProcess, code: int) -> str:
+    ended = run.finish()
+    assert ended.code == code, ended.err
+    return ended.err
+
+
+def resumed(start: Start, command: str, name: str, *overrides: str, **options: Any) -> RunProcess:
+    return start(command, *overrides, f"run.directory=runs/{name}", "--resume", name=name, **options)
+
+
+def figures(run: RunProcess) -> list[dict[str, Any]]:
+    """What the steps computed: their metrics without what a clock measured and what was sent when."""
+    left_out = ("time/", "busy/", "weights/", "elapsed_seconds", "tokens_per_second")
+    return [{name: value for name, value in row.items() if not name.startswith(left_out)} for row in run.metrics]
+
+
+def weights(run: RunProcess) -> bytes:
+    return (run.directory / "model" / "model.safetensors").read_bytes()
+
+
+def said(run: RunProcess) -> dict[str, str]:
+    return {path.name: path.read_text() for path in (run.directory / "samples").iterdir()}
+
+
+def steps_drawn(run: RunProcess) -> list[str]:
+    return [span["name"] for span in run.spans if span["name"].startswith("step ")]
+
+
+def assert_the_same(run: RunProcess, straight: RunProcess) -> None:
+    assert [row["step"] for row in run.metrics] == list(range(1, STEPS + 1))
+    assert figures(run) == figures(straight)
+    assert run.validations == straight.validations
+    assert said(run) == said(straight)
+    assert weights(run) == weights(straight)
+    elapsed = [row["elapsed_seconds"] for row in run.metrics]
+    assert elapsed == sorted(elapsed)
+
+
+def test_the_runs_here_have_something_to_differ_in(straight: RunProcess):
+    assert len({row["reward/mean"] for row in straight.metrics}) > 4
+    assert all(row["grad_norm"] > 0 and row["lr"] > 0 for row in straight.metrics[:-1])
+
+
+def test_a_killed_run_goes_on_exactly_where_its_checkpoint_was_taken(
+    start: Start, ends: Ends, straight: RunProcess, house: Path
+):
+    name = "killed"
+    task = (*TASK, "train.checkpoint_every=3", f"run.directory=runs/{name}")
+    run = start("train", *task, name=name, env=ends(6, "update", "SIGKILL"))
+    ended_early(run, -9)
+    assert [row["step"] for row in run.metrics] == [1, 2, 3, 4, 5]
+    assert run.record["status"] == "running"
+    shutil.copytree(run.directory, house / "runs" / "killed-then-two")
+    run = finished(resumed(start, "train", name, *TASK))
+    assert run.record["resumed_after"] == 3
+    assert run.record["earlier"][0]["status"] == "killed"
+    assert_the_same(run, straight)
+    assert steps_drawn(run) == [f"step {step}" for step in range(1, STEPS + 1)]
+
+    # The same again with two processes for one: the sums over rows are in another order then, the rows the same.
+    name = "killed-then-two"
+    run = finished(resumed(start, "train", name, *TASK, "actor.processes=2", "rollout.replicas=2"))
+    after, before = run.metrics[3], straight.metrics[3]
+    assert after["reward/mean"] == before["reward/mean"]
+    assert after["grad_norm"] == pytest.approx(before["grad_norm"], rel=1e-3)
+    assert after["lr"] == before["lr"]
+    assert len(run.metrics) == STEPS
+
+
+@pytest.mark.parametrize(
+    ("number", "method", "launcher", "step"),
+    [
+        (4, "update", "ray", 4),  # its result is waited for
+        (4, "update", "inline", 4),
+        (7, "generate", "inline", 4),  # the validation after step 4 (there were two before)
+        (8, "generate", "inline", 4),  # the prompts of step 5 are drawn
+    ],
+)
+def test_an_interrupted_run_loses_no_step(
+    start: Start, ends: Ends, straight: RunProcess, number: int, method: str, launcher: str, step: int
+):
+    name = f"interrupted-{launcher}-{method}-{number}"
+    task = (*TASK, f"cluster.launcher={launcher}", f"run.directory=runs/{name}")
+    run = start("train", *task, name=name, env=ends(number, method, "SIGINT"))
+    err = ended_early(run, 130)
+    assert f"the model of step {step}. It is all in runs/{name}; with --resume it goes on after step {step}" in err
+    assert len(run.metrics) == step
+    run = finished(resumed(start, "train", name, *TASK, INLINE, env=ends(0, "none", "SIGINT")))
+    assert_the_same(run, straight)
+    versions = [int(line) for line in (run.directory / "versions").read_text().split()]
+    assert versions == sorted(versions)  # the weights resumed from go by the version they had or were to get
+    assert set(versions) == set(range(1, STEPS + 2))
+
+
+def test_a_supervised_run_goes_on_exactly(start: Start, ends: Ends):
+    config = QUICKSTART / "sft.yaml"
+    straight = finished(start("sft", *SUPERVISED, INLINE, config=config))
+    name = "killed-sft"
+    task = (*SUPERVISED, INLINE, "train.checkpoint_every=2", f"run.directory=runs/{name}")
+    run = start("sft", *task, config=config, name=name, env=ends(6, "update", "SIGKILL"))
+    ended_early(run, -9)
+    run = finished(resumed(start, "sft", name, *SUPERVISED, INLINE, config=config))
+    assert run.record["resumed_after"] == 4
+    assert figures(run) == figures(straight)
+    assert weights(run) == weights(straight)
+    assert len({row["loss"] for row in straight.metrics}) == STEPS
+
+
+def test_a_sharded_run_goes_on_exactly(start: Start, ends: Ends):
+    sharded = ("actor.engine.backend=fsdp", "actor.processes=2", "rollout.replicas=2")
+    name = "killed-sharded"
+    task = (*TASK, *sharded, "train.checkpoint_every=2", f"run.directory=runs/{name}")
+    straight = finished(start("train", *TASK, *sharded))
+    run = start("train", *task, name=name, env=ends(6, "update", "SIGKILL"))
+    ended_early(run, -9)
+    run = finished(resumed(start, "train", name, *TASK, *sharded))
+    assert run.record["resumed_after"] in (2, 4)  # 2: the fourth step's was still being written
+    assert_the_same(run, straight)
