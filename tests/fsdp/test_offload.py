@@ -41,9 +41,14 @@ def moves_as_copies():
 
 
 def _away_at_times(rank, world_size, path, head, dtype, options, tags):
-    """Weights after each of three steps of two batches; between any two calls, `tags` are put away and brought back."""
+    """Weights after each of three steps of two batches; around the first step `tags` are put away and brought back.
+
+    Only around the first: where FSDP then gathers from other memory than the optimizer updates, the third step differs.
+    """
 
     def there_and_back():
+        if weights:
+            return
         for tag in tags:
             engine.offload((tag,))
         engine.onload(tags)

@@ -120,7 +120,7 @@ def test_a_save_that_fails_on_the_writing_rank_fails_on_all(run_ranks, tmp_path)
     (tmp_path / "file").touch()
     writer, other = run_ranks(2, _failing_save, tiny_model(), str(tmp_path / "file" / "checkpoint"))
     assert writer.startswith("CheckpointError: ")
-    assert other.startswith("EnginehouseError: failed on rank 0: ")
+    assert other == writer
     assert os.listdir(tmp_path) == ["file"]
 
 

@@ -20,7 +20,7 @@ class Actor:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.writing: Path | None = None
-        self.fails = False
+        self.fails = self.interrupts = False
 
     def call(self, method: str, *arguments: Any, timeout: float | None = None) -> None:
         self.calls.append(method)
@@ -32,6 +32,9 @@ class Actor:
             Path(arguments[0]).mkdir()
 
     def write(self) -> None:
+        if self.interrupts:
+            self.interrupts = False
+            raise KeyboardInterrupt
         if self.fails:
             raise EnginehouseError("no space left")
         if self.writing is not None:
@@ -102,6 +105,16 @@ def test_a_background_checkpoint_that_fails_is_an_error_and_leaves_nothing(proje
     with pytest.raises(EnginehouseError, match="no space left"):
         setting.checkpointing.finish()
     assert setting.published == setting.whole == []
+
+
+def test_a_checkpoint_whose_end_was_not_waited_for_is_published_as_the_run_ends(project: Project):
+    setting = Setting(project, background=True)
+    setting.checkpointing.begin(standing(3))
+    setting.actor.interrupts = True
+    with pytest.raises(KeyboardInterrupt):
+        setting.checkpointing.begin(standing(6))
+    setting.checkpointing.write_last(standing(6), 5.0)
+    assert setting.whole == ["step-000003", "step-000006"]
 
 
 @pytest.mark.parametrize(("last", "whole"), [(3, ["step-000003"]), (4, ["step-000003", "step-000004"])])

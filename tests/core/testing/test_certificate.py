@@ -64,6 +64,13 @@ def test_what_is_not_declared_is_said_and_not_run():
     assert not run & said
 
 
+def test_a_layout_may_lack_a_capability_the_backend_has():
+    layouts = (Layout("whole"), Layout("split", 2, without=(capabilities.LORA,)))
+    record = backend({capabilities.LORA}, layouts)
+    assert [case.layout for case in cases(record, checks=["lora"])] == ["whole"]
+    assert [(one.layout, one.outcome) for one in undeclared(record, checks=["lora"])] == [("split", "not declared")]
+
+
 def test_checkpoints_go_between_layouts_of_different_sizes_alone():
     layouts = (Layout("a"), Layout("b", 2), Layout("c", 2, {"x": 1}), Layout("d", 4))
     between = [

@@ -39,11 +39,16 @@ def attends_to_all(config: PreTrainedConfig) -> bool:
     return full and getattr(config, "_attn_implementation", None) == "sdpa"
 
 
-def can_share_prompts(model: PreTrainedModel) -> bool:
+def can_share_prompts(model: PreTrainedModel, dtype: torch.dtype | None = None) -> bool:
     """Whether the model takes positions and an attention mask as a tree of rows needs them.
 
-    The config must promise full attention in every layer; then two short rows must score the same as a tree and apart.
-    A recurrent model or one that derives positions from elsewhere fails that.
+    The config must promise full attention in every layer; then two short rows must score the same as a tree and apart,
+    but for the rounding of the dtype it computes in. A recurrent model or one that derives positions from elsewhere
+    fails that.
+
+    Args:
+        model: the model.
+        dtype: what it computes in; None: the dtype of its parameters.
     """
     config = model.config.get_text_config()
     if not attends_to_all(config):
@@ -53,7 +58,7 @@ def can_share_prompts(model: PreTrainedModel) -> bool:
     except Exception:
         logger.debug("prompts are not shared: the model refuses a tree of rows", exc_info=True)
         return False
-    if not difference <= TOLERANCE.get(model.dtype, 0.0):
+    if not difference <= TOLERANCE.get(dtype or model.dtype, 0.0):
         logger.debug("prompts are not shared: a tree of rows scores %g differently", difference)
         return False
     return True

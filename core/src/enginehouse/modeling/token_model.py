@@ -48,6 +48,7 @@ class TokenModel:
         device: where it computes.
         tokens_per_microbatch: most padded tokens in one forward pass, a longer row excepted.
         share_prompts: whether rows with the same prompt may compute it once, where the model can.
+        dtype: what the model computes in, where that is not the dtype of its parameters.
         passes: where ranks must run the model together (sharded parameters): given the number of forward passes of
             this rank, how many all ranks make; those a rank has no rows for are run on one token and count nothing.
         during: entered around each pass and each loss, given what is being done (`MemoryGuard.during`).
@@ -64,6 +65,7 @@ class TokenModel:
         device: torch.device,
         tokens_per_microbatch: int,
         share_prompts: bool,
+        dtype: torch.dtype | None = None,
         passes: Callable[[int], int] | None = None,
         during: Callable[[str], AbstractContextManager[object]] = contextlib.nullcontext,
     ):
@@ -71,7 +73,7 @@ class TokenModel:
         self.device = device
         self.token_outputs: Callable[[PreTrainedModel, ModelInput, Outputs], dict[str, torch.Tensor]] = token_outputs
         self._budget = tokens_per_microbatch
-        self._shares_prompts = share_prompts and can_share_prompts(model)
+        self._shares_prompts = share_prompts and can_share_prompts(model, dtype)
         self._attention_cost = attention_cost(model)
         self._passes = passes
         self._during = during

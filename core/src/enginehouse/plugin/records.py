@@ -49,11 +49,13 @@ class Layout:
         name: short, for reports: `"shard4"`, `"tp2"`.
         processes: number of ranks.
         options: the backend's own options that make the layout, beside those every check sets.
+        without: declared capabilities that this layout lacks; `certify` lists them as not declared.
     """
 
     name: str
     processes: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         given = "".join(f", {name}={value}" for name, value in self.options.items())

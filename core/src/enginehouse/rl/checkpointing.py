@@ -73,8 +73,13 @@ class Checkpointing:
         """
         if self._under_way is None:
             return
-        (staged, checkpoint), self._under_way = self._under_way, None
-        self._actor.call("finish_save", timeout=timeout)
+        staged, checkpoint = self._under_way
+        try:
+            self._actor.call("finish_save", timeout=timeout)
+        except Exception:  # an interrupt leaves it under way: the end of the run waits for it once more
+            self._under_way = None
+            raise
+        self._under_way = None
         self._publish(staged, checkpoint)
 
     def write_last(self, standing: Standing, seconds: float) -> None:

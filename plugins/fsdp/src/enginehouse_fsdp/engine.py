@@ -82,6 +82,7 @@ class FSDPEngine:
             device=device,
             tokens_per_microbatch=options.tokens_per_microbatch,
             share_prompts=options.share_prompts == "auto",
+            dtype=getattr(torch, model.dtype),
             passes=self._most,
             during=self._memory.during,
         )

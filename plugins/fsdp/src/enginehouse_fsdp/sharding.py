@@ -156,6 +156,9 @@ def _shard(
     }
     # What is left over goes to the outermost unit. A model with a value head is run without its language model head.
     roots = [model] if spec.head == "causal_lm" else [model.base_model, model.get_submodule(VALUE_HEAD)]
+    head = model.get_output_embeddings()
+    if spec.head == "value" and head is not None and head.weight is not model.get_input_embeddings().weight:
+        roots.append(head)  # nor is it to be whole on every rank
     try:
         for unit in [*blocks, *roots]:
             sharded = fully_shard(unit, **arguments)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from enginehouse.engines.train import Outputs
@@ -14,7 +12,7 @@ from enginehouse.testing.problem import MODELS, TEMPERATURE, batch
 from enginehouse.testing.rank import Rank
 
 
-def _score(rank: Rank) -> dict[str, Any]:
+def _score(rank: Rank) -> dict[tuple[str, float, bool], dict[str, torch.Tensor]]:
     found = {}
     for model in MODELS:
         with rank.engine(model) as engine:

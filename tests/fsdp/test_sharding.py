@@ -1,0 +1,21 @@
+"""What a rank holds of a model: its own part of every parameter."""
+
+from __future__ import annotations
+
+import pytest
+from fsdp_train_cases import make_sharded
+from models import tiny_model
+from torch.distributed.tensor import DTensor
+
+
+@pytest.mark.parametrize("head", ["causal_lm", "value"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_parameter_is_sharded_the_output_layer_a_value_model_never_runs_included(head, tied):
+    engine = make_sharded(tiny_model(tied=tied), head=head)
+    try:
+        whole = [name for name, parameter in engine._model.named_parameters() if not isinstance(parameter, DTensor)]
+        owned = {meta.name: meta.owners for meta in engine.weight_source().metadata()}
+    finally:
+        engine.shutdown()
+    assert whole == []
+    assert all(owners == (0,) for owners in owned.values())
