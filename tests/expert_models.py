@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from models import EOS_ID, PAD_ID, VOCABULARY_SIZE, char_tokenizer, tiny_model
+
+from enginehouse.testing.models import EOS_ID, PAD_ID, VOCABULARY_SIZE, char_tokenizer, tiny_model
 
 
 @functools.cache

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from expert_models import expert_model
-from models import tiny_model
 from rank_processes import rank_processes
 from safetensors.torch import load_file
 from torch_train_cases import (
@@ -25,6 +24,7 @@ from enginehouse.engines.train import Outputs
 from enginehouse.errors import ConfigError, EnginehouseError
 from enginehouse.modeling.files import CheckpointError
 from enginehouse.modeling.loading import load_model
+from enginehouse.testing.models import tiny_model
 
 pytestmark = pytest.mark.slow
 

@@ -12,12 +12,12 @@ from unittest import mock
 
 import pytest
 import torch
-from models import tiny_model
 from rank_processes import rank_processes
 from torch_train_cases import POLICY, SQUARED_ERROR, make_batch, weights_of
 
 from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.modeling.files import CheckpointError
+from enginehouse.testing.models import tiny_model
 
 pytestmark = pytest.mark.slow
 

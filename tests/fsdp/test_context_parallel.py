@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import tiny_model
 from rank_processes import rank_processes
 from torch_train_cases import POLICY, SQUARED_ERROR, make_batch, make_engine, weights_of
 
 from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.engines.train import Outputs
 from enginehouse.errors import ConfigError
+from enginehouse.testing.models import tiny_model
 
 pytestmark = pytest.mark.slow
 

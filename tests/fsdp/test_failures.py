@@ -6,12 +6,12 @@ import re
 
 import pytest
 from fsdp_train_cases import OUTPUTS, lift_memory_limit, limit_memory, make_sharded
-from models import tiny_model
 from rank_processes import rank_processes
 from torch_train_cases import POLICY, batch_of, make_batch
 
 from enginehouse.engines.train import LossSpec
 from enginehouse.modeling.memory import OutOfMemory
+from enginehouse.testing.models import tiny_model
 
 pytestmark = pytest.mark.slow
 

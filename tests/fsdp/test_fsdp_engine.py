@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import tiny_model
 from rank_processes import rank_processes
 from torch_train_cases import NOT_FINITE, POLICY, SQUARED_ERROR, make_batch, make_engine, weights_of
 
@@ -12,6 +11,7 @@ from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.engines.train import Outputs
 from enginehouse.errors import ConfigError, ModelError
 from enginehouse.modeling.files import CheckpointError
+from enginehouse.testing.models import tiny_model
 
 pytestmark = pytest.mark.slow
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from fsdp_train_cases import OPTIONS, make_sharded, score_and_train
-from models import tiny_model
 from rank_processes import rank_processes
 from torch_train_cases import make_batch, make_engine, weights_of
 
 from enginehouse.engines.train import Outputs
 from enginehouse.modeling.memory import OutOfMemory
+from enginehouse.testing.models import tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 

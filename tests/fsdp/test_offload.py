@@ -10,12 +10,12 @@ import contextlib
 import pytest
 import torch
 from fsdp_train_cases import OPTIONS, make_sharded
-from models import tiny_model
 from rank_processes import rank_processes
 from torch_train_cases import POLICY, SQUARED_ERROR, make_batch, make_engine, weights_of
 
 from enginehouse.engines.train import Outputs
 from enginehouse.errors import EnginehouseError
+from enginehouse.testing.models import tiny_model
 
 pytestmark = pytest.mark.slow
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from fsdp_train_cases import make_sharded
-from models import tiny_model
 from torch.distributed.tensor import DTensor
+
+from enginehouse.testing.models import tiny_model
 
 
 @pytest.mark.parametrize("head", ["causal_lm", "value"])

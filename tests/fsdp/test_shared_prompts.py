@@ -6,8 +6,9 @@ from unittest import mock
 
 import pytest
 from fsdp_train_cases import make_sharded
-from models import tiny_model
 from torch_train_cases import batch_of
+
+from enginehouse.testing.models import tiny_model
 
 ROWS = [[*range(3, 27), last] for last in range(4)]
 MASKS = [[False] * 24 + [True]] * 4

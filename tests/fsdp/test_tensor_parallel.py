@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import VOCABULARY_SIZE, tiny_model
 from rank_processes import rank_processes
 from torch_train_cases import POLICY, SQUARED_ERROR, make_batch, make_engine, weights_of
 
 from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.engines.train import Outputs
 from enginehouse.errors import ConfigError
+from enginehouse.testing.models import VOCABULARY_SIZE, tiny_model
 
 pytestmark = pytest.mark.slow
 

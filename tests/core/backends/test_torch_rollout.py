@@ -8,7 +8,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from models import CHARACTERS, EOS_ID, SPECIAL_TOKENS, VOCABULARY_SIZE, tiny_model
 from torch_rollout_driver import (
     generate,
     generate_once,
@@ -27,6 +26,7 @@ from enginehouse.backends.torch.rollout import TorchRolloutEngine
 from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.engines.rollout import GenerateRequest, RolloutEngine, SamplingParams
 from enginehouse.errors import EnginehouseError, ModelError
+from enginehouse.testing.models import CHARACTERS, EOS_ID, SPECIAL_TOKENS, VOCABULARY_SIZE, tiny_model
 
 SHAPES = [(family, tied) for family in ("qwen3", "llama") for tied in (True, False)]
 every_shape = pytest.mark.parametrize(("family", "tied"), SHAPES)

@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 import torch
-from models import tiny_model
 from torch_rollout_driver import Gate, generate, launched, plain_greedy, posted, random_prompts
 
 from enginehouse.backends.torch.decode_loop import RolloutEngineFailed
@@ -15,6 +14,7 @@ from enginehouse.backends.torch.rollout import TorchRolloutEngine
 from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.engines.rollout import GenerateRequest, SamplingParams
 from enginehouse.errors import EnginehouseError
+from enginehouse.testing.models import tiny_model
 
 PROMPT = [5, 6, 7]
 LONG = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}

@@ -6,7 +6,6 @@ import asyncio
 
 import pytest
 import torch
-from models import EOS_ID, tiny_model
 from torch_rollout_driver import (
     Gate,
     generate,
@@ -20,6 +19,7 @@ from torch_rollout_driver import (
 
 from enginehouse.backends.torch.rollout import TorchRolloutEngine
 from enginehouse.engines.weights import ParamMeta, WeightChunk, WeightSyncError, WeightUpdate, checksum
+from enginehouse.testing.models import EOS_ID, tiny_model
 
 PROMPT = [5, 6, 7]
 every_engine = pytest.mark.parametrize(

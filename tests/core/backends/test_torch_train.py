@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from models import tiny_model
 from torch_train_cases import (
     NOT_FINITE,
     PER_ROW,
@@ -21,6 +20,7 @@ from enginehouse.data import Batch, Ragged
 from enginehouse.engines.train import Mean, Outputs, TrainEngine
 from enginehouse.errors import ConfigError, EnginehouseError, ModelError
 from enginehouse.plugin import PluginLookupError
+from enginehouse.testing.models import tiny_model
 
 FAMILIES = [("qwen3", True), ("qwen3", False), ("llama", True), ("llama", False)]
 

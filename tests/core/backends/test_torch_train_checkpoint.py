@@ -11,11 +11,11 @@ from unittest import mock
 
 import pytest
 import torch
-from models import tiny_model
 from rank_processes import rank_processes
 from torch_train_cases import POLICY, SQUARED_ERROR, make_batch, make_engine, weights_of
 
 from enginehouse.modeling.files import CheckpointError, move_into_place
+from enginehouse.testing.models import tiny_model
 
 OPTIONS = {"lr": 1e-2, "schedule": "linear", "total_steps": 10, "warmup_steps": 2}
 

@@ -4,11 +4,11 @@ import os
 
 import pytest
 import torch
-from models import tiny_model
 from rank_processes import rank_processes
 from torch_train_cases import NOT_FINITE, POLICY, make_batch, make_engine, weights_of
 
 from enginehouse.errors import EnginehouseError
+from enginehouse.testing.models import tiny_model
 
 OPTIONS = {"lr": 1e-3, "eps": 1e-6, "schedule": "cosine", "total_steps": 8, "warmup_steps": 1}
 STEPS = 5

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from models import tiny_model
 from torch_train_cases import POLICY, make_batch, make_engine
 
 from enginehouse.backends.torch.options import TorchTrainOptions
 from enginehouse.errors import ConfigError
 from enginehouse.modeling.schedule import learning_rate
+from enginehouse.testing.models import tiny_model
 
 
 def _rates(steps, **options):

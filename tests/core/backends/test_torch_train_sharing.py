@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from models import tiny_model
 
 from enginehouse.engines.model import ModelSpec
 from enginehouse.modeling.loading import load_model
 from enginehouse.modeling.sharing import can_share_prompts
+from enginehouse.testing.models import tiny_model
 
 
 @pytest.mark.parametrize("head", ["causal_lm", "value"])

@@ -7,11 +7,11 @@ import torch
 from benchmarks.train_engine import agree, paired, wait
 from benchmarks.train_engine_bare import BareLoop, Settings
 from benchmarks.train_engine_rank import PER_GROUP, draw_rows
-from models import VOCABULARY_SIZE, tiny_model
 from torch_train_cases import make_engine
 
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.train import LossSpec
+from enginehouse.testing.models import VOCABULARY_SIZE, tiny_model
 
 
 def test_a_ratio_is_the_median_over_rounds_of_a_rounds_own_ratio():

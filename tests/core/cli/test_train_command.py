@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from models import tiny_model
 from projects import Project
 
 from enginehouse.cli.main import main
 from enginehouse.cli.train import train
 from enginehouse.runs import RunDirectory
+from enginehouse.testing.models import tiny_model
 
 STAND_IN = """
 import subprocess, sys, time, types

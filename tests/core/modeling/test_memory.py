@@ -6,12 +6,12 @@ import errno
 
 import pytest
 import torch
-from models import tiny_model
 from torch_train_cases import POLICY, batch_of, make_engine
 
 from enginehouse.engines.model import ProcessContext
 from enginehouse.engines.train import LossSpec
 from enginehouse.modeling.memory import MemoryGuard, OutOfMemory, is_out_of_memory
+from enginehouse.testing.models import tiny_model
 
 TOO_MUCH = 1 << 60
 """More bytes than any machine has."""

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from expert_models import expert_model
-from models import tiny_model
 from torch_rollout_driver import launched
 from torch_train_cases import make_engine, weights_of
 
@@ -16,6 +15,7 @@ from enginehouse.engines.weights import ParamMeta, WeightChunk, WeightUpdate, ch
 from enginehouse.errors import ModelError
 from enginehouse.modeling.state import stored_names, unique_state
 from enginehouse.modeling.stored import StoredForm
+from enginehouse.testing.models import tiny_model
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])

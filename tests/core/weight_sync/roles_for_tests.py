@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from models import tiny_model
 
 from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec, colocate
 from enginehouse.controller.weight_sync import WeightSync
@@ -17,6 +16,7 @@ from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.train import LossSpec, Outputs
 from enginehouse.rl.minibatches import assign_minibatches
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
+from enginehouse.testing.models import tiny_model
 
 PROBE = [[3, 4, 5, 6, 7], [8, 9, 10]]
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)

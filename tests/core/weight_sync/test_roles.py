@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import tiny_model
 
 from enginehouse.backends.torch.options import TorchTrainOptions
 from enginehouse.backends.torch.train import TorchTrainEngine
@@ -16,6 +15,7 @@ from enginehouse.engines.train import LossSpec, Mean, Outputs
 from enginehouse.errors import EnginehouseError
 from enginehouse.plugin import PluginLookupError
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
+from enginehouse.testing.models import tiny_model
 
 from .roles_for_tests import DEMONSTRATIONS, PROMPTS, dealt, logprobs, open_house
 

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from enginehouse.testing.certificate import Certificate, Result
+
+ARROW = " -> "
+"""Between the names of two layouts, of what went from one to the other."""
 
 
 @click.command()
@@ -30,12 +39,11 @@ def certify(backend: str, directory: str, layouts: tuple[str, ...], checks: tupl
 
     from enginehouse.cli.interrupts import EXIT_CODE, Interrupts
     from enginehouse.plugin import plugins
-    from enginehouse.testing.certificate import Certificate
     from enginehouse.testing.running import Case
     from enginehouse.testing.running import certify as run
 
     record = plugins().get("train", backend)
-    console = Console()
+    console = Console() if sys.stdout.isatty() else Console(width=140)
     said = 0
 
     def begins(case: Case, number: int, of: int) -> None:
@@ -61,13 +69,31 @@ def certify(backend: str, directory: str, layouts: tuple[str, ...], checks: tupl
     sys.exit(0 if certificate.clean else 1)
 
 
-def _show(certificate, console) -> None:
+def _show(certificate: Certificate, console: Console) -> None:
+    """A line a check, a column a layout; what went from one layout to another has a column of its own, its worst."""
     from rich.table import Table
 
-    from enginehouse.testing.certificate import row
-
-    colours = {"passed": "green", "failed": "red", "not run": "yellow", "not declared": "dim"}
-    table = Table("check", "capability", "layout", "measured", "tolerance", "outcome", box=None)
-    for check in certificate.checks:
-        table.add_row(*row(check), style=colours[check.outcome] if check.outcome != "passed" else None)
+    layouts = list(dict.fromkeys(one.layout for one in certificate.checks if one.layout and ARROW not in one.layout))
+    between = any(ARROW in one.layout for one in certificate.checks)
+    table = Table("check", "at most", *layouts, *(["between"] if between else []), box=None)
+    for name in dict.fromkeys(one.name for one in certificate.checks):
+        found = [one for one in certificate.checks if one.name == name]
+        at = {one.layout: one for one in found}
+        cells = [_cell(at.get(layout, at.get(""))) for layout in layouts]
+        if between:
+            moved = [one for one in found if ARROW in one.layout]
+            worst = max(moved, key=lambda one: (one.outcome == "failed", one.measured or 0.0), default=None)
+            cells.append(_cell(worst))
+        tolerance = found[0].tolerance
+        table.add_row(name, f"{tolerance:g}" if tolerance else "exact", *cells)
     console.print(table)
+
+
+def _cell(result: Result | None) -> str:
+    if result is None:
+        return ""
+    if result.outcome == "passed":
+        return f"[green]{result.measured:.1e}[/]" if result.measured else "[green]equal[/]"
+    if result.outcome == "failed":
+        return "[bold red]FAILED[/]"
+    return f"[dim]{result.outcome}[/]"

@@ -14,7 +14,7 @@ VALUE_HEAD = "value_head"
 RESHARD_CHECKPOINT = "reshard_checkpoint"
 """`load` accepts a checkpoint written with another number of ranks."""
 BACKGROUND_SAVE = "background_save"
-"""`save(..., background=True)` writes while training goes on."""
+"""`save_in_background` writes while training goes on."""
 HALF_PRECISION = "half_precision"
 """`ModelSpec.dtype` may be `"bfloat16"`: computes in it, updates in float32, serves in it."""
 
