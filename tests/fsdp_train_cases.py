@@ -6,7 +6,7 @@ import resource
 from pathlib import Path
 from typing import Any
 
-from torch_train_cases import POLICY, policy
+from torch_train_cases import POLICY, SQUARED_ERROR, policy
 
 from enginehouse.data import Batch
 from enginehouse.engines.model import ModelSpec, ProcessContext
@@ -17,7 +17,19 @@ from enginehouse_fsdp.options import FSDPOptions
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "eps": 1e-6, "schedule": "cosine", "total_steps": 8, "warmup_steps": 1}
 """What every engine of a comparison is given, the oracle included."""
 
+STEPS = 5
+
 OUTPUTS = Outputs(entropy=True, temperature=0.7)
+
+
+def outputs_of(head: str) -> Outputs:
+    """What an engine with this head is asked for."""
+    return OUTPUTS if head == "causal_lm" else Outputs(logprobs=False, values=True)
+
+
+def loss_of(head: str) -> LossSpec:
+    """What it is trained on."""
+    return POLICY if head == "causal_lm" else SQUARED_ERROR
 
 
 def make_sharded(
@@ -38,15 +50,15 @@ def make_sharded(
 
 
 def score_and_train(
-    engine: Any, shard: Batch, steps: int = 5, loss: LossSpec = POLICY, outputs: Outputs = OUTPUTS
-) -> tuple[Batch, list[Metrics]]:
-    """Scores before any step, and what each of some optimizer steps on the same rows says."""
-    scores = engine.forward(shard, outputs)
-    stepped = []
+    engine: Any, shard: Batch, head: str = "causal_lm", steps: int = STEPS
+) -> tuple[Batch | None, list[Metrics], list[Metrics]]:
+    """Scores before any step; what the optimizer says of each of some steps on the same rows; what the loss says."""
+    scores = engine.forward(shard, outputs_of(head))
+    stepped, metrics = [], []
     for _ in range(steps):
-        engine.forward_backward(shard, loss)
+        metrics.append(engine.forward_backward(shard, loss_of(head)))
         stepped.append(engine.optim_step())
-    return scores, stepped
+    return scores, stepped, metrics
 
 
 def limit_memory(room_bytes: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from fsdp_train_cases import OPTIONS, OUTPUTS, make_sharded, score_and_train
-from rank_processes import rank_processes
 from torch_train_cases import make_batch, make_engine, weights_of
 
 from enginehouse.testing.models import tiny_model
@@ -16,17 +15,11 @@ LENGTHS = (3, 5, 6, 8, 9, 11, 12, 14, 17, 19)
 """Longest parts of rows, of batches that are computed one after the other."""
 
 
-@pytest.fixture(scope="module")
-def run_ranks():
-    with rank_processes("enginehouse_fsdp.engine", "transformers.models.qwen3.modeling_qwen3") as run:
-        yield run
-
-
 def _train(rank, world_size, path, sizes):
     from torch._dynamo.utils import counters
 
     engine = make_sharded(path, rank, world_size, compile=True, share_prompts="never")
-    scores, stepped = score_and_train(engine, make_batch(4, 4).split(sizes)[rank])
+    scores, stepped, _ = score_and_train(engine, make_batch(4, 4).split(sizes)[rank])
     weights = weights_of(engine)
     began = counters["stats"]["unique_graphs"]
     for longest in LENGTHS:
@@ -39,7 +32,7 @@ def _train(rank, world_size, path, sizes):
 def test_compiled_blocks_compute_the_same_and_bear_any_length(run_ranks):
     path, sizes = tiny_model(layers=1), [9, 7]  # compiling is what takes the time
     oracle = make_engine(path, **OPTIONS)
-    scores, stepped = score_and_train(oracle, make_batch(4, 4))
+    scores, stepped, _ = score_and_train(oracle, make_batch(4, 4))
     results = run_ranks(len(sizes), _train, path, sizes)
     found = torch.cat([part["logprobs"].values for part, *_ in results])
     torch.testing.assert_close(found, scores["logprobs"].values, atol=1e-5, rtol=1e-5)

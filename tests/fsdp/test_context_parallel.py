@@ -4,71 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rank_processes import rank_processes
-from torch_train_cases import POLICY, SQUARED_ERROR, make_batch, make_engine, weights_of
+from fsdp_train_cases import STEPS, make_sharded, score_and_train
+from torch_train_cases import make_batch, weights_of
 
-from enginehouse.engines.model import ModelSpec, ProcessContext
-from enginehouse.engines.train import Outputs
 from enginehouse.errors import ConfigError
 from enginehouse.testing.models import tiny_model
 
 pytestmark = pytest.mark.slow
 
-OPTIONS = {"lr": 1e-3, "eps": 1e-6, "schedule": "cosine", "total_steps": 8, "warmup_steps": 1}
-STEPS = 5
-
-
-@pytest.fixture(scope="module")
-def run_ranks():
-    with rank_processes("enginehouse_fsdp.engine", "transformers.models.qwen3.modeling_qwen3") as run:
-        yield run
-
-
-def make_split(path, rank, world_size, head="causal_lm", **options):
-    from enginehouse_fsdp.engine import FSDPEngine
-    from enginehouse_fsdp.options import FSDPOptions
-
-    engine = FSDPEngine()
-    context = ProcessContext(role="actor", rank=rank, world_size=world_size, local_rank=rank)
-    spec = ModelSpec(path=path, head=head)
-    engine.setup(spec, FSDPOptions(**{**OPTIONS, "tokens_per_microbatch": 40, **options}), context)
-    return engine
-
-
-def outputs_of(head):
-    return Outputs(entropy=True, temperature=0.7) if head == "causal_lm" else Outputs(logprobs=False, values=True)
-
-
-def train(engine, head, shard):
-    """Score, train and look."""
-    loss = POLICY if head == "causal_lm" else SQUARED_ERROR
-    scores = engine.forward(shard, outputs_of(head))
-    stepped, metrics = [], []
-    for _ in range(STEPS):
-        metrics.append(engine.forward_backward(shard, loss))
-        stepped.append(engine.optim_step())
-    return scores, stepped, metrics
-
 
 def _train(rank, world_size, path, head, sizes, options):
-    engine = make_split(path, rank, world_size, head, **options)
-    results = train(engine, head, make_batch(4, 4).split(sizes)[engine.mesh.dp_rank])
+    engine = make_sharded(path, rank, world_size, head, **options)
+    results = score_and_train(engine, make_batch(4, 4).split(sizes)[engine.mesh.dp_rank], head)
     weights, mesh = weights_of(engine), engine.mesh
     engine.shutdown()
     return *results, weights, mesh
-
-
-@pytest.fixture(scope="module")
-def oracle():
-    found = {}
-
-    def oracle(path, head):
-        if (path, head) not in found:
-            engine = make_engine(path, head=head, **OPTIONS)
-            found[path, head] = (*train(engine, head, make_batch(4, 4)), weights_of(engine))
-        return found[path, head]
-
-    return oracle
 
 
 @pytest.mark.parametrize(
@@ -106,8 +56,8 @@ def test_split_sequences_score_and_train_like_the_oracle(run_ranks, oracle, size
 
 
 def _adapt(rank, world_size, path, options):
-    engine = make_split(path, rank, world_size, lora={"rank": 4}, **options)
-    _, stepped, _ = train(engine, "causal_lm", make_batch(4, 4))
+    engine = make_sharded(path, rank, world_size, lora={"rank": 4}, **options)
+    _, stepped, _ = score_and_train(engine, make_batch(4, 4))
     weights = weights_of(engine)
     engine.shutdown()
     return [step["grad_norm"] for step in stepped], weights
@@ -124,7 +74,7 @@ def test_adapters_train_alike_on_whole_and_on_split_sequences(run_ranks):
 
 def _refusal(rank, world_size, path, options):
     try:
-        make_split(path, rank, world_size, **options)
+        make_sharded(path, rank, world_size, **options)
     except ConfigError as error:
         return str(error)
     finally:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from expert_models import expert_model
 from fsdp_train_cases import OPTIONS, make_sharded, score_and_train
-from rank_processes import rank_processes
 from torch_train_cases import make_batch, make_engine, weights_of
 
 from enginehouse.errors import ModelError
@@ -19,18 +18,12 @@ from enginehouse.modeling.stored import StoredForm
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def run_ranks():
-    with rank_processes("enginehouse_fsdp.engine", "transformers.models.qwen3_moe.modeling_qwen3_moe") as run:
-        yield run
-
-
 def _train(rank, world_size, path, sizes, options, directory):
     engine = make_sharded(path, rank, world_size, **options)
     began, owned = weights_of(engine), sum(p.to_local().numel() for p in engine._model.parameters())
     parts = {meta.name: meta for meta in engine.weight_source().metadata()}
     held = {name: (parts[name], tensor.clone()) for name, tensor in engine.weight_source().iter_local()}
-    scores, stepped = score_and_train(engine, make_batch(4, 4).split(sizes)[rank])
+    scores, stepped, _ = score_and_train(engine, make_batch(4, 4).split(sizes)[rank])
     weights = weights_of(engine)
     engine.export_hf(f"{directory}/exported")
     engine.shutdown()
@@ -54,7 +47,7 @@ def test_experts_are_sharded_and_train_like_the_oracle(run_ranks, tmp_path, fami
     path = expert_model(family, experts)
     oracle = make_engine(path, **OPTIONS)
     before = weights_of(oracle)
-    scores, stepped = score_and_train(oracle, make_batch(4, 4))
+    scores, stepped, _ = score_and_train(oracle, make_batch(4, 4))
     after = weights_of(oracle)
     results = run_ranks(len(sizes), _train, path, sizes, options, str(tmp_path))
     found = torch.cat([part["logprobs"].values for *_, part, _, _ in results])

@@ -4,55 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rank_processes import rank_processes
-from torch_train_cases import NOT_FINITE, POLICY, SQUARED_ERROR, make_batch, make_engine, weights_of
+from fsdp_train_cases import make_sharded, score_and_train
+from torch_train_cases import NOT_FINITE, POLICY, make_batch, make_engine, weights_of
 
-from enginehouse.engines.model import ModelSpec, ProcessContext
-from enginehouse.engines.train import Outputs
 from enginehouse.errors import ConfigError, ModelError
 from enginehouse.modeling.files import CheckpointError
 from enginehouse.testing.models import tiny_model
 
 pytestmark = pytest.mark.slow
-
-OPTIONS = {"lr": 1e-3, "eps": 1e-6, "schedule": "cosine", "total_steps": 8, "warmup_steps": 1}
-STEPS = 5
-ROWS = 16
-
-
-@pytest.fixture(scope="module")
-def run_ranks():
-    with rank_processes("enginehouse_fsdp.engine", "transformers.models.qwen3.modeling_qwen3") as run:
-        yield run
-
-
-def make_sharded(path, rank=0, world_size=1, head="causal_lm", dtype="float32", **options):
-    from enginehouse_fsdp.engine import FSDPEngine
-    from enginehouse_fsdp.options import FSDPOptions
-
-    engine = FSDPEngine()
-    context = ProcessContext(role="actor", rank=rank, world_size=world_size, local_rank=rank)
-    spec = ModelSpec(path=path, head=head, dtype=dtype)
-    engine.setup(spec, FSDPOptions(**{**OPTIONS, "tokens_per_microbatch": 40, **options}), context)
-    return engine
-
-
-def outputs_of(head):
-    return Outputs(entropy=True, temperature=0.7) if head == "causal_lm" else Outputs(logprobs=False, values=True)
-
-
-def loss_of(head):
-    return POLICY if head == "causal_lm" else SQUARED_ERROR
-
-
-def train(engine, head, shard, steps=STEPS):
-    """Score, train and look."""
-    scores = engine.forward(shard, outputs_of(head))
-    stepped = []
-    for _ in range(steps):
-        engine.forward_backward(shard, loss_of(head))
-        stepped.append(engine.optim_step())
-    return scores, stepped
 
 
 def _train(rank, world_size, path, head, sizes, options):
@@ -61,23 +20,10 @@ def _train(rank, world_size, path, head, sizes, options):
     engine = make_sharded(path, rank, world_size, head, **options)
     trained = [p for p in engine._model.parameters() if p.requires_grad]
     assert all(isinstance(parameter, DTensor) for parameter in trained), "not sharded"
-    scores, stepped = train(engine, head, make_batch(4, 4).split(sizes)[rank])
+    scores, stepped, _ = score_and_train(engine, make_batch(4, 4).split(sizes)[rank], head)
     weights, parameters, mesh = weights_of(engine), engine.weight_source().metadata(), engine.mesh
     engine.shutdown()
     return scores, stepped, weights, parameters, mesh
-
-
-@pytest.fixture(scope="module")
-def oracle():
-    found = {}
-
-    def oracle(path, head):
-        if (path, head) not in found:
-            engine = make_engine(path, head=head, **OPTIONS)
-            found[path, head] = (*train(engine, head, make_batch(4, 4)), weights_of(engine))
-        return found[path, head]
-
-    return oracle
 
 
 @pytest.mark.parametrize(
@@ -95,7 +41,7 @@ def oracle():
 )
 def test_any_layout_scores_and_trains_like_the_oracle(run_ranks, oracle, sizes, head, tied, options):
     path = tiny_model("qwen3", tied)
-    scores, stepped, weights = oracle(path, head)
+    scores, stepped, _, weights = oracle(path, head)
     results = run_ranks(len(sizes), _train, path, head, sizes, options)
     for name in scores.columns:
         found = torch.cat([part[name].values for part, *_ in results])
@@ -114,7 +60,7 @@ def test_any_layout_scores_and_trains_like_the_oracle(run_ranks, oracle, sizes, 
 
 def _half(rank, world_size, path):
     engine = make_sharded(path, rank, world_size, dtype="bfloat16")
-    scores, _ = train(engine, "causal_lm", make_batch(4, 4).split(world_size)[rank], steps=1)
+    scores, *_ = score_and_train(engine, make_batch(4, 4).split(world_size)[rank], steps=1)
     dtypes = {str(weight.dtype) for weight in weights_of(engine).values()}
     kept = {str(parameter.dtype) for parameter in engine._model.parameters()}
     engine.shutdown()
@@ -149,11 +95,11 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_on_all(run_ranks):
 def _save(rank, world_size, path, directory):
     engine = make_sharded(path, rank, world_size)
     shard = make_batch(4, 4).split(world_size)[rank]
-    train(engine, "causal_lm", shard, steps=2)
+    score_and_train(engine, shard, steps=2)
     engine.save(f"{directory}/saved")
     engine.export_hf(f"{directory}/exported")
     at_save = weights_of(engine)
-    train(engine, "causal_lm", shard, steps=2)
+    score_and_train(engine, shard, steps=2)
     weights = weights_of(engine)
     engine.shutdown()
     return at_save, weights
@@ -162,7 +108,7 @@ def _save(rank, world_size, path, directory):
 def _load(rank, world_size, path, directory):
     engine = make_sharded(path, rank, world_size)
     engine.load(f"{directory}/saved")
-    train(engine, "causal_lm", make_batch(4, 4).split(world_size)[rank], steps=2)
+    score_and_train(engine, make_batch(4, 4).split(world_size)[rank], steps=2)
     weights = weights_of(engine)
     engine.shutdown()
     return weights

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fsdp_train_cases import OPTIONS, make_sharded, score_and_train
-from rank_processes import rank_processes
-from torch_train_cases import make_batch, make_engine, weights_of
+from fsdp_train_cases import make_sharded, score_and_train
+from torch_train_cases import make_batch, weights_of
 
 from enginehouse.engines.train import Outputs
 from enginehouse.modeling.memory import OutOfMemory
@@ -18,24 +17,11 @@ ROUNDING = {"float32": (1e-4, 1e-3), "bfloat16": (0.2, 0.2)}
 """By dtype: how far a logprob may be off, and a gradient's norm relative to it. Sums are taken in another order."""
 
 
-@pytest.fixture(scope="module")
-def run_ranks():
-    with rank_processes("enginehouse_fsdp.engine", "transformers.models.qwen3.modeling_qwen3") as run:
-        yield run
-
-
-@pytest.fixture(scope="module")
-def oracle():
-    """Scores, steps and weights of the `torch` engine on the CPU, in float32."""
-    engine = make_engine(tiny_model(), **OPTIONS)
-    return (*score_and_train(engine, make_batch(4, 4)), weights_of(engine))
-
-
 def _train(rank, world_size, path, dtype, options):
     import torch.distributed as dist
 
     engine = make_sharded(path, rank, world_size, dtype=dtype, device="cuda", **options)
-    scores, stepped = score_and_train(engine, make_batch(4, 4).split(world_size)[rank])
+    scores, stepped, _ = score_and_train(engine, make_batch(4, 4).split(world_size)[rank])
     parameters = [parameter.to_local() for parameter in engine._model.parameters()]
     facts = {
         "groups": dist.get_backend_config(),
@@ -63,7 +49,7 @@ def _train(rank, world_size, path, dtype, options):
 def test_gpus_train_like_a_cpu(run_ranks, oracle, world_size, dtype, options, homes):
     if torch.cuda.device_count() < world_size:
         pytest.skip("needs two GPUs")
-    scores, stepped, weights = oracle
+    scores, stepped, _, weights = oracle(tiny_model(), "causal_lm")
     results = run_ranks(world_size, _train, tiny_model(), dtype, options)
     found = torch.cat([part["logprobs"].values for part, *_ in results])
     off, norms_off = ROUNDING[dtype]

@@ -10,7 +10,6 @@ import contextlib
 import pytest
 import torch
 from fsdp_train_cases import OPTIONS, make_sharded
-from rank_processes import rank_processes
 from torch_train_cases import POLICY, SQUARED_ERROR, make_batch, make_engine, weights_of
 
 from enginehouse.engines.train import Outputs
@@ -20,12 +19,6 @@ from enginehouse.testing.models import tiny_model
 pytestmark = pytest.mark.slow
 
 TAGS = ("params", "grads", "optimizer")
-
-
-@pytest.fixture(scope="module")
-def run_ranks():
-    with rank_processes("enginehouse_fsdp.engine", "transformers.models.qwen3.modeling_qwen3") as run:
-        yield run
 
 
 @contextlib.contextmanager

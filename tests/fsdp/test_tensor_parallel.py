@@ -7,56 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_processes import rank_processes
-from torch_train_cases import POLICY, SQUARED_ERROR, make_batch, make_engine, weights_of
+from fsdp_train_cases import STEPS, make_sharded, score_and_train
+from torch_train_cases import make_batch, make_engine, weights_of
 
-from enginehouse.engines.model import ModelSpec, ProcessContext
-from enginehouse.engines.train import Outputs
 from enginehouse.errors import ConfigError
 from enginehouse.testing.models import VOCABULARY_SIZE, tiny_model
 
 pytestmark = pytest.mark.slow
-
-OPTIONS = {"lr": 1e-3, "eps": 1e-6, "schedule": "cosine", "total_steps": 8, "warmup_steps": 1}
-STEPS = 5
-
-
-@pytest.fixture(scope="module")
-def run_ranks():
-    with rank_processes(
-        "enginehouse_fsdp.engine",
-        "transformers.models.qwen3.modeling_qwen3",
-        "transformers.models.llama.modeling_llama",
-    ) as run:
-        yield run
-
-
-def make_split(path, rank, world_size, head="causal_lm", dtype="float32", **options):
-    from enginehouse_fsdp.engine import FSDPEngine
-    from enginehouse_fsdp.options import FSDPOptions
-
-    engine = FSDPEngine()
-    context = ProcessContext(role="actor", rank=rank, world_size=world_size, local_rank=rank)
-    spec = ModelSpec(path=path, head=head, dtype=dtype)
-    engine.setup(spec, FSDPOptions(**{**OPTIONS, "tokens_per_microbatch": 40, **options}), context)
-    return engine
-
-
-def outputs_of(head):
-    return Outputs(entropy=True, temperature=0.7) if head == "causal_lm" else Outputs(logprobs=False, values=True)
-
-
-def loss_of(head):
-    return POLICY if head == "causal_lm" else SQUARED_ERROR
-
-
-def train(engine, head, shard, steps=STEPS):
-    scores = engine.forward(shard, outputs_of(head))
-    stepped, metrics = [], []
-    for _ in range(steps):
-        metrics.append(engine.forward_backward(shard, loss_of(head)))
-        stepped.append(engine.optim_step())
-    return scores, stepped, metrics
 
 
 def own_shard(engine, sizes):
@@ -64,8 +21,8 @@ def own_shard(engine, sizes):
 
 
 def _train(rank, world_size, path, head, sizes, options):
-    engine = make_split(path, rank, world_size, head, **options)
-    scores, stepped, metrics = train(engine, head, own_shard(engine, sizes))
+    engine = make_sharded(path, rank, world_size, head, **options)
+    scores, stepped, metrics = score_and_train(engine, own_shard(engine, sizes), head)
     found = {
         "scores": scores,
         "stepped": stepped,
@@ -77,19 +34,6 @@ def _train(rank, world_size, path, head, sizes, options):
     }
     engine.shutdown()
     return found
-
-
-@pytest.fixture(scope="module")
-def oracle():
-    found = {}
-
-    def oracle(path, head):
-        if (path, head) not in found:
-            engine = make_engine(path, head=head, **OPTIONS)
-            found[path, head] = (*train(engine, head, make_batch(4, 4)), weights_of(engine))
-        return found[path, head]
-
-    return oracle
 
 
 @pytest.mark.parametrize(
@@ -151,23 +95,23 @@ def _check_parts(results):
 
 
 def _save(rank, world_size, path, sizes, directory, options):
-    engine = make_split(path, rank, world_size, **options)
+    engine = make_sharded(path, rank, world_size, **options)
     shard = own_shard(engine, sizes)
-    train(engine, "causal_lm", shard, steps=2)
+    score_and_train(engine, shard, steps=2)
     engine.save(f"{directory}/saved")
     engine.export_hf(f"{directory}/exported")
     at_save = weights_of(engine)
-    train(engine, "causal_lm", shard, steps=2)
+    score_and_train(engine, shard, steps=2)
     weights = weights_of(engine)
     engine.shutdown()
     return at_save, weights
 
 
 def _load(rank, world_size, path, sizes, directory, options):
-    engine = make_split(path, rank, world_size, **options)
+    engine = make_sharded(path, rank, world_size, **options)
     engine.load(f"{directory}/saved")
     at_load = weights_of(engine)
-    train(engine, "causal_lm", own_shard(engine, sizes), steps=2)
+    score_and_train(engine, own_shard(engine, sizes), steps=2)
     weights = weights_of(engine)
     engine.shutdown()
     return at_load, weights
@@ -208,8 +152,8 @@ def test_a_checkpoint_goes_on_alike_in_any_layout(run_ranks, tmp_path, written, 
 
 
 def _half(rank, world_size, path):
-    engine = make_split(path, rank, world_size, dtype="bfloat16", tensor_parallel=2)
-    scores, stepped, _ = train(engine, "causal_lm", make_batch(4, 4), steps=1)
+    engine = make_sharded(path, rank, world_size, dtype="bfloat16", tensor_parallel=2)
+    scores, stepped, _ = score_and_train(engine, make_batch(4, 4), steps=1)
     weights = weights_of(engine)
     engine.shutdown()
     return scores, stepped[0]["grad_norm"], {str(weight.dtype) for weight in weights.values()}
@@ -228,7 +172,7 @@ def test_half_precision_computes_in_it_and_gives_it(run_ranks, oracle):
 
 def _refusal(rank, world_size, path, options):
     try:
-        make_split(path, rank, world_size, **options)
+        make_sharded(path, rank, world_size, **options)
     except ConfigError as error:
         return str(error)
     finally:
