@@ -38,14 +38,14 @@ Found = Mapping[str, Any]
 
 def measure(
     ranks: int = 0,
-    hidden: int = 512,
-    layers: int = 6,
+    hidden: int = 256,
+    layers: int = 4,
     rows: int = 16,
-    length: int = 128,
-    budget: int = 1024,
-    rounds: int = 11,
+    length: int = 96,
+    budget: int = 768,
+    rounds: int = 15,
     steps: int = 1,
-    memory_runs: int = 3,
+    memory_runs: int = 1,
     toy: bool = True,
     device: str = "",
 ) -> dict[str, Any]:

@@ -89,6 +89,8 @@ def token_outputs(model: PreTrainedModel, model_input: ModelInput, outputs: Outp
         logits = model(**inputs).logits.squeeze(0).float()
     if outputs.temperature != 1.0:
         logits = logits / outputs.temperature
+    if outputs.logprobs and not outputs.entropy:  # one pass over the logits there and one back
+        return {"logprobs": -torch.nn.functional.cross_entropy(logits, model_input.targets, reduction="none")}
     normaliser = torch.logsumexp(logits, dim=-1)
     found = {}
     if outputs.logprobs:
