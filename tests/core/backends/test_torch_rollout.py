@@ -119,10 +119,13 @@ def test_a_request_that_arrives_while_others_run_joins_them():
             first = await posted(generate(engine, long, temperature=0, max_tokens=12, ignore_eos=True))
             await gate.reached()
             second = await posted(generate(engine, late, temperature=0, max_tokens=3, ignore_eos=True))
+            finished = []
+            first.add_done_callback(lambda _: finished.append("first"))
+            second.add_done_callback(lambda _: finished.append("second"))
             gate.open()
             assert (await second)[0].completions[0].token_ids == plain_greedy(path, late, 3)
-            assert not first.done()
             assert (await first)[0].completions[0].token_ids == plain_greedy(path, long, 12)
+            assert finished == ["second", "first"]
 
     # The long request has 12 - 3 tokens to go when the late one, of 3 tokens, joins.
     asyncio.run(run())
