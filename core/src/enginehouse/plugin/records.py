@@ -63,6 +63,21 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RequirementSet:
+    """What a runtime, a Python environment of a backend's own, is made of. One of the first two is given.
+
+    Attributes:
+        requirements: requirement strings, resolved by pip.
+        lock: `"package:file"`, a file in a package that pins everything; installed as it is, without resolving.
+        module: the engine's top-level module, imported once when the runtime is made; empty: none.
+    """
+
+    requirements: tuple[str, ...] = ()
+    lock: str = ""
+    module: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Backend(Record):
     """What training and rollout backends have in common.
 
@@ -71,7 +86,7 @@ class Backend(Record):
         options: `"module:Class"` of a pydantic model of this backend's options.
         capabilities: names from `enginehouse.plugin.capabilities`.
         requires: requirement strings that must be installed for the engine to run; checked without importing.
-        runtimes: requirement sets for Python environments of its own, by variant (`"cpu"`, `"cuda"`).
+        runtimes: what Python environments of its own are made of, by variant (`"cpu"`, `"cuda"`).
         devices: device types the engine runs on.
         unavailable: non-empty where the engine cannot be used yet: the sentence a user who asks for it is told.
         layouts: what `enginehouse certify` checks it at; all of them are promised to give the same results.
@@ -82,7 +97,7 @@ class Backend(Record):
     options: str
     capabilities: frozenset[str] | set[str] = frozenset()
     requires: tuple[str, ...] = ()
-    runtimes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    runtimes: Mapping[str, RequirementSet] = field(default_factory=dict)
     devices: tuple[str, ...] = ("cpu", "cuda")
     unavailable: str = ""
     layouts: tuple[Layout, ...] = (Layout("single"),)
