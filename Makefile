@@ -29,7 +29,11 @@ demo: $(VENV)/.installed  ## train a tiny model to sort digits, by GRPO, in abou
 
 test: $(VENV)/.developer  ## run every test: the quick ones first
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	@$(MAKE) runtimes
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+runtimes: $(VENV)/.developer  ## make the Python environments of engines that need one of their own
+	$(BIN)/enginehouse runtime create vllm --variant cpu
 
 lint: $(VENV)/.developer  ## style, types and the one-way arrows between packages
 	$(BIN)/ruff check .
@@ -43,4 +47,4 @@ bench: $(VENV)/.developer  ## measure: make bench NAME=grpo
 clean:  ## remove what builds and runs left; .venv stays
 	rm -rf runs build dist benchmarks/out examples/*/work .pytest_cache .mypy_cache .ruff_cache
 
-.PHONY: help install demo test lint bench clean
+.PHONY: help install demo test runtimes lint bench clean

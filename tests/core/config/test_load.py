@@ -79,7 +79,7 @@ def test_an_override_reaches_into_a_section_that_the_file_leaves_empty(tmp_path:
         ("run: {overwrite: maybe}", "run.overwrite (line 5): expected true or false, got the string 'maybe'"),
         ("rollout: {sampling: {stop: x}}", "rollout.sampling.stop (line 5): expected a list, got the string 'x'"),
         ("rollout: {sampling: {stop: [1]}}", "rollout.sampling.stop[0] (line 5): expected a string, got the number 1"),
-        ("rollout: {placement: near}", "expected one of 'colocated' or 'separate', got the string 'near'"),
+        ("rollout: {placement: near}", "expected one of 'auto', 'colocated' or 'separate', got the string 'near'"),
         (
             "rollout: {sampling: {top_p: 1.5}}",
             "rollout.sampling.top_p (line 5): expected at most 1, got the number 1.5",
@@ -99,9 +99,9 @@ def test_missing_keys_are_named_with_what_they_are_for(tmp_path: Path):
 
 def test_all_problems_of_file_and_overrides_are_in_one_message(tmp_path: Path):
     path = write(tmp_path, GOOD + "rollot: 1\ntrain: {steps: many, seed: x}\n")
-    said = refusal(path, "weights.bucket_mib=big", "nonsense", "train.epochs=2")
+    said = refusal(path, "weights.effect_tolerance=big", "nonsense", "train.epochs=2")
     assert said.startswith("6 problems in the config ")
-    for part in ("rollot", "train.steps (line 6)", "train.seed", "in the override 'weights.bucket_mib=big'"):
+    for part in ("rollot", "train.steps (line 6)", "train.seed", "in the override 'weights.effect_tolerance=big'"):
         assert part in said
     assert "'nonsense' is not of the form dotted.key=value" in said
     assert "unknown key 'train.epochs' (in the override 'train.epochs=2'): did you mean 'algorithm.epochs'?" in said

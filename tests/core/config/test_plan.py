@@ -15,6 +15,7 @@ from enginehouse.config.plan import Plan, SFTPlan, plan, plan_sft
 from enginehouse.config.schema import SFTConfig
 from enginehouse.errors import ConfigError, DataError, ModelError, UserError
 from enginehouse.plugin import PluginLookupError, PluginManager, load_plugins
+from enginehouse.plugin.runtimes import RuntimeProblem
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +82,57 @@ def test_separate_processes_get_another_transport(make: Callable[..., Plan]):
     assert planned.transport == "shared_memory"
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.loss.arguments.importance_cap=2.0", "algorithm.old_logprobs=actor"],
+        ["algorithm.loss.arguments.importance_cap=null"],
+    ],
+)
+def test_an_importance_cap_goes_with_logprobs_of_the_actor(make: Callable[..., Plan], overrides: list[str]):
+    assert make(*overrides).config.algorithm.loss.arguments
+
+
+def test_roles_share_processes_where_they_can(make: Callable[..., Plan]):
+    assert make().colocated
+    assert make("actor.processes=2", "rollout.replicas=2").colocated
+    assert not make("actor.processes=2").colocated
+    assert not make("rollout.placement=separate").colocated
+
+
+def test_a_plan_says_which_interpreter_each_role_gets_and_why(make: Callable[..., Plan], monkeypatch):
+    planned = make()
+    assert {role: one.python for role, one in planned.interpreters.items()} == {"actor": None, "rollout": None}
+    said = "actor in this environment (all that the engine needs is installed here); rollout in this environment"
+    assert said in dict(planned.facts)["runtimes"]
+
+
+def test_an_interpreter_by_path_has_its_worker_in_a_process_of_its_own(make: Callable[..., Plan]):
+    planned = make(f"rollout.engine.runtime={sys.executable}")
+    assert planned.interpreters["rollout"].python == sys.executable
+    assert planned.interpreters["actor"].python is None
+    assert not planned.colocated
+    assert f"rollout in {sys.executable} (engine.runtime names it)" in dict(planned.facts)["runtimes"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["rollout.placement=colocated"], "the actor's runtime is 'current' and the rollout's"),
+        (["cluster.launcher=inline"], "rollout.engine.runtime: an inline run has one process and one interpreter"),
+    ],
+)
+def test_one_process_with_two_interpreters_is_refused(make: Callable[..., Plan], overrides: list[str], said: str):
+    assert said in refusal(make, f"rollout.engine.runtime={sys.executable}", *overrides)
+
+
+def test_a_runtime_that_is_not_there_is_said_with_the_key_that_names_it(make: Callable[..., Plan]):
+    said = refusal(make, "actor.engine.runtime=nowhere", kind=RuntimeProblem)
+    assert said.startswith("actor.engine.runtime: no runtime 'nowhere' in")
+    said = refusal(make, "rollout.engine.runtime=/no/such/python", kind=RuntimeProblem)
+    assert said == "rollout.engine.runtime: there is no Python interpreter at /no/such/python"
+
+
 def test_a_loss_with_a_kl_term_uses_the_reference_with_the_actors_options(make: Callable[..., Plan]):
     planned = make("algorithm.kl.coefficient=0.1", "actor.engine.options.lr=0.5")
     assert planned.uses_reference
@@ -102,11 +154,12 @@ def test_a_loss_with_a_kl_term_uses_the_reference_with_the_actors_options(make: 
         (["rollout.samples_per_prompt=1", "algorithm.advantage.name=rloo"], "'rloo' compares the samples"),
         (["rollout.sampling.temperature=0"], "is zero everywhere and nothing is learned"),
         (["train.prompts_per_step=41"], "train.prompts_per_step is 41, and train.jsonl holds only 40 prompts"),
-        (["actor.processes=2"], "rollout.replicas (1) has to equal actor.processes (2)"),
+        (["actor.processes=2", "rollout.placement=colocated"], "rollout.replicas (1) has to equal actor.processes (2)"),
         (["cluster.launcher=inline", "actor.processes=2", "rollout.replicas=2"], "have to be 1, not 2"),
         (["rollout.sampling.max_tokens=128"], "the model's positions (max_position_embeddings), 128"),
         (["rollout.engine.options.max_model_tokens=8"], "rollout.engine.options.max_model_tokens, 8"),
         (["train.validate_every=5"], "there is no file to validate on (data.validation)"),
+        (["algorithm.loss.arguments.importance_cap=2.0"], "set algorithm.old_logprobs=actor"),
     ],
 )
 def test_arithmetic_that_cannot_work_is_said_in_words(make: Callable[..., Plan], overrides: list[str], said: str):

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from enginehouse import __version__
+from enginehouse.cli.console import plain, terminal
 from enginehouse.plugin import CONTRACT, KINDS, Backend, Plugin, PluginManager, Provided
 from enginehouse.plugin import plugins as loaded_plugins
 from enginehouse.plugin.lookup import ambiguous, label, not_found
@@ -60,13 +59,16 @@ def show(name: str) -> None:
 
 
 def record_state(manager: PluginManager, provided: Provided) -> tuple[str, str]:
-    """The state of one record and, where it is not `"ok"`, one line on why."""
+    """The state of one record and, where it is not `"ok"` or not so in this environment, one line on that."""
     record = provided.record
     if isinstance(record, Backend):
         if record.unavailable:
             return "unavailable", record.unavailable
         if missing := manager.missing(record):
-            return "requirements missing", "; ".join(map(str, missing))
+            if runtime := manager.runtime(record):
+                return "ok", f"in runtime {runtime}"
+            cure = f"; try `enginehouse runtime create {record.name}`" if record.runtimes else ""
+            return "requirements missing", "; ".join(map(str, missing)) + cure
     return "ok", ""
 
 
@@ -92,7 +94,7 @@ def _problems(manager: PluginManager, kind: str | None) -> Iterator[tuple[str, s
 def _show_table(manager: PluginManager, kind: str | None) -> None:
     from rich.table import Table
 
-    console = _console()
+    console = terminal()
     backends = [(one, one.record) for one in manager.providers(kind) if isinstance(one.record, Backend)]
     # beside seven columns a narrow terminal leaves no room for capabilities: they go below
     wide = console.width >= 110
@@ -112,12 +114,12 @@ def _show_table(manager: PluginManager, kind: str | None) -> None:
             below.add_row(f"[bold]{record.name}[/] {record.kind}", capabilities)
     for plugin in manager.plugins:
         if plugin.status != "ok":
-            name = _plain(f"({plugin.name})")
+            name = plain(f"({plugin.name})")
             table.add_row(name, "", plugin.distribution, plugin.version, plugin.protocol, _coloured(plugin.status))
     if table.row_count:
         console.print(table)
     for word, names in _others(manager, kind).items():
-        below.add_row(f"[bold]{word}[/]", _plain(", ".join(names)))
+        below.add_row(f"[bold]{word}[/]", plain(", ".join(names)))
     if below.row_count:
         console.print()
         console.print(below)
@@ -125,7 +127,7 @@ def _show_table(manager: PluginManager, kind: str | None) -> None:
     if problems:
         console.print("\n[bold]problems[/]  (in full: enginehouse plugins show NAME)")
         for what, problem in problems:
-            console.print(f"  {_plain(what)}: {_plain(problem)}")
+            console.print(f"  {plain(what)}: {plain(problem)}")
 
 
 def _others(manager: PluginManager, kind: str | None) -> dict[str, list[str]]:
@@ -139,7 +141,7 @@ def _others(manager: PluginManager, kind: str | None) -> dict[str, list[str]]:
 
 
 def _show_plugin(manager: PluginManager, plugin: Plugin) -> None:
-    console = _console()
+    console = terminal()
     _heading(console, plugin.name, f"plugin of {plugin}")
     _fields(
         console,
@@ -147,24 +149,24 @@ def _show_plugin(manager: PluginManager, plugin: Plugin) -> None:
             "module": plugin.module,
             "protocol": plugin.protocol,
             "state": _coloured(manager.state(plugin)),
-            "problem": _plain(plugin.problem),
+            "problem": plain(plugin.problem),
         },
     )
     if plugin.traceback:
-        console.print(_plain(plugin.traceback.rstrip()), highlight=False)
+        console.print(plain(plugin.traceback.rstrip()), highlight=False)
     for record in plugin.records:
         _show_record(manager, Provided(record, plugin))
 
 
 def _show_record(manager: PluginManager, provided: Provided) -> None:
-    console = _console()
+    console = terminal()
     record, plugin = provided
     state, why = record_state(manager, provided)
     _heading(console, record.name, f"{label(record.kind)} of {plugin}")
-    fields = {"summary": _plain(record.summary), "state": _coloured(state) + (f": {_plain(why)}" if why else "")}
+    fields = {"summary": plain(record.summary), "state": _coloured(state) + (f": {plain(why)}" if why else "")}
     for field in dataclasses.fields(record):
         if field.name not in ("name", "summary", "unavailable"):
-            fields[field.name] = _plain(_text(getattr(record, field.name)))
+            fields[field.name] = plain(_text(getattr(record, field.name)))
     _fields(console, fields)
     if isinstance(record, Backend):
         _show_options(console, record)
@@ -179,13 +181,13 @@ def _show_options(console: Console, backend: Backend) -> None:
     try:
         options = described_options(resolve(backend.options))
     except ResolveError as error:
-        console.print(f"  options cannot be shown: {_plain(str(error))}")
+        console.print(f"  options cannot be shown: {plain(str(error))}")
         return
     table = Table(box=None, header_style="bold", pad_edge=True)
     for column in ("option", "type", "default", "description"):
         table.add_column(column, overflow="fold", no_wrap=column == "option")
     for option in options:
-        table.add_row(option.name, _plain(option.type), _plain(option.default), _plain(option.description))
+        table.add_row(option.name, plain(option.type), plain(option.default), plain(option.description))
     console.print(table)
 
 
@@ -234,16 +236,8 @@ def _record_as_json(manager: PluginManager, provided: Provided) -> dict[str, Any
     return {"kind": provided.record.kind, "state": state, "problem": problem, **plain}
 
 
-def _console() -> Console:
-    from rich.console import Console
-
-    # piped output has no width of its own; rich would cut it to 80 columns
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 140
-    return Console(highlight=False, width=width)
-
-
 def _heading(console: Console, name: str, what: str) -> None:
-    console.print(f"\n[bold]{_plain(name)}[/]  {_plain(what)}")
+    console.print(f"\n[bold]{plain(name)}[/]  {plain(what)}")
 
 
 def _fields(console: Console, fields: dict[str, str]) -> None:
@@ -264,13 +258,6 @@ def _text(value: Any) -> str:
     if isinstance(value, dict):
         return "\n".join(f"{name}: {_text(part)}" for name, part in value.items())
     return str(value)
-
-
-def _plain(text: str) -> str:
-    """Text that rich does not read as markup."""
-    from rich.markup import escape
-
-    return escape(text)
 
 
 def _coloured(state: str) -> str:

@@ -65,11 +65,10 @@ def check_rows(findings: Findings, config: SFTConfig) -> None:
         )
 
 
-def check_placement(findings: Findings, config: Config, device: str) -> None:
-    """Check that the roles fit beside each other."""
+def check_placement(findings: Findings, config: Config, device: str, colocated: bool) -> None:
+    """Check that the roles fit beside each other; `colocated` is whether the rollout lives in the actor's processes."""
     actor, rollout = config.actor.processes, config.rollout.replicas
-    colocated = config.rollout.placement == "colocated"
-    if colocated and actor != rollout:
+    if colocated and actor != rollout and config.cluster.launcher != "inline":
         findings.refuse(
             "rollout.placement is colocated: each replica lives in a process of the actor, so rollout.replicas "
             f"({rollout}) has to equal actor.processes ({actor}); or set rollout.placement=separate"

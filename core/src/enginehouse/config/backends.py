@@ -11,6 +11,7 @@ from enginehouse.engines.options import EngineOptions
 from enginehouse.errors import ConfigError, UserError
 from enginehouse.plugin import Backend, Placement, RolloutBackend, TrainBackend, Transport, resolve
 from enginehouse.plugin.capabilities import (
+    COLOCATES,
     CROSS_HOST,
     PROMPT_LOGPROBS,
     SAME_HOST,
@@ -19,6 +20,7 @@ from enginehouse.plugin.capabilities import (
     STOP_STRINGS,
     WEIGHT_CHECKSUMS,
 )
+from enginehouse.plugin.runtimes import CURRENT, Interpreter, choose_runtime
 
 if TYPE_CHECKING:
     from enginehouse.config.findings import Findings
@@ -31,7 +33,7 @@ B = TypeVar("B", bound=Backend)
 def find_backend(
     findings: Findings, plugins: PluginManager, kind: type[B], engine: Engine, key: str, device: str
 ) -> B | None:
-    """The record of the backend that plays a role, usable and made for `device`; None after a problem.
+    """The record of the backend that plays a role, made for `device`; None after a problem.
 
     Args:
         kind: `TrainBackend` or `RolloutBackend`.
@@ -39,7 +41,7 @@ def find_backend(
         device: torch device type of the run.
     """
     try:
-        record = plugins.get(kind, engine.backend)
+        record = plugins.get(kind, engine.backend, elsewhere=True)
     except UserError as error:
         error.args = (f"{key}.engine.backend: {error}", *error.args[1:])
         findings.problems.append(error)
@@ -50,6 +52,74 @@ def find_backend(
             f"{device} (cluster.device)"
         )
     return record
+
+
+def choose_interpreter(
+    findings: Findings,
+    plugins: PluginManager,
+    record: Backend | None,
+    engine: Engine,
+    key: str,
+    launcher: str,
+    device: str,
+) -> Interpreter:
+    """The interpreter of a role's workers; this process's own after a problem.
+
+    Args:
+        record: the role's backend.
+        key: config key of the role: `"actor"`.
+        launcher: `cluster.launcher`.
+        device: torch device type of the run.
+    """
+    here = Interpreter(CURRENT)
+    if record is None:
+        return here
+    try:
+        if engine.runtime == "auto" and not record.runtimes:
+            plugins.get(record.kind, engine.backend)  # says which of the plugin's extras brings what is missing
+        chosen = choose_runtime(record, engine.runtime, device)
+    except UserError as error:
+        at = "backend" if engine.runtime == "auto" else "runtime"
+        error.args = (f"{key}.engine.{at}: {error}", *error.args[1:])
+        findings.problems.append(error)
+        return here
+    if chosen.python is not None and launcher == "inline":
+        findings.refuse(
+            f"{key}.engine.runtime: an inline run has one process and one interpreter, and {record.name!r} would run "
+            f"in {chosen.name} ({chosen.reason}); set cluster.launcher=ray"
+        )
+    return chosen
+
+
+def choose_colocation(
+    findings: Findings, config: Config, rollout: RolloutBackend | None, actor: Interpreter, replica: Interpreter
+) -> bool:
+    """Whether the rollout lives in the actor's processes (`rollout.placement`).
+
+    Args:
+        rollout: the rollout's backend; None after a problem.
+        actor: the actor's interpreter.
+        replica: the rollout's.
+    """
+    wanted = config.rollout.placement
+    if wanted == "separate":
+        return False
+    same_python = actor.python == replica.python
+    able = rollout is None or COLOCATES in rollout.capabilities
+    if wanted == "auto":
+        one_each = config.actor.processes == config.rollout.replicas
+        return config.cluster.launcher == "inline" or (same_python and able and one_each)
+    if not same_python:
+        findings.refuse(
+            "rollout.placement is colocated: actor and rollout share processes, and a process has one interpreter, but "
+            f"the actor's runtime is {actor.name!r} and the rollout's {replica.name!r}; set rollout.placement=separate"
+        )
+    elif rollout is not None and not able:
+        findings.refuse(
+            f"rollout.placement is colocated, and backend {rollout.name!r} wants a process of its own (it lacks the "
+            f"capability {COLOCATES!r}); set rollout.placement=separate"
+        )
+    return True
 
 
 def typed_options(
@@ -120,9 +190,10 @@ def choose_transport(
     train: TrainBackend | None,
     rollout: RolloutBackend | None,
     device: str,
+    colocated: bool,
 ) -> tuple[str, str]:
     """The weight transport's name, and why it is that; empty after a problem."""
-    one_process = config.rollout.placement == "colocated" or config.cluster.launcher == "inline"
+    one_process = colocated or config.cluster.launcher == "inline"
     where = "in the same process" if one_process else "in different processes of one host"
     if not one_process and config.cluster.address:
         findings.note(

@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import re
 from pathlib import Path
 from typing import Literal
 
 from enginehouse.engines.model import Device
-
-
-def visible_gpus() -> int:
-    """Number of CUDA devices this process may use: `CUDA_VISIBLE_DEVICES`, else the driver's device files."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = sum(bool(re.fullmatch(r"nvidia\d+", entry.name)) for entry in Path("/dev").iterdir())
-    if visible is None or not devices:
-        return devices
-    return len([one for one in visible.split(",") if one.strip() and one.strip() != "-1"])
+from enginehouse.plugin.runtimes.variant import visible_gpus
 
 
 def torch_has_cuda() -> bool:

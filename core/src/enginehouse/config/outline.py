@@ -6,15 +6,23 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.config.arithmetic import samples_per_step
+from enginehouse.plugin.runtimes import CURRENT
 
 if TYPE_CHECKING:
     from enginehouse.config.schema import Config, Model, SFTConfig
+    from enginehouse.plugin.runtimes import Interpreter
 
 Facts = list[tuple[str, str]]
 
 
 def outline_rl(
-    config: Config, model: Mapping[str, Any], prompts: int, transport: str, effect_check_every: int
+    config: Config,
+    model: Mapping[str, Any],
+    prompts: int,
+    transport: str,
+    effect_check_every: int,
+    colocated: bool,
+    interpreters: Mapping[str, Interpreter],
 ) -> Facts:
     """A reinforcement-learning run.
 
@@ -23,6 +31,8 @@ def outline_rl(
         prompts: rows of the training file.
         transport: the transport, and why it.
         effect_check_every: updates between checks of their effect; 0 for none.
+        colocated: whether the rollout lives in the actor's processes.
+        interpreters: what each role's workers run under.
     """
     checked = (
         f"their effect checked every {effect_check_every} updates" if effect_check_every else "their effect unchecked"
@@ -30,8 +40,9 @@ def outline_rl(
     return [
         ("model", _model(config.model, model)),
         ("actor", f"{_count(config.actor.processes, 'process')} of {config.actor.engine.backend}"),
-        ("rollout", _rollout(config)),
+        ("rollout", _rollout(config, colocated)),
         ("reference", _reference(config)),
+        ("runtimes", _runtimes(interpreters)),
         ("weights", f"by {transport}; {checked}"),
         ("reward", _reward(config)),
         ("algorithm", f"{config.algorithm.advantage.name} advantages, {config.algorithm.loss.name} loss"),
@@ -41,12 +52,15 @@ def outline_rl(
     ]
 
 
-def outline_sft(config: SFTConfig, model: Mapping[str, Any], rows: int) -> Facts:
-    """A supervised run; `model` is the model's `config.json`, `rows` those of the file."""
+def outline_sft(
+    config: SFTConfig, model: Mapping[str, Any], rows: int, interpreters: Mapping[str, Interpreter]
+) -> Facts:
+    """A supervised run; `model` is the model's `config.json`, `rows` those of the file, `interpreters` by role."""
     each, longest = config.train.rows_per_step, config.data.max_tokens
     return [
         ("model", _model(config.model, model)),
         ("actor", f"{_count(config.actor.processes, 'process')} of {config.actor.engine.backend}"),
+        ("runtimes", _runtimes(interpreters)),
         ("data", _data(rows, "demonstrations", config.data.train, config.train.steps * each)),
         ("a step", f"{each} rows, at most {each * longest:,} tokens"),
         ("the run", f"{config.train.steps} steps, an optimizer step each"),
@@ -58,9 +72,16 @@ def _model(section: Model, model: Mapping[str, Any]) -> str:
     return f"{section.path}: {', '.join(names)} in {section.dtype}"
 
 
-def _rollout(config: Config) -> str:
+def _runtimes(interpreters: Mapping[str, Interpreter]) -> str:
+    return "; ".join(
+        f"{role} in {'this environment' if one.name == CURRENT else one.name} ({one.reason})"
+        for role, one in interpreters.items()
+    )
+
+
+def _rollout(config: Config, colocated: bool) -> str:
     rollout = config.rollout
-    where = "in the actor's processes" if rollout.placement == "colocated" else "in processes of their own"
+    where = "in the actor's processes" if colocated else "in processes of their own"
     return f"{_count(rollout.replicas, 'replica')} of {rollout.engine.backend}, {where}"
 
 

@@ -23,6 +23,8 @@ from enginehouse.config.arithmetic import (
 )
 from enginehouse.config.backends import (
     check_capabilities,
+    choose_colocation,
+    choose_interpreter,
     choose_transport,
     find_backend,
     scheduled_options,
@@ -42,7 +44,9 @@ from enginehouse.errors import ConfigError, ModelError
 from enginehouse.plugin import Advantage, Function, Loss, Reward, RolloutBackend, TrainBackend, configure_plugins
 
 if TYPE_CHECKING:
+    from enginehouse.config.schema import Engine
     from enginehouse.plugin import Backend, PluginManager
+    from enginehouse.plugin.runtimes import Interpreter
 
 REWARD_GETS = ("prompt", "response", "finish_reason")
 """What every reward is called with, besides the data set's columns and `reward.arguments`."""
@@ -58,6 +62,7 @@ class RunPlan:
         python_path: directories that workers import the user's own functions from.
         distributions: distributions of the backends used, for the record of versions.
         actor_options: the training backend's options, checked and complete, as plain data.
+        interpreters: what each role's workers run under, by role: `"actor"`, `"rollout"`.
         facts: what the run will do, as `(label, sentence)`.
         notes: what the user may not have expected.
         resumed: the checkpoint the run goes on from; None for a run that starts.
@@ -68,6 +73,7 @@ class RunPlan:
     python_path: tuple[str, ...]
     distributions: tuple[str, ...]
     actor_options: dict[str, Any]
+    interpreters: Mapping[str, Interpreter]
     facts: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
     resumed: Checkpoint | None
@@ -88,6 +94,7 @@ class Plan(RunPlan):
         rollout_options: the rollout backend's options, as plain data.
         reference_options: the reference's, which are the actor's; empty where there is no reference.
         uses_reference: whether a reference model runs, on the actor's backend.
+        colocated: whether the rollout lives in the actor's processes.
         transport: name of the weight transport.
         effect_check_every: `weights.effect_check_every`; 0 where the rollout backend cannot score prompts.
         reward: `"module:function"`.
@@ -98,6 +105,7 @@ class Plan(RunPlan):
     rollout_options: dict[str, Any]
     reference_options: dict[str, Any]
     uses_reference: bool
+    colocated: bool
     transport: str
     effect_check_every: int
     reward: str
@@ -145,11 +153,16 @@ def plan(
     actor_options = scheduled_options(findings, train, config.actor.engine, config.actor.processes, optimizer_steps)
     rollout_options = typed_options(findings, rollout, config.rollout.engine, "rollout", config.rollout.replicas)
     effect_check_every = check_capabilities(findings, config, rollout)
-    transport, reason = choose_transport(findings, setting.plugins, config, train, rollout, setting.device)
+    interpreters = {
+        "actor": setting.interpreter(train, config.actor.engine, "actor"),
+        "rollout": setting.interpreter(rollout, config.rollout.engine, "rollout"),
+    }
+    colocated = choose_colocation(findings, config, rollout, interpreters["actor"], interpreters["rollout"])
+    transport, reason = choose_transport(findings, setting.plugins, config, train, rollout, setting.device, colocated)
 
     model = setting.model(config)
     check_batches(findings, config, setting.plugins)
-    check_placement(findings, config, setting.device)
+    check_placement(findings, config, setting.device, colocated)
     check_lengths(findings, config, rollout_options, model)
     prompts, columns = _prompts(findings, config)
     reward = setting.reward(config, columns)
@@ -158,6 +171,7 @@ def plan(
     )
     loss_arguments = [*algorithm.loss.arguments, *_kl_arguments(config)]
     setting.function(Loss, algorithm.loss.name, "algorithm.loss", loss_arguments)
+    _check_old_logprobs(findings, setting.plugins, config)
     directory = setting.run_directory(
         {
             "model.path": config.model.path,
@@ -167,17 +181,19 @@ def plan(
         }
     )
     findings.raise_problems(setting.source)
-    facts = outline_rl(config, model, prompts, f"{transport} ({reason})", effect_check_every)
+    facts = outline_rl(config, model, prompts, f"{transport} ({reason})", effect_check_every, colocated, interpreters)
     return Plan(
         config=config,
         rollout_options=rollout_options,
         reference_options=actor_options if uses_reference else {},
         uses_reference=uses_reference,
+        colocated=colocated,
         transport=transport,
         effect_check_every=effect_check_every,
         reward=reward,
         advantage=advantage,
         actor_options=actor_options,
+        interpreters=interpreters,
         **setting.common(facts, directory, (train, rollout)),
     )
 
@@ -193,6 +209,7 @@ def plan_sft(
     findings, data, processes = setting.findings, config.data, config.actor.processes
     train = find_backend(findings, setting.plugins, TrainBackend, config.actor.engine, "actor", setting.device)
     actor_options = scheduled_options(findings, train, config.actor.engine, processes, config.train.steps)
+    interpreters = {"actor": setting.interpreter(train, config.actor.engine, "actor")}
     model = setting.model(config)
     check_rows(findings, config)
     check_cluster(findings, config.cluster, processes, processes, setting.device)
@@ -205,7 +222,8 @@ def plan_sft(
     return SFTPlan(
         config=config,
         actor_options=actor_options,
-        **setting.common(outline_sft(config, model, rows), directory, (train,)),
+        interpreters=interpreters,
+        **setting.common(outline_sft(config, model, rows, interpreters), directory, (train,)),
     )
 
 
@@ -246,6 +264,12 @@ class _Setting:
             "notes": tuple(self.findings.notes),
             "resumed": self.resumed,
         }
+
+    def interpreter(self, record: Backend | None, engine: Engine, key: str) -> Interpreter:
+        """What the workers of a role run under; `key` is the role's in the config."""
+        return choose_interpreter(
+            self.findings, self.plugins, record, engine, key, self.config.cluster.launcher, self.device
+        )
 
     def model(self, config: Config | SFTConfig) -> Mapping[str, Any]:
         """Check the model and what goes with it; returns its `config.json`, empty after a problem."""
@@ -345,6 +369,21 @@ def _reward_columns(findings: Findings, path: str, prompt: str) -> list[str]:
                 "column in the data"
             )
     return columns
+
+
+def _check_old_logprobs(findings: Findings, plugins: PluginManager, config: Config) -> None:
+    """Check that a loss argument that compares the actor's logprobs with the rollout's gets the actor's."""
+    loss = config.algorithm.loss
+    if config.algorithm.old_logprobs == "actor":
+        return
+    records = [provided.record for provided in plugins.providers(Loss, loss.name)]
+    wanting = {name for record in records if isinstance(record, Loss) for name in record.needs_actor_logprobs}
+    for name in sorted(wanting):
+        if loss.arguments.get(name) is not None:
+            findings.refuse(
+                f"algorithm.loss.arguments.{name} compares the actor's logprobs with the rollout's, and "
+                "algorithm.old_logprobs=rollout has only the rollout's: set algorithm.old_logprobs=actor"
+            )
 
 
 def _kl_arguments(config: Config) -> tuple[str, ...]:

@@ -37,7 +37,7 @@ class Data(Section):
     """Prompts, as JSONL or Parquet files. Columns besides the prompt are handed to the reward function."""
 
     train: str = Field(description="File of training prompts")
-    validation: str | None = Field(default=None, description="File of held-out prompts")
+    validation: str | None = Field(default=None, description="File of held-out prompts; the first 256 are used")
     prompt: str = Field(default="prompt", description="Column with the prompt: a string, or a list of chat messages")
     max_prompt_tokens: int = Field(default=1024, gt=0, description="Longer prompts are an error")
     chat_template: bool | None = Field(
@@ -50,6 +50,11 @@ class Engine(Section):
 
     backend: str = Field(
         default="torch", description="A registered name, or distribution:name where two packages offer it"
+    )
+    runtime: str = Field(
+        default="auto",
+        description="Python environment of its workers: auto (this one if it has the engine, else the backend's own "
+        "runtime), current, a runtime's name, or a path",
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Options of the backend, checked by its own type")
 
@@ -76,9 +81,10 @@ class Rollout(Section):
 
     engine: Engine = Field(default_factory=Engine)
     replicas: int = Field(default=1, gt=0)
-    placement: Literal["colocated", "separate"] = Field(
-        default="colocated",
-        description="In the actor's processes (replicas then equal actor.processes), or in processes of its own",
+    placement: Literal["auto", "colocated", "separate"] = Field(
+        default="auto",
+        description="In the actor's processes (replicas then equal actor.processes), or in processes of its own; auto: "
+        "colocated where it can be",
     )
     samples_per_prompt: int = Field(default=8, gt=0)
     sampling: Sampling = Field(default_factory=Sampling)
@@ -140,7 +146,6 @@ class Weights(Section):
     """How the rollout gets the actor's weights, and how that is verified."""
 
     transport: str = Field(default="auto", description="A registered transport; auto: by placement and capabilities")
-    bucket_mib: int = Field(default=256, gt=0)
     effect_check_every: int = Field(
         default=50,
         ge=0,
@@ -165,7 +170,6 @@ class Train(Section):
     validate_every: int = Field(
         default=0, ge=0, description="Steps between validations; 0: only at the end, if there is a file"
     )
-    validation_prompts: int = Field(default=256, gt=0, description="Most held-out prompts to use")
     samples_every: int = Field(default=10, ge=0, description="Steps between files of samples; 0: none")
     save_every: int = Field(default=0, ge=0, description="Steps between model exports; 0: only at the end")
     checkpoint_every: int = _CHECKPOINT_EVERY

@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from enginehouse.data.errors import BatchError, WireVersionError
-
-WIRE_VERSION = 1
-"""Version of the format below. Raise it with every change that an older reader would get wrong."""
+from enginehouse.data.wire_version import WIRE_VERSION
 
 _EVERYWHERE = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),

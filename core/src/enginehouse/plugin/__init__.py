@@ -8,7 +8,7 @@ from enginehouse.plugin.hookspecs import CONTRACT, hookimpl
 from enginehouse.plugin.loaded import Plugin, Provided
 from enginehouse.plugin.manager import PluginManager, load_plugins
 from enginehouse.plugin.placement import Placement
-from enginehouse.plugin.process import configure_plugins, plugins
+from enginehouse.plugin.process import configure_plugins, plugins, reload_plugins
 from enginehouse.plugin.records import (
     KINDS,
     Advantage,
@@ -57,5 +57,6 @@ __all__ = [
     "hookimpl",
     "load_plugins",
     "plugins",
+    "reload_plugins",
     "resolve",
 ]

@@ -42,9 +42,10 @@ def unavailable(backend: Backend, plugin: Plugin) -> PluginLookupError:
 
 def requirements_missing(backend: Backend, plugin: Plugin, missing: Sequence[Missing]) -> PluginLookupError:
     """The plugin is installed, what its engine needs is not."""
+    own = f"enginehouse runtime create {backend.name}"
     return PluginLookupError(
         f"{label(backend.kind)} {backend.name!r} is installed ({plugin}), but {'; '.join(map(str, missing))}. "
-        f"Try: {install_line(missing, plugin.distribution)}",
+        f"Try: {own if backend.runtimes else install_line(missing, plugin.distribution)}",
         "requirements missing",
     )
 

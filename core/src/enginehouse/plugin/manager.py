@@ -76,15 +76,17 @@ class PluginManager:
     # Lookup
 
     @overload
-    def get(self, kind: type[R], name: str) -> R: ...
+    def get(self, kind: type[R], name: str, *, elsewhere: bool = False) -> R: ...
     @overload
-    def get(self, kind: str, name: str) -> Any: ...
-    def get(self, kind: type[Record] | str, name: str) -> Any:
+    def get(self, kind: str, name: str, *, elsewhere: bool = False) -> Any: ...
+    def get(self, kind: type[Record] | str, name: str, *, elsewhere: bool = False) -> Any:
         """Return the record of a kind that `name`, or `"distribution:name"`, stands for, ready to be used.
 
         Args:
             kind: a record class, or its `kind`.
             name: as a user writes it.
+            elsewhere: it may run in another Python environment (`enginehouse.plugin.runtimes`): what it requires is
+                not looked for in this one.
 
         Raises:
             PluginLookupError: it cannot be used; `reason` says why, the message what to do.
@@ -99,7 +101,7 @@ class PluginManager:
         if isinstance(record, Backend):
             if record.unavailable:
                 raise lookup.unavailable(record, plugin)
-            if missing := self.missing(record):
+            if not elsewhere and (missing := self.missing(record)):
                 raise lookup.requirements_missing(record, plugin, missing)
         return record
 
@@ -145,9 +147,12 @@ class PluginManager:
     # State
 
     def state(self, plugin: Plugin) -> State:
-        """What became of a plugin, its backends' requirements included (where the backend can be used at all)."""
+        """What became of a plugin, its backends' requirements included (where the backend can be used at all).
+
+        Requirements are met as well by a runtime, a Python environment of the backend's own, that is whole.
+        """
         usable = [record for record in plugin.records if not getattr(record, "unavailable", "")]
-        lacks = plugin.status == "ok" and any(map(self.missing, usable))
+        lacks = plugin.status == "ok" and any(self.missing(one) and self.runtime(one) is None for one in usable)
         return "requirements missing" if lacks else plugin.status
 
     @property
@@ -166,6 +171,17 @@ class PluginManager:
         if id(record) not in self._missing:
             self._missing[id(record)] = tuple(unmet(record.requires))
         return self._missing[id(record)]
+
+    def runtime(self, record: Record) -> str | None:
+        """The name of the runtime that a backend runs in for want of its requirements here, if there is one."""
+        from enginehouse.plugin.runtimes import RuntimeProblem, choose_runtime, variant_here
+
+        if not isinstance(record, Backend) or not record.runtimes or not self.missing(record):
+            return None
+        try:
+            return choose_runtime(record, "auto", variant_here()).name
+        except RuntimeProblem:
+            return None
 
     def environment(self) -> dict[str, str]:
         """Environment variables for worker processes, so that `plugins()` there loads the same plugins."""

@@ -25,6 +25,15 @@ def plugins() -> PluginManager:
         return _current
 
 
+def reload_plugins() -> PluginManager:
+    """Load this process's plugins anew, by the same switches: after one was installed."""
+    global _current
+    with _lock:
+        switches = from_environment() if _current is None else _current.switches
+        _current = load_switched(switches)
+        return _current
+
+
 def configure_plugins(
     enabled: Sequence[str] | None = None, blocked: Sequence[str] = (), strict: bool = False
 ) -> PluginManager:

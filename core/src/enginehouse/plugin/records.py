@@ -199,11 +199,16 @@ class Advantage(Function):
     compares_samples: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Loss(Function):
-    """A loss: `function(view: TokenView, **arguments) -> LossValue` (`enginehouse.engines.train`)."""
+    """A loss: `function(view: TokenView, **arguments) -> LossValue` (`enginehouse.engines.train`).
 
-    __slots__ = ()
+    Attributes:
+        needs_actor_logprobs: arguments that, once set, need `old_logprobs` to be computed by the actor.
+    """
+
     kind: ClassVar[str] = "loss"
+    needs_actor_logprobs: tuple[str, ...] = ()
 
 
 class Reward(Function):

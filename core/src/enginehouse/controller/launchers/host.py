@@ -23,6 +23,7 @@ import psutil
 from enginehouse.controller.assembly import Assembly
 from enginehouse.controller.launchers import rendezvous, worker_logging
 from enginehouse.controller.launchers.failure import SourceDied, WorkerFailure
+from enginehouse.controller.launchers.handshake import Identity, identity
 from enginehouse.controller.launchers.role_objects import RoleObjects
 from enginehouse.controller.launchers.stacks import process_stacks
 from enginehouse.controller.shards import kept_back
@@ -96,6 +97,7 @@ class Facts:
         log_files: its log files there, errors first.
         started: `time.time()` when it began: tells it from a later one with the same id.
         built: whether the objects of all roles are there.
+        identity: what it runs on.
     """
 
     node: str
@@ -104,6 +106,7 @@ class Facts:
     log_files: tuple[str, ...]
     started: float
     built: bool
+    identity: Identity | None = None
 
 
 class Host:
@@ -152,7 +155,7 @@ class Host:
         self._node = ray.util.get_node_ip_address()
         node_id = ray.get_runtime_context().get_node_id()
         started = psutil.Process().create_time()
-        return Facts(self._node, node_id, os.getpid(), _log_files(), started, self._built)
+        return Facts(self._node, node_id, os.getpid(), _log_files(), started, self._built, identity())
 
     def record(self) -> bytes | None:
         """What a program must know that attaches to this group; from the control lane, like `facts`."""

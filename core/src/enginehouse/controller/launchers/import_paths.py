@@ -12,14 +12,21 @@ OWNED = ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
 """Directories of a Python environment, by their names in `sysconfig`; not all that lies under its prefix is its own."""
 
 
-def own_import_paths(paths: Iterable[str]) -> list[str]:
-    """The directories of `paths` (`sys.path`) that are not the Python environment's, absolute."""
+def own_import_paths(paths: Iterable[str], elsewhere: bool = False) -> list[str]:
+    """The directories of `paths` (`sys.path`) that are not the Python environment's, absolute.
+
+    Args:
+        paths: where the driver imports from.
+        elsewhere: the worker runs in another environment: nothing is handed to it that looks like a place for
+            installed packages, whosever it is.
+    """
     found = [Path(path).absolute() for path in paths]
     environment = _environment()
     return [
         str(path)
         for path in found
         if path.is_dir() and not any(path.resolve().is_relative_to(owned) for owned in environment)
+        if not (elsewhere and {"site-packages", "dist-packages"} & set(path.parts))
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ from enginehouse.controller.future import StillRunning
 from enginehouse.controller.launchers import detached, rendezvous
 from enginehouse.controller.launchers.diagnosis import Diagnosis
 from enginehouse.controller.launchers.encoding import cause_of, encode, not_sent
+from enginehouse.controller.launchers.handshake import check_identity
 from enginehouse.controller.launchers.host import Facts, Host, Late, log_level_for_workers
 from enginehouse.controller.launchers.import_paths import own_import_paths
 from enginehouse.controller.launchers.interface import Lane, LaunchOptions, Place
@@ -30,6 +32,7 @@ from enginehouse.controller.shards import Shard, ShardFacts
 from enginehouse.controller.worker import WorkerSpec
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import ProcessContext
+from enginehouse.plugin.runtimes.probe import check_interpreter
 
 log = logging.getLogger(__name__)
 
@@ -273,22 +276,22 @@ class RayProcesses:
     def _runtime_env(self) -> dict[str, Any]:
         """Only what must hold before the interpreter starts goes through Ray: it costs the process its warm start."""
         env: dict[str, str] = {}
-        pythons: set[str] = set()
+        pythons: set[str | None] = set()
         for role, spec in self.roles.items():
             for name, value in spec.env.items():
                 if env.setdefault(name, value) != value:
                     raise ControllerError(
                         f"{self.options.name}: roles of one process want {name}={env[name]!r} and {value!r} ({role})"
                     )
-            if spec.python is not None:
-                pythons.add(spec.python)
+            pythons.add(spec.python)
         if len(pythons) > 1:
-            raise ControllerError(
-                f"{self.options.name}: colocated roles want different interpreters: {sorted(pythons)}"
-            )
+            named = sorted(python or "the driver's own" for python in pythons)
+            raise ControllerError(f"{self.options.name}: colocated roles want different interpreters: {named}")
         runtime_env: dict[str, Any] = {"env_vars": env} if env else {}
-        if pythons:
-            runtime_env["py_executable"] = pythons.pop()
+        if (python := pythons.pop()) is not None:
+            if os.path.exists(python):  # on other nodes only, it is asked when its worker starts
+                check_interpreter(python)
+            runtime_env["py_executable"] = python
         return {"runtime_env": runtime_env} if runtime_env else {}
 
     def _settle_in(self, deadline: float) -> list[Facts]:
@@ -299,6 +302,8 @@ class RayProcesses:
             "start", {r: a.facts.remote() for r, a in enumerate(self._actors)}, deadline
         )
         self._know(dict(enumerate(facts)), len(facts))
+        for rank, fact in enumerate(facts):
+            check_identity(self.options.name, rank, getattr(fact, "identity", None))
         return facts
 
     def _know(self, facts: Mapping[int, Facts], world_size: int) -> None:
@@ -331,7 +336,8 @@ class RayProcesses:
             asked = {r: a.prepare.remote(address if r == 0 else None, left) for r, a in enumerate(self._actors)}
             store = (address, self._start_call("rendezvous", asked, deadline)[0])
         pickled = cloudpickle.dumps(self.roles)
-        paths = own_import_paths(sys.path)
+        elsewhere = any(spec.python is not None for spec in self.roles.values())
+        paths = own_import_paths(sys.path, elsewhere)
         refs = {}
         for place, actor in zip(self.places, self._actors):
             contexts = {

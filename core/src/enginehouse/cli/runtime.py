@@ -1,0 +1,183 @@
+"""`enginehouse runtime create|list|remove|doctor`: the Python environments that engines of their own kind run in."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from enginehouse.cli.console import plain, terminal
+from enginehouse.errors import UserError
+from enginehouse.plugin import Backend, PluginManager, reload_plugins
+from enginehouse.plugin import plugins as loaded_plugins
+from enginehouse.plugin.lookup import not_found
+from enginehouse.plugin.runtimes import (
+    Runtime,
+    RuntimeProblem,
+    State,
+    folder,
+    installed_runtimes,
+    make_runtime,
+    named_runtime,
+    recipe,
+    remove_runtime,
+    state_of,
+    variant_here,
+)  # fmt: skip
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+COLOURS = {"ok": "green", "stale": "yellow", "being made": "yellow"}
+
+
+@click.group()
+def runtime() -> None:
+    """Make and check Python environments for engines.
+
+    An engine that cannot be installed beside the others runs in an environment of its own, a runtime; the other roles
+    of a run stay where they are.
+    """
+
+
+@runtime.command("create")
+@click.argument("backend")
+@click.option("--variant", help="Which of the backend's requirement sets; unset: what this machine has (cpu or cuda).")
+@click.option("--name", help="What to call it; unset: after backend, variant and content.")
+def create(backend: str, variant: str | None, name: str | None) -> None:
+    """Make the runtime of BACKEND, unless it is there."""
+    from enginehouse.plugin.runtimes.plugin_install import install_plugin
+
+    manager = loaded_plugins()
+    record = _record(manager, backend)
+    if record is None:
+        error = not_found("rollout", backend, manager.plugins, ())
+        if error.reason != "not installed":
+            raise _without_runtime(manager, backend, error)
+        click.echo(install_plugin(backend))
+        manager = reload_plugins()
+        record = _record(manager, backend)
+        if record is None:
+            raise RuntimeProblem(
+                f"the plugin of {backend!r} was installed, but it declares no runtime: see `plugins list`"
+            )
+    wanted = recipe(record, variant or variant_here())
+    if name is not None and (name.startswith(".") or "/" in name):
+        raise RuntimeProblem(f"{name!r} cannot be the name of a runtime: it becomes a folder in {folder()}")
+    there = next((one for one in installed_runtimes() if one.name == (name or wanted.name)), None)
+    if there is not None and state_of(there, record).word == "ok":
+        click.echo(f"runtime {there.name} is there already: {_versions(there)}")
+        return
+    made = _made_with_progress(wanted, name)
+    click.echo(f"made runtime {made.name}: {_versions(made)}. It is used by itself where a config asks for {backend!r}")
+
+
+@runtime.command("list")
+def list_() -> None:
+    """List runtimes, their engines and states."""
+    there = installed_runtimes()
+    if not there:
+        click.echo(f"there is no runtime in {folder()}; `enginehouse runtime create BACKEND` makes one")
+        return
+    manager = loaded_plugins()
+    table = _table("name", "backend", "variant", "engine", "size", "state")
+    for one in there:
+        state = state_of(one, _record(manager, one.manifest.backend if one.manifest else ""))
+        backend, variant = (one.manifest.backend, one.manifest.variant) if one.manifest else ("", "")
+        engine = one.manifest.versions.get("engine", "") if one.manifest else ""
+        table.add_row(one.name, backend, variant, engine, f"{one.size() / 2**30:.2f} GiB", _coloured(state))
+    terminal().print(table)
+
+
+@runtime.command("remove")
+@click.argument("name")
+def remove(name: str) -> None:
+    """Delete the runtime NAME."""
+    remove_runtime(named_runtime(name))
+    click.echo(f"removed runtime {name}")
+
+
+@runtime.command("doctor")
+@click.argument("name", required=False)
+def doctor(name: str | None) -> None:
+    """Check the runtime NAME, or all of them, by starting their interpreters; exit code 1 if something is wrong."""
+    there = [named_runtime(name)] if name else installed_runtimes()
+    manager = loaded_plugins()
+    table = _table("name", "state", "problem", "cure")
+    states = [(one, _examined(one, manager)) for one in there]
+    for one, state in states:
+        table.add_row(one.name, _coloured(state), plain(state.problem), plain(state.cure))
+    if states:
+        terminal().print(table)
+    else:
+        click.echo(f"there is no runtime in {folder()}")
+    if any(state.word not in ("ok", "being made") for _, state in states):
+        sys.exit(1)
+
+
+def _examined(one: Runtime, manager: PluginManager) -> State:
+    """The state of a runtime, its interpreter asked as well."""
+    from enginehouse.plugin.runtimes.probe import check_interpreter
+
+    state = state_of(one, _record(manager, one.manifest.backend if one.manifest else ""))
+    if state.word != "ok":
+        return state
+    try:
+        check_interpreter(str(one.python))
+    except RuntimeProblem as error:
+        assert one.manifest is not None
+        again = f"enginehouse runtime create {one.manifest.backend} --variant {one.manifest.variant}"
+        return State("broken", str(error), f"enginehouse runtime remove {one.name}; {again}")
+    return state
+
+
+def _record(manager: PluginManager, backend: str) -> Backend | None:
+    """The backend of a name that a runtime can be made of, the rollout backend first."""
+    for kind in ("rollout", "train"):
+        for provided in manager.providers(kind, backend) if backend else ():
+            if isinstance(provided.record, Backend) and provided.record.runtimes:
+                return provided.record
+    return None
+
+
+def _without_runtime(manager: PluginManager, backend: str, error: UserError) -> UserError:
+    if manager.providers("rollout", backend) or manager.providers("train", backend):
+        return RuntimeProblem(f"backend {backend!r} has no runtime: it runs in this environment, or not at all yet")
+    return error
+
+
+def _made_with_progress(wanted: object, name: str | None) -> Runtime:
+    from rich.console import Console
+
+    screen = Console(stderr=True, highlight=False)
+    seen = [""]
+    with screen.status("waiting for another process that makes it") as status:
+
+        def told(step: str, line: str) -> None:
+            if step != seen[0]:
+                seen[0] = step
+                screen.print(plain(step))
+            status.update(plain(f"{step}: {line}"[: max(screen.width - 4, 20)] if line else step))
+
+        return make_runtime(wanted, name, told)  # type: ignore[arg-type]
+
+
+def _versions(one: Runtime) -> str:
+    manifest = one.manifest
+    assert manifest is not None
+    named = {manifest.module if name == "engine" else name: version for name, version in manifest.versions.items()}
+    return ", ".join(f"{name} {version}" for name, version in named.items())
+
+
+def _table(*columns: str) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _coloured(state: State) -> str:
+    return f"[{COLOURS.get(state.word, 'red')}]{state.word}[/]"

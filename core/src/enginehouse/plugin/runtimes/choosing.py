@@ -1,0 +1,150 @@
+"""Which interpreter runs a backend's workers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from enginehouse.plugin.records import Backend
+from enginehouse.plugin.requirements import Missing, install_line, unmet
+from enginehouse.plugin.runtimes.errors import NoRuntime, RuntimeProblem
+from enginehouse.plugin.runtimes.ingredients import CORE, plugin_of, recipe
+from enginehouse.plugin.runtimes.overlay import make_overlay
+from enginehouse.plugin.runtimes.probe import check_interpreter
+from enginehouse.plugin.runtimes.store import Runtime, installed_runtimes, named_runtime, state_of
+
+CURRENT = "current"
+"""The name of the Python environment this process runs in."""
+
+RUNTIME_VARIABLE = "ENGINEHOUSE_RUNTIME"
+"""Environment variable of a worker: the name of the runtime it runs in; unset in the driver's own environment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interpreter:
+    """What a worker runs under.
+
+    Attributes:
+        name: `"current"`, a runtime's name, or a path.
+        python: path of the interpreter; None: this process's own.
+        env: environment variables its worker needs.
+        reason: why it is this one, for a plan.
+    """
+
+    name: str
+    python: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    reason: str = field(default="", compare=False)
+
+
+def choose_runtime(record: Backend, wanted: str = "auto", device: str = "cpu") -> Interpreter:
+    """Choose the interpreter for workers of a backend. Nothing is imported, no environment is made.
+
+    Args:
+        record: the backend.
+        wanted: `"auto"`: this process's environment if the engine's requirements are met here, else the backend's
+            runtime for `device`; `"current"`; the name of a runtime; or a path to an interpreter or its environment.
+        device: torch device type, which is also the name of the requirement set.
+
+    Raises:
+        RuntimeProblem: what is wanted is not there or cannot be used; `NoRuntime` where it has to be made first.
+    """
+    if wanted in ("auto", CURRENT):
+        missing = list(unmet(record.requires))
+        if not missing:
+            why = "engine.runtime names it" if wanted == CURRENT else "all that the engine needs is installed here"
+            return Interpreter(CURRENT, reason=why)
+        if wanted == CURRENT:
+            raise RuntimeProblem(f"{record.name!r} cannot run in this environment: {_listed(missing)}")
+        return _of_backend(record, device, missing)
+    if os.sep in wanted or (os.altsep and os.altsep in wanted) or wanted.startswith("~"):
+        return _at_path(record, wanted)
+    runtime = named_runtime(wanted)
+    state = state_of(runtime, _declared(record, runtime))
+    if state.word != "ok":
+        cure = f". Try: {state.cure}" if state.cure else ""
+        raise RuntimeProblem(f"runtime {wanted!r} is {state.word}: {state.problem}{cure}")
+    _check_requirements(record, f"runtime {wanted!r}", [str(runtime.packages)])
+    return _interpreter(runtime.name, runtime.python, "engine.runtime names it")
+
+
+def _of_backend(record: Backend, device: str, missing: Sequence[Missing]) -> Interpreter:
+    """The whole runtime there is for a backend and device."""
+    if device not in record.runtimes:
+        line = install_line(missing, plugin_of(record) or CORE)
+        others = f" (it has a runtime for {', '.join(sorted(record.runtimes))})" if record.runtimes else ""
+        raise NoRuntime(f"{record.name!r} {_listed(missing)}{others}. Try: {line}")
+    key = recipe(record, device).key
+    own = [one for one in installed_runtimes() if _is_of(one, record.name, device)]
+    states = [(one, state_of(one, record)) for one in own]
+    whole = [one for one, state in states if state.word == "ok" and one.manifest and one.manifest.key == key]
+    if whole:
+        why = f"the engine's requirements are not met here: {missing[0]}"
+        return _interpreter(whole[0].name, whole[0].python, why)
+    said = "".join(f"; runtime {one.name!r} is {state.word}: {state.problem}" for one, state in states)
+    raise NoRuntime(
+        f"{record.name!r} {_listed(missing)}, and there is no runtime of its own for {device} that is whole{said}. "
+        f"Try: {create_command(record.name, device)}"
+    )
+
+
+def create_command(backend: str, variant: str) -> str:
+    """The command that makes a backend's runtime: the variant is what the machine has, unless it says so."""
+    from enginehouse.plugin.runtimes.variant import variant_here
+
+    return f"enginehouse runtime create {backend}" + ("" if variant == variant_here() else f" --variant {variant}")
+
+
+def _is_of(runtime: Runtime, backend: str, variant: str) -> bool:
+    manifest = runtime.manifest
+    if manifest is None:  # by default a runtime is called after both
+        return runtime.name.startswith(f"{backend}-{variant}-")
+    return (manifest.backend, manifest.variant) == (backend, variant)
+
+
+def _at_path(record: Backend, wanted: str) -> Interpreter:
+    path = Path(wanted).expanduser().absolute()
+    if path.is_dir():
+        path = path / "bin" / "python"
+    if not path.is_file():
+        raise RuntimeProblem(f"there is no Python interpreter at {path}")
+    found = check_interpreter(str(path))
+    _check_requirements(record, str(path), found.path)
+    return _interpreter(str(path), path, "engine.runtime names it")
+
+
+def _check_requirements(record: Backend, where: str, path: Sequence[str]) -> None:
+    if missing := list(unmet(record.requires, path)):
+        raise RuntimeProblem(f"{record.name!r} cannot run in {where}: {_listed(missing)}")
+
+
+def _interpreter(name: str, python: Path, reason: str) -> Interpreter:
+    before = os.environ.get("PYTHONPATH", "")
+    paths = [str(make_overlay().path), *(path for path in before.split(os.pathsep) if path and not _installed(path))]
+    return Interpreter(name, str(python), {"PYTHONPATH": os.pathsep.join(paths), RUNTIME_VARIABLE: name}, reason)
+
+
+def _installed(path: str) -> bool:
+    """Whether a folder holds an environment's packages, which another environment must not see."""
+    return bool({"site-packages", "dist-packages"} & set(Path(path).parts))
+
+
+def _declared(record: Backend, runtime: Runtime) -> Backend | None:
+    """The backend a runtime is for, as declared now."""
+    from enginehouse.plugin.process import plugins
+
+    manifest = runtime.manifest
+    if manifest is None or manifest.backend == record.name:
+        return record
+    return next((one for one in declaring(manifest.backend, plugins().all("rollout") + plugins().all("train"))), None)
+
+
+def declaring(backend: str, records: Sequence[Backend]) -> list[Backend]:
+    """Those of some backends that a runtime can be made of, by name."""
+    return [one for one in records if one.name == backend and one.runtimes]
+
+
+def _listed(missing: Sequence[Missing]) -> str:
+    return "; ".join(map(str, missing))

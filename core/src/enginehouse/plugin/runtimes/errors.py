@@ -1,0 +1,17 @@
+"""What can be wrong with a runtime."""
+
+from __future__ import annotations
+
+from enginehouse.errors import EnginehouseError, UserError
+
+
+class RuntimeProblem(UserError):
+    """A runtime that cannot be used as it is, or that there is none."""
+
+
+class NoRuntime(RuntimeProblem):
+    """An engine cannot run in this Python environment, and no runtime was made for it."""
+
+
+class MakingError(EnginehouseError):
+    """A runtime could not be made: a download, an installation or the engine's import failed."""

@@ -1,0 +1,174 @@
+"""Making a runtime: a virtual environment by the standard library, filled by pip, and a manifest when it is whole.
+
+A virtual environment cannot be moved, so it is made where it stays; until the manifest is written, last, it does not
+count as there. One process at a time makes a runtime; others wait for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO
+
+from enginehouse.plugin.requirements import installed_version
+from enginehouse.plugin.runtimes.errors import MakingError
+from enginehouse.plugin.runtimes.ingredients import Recipe
+from enginehouse.plugin.runtimes.store import Manifest, Runtime, clear, folder, held, runtime_at
+
+Progress = Callable[[str, str], None]
+"""Called with the step that runs, and with each line it says (first with an empty one)."""
+
+LINES_IN_ERRORS = 12
+"""How many of the last lines of a step that failed its error shows."""
+
+_IMPORT = """
+import importlib, json, sys
+module = importlib.import_module(sys.argv[1])
+print()
+print(json.dumps(str(getattr(module, "__version__", "unknown"))))
+"""
+
+
+def make_runtime(wanted: Recipe, name: str | None = None, progress: Progress | None = None) -> Runtime:
+    """Make a runtime, unless it is there: what is there of the same name and is not whole or of another recipe goes.
+
+    Args:
+        wanted: what it is made of.
+        name: what to call it; None: after its recipe.
+        progress: told what happens.
+
+    Raises:
+        MakingError: a step failed; nothing of it is left but its log.
+    """
+    path = folder() / (name or wanted.name)
+    told = progress or (lambda step, line: None)
+    with held(path.name, wait=True):
+        there = runtime_at(path)
+        if there.manifest is not None and there.manifest.key == wanted.key and there.python.exists():
+            return there
+        clear(path)
+        log = folder() / ".logs" / f"{path.name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with log.open("w", encoding="utf-8") as lines:
+                _make(path, wanted, _Steps(path, log, lines, told))
+        except BaseException:
+            clear(path)
+            raise
+        return runtime_at(path)
+
+
+def _make(path: Path, wanted: Recipe, steps: _Steps) -> None:
+    """Fill the folder of a runtime."""
+    python = str(runtime_at(path).python)
+    own_pip = not _has_pip_for_others()
+    steps.run(
+        "make a virtual environment",
+        [sys.executable, "-m", "venv", *([] if own_pip else ["--without-pip"]), str(path)],
+    )
+    pip = [python, "-m", "pip"] if own_pip else [sys.executable, "-m", "pip", "--python", python]
+    pip += ["install", "--no-input", "--progress-bar", "off"]
+    written = path / "requirements.txt"
+    written.write_text("".join(f"{line}\n" for line in wanted.requirements))
+    within: list[str] = []
+    if wanted.pins:
+        lock = path / "lock.txt"
+        lock.write_text("".join(f"{line}\n" for line in wanted.pins))
+        steps.run("install what the lock pins", [*pip, "--no-deps", "-r", str(lock)])
+        within = ["-c", str(lock)]
+    steps.run("install what enginehouse needs" if within else "install", [*pip, *within, "-r", str(written)])
+    versions = {}
+    if wanted.module:
+        said = steps.run(f"import {wanted.module}", [python, "-c", _IMPORT, wanted.module])
+        versions["engine"] = json.loads(said[-1])
+    packages = [str(runtime_at(path).packages)]
+    for name in ("ray", "torch", "transformers"):
+        if (version := installed_version(name, packages)) is not None:
+            versions[name] = version
+    versions["python"] = ".".join(map(str, sys.version_info[:3]))
+    made = datetime.now(UTC).isoformat(timespec="seconds")
+    Manifest(
+        backend=wanted.backend, variant=wanted.variant, key=wanted.key, module=wanted.module, python=wanted.python,
+        versions=versions, made=made,
+    ).write(path)  # fmt: skip
+
+
+def _has_pip_for_others() -> bool:
+    """Whether the pip of this environment can fill another, which saves giving that one its own."""
+    from packaging.version import Version
+
+    there = installed_version("pip")
+    return there is not None and Version(there) >= Version("22.3")
+
+
+class _Steps:
+    """Runs commands one after the other, what they say going to a log.
+
+    Args:
+        path: where they run.
+        log: path of the log.
+        lines: the log.
+        progress: told of each step and line.
+    """
+
+    def __init__(self, path: Path, log: Path, lines: IO[str], progress: Progress):
+        self._path = path
+        self._log = log
+        self._lines = lines
+        self._progress = progress
+
+    def run(self, step: str, command: Sequence[str]) -> list[str]:
+        """Run a command to its end; returns the lines it said.
+
+        Raises:
+            MakingError: it failed.
+        """
+        self._progress(step, "")
+        self._lines.write(f"# {step}: {' '.join(command)}\n")
+        self._path.mkdir(parents=True, exist_ok=True)
+        said: list[str] = []
+        # a session of its own: Ctrl-C reaches this process alone, which then ends the step with all it started
+        process = subprocess.Popen(
+            command, cwd=self._path, env=_variables(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
+        )  # fmt: skip
+        try:
+            assert process.stdout is not None
+            for line in process.stdout:
+                said.append(line.rstrip())
+                self._lines.write(line)
+                self._progress(step, line.rstrip())
+            code = process.wait()
+        except BaseException:
+            _end(process)
+            raise
+        if code:
+            self._lines.flush()
+            last = "\n".join(f"    {line}" for line in said[-LINES_IN_ERRORS:])
+            raise MakingError(
+                f"runtime {self._path.name!r} was not made: the step '{step}' failed (exit code {code}). "
+                f"All it said: {self._log}. The end of it:\n{last}"
+            )
+        return said
+
+
+def _variables() -> dict[str, str]:
+    """The environment of a step: without what would send pip, or an import, to another environment."""
+    astray = ("PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "VIRTUAL_ENV")
+    return {name: value for name, value in os.environ.items() if name not in astray}
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, sign)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+            return

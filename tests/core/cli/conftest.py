@@ -1,0 +1,1 @@
+from wheelhouse import wheelhouse  # noqa: F401 - a fixture

@@ -1,0 +1,149 @@
+"""`enginehouse runtime`: making, listing, checking and removing the Python environments of engines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from wheelhouse import Wheelhouse
+
+from enginehouse.cli.main import main
+from enginehouse.plugin import Backend, load_plugins
+from enginehouse.plugin.runtimes import RuntimeProblem, choose_runtime, recipe
+from enginehouse.plugin.runtimes.plugin_install import install_plugin
+
+PLUGIN = """
+from enginehouse.plugin import RequirementSet, RolloutBackend, hookimpl
+
+@hookimpl
+def enginehouse_register_backends(register):
+    register(RolloutBackend(name="swift", engine="swift_plugin:Engine", options="swift_plugin:Options",
+                            requires=("swift-engine>=2 | swift-engine-cpu>=2",),
+                            runtimes={"cpu": RequirementSet(requirements=("swift-engine-cpu",), module="swift")}))
+    register(RolloutBackend(name="plain", engine="swift_plugin:Engine", options="swift_plugin:Options"))
+"""
+
+
+def swift() -> Backend:
+    """The backend `swift` as it is declared."""
+    return load_plugins().get("rollout", "swift", elsewhere=True)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wheelhouse: Wheelhouse):
+    """Run `enginehouse runtime ...` where a plugin `swift` is installed whose runtime takes nothing from an index."""
+    site = tmp_path / "site"
+    info = site / "swift-0.1.dist-info"
+    info.mkdir(parents=True)
+    (site / "swift_plugin.py").write_text(PLUGIN)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: swift\nVersion: 0.1\n")
+    (info / "entry_points.txt").write_text("[enginehouse]\nswift = swift_plugin\n")
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setenv("ENGINEHOUSE_RUNTIMES", str(tmp_path / "runtimes"))
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("enginehouse.plugin.process._current", None)
+    wheelhouse.add_all(recipe(swift(), "cpu").requirements)
+    wheelhouse.add("swift-engine-cpu", "2.1", module="swift")
+
+    def run(*arguments: str) -> Result:
+        return CliRunner().invoke(main, ["runtime", *arguments])
+
+    return run
+
+
+def test_a_runtime_is_made_listed_checked_and_removed(run):
+    made = run("create", "swift", "--variant", "cpu")
+    assert made.exit_code == 0, made.output
+    name = recipe(swift(), "cpu").name
+    assert f"made runtime {name}: swift 2.1, ray " in made.stdout
+    assert "make a virtual environment" in made.stderr
+
+    again = run("create", "swift", "--variant", "cpu")
+    assert f"runtime {name} is there already: swift 2.1" in again.stdout
+    assert "virtual environment" not in again.stderr
+
+    (line,) = [line for line in run("list").stdout.splitlines() if name in line]
+    assert line.split()[1:4] == ["swift", "cpu", "2.1"]
+    assert line.rstrip().endswith("ok")
+
+    doctor = run("doctor")
+    assert (doctor.exit_code, "ok" in doctor.stdout) == (0, True), doctor.output
+
+    assert choose_runtime(swift()).name == name
+    assert load_plugins().states["swift"] == "ok"
+    assert f"in runtime {name}" in CliRunner().invoke(main, ["plugins", "show", "swift"]).stdout
+
+    assert run("remove", name).stdout == f"removed runtime {name}\n"
+    assert "there is no runtime in" in run("list").stdout
+
+
+def test_doctor_names_what_is_wrong_and_its_cure_and_fails(run, tmp_path: Path):
+    (tmp_path / "runtimes" / "cut-short").mkdir(parents=True)
+    stale = tmp_path / "runtimes" / "old"
+    stale.mkdir()
+    (stale / "manifest.json").write_text(
+        json.dumps({"backend": "swift", "variant": "cpu", "key": "1", "module": "json", "python": "cpython 3.7"})
+    )
+    doctor = run("doctor")
+    assert doctor.exit_code == 1
+    lines = {line.split()[0]: line for line in doctor.stdout.splitlines()}
+    assert "half-made" in lines["cut-short"]
+    assert "enginehouse runtime remove cut-short" in lines["cut-short"]
+    assert "broken" in lines["old"]
+    assert "enginehouse runtime remove old; enginehouse runtime create swift --variant cpu" in lines["old"]
+    assert run("doctor", "cut-short").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("create", "plain"), "backend 'plain' has no runtime: it runs in this environment"),
+        (("create", "swift", "--variant", "tpu"), "no requirement set 'tpu' for a runtime; those it has: cpu"),
+        (("create", "swift", "--variant", "cpu", "--name", "../up"), "cannot be the name of a runtime"),
+        (("create", "swfit"), "no rollout backend 'swfit'"),
+        (("remove", "nothing"), "no runtime 'nothing' in"),
+        (("doctor", "nothing"), "no runtime 'nothing' in"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(run, arguments: tuple[str, ...], said: str):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_a_backend_without_its_runtime_says_how_to_make_it(run):
+    assert load_plugins().states["swift"] == "requirements missing"
+    assert "try `enginehouse runtime create swift`" in CliRunner().invoke(main, ["plugins", "list"]).stdout
+
+
+def test_a_plugin_that_is_not_installed_comes_from_where_core_came_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """pip is asked for the plugin of the same checkout, or, where core came from an index, for core's extra."""
+    asked: list[list[str]] = []
+
+    def pip(command, **options):
+        asked.append(command[4:])
+        return type("Ran", (), {"returncode": 0, "stdout": ""})
+
+    monkeypatch.setattr("subprocess.run", pip)
+    checkout = tmp_path / "checkout"
+    (checkout / "plugins" / "swift").mkdir(parents=True)
+    (checkout / "plugins" / "swift" / "pyproject.toml").touch()
+    noted = {"text": json.dumps({"url": f"file://{checkout}/core", "dir_info": {}})}
+    monkeypatch.setattr("importlib.metadata.PathDistribution.read_text", lambda self, name: noted["text"])
+    assert "from " + str(checkout / "plugins" / "swift") in install_plugin("swift")
+    noted["text"] = None
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.1.0")
+    assert "from the package index" in install_plugin("swift")
+    assert asked == [["--no-deps", str(checkout / "plugins" / "swift")], ["enginehouse[swift]==0.1.0"]]
+
+
+def test_an_environment_that_cannot_be_written_is_left_alone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(RuntimeProblem, match=r"cannot be written\. Run: pip install .*vllm"):
+        install_plugin("vllm")

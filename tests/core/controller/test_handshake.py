@@ -1,0 +1,86 @@
+"""Workers of another Python environment: what they have in common with the driver is checked before they are used."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from controller_workers import Trouble
+
+import enginehouse
+from enginehouse.controller import ControllerError, ResourcePool, WorkerGroup, WorkerSpec
+from enginehouse.controller.launchers.handshake import check_identity, identity
+from enginehouse.controller.launchers.import_paths import own_import_paths
+from enginehouse.plugin.runtimes import RuntimeProblem
+
+HERE = Path(enginehouse.__file__).parent
+
+
+@pytest.fixture
+def pool(ray_cluster) -> Iterator[ResourcePool]:
+    """Room for one process."""
+    pool = ResourcePool([1], cpus_per_process=0.25)
+    yield pool
+    pool.shutdown()
+
+
+def launch(pool: ResourcePool, spec: WorkerSpec) -> WorkerGroup:
+    return WorkerGroup(pool, spec.options(distributed=False), name="liar")
+
+
+def test_a_worker_with_another_wire_format_is_refused_with_what_both_sides_have(pool: ResourcePool, tmp_path: Path):
+    shutil.copytree(HERE, tmp_path / "enginehouse", ignore=shutil.ignore_patterns("__pycache__"))
+    for file, version in (("data/wire_version.py", "WIRE_VERSION = "), ("plugin/hookspecs.py", "CONTRACT = ")):
+        path = tmp_path / "enginehouse" / file
+        lines = path.read_text().splitlines()
+        changed = [version + ("99" if "WIRE" in version else "(98, 0)") if version in one else one for one in lines]
+        assert changed != lines
+        path.write_text("\n".join(changed))
+    spec = WorkerSpec(Trouble).options(python=sys.executable, env={"PYTHONPATH": str(tmp_path)})
+    with pytest.raises(ControllerError) as caught:
+        launch(pool, spec)
+    said = str(caught.value)
+    assert said.startswith("liar rank 0 cannot work with this driver: ")
+    assert f"wire format is 99 there and {identity().wire} here" in said
+    assert f"plugin contract is 98.0 there and {identity().contract} here" in said
+
+
+def test_an_interpreter_with_another_ray_is_refused_before_a_process_starts(pool: ResourcePool, tmp_path: Path):
+    liar = tmp_path / "python"
+    answer = '{"python": "' + identity().python + '", "ray": "1.0", "path": []}'
+    liar.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    liar.chmod(0o755)
+    with pytest.raises(RuntimeProblem, match=r"its Ray is 1\.0, the driver's"):
+        launch(pool, WorkerSpec(Trouble).options(python=str(liar)))
+
+
+def test_roles_of_one_process_under_two_interpreters_are_refused(pool: ResourcePool):
+    from enginehouse.controller import colocate
+
+    other = WorkerSpec(Trouble).options(python=sys.executable)
+    with pytest.raises(ControllerError) as caught:
+        colocate(pool, {"a": WorkerSpec(Trouble), "b": other}, name="both")
+    assert "colocated roles want different interpreters" in str(caught.value)
+
+
+def test_a_process_can_work_with_its_like():
+    check_identity("group", 0, identity())
+
+
+def test_a_worker_that_says_nothing_of_itself_is_refused():
+    with pytest.raises(ControllerError, match="older than runtimes are"):
+        check_identity("group", 0, None)
+
+
+def test_a_worker_elsewhere_gets_no_folder_of_installed_packages(tmp_path: Path):
+    foreign = tmp_path / "lib" / "site-packages"
+    foreign.mkdir(parents=True)
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    paths = [str(foreign), str(mine), os.path.dirname(os.__file__)]
+    assert own_import_paths(paths, elsewhere=True) == [str(mine)]
+    assert own_import_paths(paths) == [str(foreign), str(mine)]

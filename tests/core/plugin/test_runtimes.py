@@ -1,0 +1,352 @@
+"""Runtimes: which interpreter a backend's workers get, and what is said of one that cannot be used."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from enginehouse.plugin import RequirementSet, RolloutBackend
+from enginehouse.plugin.requirements import unmet
+from enginehouse.plugin.runtimes import (
+    MakingError,
+    NoRuntime,
+    Runtime,
+    RuntimeProblem,
+    choose_runtime,
+    installed_runtimes,
+    make_overlay,
+    make_runtime,
+    recipe,
+    remove_runtime,
+    state_of,
+)  # fmt: skip
+from enginehouse.plugin.runtimes.ingredients import Recipe, ray_version
+from enginehouse.plugin.runtimes.store import held, runtime_at
+
+BACKEND = RolloutBackend(
+    name="swift",
+    engine="nowhere:Engine",
+    options="nowhere:Options",
+    requires=("swift-engine>=2 | swift-engine-cpu>=2",),
+    runtimes={"cpu": RequirementSet(requirements=("swift-engine-cpu>=2",), module="swift")},
+)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder of runtimes."""
+    folder = tmp_path / "runtimes"
+    monkeypatch.setenv("ENGINEHOUSE_RUNTIMES", str(folder))
+    return folder
+
+
+def installed(site: Path, distribution: str, version: str) -> None:
+    """Make a distribution look installed."""
+    info = site / f"{distribution.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+
+
+def made_up(home: Path, name: str | None = None, **changed: Any) -> Runtime:
+    """A runtime as `make_runtime` leaves it, without having installed anything; `changed` are the manifest's fields."""
+    wanted = recipe(BACKEND, "cpu")
+    runtime = runtime_at(home / (name or wanted.name))
+    runtime.packages.mkdir(parents=True)
+    runtime.python.parent.mkdir()
+    runtime.python.symlink_to(os.path.realpath(sys.executable))
+    (runtime.path / "pyvenv.cfg").write_text(f"home = {os.path.dirname(os.path.realpath(sys.executable))}\n")
+    (runtime.packages / "swift").mkdir()
+    installed(runtime.packages, "swift-engine-cpu", "2.1")
+    installed(runtime.packages, "ray", ray_version())
+    manifest = {
+        "backend": "swift", "variant": "cpu", "key": wanted.key, "module": "swift", "python": wanted.python,
+        "versions": {"engine": "2.1"}, "made": "",
+    }  # fmt: skip
+    (runtime.path / "manifest.json").write_text(json.dumps(manifest | changed))
+    return runtime_at(runtime.path)
+
+
+def small(**changed: Any) -> Recipe:
+    """A recipe that takes nothing from an index."""
+    return dataclasses.replace(recipe(BACKEND, "cpu"), requirements=(), module="", **changed)
+
+
+# Choosing
+
+
+def test_an_engine_that_is_installed_here_runs_here(home: Path):
+    here = dataclasses.replace(BACKEND, requires=("no-such-engine>=1 | pluggy>=1",))
+    made_up(home)
+    assert choose_runtime(here).python is None
+
+
+def test_an_engine_that_is_not_installed_here_runs_in_its_runtime(home: Path):
+    runtime = made_up(home)
+    chosen = choose_runtime(BACKEND)
+    assert (chosen.name, chosen.python) == (runtime.name, str(runtime.python))
+    assert "needs swift-engine>=2 or swift-engine-cpu>=2, but it is not installed" in chosen.reason
+    assert chosen == choose_runtime(BACKEND, runtime.name) == choose_runtime(BACKEND, "auto", "cpu")
+
+
+def test_without_a_runtime_the_command_that_makes_it_is_named():
+    with pytest.raises(NoRuntime, match=r"Try: enginehouse runtime create swift( --variant cpu)?$"):
+        choose_runtime(BACKEND)
+
+
+def test_a_device_that_the_backend_has_no_runtime_for_is_said():
+    with pytest.raises(NoRuntime, match=r"it has a runtime for cpu\). Try: pip install \"swift-engine>=2\"$"):
+        choose_runtime(BACKEND, "auto", "cuda")
+
+
+def test_an_interpreter_by_path_is_the_environments_or_the_binary(home: Path):
+    runtime = made_up(home, name="other", key="another")
+    free = dataclasses.replace(BACKEND, requires=())
+    by_folder, by_binary = (choose_runtime(free, str(path)) for path in (runtime.path, runtime.python))
+    assert by_folder.python == by_binary.python == str(runtime.python)
+
+
+def test_an_interpreter_by_path_without_the_engine_is_refused(tmp_path: Path):
+    with pytest.raises(RuntimeProblem, match=r"cannot run in .*: needs swift-engine>=2 or swift-engine-cpu>=2"):
+        choose_runtime(BACKEND, sys.executable)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ({"python": "cpython 3.7", "ray": ray_version()}, "its Python is cpython 3.7, the driver's"),
+        ({"ray": "1.0"}, f"its Ray is 1.0, the driver's {ray_version()}"),
+        ({"ray": "absent"}, "its Ray is absent"),
+        ("what?", "does not answer as a Python interpreter"),
+    ],
+)
+def test_an_interpreter_by_path_of_another_python_or_ray_is_refused(tmp_path: Path, answer: Any, said: str):
+    from enginehouse.plugin.runtimes.ingredients import python_of_this_process
+
+    full = {"python": python_of_this_process(), "path": [], **answer} if isinstance(answer, dict) else answer
+    liar = tmp_path / "bin" / "python"
+    liar.parent.mkdir()
+    liar.write_text(f"#!/bin/sh\necho '{json.dumps(full)}'\n")
+    liar.chmod(liar.stat().st_mode | stat.S_IXUSR)
+    with pytest.raises(RuntimeProblem, match="python") as caught:
+        choose_runtime(BACKEND, str(liar))
+    assert said in str(caught.value)
+
+
+# States
+
+
+def test_a_whole_runtime_is_ok(home: Path):
+    assert state_of(made_up(home), BACKEND).word == "ok"
+
+
+@pytest.mark.parametrize(
+    ("changed", "word", "said"),
+    [
+        ({"key": "0123"}, "stale", "asks for other versions by now"),
+        ({"python": "cpython 3.7"}, "broken", "it has cpython 3.7, and this process"),
+        ({"module": "swifter"}, "broken", "its engine's module 'swifter' is gone"),
+        ({"variant": "tpu"}, "stale", "has no requirement set 'tpu' any more"),
+    ],
+)
+def test_what_does_not_fit_any_more_is_named(home: Path, changed: dict[str, str], word: str, said: str):
+    runtime = made_up(home, **changed)
+    state = state_of(runtime, BACKEND)
+    assert (state.word, said in state.problem) == (word, True), state
+    with pytest.raises(RuntimeProblem, match=f"is {word}"):
+        choose_runtime(BACKEND, runtime.name)
+
+
+def test_another_version_of_ray_is_named(home: Path):
+    runtime = made_up(home)
+    (runtime.packages / f"ray-{ray_version()}.dist-info" / "METADATA").write_text("Name: ray\nVersion: 1.0\n")
+    state = state_of(runtime, BACKEND)
+    assert state.word == "broken"
+    assert state.problem == f"its Ray is 1.0, and the driver's {ray_version()}"
+    assert state.cure.startswith("enginehouse runtime create swift")
+
+
+def test_a_runtime_whose_interpreter_is_gone_is_broken_and_not_used(home: Path):
+    runtime = made_up(home)
+    runtime.python.unlink()
+    assert state_of(runtime, BACKEND).word == "broken"
+    with pytest.raises(NoRuntime, match="is broken: its interpreter is gone"):
+        choose_runtime(BACKEND)
+
+
+def test_a_runtime_without_a_manifest_is_half_made_or_being_made(home: Path):
+    runtime = made_up(home)
+    (runtime.path / "manifest.json").unlink()
+    runtime = runtime_at(runtime.path)
+    assert state_of(runtime, BACKEND).word == "half-made"
+    with held(runtime.name):
+        assert state_of(runtime, BACKEND).word == "being made"
+        with pytest.raises(RuntimeProblem, match="is being made by another process"):
+            remove_runtime(runtime)
+    with pytest.raises(NoRuntime, match="is half-made"):
+        choose_runtime(BACKEND)
+    remove_runtime(runtime)
+    assert installed_runtimes() == []
+
+
+# Recipes
+
+
+def test_another_version_of_anything_is_another_recipe():
+    first = recipe(BACKEND, "cpu")
+    keys = {first.key}
+    for changed in ({"ray": "1.0"}, {"python": "cpython 3.7"}, {"pins": ("a==1",)}, {"requirements": ()}):
+        keys.add(dataclasses.replace(first, **changed).key)
+    assert len(keys) == 5
+    assert recipe(BACKEND, "cpu").key == first.key
+
+
+def test_a_lock_is_taken_as_it_is_but_for_the_drivers_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    package = tmp_path / "pinned"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "all.lock").write_text("# as tried\nsome-engine==3.1\nray==1.0  # replaced\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    locked = dataclasses.replace(BACKEND, runtimes={"cpu": RequirementSet(lock="pinned:all.lock")})
+    assert recipe(locked, "cpu").pins == ("some-engine==3.1", f"ray=={ray_version()}")
+
+
+def test_core_itself_is_no_part_of_a_recipe():
+    wanted = recipe(BACKEND, "cpu")
+    assert not any(line.startswith("enginehouse") for line in wanted.requirements)
+    assert any(line.startswith("pydantic") for line in wanted.requirements)
+    assert f"ray=={ray_version()}" in wanted.requirements
+
+
+def test_an_unknown_requirement_set_is_said_with_those_there_are():
+    with pytest.raises(RuntimeProblem, match="no requirement set 'tpu' for a runtime; those it has: cpu"):
+        recipe(BACKEND, "tpu")
+
+
+# The overlay
+
+
+def test_another_interpreter_sees_the_drivers_core_and_plugins_and_nothing_else_of_it(
+    distributions: Any, tmp_path: Path
+):
+    module = distributions.backend("swift")
+    (distributions.site / "neighbour.py").touch()
+    overlay = make_overlay()
+    assert not (overlay.path / "neighbour.py").exists()
+    code = (
+        f"import enginehouse, {module}\n"
+        "from importlib.metadata import entry_points, version\n"
+        "assert 'swift' in {one.name for one in entry_points(group='enginehouse')}\n"
+        "assert version('enginehouse')\n"
+        "print(enginehouse.__file__)"
+    )
+    found = os.pathsep.join([str(overlay.path), *_pluggy()])
+    ran = subprocess.run(
+        [sys.executable, "-S", "-c", code], env={**os.environ, "PYTHONPATH": found}, capture_output=True, text=True
+    )
+    assert ran.stdout.strip() == str(overlay.path / "enginehouse" / "__init__.py"), ran.stderr
+
+
+def test_an_overlay_is_made_once_and_anew_when_a_plugin_came(distributions: Any):
+    before = make_overlay()
+    assert make_overlay().path == before.path
+    distributions.backend("swift")
+    after = make_overlay()
+    assert after.path != before.path
+    assert set(before.links) < set(after.links)
+
+
+def test_the_drivers_installed_packages_are_not_handed_on(home: Path, monkeypatch: pytest.MonkeyPatch):
+    made_up(home)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["/a/lib/python3.11/site-packages", "/mine"]))
+    paths = choose_runtime(BACKEND).env["PYTHONPATH"].split(os.pathsep)
+    assert paths == [str(make_overlay().path), "/mine"]
+
+
+def _pluggy() -> list[str]:
+    """Where the few packages lie that importing a plugin takes."""
+    import pluggy
+
+    return [str(Path(pluggy.__file__).parents[1])]
+
+
+# Making
+
+
+def test_a_runtime_is_made_once_and_found_again():
+    said: list[str] = []
+    made = make_runtime(small(), progress=lambda step, line: said.append(step))
+    assert made.manifest is not None
+    assert made.manifest.key == small().key
+    assert subprocess.run(
+        [made.python, "-c", "import sys; print(sys.prefix)"], capture_output=True, text=True
+    ).stdout == (f"{made.path}\n")
+    assert said
+    said.clear()
+    assert make_runtime(small(), progress=lambda step, line: said.append(step)) == made
+    assert not said
+
+
+def test_a_step_that_fails_is_named_with_its_last_lines_and_its_log_and_leaves_nothing(tmp_path: Path):
+    lost = f"absent @ file://{tmp_path}/absent-1.0-py3-none-any.whl"
+    with pytest.raises(MakingError) as caught:
+        make_runtime(dataclasses.replace(small(), requirements=(lost,)))
+    assert "the step 'install' failed" in str(caught.value)
+    assert "absent-1.0-py3-none-any.whl" in str(caught.value)
+    log = next(word.rstrip(".") for word in str(caught.value).split() if word.endswith(".log."))
+    assert "absent-1.0" in Path(log).read_text()
+    assert installed_runtimes() == []
+
+
+def test_an_engine_that_cannot_be_imported_fails_the_making():
+    with pytest.raises(MakingError, match="the step 'import no_such_engine' failed"):
+        make_runtime(dataclasses.replace(small(), module="no_such_engine"))
+    assert installed_runtimes() == []
+
+
+def test_an_interruption_leaves_nothing_that_passes_for_whole():
+    def interrupt(step: str, line: str) -> None:
+        if step == "install":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make_runtime(small(), progress=interrupt)
+    assert installed_runtimes() == []
+
+
+@pytest.mark.slow
+def test_a_driver_without_pip_makes_runtimes_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("enginehouse.plugin.runtimes.making._has_pip_for_others", lambda: False)
+    made = make_runtime(small())
+    assert (made.packages / "pip").is_dir()
+
+
+def test_what_was_half_made_under_the_name_is_replaced(home: Path):
+    left = home / "mine" / "lib"
+    left.mkdir(parents=True)
+    (left / "leftover").touch()
+    made = make_runtime(small(), name="mine")
+    assert made.manifest is not None
+    assert not (left / "leftover").exists()
+
+
+# Requirements
+
+
+def test_one_of_several_alternatives_is_enough(tmp_path: Path):
+    installed(tmp_path, "swift-engine", "1.9")
+    installed(tmp_path, "swift-engine-cpu", "2.1")
+    assert not list(unmet(BACKEND.requires, [str(tmp_path)]))
+
+
+def test_an_alternative_of_an_older_version_is_not(tmp_path: Path):
+    installed(tmp_path, "swift-engine-cpu", "1.9")
+    (missing,) = unmet(BACKEND.requires, [str(tmp_path)])
+    assert str(missing) == "needs swift-engine>=2 or swift-engine-cpu>=2, but 1.9 is installed"

@@ -1,0 +1,22 @@
+"""The real runtimes: made before the slow tests (`make runtimes`), found here, and never made by a test."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from enginehouse.plugin import plugins
+from enginehouse.plugin.runtimes import Interpreter, NoRuntime, choose_runtime
+
+
+@pytest.fixture(scope="session")
+def vllm_runtime() -> Interpreter:
+    """The interpreter of vLLM's runtime."""
+    record = plugins().get("rollout", "vllm", elsewhere=True)
+    try:
+        return choose_runtime(record)
+    except NoRuntime as error:
+        if os.environ.get("ENGINEHOUSE_TESTS_MUST_RUN"):
+            pytest.fail(str(error))
+        pytest.skip(str(error))
