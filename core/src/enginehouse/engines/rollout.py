@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -114,12 +114,14 @@ class Health:
         waiting: requests not begun.
         paused: whether `pause` holds it.
         version: weight version it serves.
+        metrics: the engine's own figures, by name; each is logged as `rollout/NAME`, the mean over the replicas.
     """
 
     running: int
     waiting: int
     paused: bool
     version: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @runtime_checkable

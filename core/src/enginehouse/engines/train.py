@@ -10,6 +10,7 @@ Token conventions, the same for every engine and every loss:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -96,6 +97,17 @@ class Mean:
 
 
 @dataclass(frozen=True, slots=True)
+class Max:
+    """The largest of what was measured: put together with `+` like `Mean`, so that parts give the whole's."""
+
+    value: float
+
+    def __add__(self, other: Max) -> Max:
+        """The larger one; NaN if either is."""
+        return self if math.isnan(self.value) or self.value > other.value else other
+
+
+@dataclass(frozen=True, slots=True)
 class LossValue:
     """The result of a loss function on one micro-batch, as parts that add up over micro-batches and ranks.
 
@@ -105,26 +117,33 @@ class LossValue:
     Attributes:
         total: scalar tensor with a gradient: the loss summed over what `weight` counts.
         weight: the number (of tokens, or of sequences) the mean divides by.
-        metrics: further means worth logging; keys without prefix.
+        metrics: further figures worth logging; keys without prefix.
     """
 
     total: torch.Tensor
     weight: float
-    metrics: Mapping[str, Mean] = field(default_factory=dict)
+    metrics: Mapping[str, Mean | Max] = field(default_factory=dict)
 
 
-Metrics = Mapping[str, float | Mean]
-"""Metrics of one call on one rank: `Mean`s are merged over ranks, floats are equal on every rank."""
+Metrics = Mapping[str, float | Mean | Max]
+"""Metrics of one call on one rank: `Mean`s and `Max`es are merged over ranks, floats are equal on every rank."""
 
 
-def merge_metrics(parts: Iterable[Metrics | None]) -> dict[str, float | Mean]:
-    """Merge the metrics of several ranks or calls: `Mean`s add, for floats the last one stands."""
-    merged: dict[str, float | Mean] = {}
+def merge_metrics(parts: Iterable[Metrics | None]) -> dict[str, float | Mean | Max]:
+    """Merge the metrics of several ranks or calls: `Mean`s and `Max`es add, for floats the last one stands."""
+    merged: dict[str, float | Mean | Max] = {}
     for part in parts:
         for name, value in (part or {}).items():
-            known = merged.get(name)
-            merged[name] = known + value if isinstance(known, Mean) and isinstance(value, Mean) else value
+            merged[name] = _merge(merged.get(name), value)
     return merged
+
+
+def _merge(known: float | Mean | Max | None, value: float | Mean | Max) -> float | Mean | Max:
+    if isinstance(known, Mean) and isinstance(value, Mean):
+        return known + value
+    if isinstance(known, Max) and isinstance(value, Max):
+        return known + value
+    return value
 
 
 @runtime_checkable

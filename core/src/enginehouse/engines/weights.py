@@ -27,6 +27,10 @@ ALIGNMENT = 64
 """Each parameter begins at a multiple of this many bytes in a bucket: a cache line, and enough for every dtype."""
 
 
+CACHED_BYTES = 2 << 20
+"""What is surely still in a processor's cache just after it was read, and large enough that the loop costs nothing."""
+
+
 class WeightSyncError(EnginehouseError):
     """A weight update that did not arrive whole. The rollout replicas still serve the version they had.
 
@@ -99,9 +103,15 @@ class WeightSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WeightChunk:
-    """Some parameters of an update, whole. Tensors may be views of a transport's buffer."""
+    """Some parameters of an update, whole.
+
+    Attributes:
+        tensors: name and tensor, which may view a transport's buffer.
+        checksums: `checksum` of each tensor as it arrived, where that has been taken already; else empty.
+    """
 
     tensors: Sequence[tuple[str, torch.Tensor]]
+    checksums: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +257,29 @@ def checksum(tensor: torch.Tensor) -> str:
 
     flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
     return xxhash.xxh3_64_hexdigest(flat.numpy().data)
+
+
+def copy_with_checksum(source: torch.Tensor, target: torch.Tensor, block_bytes: int = CACHED_BYTES) -> str:
+    """Copy a tensor to a contiguous one of the same shape and dtype, both in host memory; returns its `checksum`.
+
+    Quicker than one after the other: each block is copied while it is in the processor's cache.
+
+    Args:
+        source: is read twice, block by block: for the checksum, then for the copy.
+        target: is overwritten.
+        block_bytes: how much is read before it is copied.
+    """
+    import torch
+    import xxhash
+
+    read = source.detach().reshape(-1).view(torch.uint8)
+    written = target.view(-1).view(torch.uint8)
+    digest = xxhash.xxh3_64()
+    for begin in range(0, len(read), block_bytes):
+        block = read[begin : begin + block_bytes]
+        digest.update(block.numpy().data)
+        written[begin : begin + block_bytes].copy_(block)
+    return digest.hexdigest()
 
 
 def compare_checksums(sent: Mapping[str, str], arrived: Mapping[str, str], where: str) -> None:

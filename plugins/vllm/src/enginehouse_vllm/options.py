@@ -2,8 +2,51 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
 from enginehouse.engines.options import RolloutOptions
+
+OURS = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "dtype": "model.dtype",
+    "trust_remote_code": "model.trust_remote_code",
+    "seed": "the run's seed",
+    "max_model_len": "the option max_model_tokens",
+    "max_num_seqs": "the option max_running",
+    "tensor_parallel_size": "the option tensor_parallel",
+    "logprobs_mode": "nothing: every logprob that leaves the engine depends on it",
+    "max_logprobs": "nothing: every logprob that leaves the engine depends on it",
+    "weight_transfer_config": "nothing: weights come by the run's transport",
+    "worker_extension_cls": "nothing: logprobs under top_p and top_k need it",
+    "logits_processors": "nothing: what they change would be missing to the logprobs",
+    "skip_tokenizer_init": "nothing: the tokenizer is loaded if the model has one",
+    "disable_log_stats": "nothing: health and metrics are read from them",
+    "data_parallel_size": "rollout.replicas",
+    "speculative_config": "nothing: with speculative decoding vLLM's logprobs and seeds are not those promised here",
+}
+"""Arguments of vLLM's engine that this backend sets itself, and what decides each."""
 
 
 class VLLMOptions(RolloutOptions):
-    """Options of the `vllm` rollout engine; its own follow with the engine."""
+    """Options of the `vllm` rollout engine. `native` goes to vLLM's `AsyncEngineArgs`."""
+
+    tensor_parallel: int = Field(1, gt=0, description="Processes that a replica's model is split over")
+    kv_cache_mib: int | None = Field(
+        None, gt=0, description="Memory for keys and values, MiB; unset: 1024 on CPU, what is free on a GPU"
+    )
+    truncated_logprobs: Literal["exact", "renormalized"] = Field(
+        "exact",
+        description="With top_p or top_k: logprobs of the whole distribution, as for all engines; or vLLM's own, of "
+        "the kept tokens only, which is quicker and no use to a trainer",
+    )
+
+    @field_validator("native")
+    @classmethod
+    def _not_ours(cls, native: dict[str, Any]) -> dict[str, Any]:
+        for name in native:
+            if name in OURS:
+                raise ValueError(f"{name!r} is set by the vllm backend; what decides it is {OURS[name]}")
+        return native

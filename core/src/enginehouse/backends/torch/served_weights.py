@@ -32,7 +32,9 @@ class ServedWeights:
         self._parameters = dict(StoredForm.of(model, stored).apart(state))  # views: written to in place
         self._tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(state)
         self._where = where
+        self._on_cpu = model.device.type == "cpu"
         self._staged: dict[str, torch.Tensor] = {}
+        self._room: dict[str, torch.Tensor] = {}  # on a CPU, where fresh memory is five times as slow: kept for staging
         self._announced: int | None = None
         self._checksums: dict[str, str] = {}
         self.version = 0
@@ -43,7 +45,8 @@ class ServedWeights:
         Raises:
             WeightSyncError: the version is not newer, or a parameter is not one of the model's.
         """
-        self.discard()
+        if self._announced is not None:
+            self.discard()
         if update.version <= self.version:
             raise WeightSyncError(f"{self._where} serves version {self.version}; version {update.version} is not newer")
         for meta in update.parameters:
@@ -58,10 +61,12 @@ class ServedWeights:
         """
         if self._announced is None:
             raise WeightSyncError(f"{self._where} was sent weights, but no weight update was started")
-        staged = self._staged  # not that of an update started while this one is being given up
+        staged, room = self._staged, self._room  # not those of an update started while this one is being given up
         for name, tensor in chunk.tensors:
             served = self._served(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-            staged[name] = torch.empty_like(served).copy_(tensor.detach())
+            if name not in room:
+                room[name] = torch.empty_like(served)
+            staged[name] = room[name].copy_(tensor.detach())
 
     def commit(self, version: int) -> None:
         """Serve what was staged as `version`. Not while a forward pass runs.
@@ -86,11 +91,15 @@ class ServedWeights:
                 parameter.copy_(self._staged[name])
         self.version = version
         self._checksums = {}
+        room = self._room
         self.discard()
+        if self._on_cpu:
+            self._room = room
 
     def discard(self) -> None:
-        """Throw away what was staged."""
+        """Throw away what was staged. A thread may still be staging it: its memory is not used again."""
         self._staged = {}
+        self._room = {}
         self._announced = None
 
     def state(self) -> WeightState:

@@ -1,0 +1,37 @@
+"""What every rollout engine refuses in a request, in the same words."""
+
+from __future__ import annotations
+
+from enginehouse.engines.rollout import GenerateRequest
+from enginehouse.errors import EnginehouseError
+
+
+def check_request(request: GenerateRequest, vocabulary: int, max_model_tokens: int | None) -> None:
+    """Refuse what would fail later, in the midst of other requests.
+
+    Raises:
+        EnginehouseError: a prompt that is empty, too long or holds unknown tokens; a parameter outside its range.
+    """
+    sampling, prompt = request.sampling, request.prompt_ids
+    where = f"request {request.id!r}"
+    if len(prompt) == 0:
+        raise EnginehouseError(f"{where} has an empty prompt; give at least one token")
+    if min(prompt) < 0 or max(prompt) >= vocabulary:
+        odd = min(prompt) if min(prompt) < 0 else max(prompt)
+        raise EnginehouseError(f"{where} holds token id {odd}; the model's vocabulary is 0 to {vocabulary - 1}")
+    if max_model_tokens is not None and len(prompt) + sampling.max_tokens > max_model_tokens:
+        raise EnginehouseError(
+            f"{where} has a prompt of {len(prompt)} tokens and asks for {sampling.max_tokens} more, together "
+            f"{len(prompt) + sampling.max_tokens}; the model takes {max_model_tokens}. "
+            "Shorten the prompt or lower max_tokens."
+        )
+    for name, value, right, needs in (
+        ("max_tokens", sampling.max_tokens, sampling.max_tokens >= 0, "0 or more"),
+        ("n", sampling.n, sampling.n >= 1, "1 or more"),
+        ("temperature", sampling.temperature, 0 <= sampling.temperature < float("inf"), "0 or more"),
+        ("top_p", sampling.top_p, 0 < sampling.top_p <= 1, "above 0 and at most 1"),
+        ("top_k", sampling.top_k, sampling.top_k >= 0, "0 or more"),
+        ("stop", sampling.stop, all(sampling.stop), "strings that are not empty"),
+    ):
+        if not right:
+            raise EnginehouseError(f"{where} has {name} {value!r}; it must be {needs}")

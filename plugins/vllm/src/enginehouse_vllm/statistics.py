@@ -1,0 +1,53 @@
+"""vLLM's own figures about its work, as it hands them to a stat logger at each step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Statistics:
+    """The newest figures.
+
+    Attributes:
+        running: completions in vLLM's batch at its last step.
+        kv_cache_usage: part of the memory for keys and values in use, 0 to 1.
+    """
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.kv_cache_usage = 0.0
+        self._queried = 0
+        self._hit = 0
+
+    def figures(self) -> dict[str, float]:
+        """`kv_cache_usage`, and `prefix_cache_hit_rate` of the prompt tokens since the launch."""
+        return {
+            "kv_cache_usage": self.kv_cache_usage,
+            "prefix_cache_hit_rate": self._hit / self._queried if self._queried else 0.0,
+        }
+
+    def take(self, scheduler: Any) -> None:
+        """Take vLLM's `SchedulerStats` of a step."""
+        self.running = scheduler.num_running_reqs
+        self.kv_cache_usage = scheduler.kv_cache_usage
+        self._queried += scheduler.prefix_cache_stats.queries
+        self._hit += scheduler.prefix_cache_stats.hits
+
+    def logger(self, vllm_config: Any, engine_index: int = 0) -> Any:
+        """A vLLM stat logger that hands what it gets to this object."""
+        from vllm.v1.metrics.loggers import StatLoggerBase
+
+        statistics = self
+
+        class Logger(StatLoggerBase):
+            def __init__(self) -> None:
+                pass
+
+            def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
+                if scheduler_stats is not None:
+                    statistics.take(scheduler_stats)
+
+            def log_engine_initialized(self) -> None:
+                pass
+
+        return Logger()

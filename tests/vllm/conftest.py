@@ -1,0 +1,43 @@
+"""Fixtures of the vllm backend's tests: a worker process under the interpreter of its runtime."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import pytest
+
+SECONDS = 300.0
+"""Longest any call may take, an engine's launch included."""
+
+
+@pytest.fixture(scope="session")
+def runtime():
+    """The interpreter that vLLM runs under, and the environment of its workers."""
+    from enginehouse.plugin import plugins
+    from enginehouse.plugin.runtimes import choose_runtime
+
+    return choose_runtime(
+        plugins().get("rollout", "vllm", elsewhere=True), os.environ.get("ENGINEHOUSE_TEST_VLLM_RUNTIME", "auto")
+    )
+
+
+@pytest.fixture(scope="session")
+def replica(ray_cluster, runtime):
+    """Call it for a worker process that holds a `VLLMReplica`, and that ends with the `with` statement."""
+
+    @contextlib.contextmanager
+    def started() -> Iterator:
+        from vllm_acts import VLLMReplica
+
+        from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec
+
+        spec = WorkerSpec(VLLMReplica).options(python=runtime.python, env=dict(runtime.env), distributed=False)
+        group = WorkerGroup(ResourcePool([1]), spec, name="vllm", timeout=SECONDS)
+        try:
+            yield group
+        finally:
+            group.shutdown()
+
+    return started

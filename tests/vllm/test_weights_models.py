@@ -1,0 +1,64 @@
+"""What vLLM packs, ties, fuses and splits is served as it was sent. Oracle: plain transformers, in this process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch_rollout_driver import plain_logprobs
+from vllm_weights_replica import close_to, updated_replica
+
+from enginehouse.testing.models import tiny_experts, tiny_model
+
+pytestmark = pytest.mark.slow
+
+IDS = [5, 6, 7, 8, 9, 10, 11, 12] * 3
+
+
+def experts(seed):
+    return tiny_experts(seed=seed)
+
+
+def untied_llama(seed):
+    return tiny_model("llama", tied=False, hidden=128, seed=seed)
+
+
+def tied_qwen(seed):
+    return tiny_model(hidden=128, seed=seed)
+
+
+def to_and_fro(act, make, *args):
+    """Update to another model, back, and again; the logprobs after each update, and the model."""
+    for version, seed in enumerate((1, 0, 1, 0), start=1):
+        act("update", make(seed), version, *args)
+        yield make(seed), act("score", IDS).prompt_logprobs[1:]
+
+
+@pytest.mark.parametrize("make", [experts, untied_llama], ids=lambda make: make.__name__)
+def test_updates_to_and_fro_serve_what_was_sent_each_time(ray_cluster, runtime, make):
+    with updated_replica(runtime, make(0)) as act:
+        for path, logprobs in to_and_fro(act, make):
+            assert close_to(logprobs, plain_logprobs(path, IDS))
+
+
+def test_a_model_split_over_two_processes_is_updated_on_both_and_comes_back_on_both(ray_cluster, runtime):
+    # vLLM can bind processes of one replica to cores of their own only; any two will do.
+    with updated_replica(runtime, tied_qwen(0), env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, tensor_parallel=2) as act:
+        for path, logprobs in to_and_fro(act, tied_qwen):
+            assert close_to(logprobs, plain_logprobs(path, IDS))
+        for fault in ("unknown at the end", "gone"):
+            kind, message, _ = act("fail", tied_qwen(1), 9, fault)
+            assert (kind, "rank 0" in message) == ("WeightSyncError", True)
+            assert close_to(act("score", IDS).prompt_logprobs[1:], plain_logprobs(tied_qwen(0), IDS))
+
+
+def test_weights_in_half_precision_are_served_as_sent(ray_cluster, runtime):
+    with updated_replica(runtime, tied_qwen(0), "bfloat16") as act:
+        fresh = act("score", IDS).prompt_logprobs[1:]
+        after = list(to_and_fro(act, tied_qwen, "bfloat16"))
+    # Rounding to half precision moves logprobs of this model by some hundredths; other weights, by nats.
+    for path, logprobs in after:
+        error = (torch.tensor(logprobs) - plain_logprobs(path, IDS)).abs().mean()
+        assert error < 0.25
+    # Once back at the first weights, it is to the last bit what it was when it had loaded them itself.
+    assert after[1][1] == after[3][1] == fresh
+    assert after[0][1] == after[2][1]

@@ -1,0 +1,214 @@
+"""What tests of weight updates have a vLLM replica do, in a process of the runtime's interpreter (see `vllm_acts`)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from safetensors.torch import load_file
+from vllm_acts import SMALL, begun, request, running
+
+from enginehouse.controller import Worker, register
+from enginehouse.engines.model import ModelSpec
+from enginehouse.engines.rollout import GenerateResult, Health
+from enginehouse.engines.weights import ParamMeta, WeightChunk, WeightState, WeightUpdate
+from enginehouse_vllm.engine import VLLMRollout
+from enginehouse_vllm.options import VLLMOptions
+from enginehouse_vllm.weights import Version
+
+Weights = dict[str, torch.Tensor]
+
+
+class UpdatedReplica(Worker):
+    """A replica whose weights are updated."""
+
+    def __init__(self) -> None:
+        self.engine = VLLMRollout()
+
+    @register
+    async def launch(self, path: str, dtype: str = "float32", **options: Any) -> None:
+        """Launch it."""
+        spec = ModelSpec(path, dtype=dtype)  # type: ignore[arg-type]
+        await self.engine.launch(spec, VLLMOptions(**{**SMALL, **options}), self.context)
+
+    @register
+    async def act(self, name: str, *args: Any) -> Any:
+        """Run an act of this module."""
+        return await globals()[name](self.engine, *args)
+
+    async def shutdown(self) -> None:
+        """End the engine."""
+        await self.engine.shutdown()
+
+
+def weights_of(path: str, dtype: torch.dtype = torch.float32) -> Weights:
+    """The weights in a model directory."""
+    found: Weights = {}
+    for file in sorted(Path(path).glob("*.safetensors")):
+        found |= {name: tensor.to(dtype) for name, tensor in load_file(file).items()}
+    return found
+
+
+async def send(engine: VLLMRollout, weights: Weights, version: int, announced: Weights | None = None) -> None:
+    """Stage `weights`, five tensors at a time, each chunk's memory spoilt after the call."""
+    metas = [
+        ParamMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in (weights if announced is None else announced).items()
+    ]
+    await engine.start_weight_update(WeightUpdate(version, metas))
+    items = list(weights.items())
+    for begin in range(0, len(items), 5):
+        chunk = [(name, tensor.clone()) for name, tensor in items[begin : begin + 5]]
+        await engine.update_weights(WeightChunk(chunk))
+        for _, tensor in chunk:
+            tensor.fill_(torch.nan)
+
+
+# Acts
+
+
+async def score(engine: VLLMRollout, ids: Sequence[int]) -> GenerateResult:
+    """Logprobs of a prompt, and of one token after it."""
+    return await engine.generate(request("score", ids, max_tokens=1, temperature=0.0, prompt_logprobs=True))
+
+
+async def draw(engine: VLLMRollout, ids: Sequence[int], tokens: int) -> GenerateResult:
+    """A greedy completion; unlike a scored prompt, its prompt may come from the prefix cache."""
+    return await engine.generate(request("draw", ids, max_tokens=tokens, temperature=0.0, ignore_eos=True))
+
+
+async def update(engine: VLLMRollout, path: str, version: int, dtype: str = "float32") -> WeightState:
+    """A whole update to the weights of another directory."""
+    await engine.pause("wait")
+    await send(engine, weights_of(path, getattr(torch, dtype)), version)
+    await engine.finish_weight_update(version)
+    await engine.resume()
+    return await engine.weight_state()
+
+
+async def update_while_frozen(engine: VLLMRollout, path: str, version: int) -> GenerateResult:
+    """An update under a request that is frozen, goes on with the new weights, and is then aborted."""
+    task = await running(engine, "frozen")
+    await engine.pause("keep")
+    await send(engine, weights_of(path), version)
+    await engine.finish_weight_update(version)
+    (late,) = await begun(engine.generate(request("late", [3], temperature=0.0, max_tokens=4, ignore_eos=True)))
+    await engine.resume()
+    await late
+    await engine.abort(["frozen"])
+    return await task
+
+
+async def stage_and_give_up(engine: VLLMRollout, path: str, version: int) -> WeightState:
+    await engine.pause("wait")
+    await send(engine, weights_of(path), version)
+    await engine.abort_weight_update()
+    await engine.resume()
+    return await engine.weight_state()
+
+
+async def refusals(engine: VLLMRollout, path: str, version: int) -> dict[str, tuple[str, str, tuple[str, ...]]]:
+    """Updates that cannot be; what each raises, by what is wrong with it."""
+    whole = weights_of(path)
+    first = next(iter(whole))
+    one = {first: whole[first]}
+    attempts: dict[str, Callable[[], Any]] = {
+        "unknown": lambda: send(engine, {**whole, "no.such.weight": torch.zeros(2)}, version),
+        "tied": lambda: send(engine, {**whole, "lm_head.weight": whole["model.embed_tokens.weight"]}, version),
+        "shape": lambda: send(engine, {**whole, first: whole[first][:-1]}, version),
+        "dtype": lambda: send(engine, {**whole, first: whole[first].half()}, version),
+        "another shape than announced": lambda: send(engine, {first: whole[first][:-1]}, version, whole),
+        "not announced": lambda: send(engine, whole, version, one),
+        "missing": lambda: _finish(engine, one, version, version),
+        "another version": lambda: _finish(engine, whole, version, version + 1),
+        "not newer": lambda: send(engine, whole, 0),
+    }
+    await engine.pause("wait")
+    raised = {}
+    for name, attempt in attempts.items():
+        try:
+            await attempt()
+        except Exception as error:
+            raised[name] = type(error).__name__, str(error), tuple(getattr(error, "parameters", ()))
+        await engine.abort_weight_update()
+    for name, call in (
+        ("chunk without a start", engine.update_weights(WeightChunk(list(one.items())))),
+        ("finish without a start", engine.finish_weight_update(version)),
+    ):
+        try:
+            await call
+        except Exception as error:
+            raised[name] = type(error).__name__, str(error), ()
+    await engine.resume()
+    return raised
+
+
+async def _finish(engine: VLLMRollout, weights: Weights, version: int, finished: int) -> None:
+    await send(engine, weights, version)
+    await engine.finish_weight_update(finished)
+
+
+async def fail(
+    engine: VLLMRollout, path: str, version: int, fault: str, always: bool = False
+) -> tuple[str, str, tuple[str, ...]]:
+    """An update that goes wrong in vLLM's processes, and with `always` the way back as well; what it raises."""
+    await engine.pause("wait")
+    await send(engine, weights_of(path), version)
+    source = Version.source
+
+    def faulty(self: Version) -> dict[str, Any]:
+        told = source(self)
+        return FAULTS[fault](told) if always or self.number == version else told
+
+    try:
+        with patch.object(Version, "source", faulty):
+            await engine.finish_weight_update(version)
+    except Exception as error:
+        raised = type(error).__name__, str(error), tuple(getattr(error, "parameters", ()))
+    with contextlib.suppress(Exception if always else ()):
+        await engine.abort_weight_update()
+        await engine.resume()
+    return raised
+
+
+def _with_last(told: dict[str, Any], *last: Any) -> dict[str, Any]:
+    return {**told, "parameters": [*told["parameters"][:-1], *last]}
+
+
+FAULTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "changed on the way": lambda told: {**told, "parameters": [[*p[:4], "0" * 16] for p in told["parameters"]]},
+    "gone": lambda told: {**told, "segment": "/proc/self/fd/9999"},
+    "unknown at the end": lambda told: _with_last(told, ["model.nothing.weight", *told["parameters"][-1][1:]]),
+    "last one missing": lambda told: _with_last(told),
+    "part of a layer missing": lambda told: {
+        **told,
+        "parameters": [p for p in told["parameters"] if "layers.1.self_attn.k_proj" not in p[0]],
+    },
+}
+"""What a version's whereabouts become, on their way to vLLM's processes."""
+
+
+async def ask_everything(engine: VLLMRollout) -> dict[str, str]:
+    """The kind of error of each call that would serve."""
+    raised = {}
+    calls = {"generate": draw(engine, [3, 4], 2), "health": engine.health(), "resume": engine.resume()}
+    for name, call in calls.items():
+        try:
+            await call
+        except Exception as error:
+            raised[name] = type(error).__name__
+    return raised
+
+
+async def health(engine: VLLMRollout) -> Health:
+    return await engine.health()
+
+
+async def shared_files(engine: VLLMRollout) -> list[str]:
+    """What lies in /dev/shm and belongs to this plugin, while versions are staged and served."""
+    return [name for name in os.listdir("/dev/shm") if "enginehouse" in name]

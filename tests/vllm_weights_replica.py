@@ -1,0 +1,38 @@
+"""A worker process with a vLLM replica whose weights are updated, driven from the tests' process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec
+
+SECONDS = 300.0
+"""Longest any call may take, an engine's launch included."""
+
+
+@contextlib.contextmanager
+def updated_replica(
+    runtime: Any, path: str, dtype: str = "float32", env: dict[str, str] | None = None, **options: Any
+) -> Iterator[Callable[..., Any]]:
+    """Runs acts of `vllm_weight_acts` on a replica of the model at `path`."""
+    from vllm_weight_acts import UpdatedReplica
+
+    spec = WorkerSpec(UpdatedReplica).options(
+        python=runtime.python, env={**runtime.env, **(env or {})}, distributed=False
+    )
+    group = WorkerGroup(ResourcePool([1]), spec, name="vllm", timeout=SECONDS)
+    try:
+        group.call("launch", path, dtype, **options)
+        yield lambda name, *args: group.call("act", name, *args)[0]
+    finally:
+        group.shutdown()
+
+
+def close_to(logprobs: Sequence[float], expected: torch.Tensor, tolerance: float = 2e-4) -> bool:
+    """Whether logprobs are the expected ones; anything else fails with both."""
+    torch.testing.assert_close(torch.tensor(list(logprobs)), expected.float(), atol=tolerance, rtol=0)
+    return True
