@@ -57,7 +57,7 @@ def test_a_rollout_killed_at_any_moment_is_named(train: Start):
     pid = run.pid("rollout")
     os.kill(pid, signal.SIGKILL)
     message = assert_failed(run, run.finish())
-    assert re.search(r"rollout rank 0\b", message), message
+    assert re.search(r"rollout-0 rank 0\b", message), message
     assert re.search(rf"node \S+, pid {pid}\): the process died during '\w+'", message), message
     assert run.record["steps"] >= 3
 

@@ -31,6 +31,7 @@ def make_view(lengths=LENGTHS, seed=0, rows=slice(None)) -> TokenView:
         "weights": torch.randn(tokens, generator=generator),
     }
     outputs = {"logprobs": -torch.rand(tokens, generator=generator), "entropy": torch.rand(tokens, generator=generator)}
+    columns["rollout_logprobs"] = -2 * torch.rand(tokens, generator=generator)
     chosen = range(len(lengths))[rows]
     keep = (row >= chosen.start) & (row < chosen.stop)
     return TokenView(
@@ -41,7 +42,7 @@ def make_view(lengths=LENGTHS, seed=0, rows=slice(None)) -> TokenView:
     )
 
 
-def by_hand(view, low, high, dual=None, kl=0.0, entropy=0.0):
+def by_hand(view, low, high, dual=None, kl=0.0, entropy=0.0, cap=None):
     """The clipped loss of each counted token, as (row, loss), from the papers' formulas."""
     result = []
     for t in range(len(view.row)):
@@ -53,6 +54,8 @@ def by_hand(view, low, high, dual=None, kl=0.0, entropy=0.0):
         surrogate = min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
         if dual is not None and advantage < 0:
             surrogate = max(surrogate, dual * advantage)
+        if cap is not None:
+            surrogate *= min(math.exp(old - view.columns["rollout_logprobs"][t].item()), cap)
         log_r = view.columns["reference_logprobs"][t].item() - new
         loss = -surrogate + kl * (math.exp(log_r) - 1 - log_r) - entropy * view.outputs["entropy"][t].item()
         result.append((int(view.row[t]), loss))
@@ -67,6 +70,11 @@ def by_hand(view, low, high, dual=None, kl=0.0, entropy=0.0):
         ({"dual_clip": 1.1}, (0.2, 0.2, 1.1)),
         ({"kl_coefficient": 0.5}, (0.2, 0.2, None, 0.5)),
         ({"entropy_coefficient": 0.5}, (0.2, 0.2, None, 0.0, 0.5)),
+        ({"importance_cap": 1.5}, (0.2, 0.2, None, 0.0, 0.0, 1.5)),
+        (
+            {"importance_cap": 0.9, "dual_clip": 1.1, "kl_coefficient": 0.5, "entropy_coefficient": 0.5},
+            (0.2, 0.2, 1.1, 0.5, 0.5, 0.9),
+        ),
     ],
 )
 def test_clipped_policy_equals_the_formula(arguments, hand):
@@ -96,6 +104,7 @@ def test_aggregations_equal_their_definitions():
 @pytest.mark.parametrize(
     ("loss", "arguments"),
     [(clipped_policy, {"aggregation": aggregation, "max_tokens": 8}) for aggregation in AGGREGATIONS]
+    + [(clipped_policy, {"importance_cap": 1.5})]
     + [(supervised, {"aggregation": aggregation}) for aggregation in AGGREGATIONS[:3]]
     + [(weighted_logprob, {})],
 )
@@ -147,3 +156,28 @@ def test_mistakes_are_named():
         clipped_policy(make_view(), aggregation="token_means")
     with pytest.raises(ConfigError, match="max_tokens"):
         clipped_policy(make_view(), aggregation="sequence_mean_token_sum_scaled")
+    with pytest.raises(ConfigError, match="importance_cap is 0"):
+        clipped_policy(make_view(), importance_cap=0.0)
+
+
+def test_an_importance_weight_scales_a_tokens_gradient_and_is_cut_at_the_cap():
+    view = make_view(lengths=(5,))
+    view.columns["advantages"].fill_(1.0)
+    view.columns["old_logprobs"].copy_(view.outputs["logprobs"].detach())  # every ratio is 1: nothing is clipped
+    ratios = torch.tensor([9.0, 0.25, 1.0, 2.0, 40.0])
+    view.columns["rollout_logprobs"].copy_(view.columns["old_logprobs"] - ratios.log())
+    value = clipped_policy(view, importance_cap=2.5)
+    value.total.backward()
+    expected = [0.0, -0.25, -1.0, -2.0, -2.5]  # the first token does not count
+    assert view.outputs["logprobs"].grad.tolist() == pytest.approx(expected, rel=1e-5)
+    assert value.metrics["importance_weight"].value == pytest.approx(5.75 / 4, rel=1e-5)
+    assert value.metrics["importance_capped"].value == 0.25
+
+
+def test_a_cap_of_one_cuts_nothing_where_both_engines_agree():
+    view = make_view()
+    view.columns["rollout_logprobs"].copy_(view.columns["old_logprobs"])
+    value, plain = clipped_policy(view, importance_cap=1.0), clipped_policy(view)
+    assert value.total.item() == plain.total.item()
+    assert value.metrics["importance_capped"].value == 0
+    assert "importance_weight" not in plain.metrics

@@ -141,14 +141,14 @@ class StuckEngine(TorchRolloutEngine):
 
 
 class StuckRolloutWorker(RolloutWorker):
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
         self.engine = StuckEngine()
 
 
 class UnfinishedRolloutWorker(RolloutWorker):
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
         self.engine = UnfinishedEngine()
 
 
@@ -162,20 +162,20 @@ class UnresumedRolloutWorker(RolloutWorker):
 
 
 class StaleRolloutWorker(RolloutWorker):
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
         self.engine = StaleEngine()
 
 
 class MangledRolloutWorker(RolloutWorker):
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
         self.engine = MangledEngine()
 
 
 class RefusingRolloutWorker(RolloutWorker):
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
         self.engine = RefusingEngine()
 
 

@@ -8,6 +8,10 @@ answers a request with the new version before all have said it.
 *Effect*: at the first update and every so often, a few fixed token sequences are scored by each replica and by the
 trainer: engines exist that hold the right bytes and compute with others.
 
+Where replicas can be lost one by one (`Replicas`), one that dies before it has all the bytes is left out and the update
+is sent again to the others; one that dies later is left out. One that came back gets the version that is served
+(`catch_up`), or the next one.
+
 The worker methods called here are those of `enginehouse.rl.roles`; any worker class that has them will do.
 """
 
@@ -19,10 +23,12 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from enginehouse.controller.errors import ControllerError, GroupClosed, RemoteError, WorkerError
 from enginehouse.controller.future import StillRunning
+from enginehouse.controller.group import WorkerGroup
+from enginehouse.controller.members import Gathered, Members
 from enginehouse.engines.weights import (
     TransferPlan,
     WeightState,
@@ -35,7 +41,6 @@ from enginehouse.transports.lookup import load_transport
 
 if TYPE_CHECKING:
     from enginehouse.controller.future import Future
-    from enginehouse.controller.group import WorkerGroup
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +49,24 @@ GRACE_SECONDS = 15.0
 
 GLANCE_SECONDS = 0.25
 """How often one side is looked at while the other is waited for."""
+
+
+class Replicas(Protocol):
+    """Rollout replicas of which each can be lost alone; `enginehouse.rl.fleet` has them."""
+
+    name: str
+
+    def members(self) -> Members:
+        """Those that take weights now.
+
+        Raises:
+            ControllerError: there are none.
+        """
+        ...
+
+    def confirmed(self, members: Members, version: int) -> None:
+        """These, but for those lost since, were verified to serve `version`, and answer with it."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +91,7 @@ class WeightSync:
 
     Args:
         train: workers with the methods of `TrainWorker`.
-        rollout: workers with the methods of `RolloutWorker`, one a replica.
+        rollout: workers with the methods of `RolloutWorker`, one a replica; or replicas that can be lost one by one.
         transport: name of a weight transport, or `"module:Class"`.
         bucket_bytes: most bytes to travel at once, but for larger parameters.
         timeout: seconds any stage of an update may take.
@@ -80,7 +103,7 @@ class WeightSync:
     def __init__(
         self,
         train: WorkerGroup,
-        rollout: WorkerGroup,
+        rollout: WorkerGroup | Replicas,
         transport: str,
         *,
         bucket_bytes: int,
@@ -91,18 +114,22 @@ class WeightSync:
     ):
         self._train = train
         self._rollout = rollout
+        self._replicas = None if isinstance(rollout, WorkerGroup) else rollout
+        self._receivers: WorkerGroup | Members | None = rollout if isinstance(rollout, WorkerGroup) else None
+        self._served: tuple[int, Mapping[str, str]] | None = None  # version, checksum of each parameter
         self._transport = transport
         self._bucket_bytes = bucket_bytes
         self._timeout = timeout
         self._every = effect_check_every
         self._tolerance = effect_tolerance
         self._probe = [list(sequence) for sequence in probe or () if len(sequence) > 1]
+        self._open = False  # between `connect` and `close`
         self._plan: TransferPlan | None = None
         self._nbytes = 0
         self._updates = 0  # since the connection: the first is always checked for its effect
         self._tried = 0  # newest version tried
-        self._in_flight: tuple[Future, ...] = ()
-        self._resuming: tuple[int, Future] | None = None  # the last update's, not waited for
+        self._in_flight: tuple[Future | Gathered, ...] = ()
+        self._resuming: tuple[int, Future | Gathered] | None = None  # the last update's, not waited for
 
     def connect(self) -> None:
         """Plan the transfer and open both ends. Again after a group was restarted.
@@ -112,18 +139,28 @@ class WeightSync:
                 the last update.
         """
         self._await_resumption()
+        self._connect(self._receivers if self._replicas is None else self._replicas.members())
+        self._open = True
+
+    def _connect(self, receivers: WorkerGroup | Members | None) -> None:
+        assert receivers is not None
+        self._receivers = receivers
         parameters = self._call(self._train, "weight_metadata")
         plan = load_transport(self._transport).prepare(
-            parameters, self._rollout.world_size, uuid.uuid4().hex, self._bucket_bytes
+            parameters, receivers.world_size, uuid.uuid4().hex, self._bucket_bytes
         )
-        self._plan = replace(plan, transport=self._transport)
+        self._plan = plan = replace(plan, transport=self._transport)
         self._nbytes = sum(parameter.nbytes for parameter in parameters)
         self._updates = 0
         try:
-            self._call(self._train, "connect_weights", self._plan)
-            self._call(self._rollout, "connect_weights", self._plan)
+            self._call(self._train, "connect_weights", plan)
+            if isinstance(receivers, Members):
+                places = [(plan, place) for place in range(receivers.world_size)]
+                receivers.call_each("connect_weights", places, self._timeout + GRACE_SECONDS).result()
+            else:
+                self._call(receivers, "connect_weights", plan)
         except Exception as error:
-            self.close()
+            self._disconnect()
             raise _explained(error, f"weight transport {self._transport!r} could not be connected") from error
 
     def sync(self, version: int) -> SyncReport:
@@ -141,41 +178,94 @@ class WeightSync:
                 what comes after, that failed, those that had not switched do so, and those that had answer nothing
                 until a later update succeeds.
         """
-        if self._plan is None:
+        if not self._open:
             raise WeightSyncError("weights cannot be sent before the transport is connected")
         if version <= self._tried:
             raise WeightSyncError(f"weight version {version} is not newer than {self._tried}, which was tried before")
         self._await_resumption()
         self._tried = version
-        self._in_flight = ()
         begun = time.perf_counter()
+        while True:
+            self._in_flight = ()
+            staged = False
+            try:
+                self._follow_membership()
+                sent = self._transfer(version)
+                staged = True
+                effect = self._commit(version, sent)
+                break
+            except BaseException as error:
+                self._abort(version)
+                if not isinstance(error, Exception):
+                    raise
+                if staged or not self._can_do_without(error):
+                    raise _explained(error, f"weight update {version} failed") from error
+                log.warning("weight update %d begins anew without what was lost: %s", version, _first_line(error))
+        self._updates += 1
+        self._served = version, sent
+        return SyncReport(version, time.perf_counter() - begun, self._nbytes, effect)
+
+    def catch_up(self, returned: Members) -> None:
+        """Make replicas that came back serve the version that the others serve, verified in all three ways.
+
+        Not while the trainer's weights change. If they are not those of that version any more, nothing is served.
+        The next `sync` goes to all replicas again.
+
+        Raises:
+            WeightSyncError: they do not serve it, and wait for the next update.
+        """
+        if self._served is None:
+            raise WeightSyncError("there is no version to catch up with: no weight update has succeeded")
+        self._await_resumption()
+        version, sums = self._served
+        self._in_flight = ()
         try:
+            self._connect(returned)
             sent = self._transfer(version)
-            effect = self._commit(version, sent)
+            compare_checksums(sums, sent, f"the trainer, whose weights are not those of version {version} any more,")
+            self._commit(version, sent, check=True)
+            self._await_resumption()
         except BaseException as error:
             self._abort(version)
             if not isinstance(error, Exception):
                 raise
-            raise _explained(error, f"weight update {version} failed") from error
-        self._updates += 1
-        return SyncReport(version, time.perf_counter() - begun, self._nbytes, effect)
+            raise _explained(error, f"weight version {version} could not be brought to a returned replica") from error
 
     def close(self) -> None:
         """Close both ends, as far as they still can be reached. What goes wrong is logged: there is nothing to lose."""
         try:
             self._await_resumption()
         except WeightSyncError as error:
-            log.warning("%s", error)
+            all_lost = isinstance(self._receivers, Members) and len(self._receivers.lost) == self._receivers.world_size
+            log.log(logging.INFO if all_lost else logging.WARNING, "%s", error)  # a death is told elsewhere
+        self._open = False
+        self._disconnect()
+
+    def _disconnect(self) -> None:
         self._plan = None
-        for group in (self._rollout, self._train):
+        for group in (self._receivers, self._train):
+            if group is None:  # never connected
+                continue
             with suppress(ControllerError):
                 self._call(group, "close_weights", timeout=GRACE_SECONDS)
+
+    def _follow_membership(self) -> None:
+        """Connect anew where replicas were lost or came back since the last time."""
+        if self._replicas is None:
+            return
+        now = self._replicas.members()
+        if self._plan is None or not isinstance(self._receivers, Members) or now.members != self._receivers.members:
+            self._connect(now)
+
+    def _can_do_without(self, error: Exception) -> bool:
+        """Whether an update failed because a replica was lost, so that it may be tried with those that are left."""
+        return isinstance(self._receivers, Members) and 0 < len(self._receivers.lost) < self._receivers.world_size
 
     # The stages
 
     def _transfer(self, version: int) -> Mapping[str, str]:
         """Pause, send and receive, and compare bytes; returns each parameter's checksum before it left."""
-        receiving = self._begin(self._rollout, "receive_weights", version, self._timeout)
+        receiving = self._begin(self._receivers, "receive_weights", version, self._timeout)
         sending = self._begin(self._train, "send_weights", version, self._timeout)
         self._in_flight = (sending, receiving)
         arrived = _both(receiving, sending)
@@ -187,15 +277,24 @@ class WeightSync:
             compare_checksums(sent, sums, self._name(replica))
         return sent
 
-    def _commit(self, version: int, sent: Mapping[str, str]) -> float | None:
+    def _commit(self, version: int, sent: Mapping[str, str], check: bool = False) -> float | None:
         """Serve the new version, verified; returns the effect check's figure where one is due."""
-        check = bool(self._every and self._probe) and self._updates % self._every == 0
-        states: list[WeightState] = self._call(self._rollout, "commit_weights", version)
+        check = bool(self._every and self._probe) and (check or self._updates % self._every == 0)
+        states: list[WeightState | None] = self._of_those_left("commit_weights", version).result()
         for replica, state in enumerate(states):
-            verify_state(state, version, sent, self._name(replica))
+            if state is not None:
+                verify_state(state, version, sent, self._name(replica))
         effect = self._effect(version) if check else None
-        self._resuming = version, self._begin(self._rollout, "resume_weights", version)
+        self._resuming = version, self._of_those_left("resume_weights", version)
+        if self._replicas is not None and isinstance(self._receivers, Members):
+            self._replicas.confirmed(self._receivers, version)
         return effect
+
+    def _of_those_left(self, method: str, *args: Any) -> Future | Gathered:
+        """Call the receivers; None is the result of a replica that was lost."""
+        if isinstance(self._receivers, Members):
+            return self._receivers.call(method, *args, timeout=self._timeout + GRACE_SECONDS, leave_out_lost=True)
+        return self._begin(self._receivers, method, *args)
 
     def _await_resumption(self) -> None:
         """Wait until every replica answers again after the last update."""
@@ -212,13 +311,16 @@ class WeightSync:
         from enginehouse.data import Batch, Ragged
         from enginehouse.engines.train import Outputs
 
-        scoring = self._begin(self._rollout, "score", self._probe)
+        scoring = self._of_those_left("score", self._probe)
         computing = self._begin(self._train, "forward", Batch({"input_ids": Ragged.from_list(self._probe)}), Outputs())
         scored = _both(scoring, computing)
-        column = computing.result()["logprobs"]
+        computed: Any = computing.result()
+        column = computed["logprobs"]
         expected = [column[row].tolist() for row in range(len(self._probe))]
         worst = 0.0
         for replica, rows in enumerate(scored):
+            if rows is None:
+                continue
             difference = mean_difference(expected, rows)
             if not difference <= self._tolerance:  # a NaN is not within tolerance
                 raise WeightSyncError(
@@ -231,8 +333,10 @@ class WeightSync:
 
     def _abort(self, version: int) -> None:
         """Make both sides give up `version`; what cannot be reached is logged."""
-        outstanding: list[Future] = list(self._in_flight)
-        for group in (self._train, self._rollout):
+        outstanding: list[Future | Gathered] = list(self._in_flight)
+        for group in (self._train, self._receivers):
+            if group is None:
+                continue
             try:
                 outstanding.append(self._begin(group, "abort_weights", version, timeout=GRACE_SECONDS))
             except GroupClosed as error:  # what broke the group is what the update's error says
@@ -248,18 +352,24 @@ class WeightSync:
 
     # Calls
 
-    def _begin(self, group: WorkerGroup, method: str, *args: Any, timeout: float | None = None) -> Future:
+    def _begin(
+        self, group: WorkerGroup | Members | None, method: str, *args: Any, timeout: float | None = None
+    ) -> Future | Gathered:
+        assert group is not None  # connected
         limit = self._timeout + GRACE_SECONDS if timeout is None else timeout
+        if isinstance(group, Members):
+            return group.call(method, *args, timeout=limit)
         return group.call(method, *args, timeout=limit, blocking=False)
 
-    def _call(self, group: WorkerGroup, method: str, *args: Any, timeout: float | None = None) -> Any:
+    def _call(self, group: WorkerGroup | Members, method: str, *args: Any, timeout: float | None = None) -> Any:
         return self._begin(group, method, *args, timeout=timeout).result()
 
     def _name(self, replica: int) -> str:
-        return f"{self._rollout.name} replica {replica}"
+        members = self._receivers.members if isinstance(self._receivers, Members) else None
+        return f"{self._rollout.name} replica {replica if members is None else members[replica].number}"
 
 
-def _both(waited: Future, other: Future) -> Any:
+def _both(waited: Future | Gathered, other: Future | Gathered) -> Any:
     """The result of `waited`, once `other` has ended as well; an error of either, the one that caused the other."""
     while True:
         try:
@@ -274,7 +384,7 @@ def _both(waited: Future, other: Future) -> Any:
             return result
 
 
-def _check(future: Future, other: Future) -> None:
+def _check(future: Future | Gathered, other: Future | Gathered) -> None:
     """Wait for `future`; its error, or that of `other` if it is the cause."""
     try:
         future.result()
@@ -282,7 +392,7 @@ def _check(future: Future, other: Future) -> None:
         raise _root_cause(error, other) from error
 
 
-def _root_cause(error: Exception, other: Future) -> Exception:
+def _root_cause(error: Exception, other: Future | Gathered) -> Exception:
     """`error`, unless it only says that the update was aborted and `other` knows why."""
     if not isinstance(getattr(error, "cause", error), WeightUpdateAborted):
         return error
@@ -306,6 +416,10 @@ def mean_difference(expected: Sequence[Sequence[float]], scored: Sequence[Sequen
         pair for ours, theirs in zip(expected, scored, strict=True) for pair in zip(ours[1:], theirs[1:], strict=True)
     ]
     return sum(abs(float(ours) - float(theirs)) for ours, theirs in pairs) / len(pairs)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or repr(error)).splitlines()[0]
 
 
 def _explained(error: Exception, what: str) -> WeightSyncError:

@@ -8,12 +8,34 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.rollout import Completion, GenerateRequest, GenerateResult, SamplingParams
+from enginehouse.engines.train import Outputs
+
+if TYPE_CHECKING:
+    from enginehouse.config.schema import Sampling
+
+
+def sampling_params(sampling: Sampling, samples_per_prompt: int) -> SamplingParams:
+    """How to draw, as a config says."""
+    return SamplingParams(
+        n=samples_per_prompt,
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop=tuple(sampling.stop),
+    )
+
+
+def outputs_as_sampled(sampling: Sampling, entropy: bool = False) -> Outputs:
+    """Logprobs, and entropy if asked for, at the temperature of the logprobs that the rollout reports."""
+    return Outputs(entropy=entropy, temperature=sampling.temperature or 1.0)
 
 
 def row_seeds(seed: int, rows: np.ndarray) -> list[int]:

@@ -199,4 +199,4 @@ class Loop(ABC):
         plugins().observe("checkpoint_saved", run=self, step=step, path=str(path), what=what)
 
     def _backend_capabilities(self) -> frozenset[str]:
-        return plugins().get("train", self.config.actor.engine.backend).capabilities
+        return plugins().get("train", self.config.actor.engine.backend, elsewhere=True).capabilities

@@ -15,13 +15,16 @@ from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec, coloca
 from enginehouse.controller.weight_sync import WeightSync
 from enginehouse.engines.model import ModelSpec
 from enginehouse.errors import ModelError
+from enginehouse.rl.fleet import RolloutFleet
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
+from enginehouse.transports.buckets import largest_bucket
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from enginehouse.config.plan import Plan, SFTPlan
     from enginehouse.config.schema import Model
+    from enginehouse.plugin.runtimes import Interpreter
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class Roles:
     """The worker groups of a run."""
 
     actor: WorkerGroup
-    rollout: WorkerGroup
+    rollout: WorkerGroup | RolloutFleet
     reference: WorkerGroup | None
     sync: WeightSync
 
@@ -37,6 +40,10 @@ class Roles:
         """For reports: each role's processes and what they run."""
         groups = {"actor": self.actor, "rollout": self.rollout, "reference": self.reference}
         return {name: group.call("describe") for name, group in groups.items() if group is not None}
+
+    def rollout_metrics(self) -> dict[str, float]:
+        """What happened to the rollout replicas in a step, where they are a fleet."""
+        return self.rollout.metrics() if isinstance(self.rollout, RolloutFleet) else {}
 
 
 def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
@@ -70,22 +77,21 @@ def place(plan: Plan, probe: Sequence[Sequence[int]]) -> Iterator[Roles]:
     if plan.uses_reference:
         path = config.reference.path or config.model.path
         specs["reference"] = _train_spec(plan, config.actor.engine.backend, path, plan.reference_options)
-    colocated = config.rollout.placement == "colocated"
+    rollout = _under(plan.interpreters["rollout"], rollout)
+    colocated = plan.colocated
     if colocated:
         specs["rollout"] = rollout
     with ExitStack() as stack:
         if config.cluster.launcher == "ray":
             stack.enter_context(start_ray(config.cluster.address))
         groups = stack.enter_context(_colocated(plan, specs, config.actor.processes))
-        if not colocated:
-            alone = rollout.options(distributed=False)
-            groups |= stack.enter_context(_colocated(plan, {"rollout": alone}, config.rollout.replicas))
-        groups["rollout"].launch()
+        replicas = groups["rollout"] if colocated else _fleet(plan, rollout, stack)
+        replicas.launch()
         sync = WeightSync(
             groups["actor"],
-            groups["rollout"],
+            replicas,
             plan.transport,
-            bucket_bytes=config.weights.bucket_mib << 20,
+            bucket_bytes=largest_bucket(),
             timeout=config.cluster.call_timeout_seconds,
             effect_check_every=plan.effect_check_every,
             effect_tolerance=config.weights.effect_tolerance,
@@ -93,7 +99,9 @@ def place(plan: Plan, probe: Sequence[Sequence[int]]) -> Iterator[Roles]:
         )
         sync.connect()
         stack.callback(sync.close)
-        yield Roles(groups["actor"], groups["rollout"], groups.get("reference"), sync)
+        if isinstance(replicas, RolloutFleet):
+            replicas.catch_up = sync.catch_up
+        yield Roles(groups["actor"], replicas, groups.get("reference"), sync)
 
 
 @contextmanager
@@ -131,8 +139,32 @@ def _colocated(plan: Plan | SFTPlan, specs: dict[str, WorkerSpec], processes: in
         pool.shutdown()
 
 
+def _fleet(plan: Plan, spec: WorkerSpec, stack: ExitStack) -> RolloutFleet:
+    """Replicas in processes of their own, which the stack ends."""
+    cluster = plan.config.cluster
+    fleet = RolloutFleet(
+        spec,
+        plan.config.rollout.replicas,
+        launcher=cluster.launcher,
+        gpus_per_process=int(plan.device == "cuda"),
+        timeout=cluster.call_timeout_seconds,
+        start_timeout=cluster.start_timeout_seconds,
+        seed=plan.config.train.seed,
+        device=plan.device,
+        threads=cluster.threads_per_process,
+    )
+    stack.callback(fleet.shutdown)
+    return fleet
+
+
 def _train_spec(plan: Plan | SFTPlan, backend: str, path: str, options: dict[str, Any]) -> WorkerSpec:
-    return WorkerSpec(TrainWorker, backend, _model_spec(plan.config.model, path), options)
+    spec = WorkerSpec(TrainWorker, backend, _model_spec(plan.config.model, path), options)
+    return _under(plan.interpreters["actor"], spec)
+
+
+def _under(interpreter: Interpreter, spec: WorkerSpec) -> WorkerSpec:
+    """A worker under the interpreter of its role's runtime."""
+    return spec.options(python=interpreter.python, env={**spec.env, **interpreter.env})
 
 
 def _model_spec(model: Model, path: str) -> ModelSpec:

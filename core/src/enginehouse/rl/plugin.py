@@ -32,6 +32,7 @@ def enginehouse_register_losses(register):
             name="clipped_policy",
             summary="Clipped policy gradient (Schulman et al. 2017), symmetric or not",
             function="enginehouse.rl.losses.clipped_policy:clipped_policy",
+            needs_actor_logprobs=("importance_cap",),
         )
     )
     register(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,10 +24,12 @@ from enginehouse.data import Batch, Ragged
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.rollout import Health, PauseMode, RolloutEngine, SamplingParams
-from enginehouse.engines.train import ALL, LossSpec, Mean, Metrics, Outputs, TrainEngine, merge_metrics
+from enginehouse.engines.train import ALL, LossSpec, Max, Mean, Metrics, Outputs, TrainEngine, merge_metrics
 from enginehouse.engines.weights import ParamMeta, TransferPlan, TransportSession, WeightState, WeightSyncError
 from enginehouse.errors import EnginehouseError
 from enginehouse.plugin import Backend, capabilities, plugins, resolve
+from enginehouse.plugin.requirements import installed_versions
+from enginehouse.plugin.runtimes import CURRENT, RUNTIME_VARIABLE
 from enginehouse.rl.generation import assemble, make_requests, row_seeds
 from enginehouse.rl.weight_receiver import WeightReceiver
 from enginehouse.transports.lookup import load_transport
@@ -61,7 +64,14 @@ class TrainWorker(Worker):
         return self.engine.forward(batch, outputs)
 
     @register(dispatch="dp", collect="merge")
-    def update(self, batch: Batch, loss: LossSpec, minibatches: int = 1, epochs: int = 1) -> dict[str, float | Mean]:
+    def update(
+        self,
+        batch: Batch,
+        loss: LossSpec,
+        minibatches: int = 1,
+        epochs: int = 1,
+        first_loss: LossSpec | None = None,
+    ) -> dict[str, float | Mean | Max]:
         """Train on a batch: `epochs` passes of `minibatches` optimizer steps each.
 
         The number of steps is the same on all ranks, however their shards differ: a rank without rows of a mini-batch
@@ -73,6 +83,7 @@ class TrainWorker(Worker):
             loss: what to minimise.
             minibatches: optimizer steps a pass.
             epochs: passes over the batch.
+            first_loss: instead of `loss` in the first optimizer step, which still sees the weights as they came.
 
         Returns:
             The loss's means over all steps; the optimizer's figures (`grad_norm`, `lr`, `skipped`), each the average
@@ -84,7 +95,8 @@ class TrainWorker(Worker):
         for epoch in range(epochs):
             for number in range(minibatches):
                 rows = batch if minibatches == 1 else batch.take(batch["minibatch"][:, epoch] == number)
-                parts.append(self.engine.forward_backward(rows, loss))
+                now = first_loss if first_loss is not None and not steps else loss
+                parts.append(self.engine.forward_backward(rows, now))
                 steps.append(self.engine.optim_step())
         figures = {
             name: sum(_number(step[name]) for step in steps) / len(steps) for name in (steps[0] if steps else ())
@@ -188,7 +200,7 @@ class TrainWorker(Worker):
     @register
     async def describe(self) -> dict[str, Any]:
         """What runs here, for reports."""
-        return _describe(self, self._backend, type(self.engine).__name__) | {"mesh": dict(self.mesh.axes)}
+        return _describe(self, "train", self._backend, type(self.engine).__name__) | {"mesh": dict(self.mesh.axes)}
 
     def shutdown(self) -> None:
         """Release the engine and the transport."""
@@ -205,9 +217,13 @@ class RolloutWorker(Worker):
         backend: name of a rollout backend, as in the config.
         model: what to load; its weights count as version 0.
         options: the backend's own options, checked here by its own type.
+        replica: this replica's number, where it is not its rank.
     """
 
-    def __init__(self, backend: str, model: ModelSpec, options: dict[str, Any] | None = None):
+    def __init__(
+        self, backend: str, model: ModelSpec, options: dict[str, Any] | None = None, replica: int | None = None
+    ):
+        self.replica = self.context.rank if replica is None else replica
         record: Backend = plugins().get("rollout", backend)
         self._backend = record.name
         self._model = model
@@ -261,7 +277,7 @@ class RolloutWorker(Worker):
                 )
             seeds = row_seeds(seed, batch.tensor("prompt_index").numpy())
         self._calls += 1
-        requests = make_requests(batch.ragged("prompt_ids"), sampling, seeds, f"{self.context.rank}-{self._calls}")
+        requests = make_requests(batch.ragged("prompt_ids"), sampling, seeds, f"{self.replica}-{self._calls}")
         results = await asyncio.gather(*(self.engine.generate(request) for request in requests))
         samples = assemble(requests, results)
         return samples.with_columns(seconds=torch.full((len(samples),), time.perf_counter() - begun))
@@ -274,7 +290,7 @@ class RolloutWorker(Worker):
         """
         self._calls += 1
         scoring = SamplingParams(max_tokens=0, prompt_logprobs=True)
-        name = f"{self.context.rank}-{self._calls}"
+        name = f"{self.replica}-{self._calls}"
         requests = make_requests(Ragged.from_list([list(one) for one in sequences]), scoring, None, name)
         results = await asyncio.gather(*(self.engine.generate(request) for request in requests))
         missing = [result.id for result in results if result.prompt_logprobs is None]
@@ -285,9 +301,15 @@ class RolloutWorker(Worker):
     # Weights; the order of things is the controller's, `enginehouse.controller.weight_sync`
 
     @register(urgent=True)
-    async def connect_weights(self, plan: TransferPlan) -> None:
-        """Open this replica's end of a weight transport, closing one that was open."""
-        self.weights.connect(plan, load_transport(plan.transport).connect(plan, "recv", self.context.rank))
+    async def connect_weights(self, plan: TransferPlan, receiver: int | None = None) -> None:
+        """Open this replica's end of a weight transport, closing one that was open.
+
+        Args:
+            plan: of the transfer.
+            receiver: its place among the plan's receivers, where it is not its number.
+        """
+        place = self.replica if receiver is None else receiver
+        self.weights.connect(plan, load_transport(plan.transport).connect(plan, "recv", place))
 
     @register(urgent=True)
     async def receive_weights(
@@ -364,7 +386,7 @@ class RolloutWorker(Worker):
     @register
     async def describe(self) -> dict[str, Any]:
         """What runs here, for reports."""
-        return _describe(self, self._backend, self._name)
+        return _describe(self, "rollout", self._backend, self._name) | {"rank": self.replica}
 
     async def shutdown(self) -> None:
         """Release the engine and the transport."""
@@ -374,11 +396,11 @@ class RolloutWorker(Worker):
         self._thread.shutdown(wait=False)
 
 
-def _number(value: float | Mean) -> float:
-    return value.value if isinstance(value, Mean) else value
+def _number(value: float | Mean | Max) -> float:
+    return value.value if isinstance(value, (Mean, Max)) else value
 
 
-def _describe(worker: Worker, backend: str, engine: str) -> dict[str, Any]:
+def _describe(worker: Worker, kind: str, backend: str, engine: str) -> dict[str, Any]:
     context = worker.context
     return {
         "rank": context.rank,
@@ -387,7 +409,9 @@ def _describe(worker: Worker, backend: str, engine: str) -> dict[str, Any]:
         "device": context.device,
         "backend": backend,
         "engine": engine,
+        "runtime": os.environ.get(RUNTIME_VARIABLE, CURRENT),
+        "interpreter": sys.executable,
         "python": platform.python_version(),
-        "torch": torch.__version__,
         "enginehouse": metadata.version("enginehouse"),
+        **installed_versions(("torch", "transformers", "ray", *plugins().get(kind, backend).requires)),
     }

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from enginehouse.engines.train import Mean, Metrics
+from enginehouse.engines.train import Max, Mean, Metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,8 +48,8 @@ def sample_rows(samples: Batch) -> list[dict[str, Any]]:
 
 
 def plain(metrics: Metrics) -> dict[str, float]:
-    """Metrics as they are logged: each mean as its value."""
-    return {name: value.value if isinstance(value, Mean) else value for name, value in metrics.items()}
+    """Metrics as they are logged: each mean and each maximum as its value."""
+    return {name: value.value if isinstance(value, (Mean, Max)) else value for name, value in metrics.items()}
 
 
 def with_rewards(samples: Batch, prompts: Batch, tokenizer: PreTrainedTokenizerBase, rewards: RewardPool) -> Batch:

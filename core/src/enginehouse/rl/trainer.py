@@ -6,6 +6,7 @@ What runs where is decided elsewhere (`enginehouse.rl.placement`), what an algor
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,25 +14,31 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from enginehouse.data.prompts import PromptDataset, PromptSampler
-from enginehouse.engines.rollout import SamplingParams
-from enginehouse.engines.train import LossSpec, Outputs
+from enginehouse.engines.train import LossSpec
 from enginehouse.plugin import plugins
 from enginehouse.plugin.records import resolve
+from enginehouse.rl.generation import outputs_as_sampled, sampling_params
 from enginehouse.rl.kl import token_kl
 from enginehouse.rl.loop import Loop
 from enginehouse.rl.minibatches import assign_minibatches
+from enginehouse.rl.mismatch import measuring, mismatch
 from enginehouse.rl.placement import Roles, load_tokenizer, place
 from enginehouse.rl.rewards.pool import RewardPool
-from enginehouse.rl.samples import sample_metrics, sample_rows, with_rewards
+from enginehouse.rl.samples import plain, sample_metrics, sample_rows, with_rewards
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import Plan
     from enginehouse.config.schema import Config
     from enginehouse.data import Batch, Ragged
+    from enginehouse.engines.train import Outputs
     from enginehouse.runs import Progress, RunDirectory
+
+log = logging.getLogger(__name__)
 
 PROBE_SEQUENCES = 4
 """Prompts that trainer and rollout both score when the effect of a weight update is checked."""
+VALIDATION_PROMPTS = 256
+"""Most held-out prompts a validation uses, the first of the file."""
 
 
 class Trainer(Loop):
@@ -52,10 +59,11 @@ class Trainer(Loop):
         self.probe = [tokens.tolist() for tokens in prompts.all(PROBE_SEQUENCES)["prompt_ids"]]
         self.validation: Batch | None = None
         if config.data.validation:
-            self.validation = self._dataset(config.data.validation).all(config.train.validation_prompts)
+            self.validation = self._dataset(config.data.validation).all(VALIDATION_PROMPTS)
         self.advantage = resolve(plan.advantage)
         self.version = 0
         self.former_failures = 0
+        self.said_mismatch = False
         if plan.resumed:
             self.restore(plan.resumed.loop)
 
@@ -111,12 +119,18 @@ class Trainer(Loop):
         with phase("update"):
             known = {
                 **sample_metrics(samples),
+                **self.roles.rollout_metrics(),
                 "reward/failures": float(self.rewards.failures),
                 "tokens": float(samples["input_ids"].tokens),
             }
-            metrics = self.update(
-                step, known, self.training_batch(batch, step), self.loss(), algorithm.minibatches, algorithm.epochs
-            )
+            loss, first = self.loss(), None
+            if algorithm.old_logprobs == "actor":
+                known |= plain(mismatch(samples, batch["old_logprobs"], self.version))
+            else:
+                first = measuring(loss, self.version)
+            sent = self.training_batch(batch, step)
+            metrics = self.update(step, known, sent, loss, algorithm.minibatches, algorithm.epochs, first)
+            self.warn_of_mismatch(step, metrics)
         with phase("sync"):
             synced = self.sync_weights()
         return {**metrics, **synced}
@@ -125,15 +139,7 @@ class Trainer(Loop):
 
     def generate(self, prompts: Batch, samples_per_prompt: int, step: int) -> Batch:
         """Draw responses from the rollout replicas; see `RolloutWorker.generate` for the columns."""
-        sampling = self.config.rollout.sampling
-        parameters = SamplingParams(
-            n=samples_per_prompt,
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            stop=tuple(sampling.stop),
-        )
+        parameters = sampling_params(self.config.rollout.sampling, samples_per_prompt)
         asked = prompts.select(["prompt_ids"]).with_columns(prompt_index=torch.arange(len(prompts)))
         return self.roles.rollout.generate(asked, parameters, seed=(self.config.train.seed << 32) + step)
 
@@ -184,6 +190,22 @@ class Trainer(Loop):
         effect = {} if report.effect is None else {"weights/effect": report.effect}
         return {"weights/mib": report.nbytes / 2**20, **effect}
 
+    def warn_of_mismatch(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Say, once a run, that the engines are further apart than a weight update's effect check allows."""
+        difference = metrics.get("mismatch/absolute_mean", 0.0)
+        tolerance = self.config.weights.effect_tolerance
+        if difference <= tolerance or self.said_mismatch:
+            return
+        self.said_mismatch = True
+        log.warning(
+            "step %d: the rollout's logprobs differ from the actor's by %.3g nats on average, with the same weights "
+            "by their version (weights.effect_tolerance is %g). A replica may serve other weights than it says, or the "
+            "engines compute differently: `enginehouse parity` compares them. Later steps: mismatch/* in the metrics",
+            step,
+            difference,
+            tolerance,
+        )
+
     def validate(self, step: int) -> None:
         """Sample one response for each held-out prompt, as in training, and log the mean reward."""
         if self.validation is None:
@@ -204,7 +226,7 @@ class Trainer(Loop):
             self.run_directory.write_samples(step, sample_rows(samples))
 
     def _outputs(self, entropy: bool = False) -> Outputs:
-        return Outputs(entropy=entropy, temperature=self.config.rollout.sampling.temperature or 1.0)
+        return outputs_as_sampled(self.config.rollout.sampling, entropy)
 
     def _dataset(self, path: str) -> PromptDataset:
         data = self.config.data

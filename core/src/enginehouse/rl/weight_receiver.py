@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TypeVar
 
 from enginehouse.engines.rollout import PauseMode, RolloutEngine
@@ -55,8 +56,9 @@ class WeightReceiver:
         self.serving.set()
 
     def connect(self, plan: TransferPlan, session: TransportSession) -> None:
-        """Use `session` for the updates to come."""
+        """Use `session` for the updates to come; one that was aborted may come again by it."""
         self.close()
+        self._aborted = -1
         self._plan, self._session = plan, session
 
     def close(self) -> None:
@@ -100,9 +102,11 @@ class WeightReceiver:
 
         def take() -> WeightChunk | None:
             chunk = next(chunks, None)
-            for name, tensor in chunk.tensors if chunk is not None else ():
-                sums[name] = checksum(tensor)
-            return chunk
+            if chunk is None:
+                return None
+            arrived = {name: checksum(tensor) for name, tensor in chunk.tensors}
+            sums.update(arrived)
+            return replace(chunk, checksums=arrived)
 
         while (chunk := await self._on_thread(take)) is not None:
             await self._engine.update_weights(chunk)

@@ -11,6 +11,7 @@ import torch
 from enginehouse.engines.train import LossValue, Mean, TokenView
 from enginehouse.rl.kl import token_kl
 from enginehouse.rl.losses.aggregate import aggregate
+from enginehouse.rl.losses.importance import truncated_importance
 
 
 def clipped_policy(
@@ -19,6 +20,7 @@ def clipped_policy(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
+    importance_cap: float | None = None,
     aggregation: str = "token_mean",
     max_tokens: int | None = None,
     kl_coefficient: float = 0.0,
@@ -29,10 +31,14 @@ def clipped_policy(
 
     Args:
         view: outputs `logprobs` (and `entropy`, if `entropy_coefficient` is set); columns `loss_mask` bool,
-            `old_logprobs` and `advantages` float32 and, with a KL term, `reference_logprobs`, each `(tokens,)`.
+            `old_logprobs` and `advantages` float32, with a KL term `reference_logprobs`, and with an importance cap
+            `rollout_logprobs`, each `(tokens,)`.
         clip_low: the ratio is not rewarded for falling below `1 - clip_low`.
         clip_high: nor for rising above `1 + clip_high`.
         dual_clip: for negative advantages the loss is at most `dual_clip * -advantage`; must exceed 1.
+        importance_cap: weigh each token's clipped loss, not the KL term or the entropy bonus, by
+            `min(exp(old_logprobs - rollout_logprobs), importance_cap)`; see `enginehouse.rl.losses.importance`. Needs
+            `algorithm.old_logprobs=actor`: with the rollout's own the weight is 1 everywhere.
         aggregation: see `enginehouse.rl.losses.aggregate`.
         max_tokens: for the aggregation that divides by it.
         kl_coefficient: weight of the divergence from the reference.
@@ -40,7 +46,8 @@ def clipped_policy(
         entropy_coefficient: weight of the entropy bonus.
 
     Returns:
-        The loss, with metrics `clip_fraction`, `ratio`, `policy_kl` (k3, old to new) and, where used, `kl`, `entropy`.
+        The loss, with metrics `clip_fraction`, `ratio`, `policy_kl` (k3, old to new) and, where used, `kl`, `entropy`,
+        `importance_weight` and `importance_capped`, the part of the tokens whose weight was cut.
     """
     counted = view.columns["loss_mask"].nonzero().squeeze(-1)
     logprobs = view.outputs["logprobs"][counted]
@@ -53,6 +60,10 @@ def clipped_policy(
         losses = torch.where(advantages < 0, torch.minimum(losses, -advantages * dual_clip), losses)
 
     extra: dict[str, torch.Tensor] = {}
+    if importance_cap is not None:
+        weights, cut = truncated_importance(view, counted, importance_cap)
+        losses = losses * weights
+        extra |= {"importance_weight": weights, "importance_capped": cut}
     if kl_coefficient:
         extra["kl"] = token_kl(logprobs, view.columns["reference_logprobs"][counted], kl_estimator)
         losses = losses + kl_coefficient * extra["kl"]

@@ -1,0 +1,170 @@
+"""Groups of one process each, called as one: what fails is one of them, and the others go on.
+
+A `WorkerGroup` of several ranks breaks as a whole when one dies, as it must where ranks work together. Replicas do not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from enginehouse.controller.errors import GroupClosed
+from enginehouse.controller.future import Future, StillRunning
+from enginehouse.controller.group import WorkerGroup
+from enginehouse.engines.weights import WeightUpdateAborted
+
+GLANCE_SECONDS = 0.1
+"""How often the others are looked at while one is waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One process, from its start to its end; a restart makes another member.
+
+    Attributes:
+        number: which replica it is.
+        incarnation: counts the replica's processes.
+        group: its group of one, which a restart keeps.
+    """
+
+    number: int
+    incarnation: int
+    group: WorkerGroup
+
+
+class Members:
+    """Some replicas at one moment. They stay the same: one that is lost, or was restarted, answers no more.
+
+    Args:
+        name: the role, for messages.
+        members: who they are.
+        is_lost: asked with a member and, where a call of it failed, the error: whether that process is gone.
+    """
+
+    def __init__(self, name: str, members: Sequence[Member], is_lost: Callable[[Member, Exception | None], bool]):
+        self.name = name
+        self.members = tuple(members)
+        self._is_lost = is_lost
+
+    @property
+    def world_size(self) -> int:
+        """How many they are."""
+        return len(self.members)
+
+    @property
+    def lost(self) -> list[Member]:
+        """Those known to be gone."""
+        return [member for member in self.members if self._is_lost(member, None)]
+
+    def call(
+        self, method: str, *args: Any, timeout: float | None = None, leave_out_lost: bool = False, **kwargs: Any
+    ) -> Gathered:
+        """Call a method, registered with the mode `one_to_all`, on each, without waiting.
+
+        Args:
+            method: its name.
+            args: its arguments, the same for all.
+            timeout: deadline in seconds.
+            leave_out_lost: None stands for the result of one that is lost, unless all are; else that is an error.
+            kwargs: its keyword arguments.
+        """
+        return self.call_each(method, [args] * len(self.members), timeout, leave_out_lost, **kwargs)
+
+    def call_each(
+        self,
+        method: str,
+        args: Sequence[tuple[Any, ...]],
+        timeout: float | None = None,
+        leave_out_lost: bool = False,
+        **kwargs: Any,
+    ) -> Gathered:
+        """`call` with arguments of its own for each."""
+        calls: list[Future | Exception] = []
+        for member, given in zip(self.members, args, strict=True):
+            if self._is_lost(member, None):
+                why = f"{member.group.name} was lost"
+                calls.append(GroupClosed(f"{member.group.name}.{method} cannot be called: {why}", why))
+                continue
+            try:
+                calls.append(member.group.call(method, *given, timeout=timeout, blocking=False, **kwargs))
+            except Exception as error:
+                calls.append(error)
+        return Gathered(self.members, calls, self._is_lost, leave_out_lost)
+
+
+class Gathered:
+    """The results of a call of several members, in their order; made by `Members`. Used like a `Future`."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        calls: Sequence[Future | Exception],
+        is_lost: Callable[[Member, Exception | None], bool],
+        leave_out_lost: bool,
+    ):
+        self._members = members
+        self._calls = list(calls)
+        self._is_lost = is_lost
+        self._leave_out_lost = leave_out_lost
+        self._values: dict[int, Any] = {}
+        self._aborted: Exception | None = None  # an error that says only that there is another one
+        self._last_lost: Exception | None = None
+
+    def done(self) -> bool:
+        """Whether every call has ended."""
+        return all(isinstance(call, Exception) or call.done() for call in self._calls)
+
+    def result(self, timeout: float | None = None) -> list[Any]:
+        """Wait for all; an error of one is raised at once, though others still run.
+
+        Raises:
+            StillRunning: `timeout` seconds passed.
+            WorkerError: a call failed.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        while True:
+            pending = [index for index in range(len(self._calls)) if index not in self._values]
+            for index in pending:
+                self._settle(index)
+            pending = [index for index in pending if index not in self._values]
+            if not pending:
+                return self._collected()
+            left = GLANCE_SECONDS if until is None else min(GLANCE_SECONDS, until - time.monotonic())
+            if left <= 0:
+                raise StillRunning(f"the call still runs at {self._members[pending[0]].group.name}")
+            call = self._calls[pending[0]]
+            assert isinstance(call, Future)
+            try:  # every call has a deadline of its own, so this ends
+                call.result(left)
+            except Exception:  # what it is, `_settle` finds
+                continue
+
+    def _settle(self, index: int) -> None:
+        """Take a result that is there; raise an error, unless it is one that may be left out."""
+        call = self._calls[index]
+        if isinstance(call, Future) and not call.done():
+            return
+        try:
+            if isinstance(call, Exception):
+                raise call
+            (self._values[index],) = call.result()
+        except StillRunning:  # another thread is taking it
+            return
+        except Exception as error:
+            lost = self._is_lost(self._members[index], error)
+            if isinstance(getattr(error, "cause", error), WeightUpdateAborted):
+                self._aborted = error
+            elif lost and self._leave_out_lost:
+                self._last_lost = error
+            else:
+                raise
+            self._values[index] = None
+
+    def _collected(self) -> list[Any]:
+        if self._aborted is not None:
+            raise self._aborted
+        if self._last_lost is not None and all(self._is_lost(member, None) for member in self._members):
+            raise self._last_lost
+        return [self._values[index] for index in range(len(self._calls))]

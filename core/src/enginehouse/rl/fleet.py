@@ -1,0 +1,555 @@
+"""Several rollout replicas, each a process that may die alone, behind the interface of one worker group.
+
+Rows go to the replica with the least to do. A replica that dies, or whose engine does, loses nothing but time: what it
+held is drawn by others, it is started again in the background, and it answers again once it serves, verified, the
+version that the others serve. The samples are those of an undisturbed run, since they depend on seed and row alone.
+
+Which rows go where is `enginehouse.rl.routing`; how weights reach a replica, `enginehouse.controller.weight_sync`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec
+from enginehouse.controller.errors import ControllerError, RemoteError
+from enginehouse.controller.members import Member, Members
+from enginehouse.data import Batch
+from enginehouse.rl.replica import Changed, Drawn, Figures, Replica, State, Watch
+from enginehouse.rl.routing import Attempt, Piece, PrefixMemory, Router, cut
+
+if TYPE_CHECKING:
+    from enginehouse.engines.model import Device
+    from enginehouse.engines.rollout import Health, SamplingParams
+
+log = logging.getLogger(__name__)
+
+SAMPLES_IN_FLIGHT = 512
+"""Most completions a replica is given at once: enough to fill an engine's batches; the rest goes to who is free."""
+MOST_TRIES = 3
+"""A piece that was lost with so many replicas is taken for their cause."""
+RESTARTS = 3
+"""How often a replica is started again without having drawn anything in between."""
+HEALTH_EVERY_SECONDS = 15.0
+"""How often replicas are asked whether they live."""
+HEALTH_SECONDS = 60.0
+"""How long a replica may take to say so."""
+GRACE_SECONDS = 15.0
+"""How much longer than a call its end is waited for: its own error says more."""
+HURRIED_SHUTDOWN_SECONDS = 3.0
+SHUTDOWN_SECONDS = 10.0
+
+
+class ReplicasLost(ControllerError):
+    """Nobody is left to draw rows."""
+
+
+class PoisonousRows(ControllerError):
+    """Rows that were lost with every replica that tried to draw them."""
+
+
+class RolloutFleet:
+    """Replicas of a rollout engine. `launch` must come before anything else.
+
+    Args:
+        spec: of a `RolloutWorker`, or a worker with its methods and its argument `replica`.
+        replicas: how many.
+        name: the role, for messages; a replica's group is called `name-number`.
+        launcher: `"ray"`, or `"inline"` with one replica, whose errors come unchanged and which is never restarted.
+        gpus_per_process: reserved for each replica.
+        timeout: seconds a replica may take for a piece of the rows, or for any other call.
+        start_timeout: seconds until a replica's process, and then its engine, must be there.
+        seed: the run's base seed.
+        device: `"cpu"` or `"cuda"`.
+        threads: threads of numeric libraries in each process.
+        samples_in_flight: most completions a replica is given at once.
+        restarts: how often a replica is started again without having drawn anything in between; after that it is out.
+            The only one never is: with it the run ends.
+        health_every: seconds between looks at whether replicas live; they may take `HEALTH_SECONDS` to say so.
+
+    Attributes:
+        catch_up: brings returned replicas to the version served (`WeightSync.catch_up`); without it they wait for the
+            next update.
+
+    Raises:
+        PlacementError: the cluster does not give the places.
+        WorkerError: a worker could not be built.
+    """
+
+    catch_up: Callable[[Members], None] | None = None
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        replicas: int,
+        *,
+        name: str = "rollout",
+        launcher: str = "ray",
+        gpus_per_process: float = 0,
+        timeout: float = 600.0,
+        start_timeout: float = 300.0,
+        seed: int = 0,
+        device: Device = "cpu",
+        threads: int = 1,
+        samples_in_flight: int = SAMPLES_IN_FLIGHT,
+        restarts: int = RESTARTS,
+        health_every: float = HEALTH_EVERY_SECONDS,
+    ):
+        self.name = name
+        self._inline = launcher == "inline"
+        self._timeout, self._start_timeout = timeout, start_timeout
+        self._limit, self._most_restarts = samples_in_flight, restarts
+        self._health_every = health_every
+        self._engine_figures: dict[str, float] = {}
+        self._lock = threading.RLock()
+        self._closing = threading.Event()
+        self._hurried = False
+        self._events: queue.SimpleQueue[Drawn | Changed] = queue.SimpleQueue()
+        self._memory = PrefixMemory()
+        self._figures = Figures()
+        self._version: int | None = None  # newest that was verified; None before the first update
+        self._replicas: list[Replica] = []
+        self._pool = ResourcePool([replicas], gpus_per_process=gpus_per_process, timeout=start_timeout, name=name)
+
+        def start(number: int, pool: ResourcePool) -> Replica:
+            own = WorkerSpec(spec.cls, *spec.args, **spec.kwargs, replica=number)
+            own = own.options(env=spec.env, distributed=False, python=spec.python)
+            group = WorkerGroup(
+                pool, own, name=f"{name}-{number}", launcher=launcher, timeout=timeout, start_timeout=start_timeout,
+                seed=seed, device=device, threads=threads,
+            )  # fmt: skip
+            replica = Replica(number, group)
+            with self._lock:
+                self._replicas.append(replica)
+                self._replicas.sort(key=lambda one: one.number)
+            if self._closing.is_set():
+                group.shutdown(HURRIED_SHUTDOWN_SECONDS)
+            return replica
+
+        try:
+            _at_once([partial(start, number, pool) for number, pool in enumerate(self._pool.split(replicas))])
+        except BaseException:
+            self.shutdown()
+            raise
+
+    # What it is
+
+    @property
+    def world_size(self) -> int:
+        """Number of replicas, whatever became of them."""
+        return len(self._replicas)
+
+    @property
+    def pids(self) -> list[int]:
+        """Each replica's process id, on its node."""
+        return [replica.group.pids[0] for replica in self._replicas]
+
+    @property
+    def states(self) -> list[State]:
+        """What each replica is good for."""
+        return [replica.state for replica in self._replicas]
+
+    def describe(self) -> list[dict[str, Any]]:
+        """What runs in each replica, for reports; of one that is gone, why."""
+        living = self._living()
+        told = dict(zip([one.number for one in living.members], self._told(living, "describe"), strict=True))
+        return [
+            told.get(replica.number) or {"rank": replica.number, "state": replica.state, "died": replica.death}
+            for replica in self._replicas
+        ]
+
+    def metrics(self) -> dict[str, float]:
+        """Figures since they were last asked for, all named `rollout/...`.
+
+        `restarts` of replicas, `retries` of pieces; `replicas` that serve; `busy_seconds` of a replica on average and
+        the share of the time of `generate` that is (`utilisation`); `queued`, most samples that waited for a replica.
+        And the engines' own, as of when they last said how they are.
+        """
+        with self._lock:
+            figures, self._figures = self._figures, Figures()
+        return {
+            "rollout/replicas": float(sum(replica.state == "serving" for replica in self._replicas)),
+            "rollout/restarts": float(figures.restarts),
+            "rollout/retries": float(figures.retries),
+            "rollout/busy_seconds": figures.busy_seconds / self.world_size,
+            "rollout/utilisation": figures.busy_seconds / self.world_size / max(figures.seconds, 1e-9),
+            "rollout/queued": float(figures.queued),
+            **self._engine_figures,
+        }
+
+    # Calling all
+
+    def launch(self) -> list[str]:
+        """Start every replica's engine, and look after them from then on.
+
+        Returns:
+            Each engine's name and version.
+        """
+        engines = self._told(self._living(), "launch", timeout=self._start_timeout)
+        if not self._inline:
+            threading.Thread(target=self._look_after, name=f"{self.name}-health", daemon=True).start()
+        return engines
+
+    def call(
+        self, method: str, *args: Any, timeout: float | None = None, blocking: bool | None = None, **kwargs: Any
+    ) -> Any:
+        """Call a method, registered with the mode `one_to_all`, on every replica that lives; see `WorkerGroup.call`.
+
+        Returns:
+            One result a replica, in their order; a `Gathered` if not blocking. `generate` always blocks, and returns
+            what it returns.
+        """
+        if method == "generate":
+            return self.generate(*args, **kwargs)
+        if method == "describe":
+            return self.describe()
+        gathered = self._living().call(method, *args, timeout=timeout, **kwargs)
+        return gathered if blocking is False else gathered.result()
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[Sequence[float]]]:
+        """See `RolloutWorker.score`; one result a replica."""
+        return self._told(self._living(), "score", sequences)
+
+    def weight_state(self) -> list[Any]:
+        """See `RolloutWorker.weight_state`; one result a replica that lives."""
+        return self._told(self._living(), "weight_state")
+
+    def _told(self, members: Members, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
+        return members.call(method, *args, timeout=timeout).result()
+
+    # Drawing
+
+    def generate(self, batch: Batch, sampling: SamplingParams, seed: int | None = None) -> Batch:
+        """Draw `sampling.n` completions of each row's prompt; see `RolloutWorker.generate`.
+
+        Returns:
+            As there, in the order of `batch`, whoever drew which row. `seconds` is how long the replica that drew a
+            row had anything to do in this call.
+
+        Raises:
+            ReplicasLost: naming each replica's death.
+            PoisonousRows: rows that took several replicas with them.
+            WorkerError: a replica that lives failed.
+        """
+        try:
+            return self._generate(batch, sampling, seed)
+        except BaseException:
+            self._hurried = True  # whatever still runs in the replicas is of no use
+            raise
+
+    def _generate(self, batch: Batch, sampling: SamplingParams, seed: int | None) -> Batch:
+        events = self._events = queue.SimpleQueue()
+        prompts = batch.ragged("prompt_ids")
+        serving = {replica.number: replica.member for replica in self._replicas if replica.state == "serving"}
+        if not serving:
+            raise self._nobody_left()
+        if not len(batch):
+            return next(iter(serving.values())).group.call("generate", batch, sampling, seed)
+        tokens = prompts.values.numpy()
+        offsets = prompts.offsets.tolist()
+        rows = [tokens[begin:end] for begin, end in itertools.pairwise(offsets)]
+        router = Router(cut(rows, sampling.n, len(serving), self._limit), self._limit, self._memory)
+        for number in serving:
+            router.join(number)
+        watch, begun, catching_up = Watch(), time.perf_counter(), False
+        drawn: dict[int, tuple[Piece, int, Batch]] = {}
+        while not router.done or catching_up:
+            for attempt in router.assign():
+                part = batch.slice(attempt.piece.begin, attempt.piece.end)
+                self._draw(attempt, serving[attempt.replica], part, sampling, seed, events)
+            watch.look({number for number in router.replicas if router.load(number)})
+            self._figures.queued = max(self._figures.queued, router.waiting_samples)
+            if router.waiting and not catching_up:
+                catching_up = self._begin_to_catch_up(events)
+            if not router.done and not router.replicas and not catching_up:
+                raise self._nobody_left()
+            event = self._next(events)
+            if isinstance(event, Drawn):
+                if event.samples is not None:
+                    if router.finish(event.attempt):
+                        drawn[event.attempt.piece.number] = event.attempt.piece, event.attempt.replica, event.samples
+                    continue
+                assert event.error is not None
+                if not self.is_lost(event.member, event.error):
+                    raise event.error
+                gone: Member | None = event.member
+            else:
+                replica = self._replicas[event.number]
+                if event.what == "caught up":
+                    catching_up = False
+                    if replica.state == "serving":
+                        serving[event.number] = replica.member
+                        router.join(event.number)
+                    continue
+                gone = serving.get(event.number)
+            if gone is not None and serving.get(gone.number) is gone and self.is_lost(gone, None):
+                del serving[gone.number]
+                self._check_tries(router, router.leave(gone.number))
+        watch.look(set())
+        return self._put_together(drawn, watch, router, time.perf_counter() - begun)
+
+    def _put_together(
+        self, drawn: dict[int, tuple[Piece, int, Batch]], watch: Watch, router: Router, seconds: float
+    ) -> Batch:
+        parts = []
+        for number in sorted(drawn):
+            _, replica, samples = drawn[number]
+            self._replicas[replica].restarts = 0
+            parts.append(samples.with_columns(seconds=torch.full((len(samples),), watch.seconds[replica])))
+        with self._lock:
+            self._figures.retries += router.retries
+            self._figures.busy_seconds += sum(watch.seconds.values())
+            self._figures.seconds += seconds
+        return Batch.concat(parts)
+
+    def _draw(
+        self,
+        attempt: Attempt,
+        member: Member,
+        part: Batch,
+        sampling: SamplingParams,
+        seed: int | None,
+        events: queue.SimpleQueue[Drawn | Changed],
+    ) -> None:
+        """Have a replica draw a piece, and put what comes of it among the events."""
+
+        def draw() -> None:
+            try:
+                samples = member.group.call("generate", part, sampling, seed)
+            except Exception as error:
+                events.put(Drawn(attempt, member, error=error))
+            else:
+                events.put(Drawn(attempt, member, samples))
+
+        threading.Thread(target=draw, name=f"{member.group.name}-piece-{attempt.piece.number}", daemon=True).start()
+
+    def _next(self, events: queue.SimpleQueue[Drawn | Changed]) -> Drawn | Changed:
+        """The next event. Every call under way has a deadline, so that there is one."""
+        patience = None if self._inline else self._timeout + HEALTH_SECONDS + GRACE_SECONDS
+        try:
+            return events.get(timeout=patience)
+        except queue.Empty:
+            raise ControllerError(f"no replica of {self.name} answered, or failed, within {patience:g} s") from None
+
+    def _check_tries(self, router: Router, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            if router.tries(piece) >= MOST_TRIES:
+                deaths = "\n".join(f"- {replica.death}" for replica in self._replicas if replica.death)
+                raise PoisonousRows(
+                    f"rows {piece.begin} to {piece.end - 1} were lost with the replica that was to draw them "
+                    f"{MOST_TRIES} times; if they are what it dies of, another replica will as well. The last "
+                    f"deaths:\n{deaths}"
+                )
+
+    def _nobody_left(self) -> ReplicasLost:
+        deaths = "\n".join(f"- replica {one.number}: {one.death or one.state}" for one in self._replicas)
+        return ReplicasLost(f"no replica of {self.name} is left to draw rows:\n{deaths}")
+
+    # Weights; see `enginehouse.controller.weight_sync.Replicas`
+
+    def members(self) -> Members:
+        """Those that live, each asked just now.
+
+        Raises:
+            ReplicasLost: there are none.
+        """
+        self._check_health()
+        living = self._living()
+        if not living.members:
+            raise self._nobody_left()
+        return living
+
+    def confirmed(self, members: Members, version: int) -> None:
+        """These serve `version`, verified: those that came back take rows again."""
+        self._memory.forget()
+        with self._lock:
+            self._version = version
+            for member in members.members:
+                replica = self._replicas[member.number]
+                if replica.incarnation != member.incarnation:
+                    continue
+                if replica.state == "returned":
+                    log.info("%s serves weight version %d and takes rows again", member.group.name, version)
+                replica.state, replica.waits = "serving", False
+
+    def _living(self) -> Members:
+        with self._lock:
+            members = [replica.member for replica in self._replicas if replica.state in ("serving", "returned")]
+        return Members(self.name, members, self.is_lost)
+
+    def _begin_to_catch_up(self, events: queue.SimpleQueue[Drawn | Changed]) -> bool:
+        """Bring a replica that came back to the version served, in the background; False if there is nothing to do."""
+        catch_up = self.catch_up
+        ready = [replica for replica in self._replicas if replica.state == "returned" and not replica.waits]
+        if catch_up is None or not ready:
+            return False
+        replica, member = ready[0], ready[0].member
+
+        def bring() -> None:
+            try:
+                catch_up(Members(self.name, [member], self.is_lost))
+            except Exception as error:
+                replica.waits = True
+                log.warning("%s waits for the next weight update: %s", member.group.name, error)
+            finally:
+                events.put(Changed(member.number, "caught up"))
+
+        threading.Thread(target=bring, name=f"{member.group.name}-weights", daemon=True).start()
+        return True
+
+    # Life and death
+
+    def is_lost(self, member: Member, error: Exception | None) -> bool:
+        """Whether a member is gone; if a call of it just showed that, it is noted and started again.
+
+        An exception of a call is a death only if the engine then does not answer `health`.
+        """
+        replica = self._replicas[member.number]
+        if replica.incarnation != member.incarnation:
+            return True
+        if error is None or self._inline or self._closing.is_set():
+            return False
+        if member.group.broken is None:
+            if not isinstance(error, RemoteError):
+                return False
+            illness = self._illness(member)
+            if illness is None:
+                return False
+            error = illness
+        self._lose(replica, member, error)
+        return True
+
+    def _illness(self, member: Member) -> Exception | None:
+        """What is wrong with a replica's process or engine, if anything."""
+        try:
+            member.group.call("health", timeout=HEALTH_SECONDS)
+        except Exception as error:
+            if member.group.broken is not None or isinstance(error, RemoteError):
+                return error
+        return None
+
+    def _check_health(self) -> None:
+        """Ask every living replica whether it lives."""
+        if self._inline:
+            return
+        living = self._living()
+        asked = living.call("health", timeout=HEALTH_SECONDS, leave_out_lost=True)
+        try:
+            healths: list[Health] = asked.result()
+        except Exception as error:  # those that died are noted; one that is merely slow is no news
+            log.debug("a replica of %s did not say how it is: %s", self.name, error)
+            return
+        told = {name: [health.metrics[name] for health in healths] for name in healths[0].metrics} if healths else {}
+        self._engine_figures = {f"rollout/{name}": sum(values) / len(values) for name, values in told.items()}
+
+    def _look_after(self) -> None:
+        while not self._closing.wait(self._health_every):
+            self._check_health()
+
+    def _lose(self, replica: Replica, member: Member, error: Exception) -> None:
+        with self._lock:
+            if replica.incarnation != member.incarnation or self._closing.is_set():
+                return
+            replica.incarnation += 1
+            replica.death = (str(error) or repr(error)).splitlines()[0]
+            replica.state, replica.waits = "lost", False
+            alone = not self._living().members
+            if self.world_size > 1:
+                log.log(logging.INFO if alone else logging.WARNING, "%s is lost and is started again: %s",
+                        replica.group.name, replica.death)  # fmt: skip
+                replica.restarting = threading.Thread(
+                    target=self._restart, args=(replica,), name=f"{replica.group.name}-restart", daemon=True
+                )
+                replica.restarting.start()
+        self._events.put(Changed(replica.number, "lost"))
+
+    def await_restarts(self, timeout: float) -> None:
+        """Wait until no replica is being started again: those that came back take weights at the next update.
+
+        Raises:
+            ControllerError: one still is after `timeout` seconds.
+        """
+        until = time.monotonic() + timeout
+        for replica in self._replicas:
+            while (thread := replica.restarting) is not None and thread.is_alive():
+                if (left := until - time.monotonic()) <= 0:
+                    raise ControllerError(f"{replica.group.name} is not back after {timeout:g} s: {replica.death}")
+                thread.join(left)
+
+    def _restart(self, replica: Replica) -> None:
+        """Start a replica again, as often as it may be."""
+        while not self._closing.is_set():
+            if replica.restarts >= self._most_restarts:
+                replica.state = "out"
+                log.error(
+                    "%s is left out from now on: it was started again %d times without drawing anything in between; "
+                    "at last: %s", replica.group.name, replica.restarts, replica.death,
+                )  # fmt: skip
+                return
+            replica.restarts += 1
+            with self._lock:
+                self._figures.restarts += 1
+            begun = time.perf_counter()
+            try:
+                replica.group.restart()
+                replica.group.call("launch", timeout=self._start_timeout)
+            except Exception as error:
+                if not self._closing.is_set():
+                    replica.death = f"its restart failed: {(str(error) or repr(error)).splitlines()[0]}"
+                    log.warning("%s: %s", replica.group.name, replica.death)
+                continue
+            with self._lock:
+                replica.state = "returned" if self._version is not None else "serving"
+            seconds = time.perf_counter() - begun
+            log.info("%s is back after %.1f s, without weights yet", replica.group.name, seconds)
+            self._events.put(Changed(replica.number, "returned"))
+            return
+
+    # Ending
+
+    def shutdown(self, timeout: float = SHUTDOWN_SECONDS) -> None:
+        """End every replica, at once. May be called again."""
+        self._closing.set()
+        if self._hurried:
+            timeout = min(timeout, HURRIED_SHUTDOWN_SECONDS)
+        with self._lock:
+            replicas = list(self._replicas)
+        try:
+            _at_once([partial(replica.group.shutdown, timeout) for replica in replicas])
+        finally:
+            self._pool.shutdown()
+
+
+def _at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Do things in threads of their own and wait for all; then raise the first error.
+
+    Not with an executor: its threads hold up the end of the program.
+    """
+    if len(calls) == 1:
+        return [calls[0]()]
+    results: list[Any] = [None] * len(calls)
+    errors: dict[int, BaseException] = {}
+
+    def run(number: int) -> None:
+        try:
+            results[number] = calls[number]()
+        except BaseException as error:
+            errors[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[min(errors)]
+    return results

@@ -1,0 +1,133 @@
+"""How far the logprobs that the rollout reported are from what the actor computes, on the same tokens and weights.
+
+Two engines never compute quite the same. Small differences make the samples slightly off-policy; large ones are how
+stale weights, a wrong temperature or a broken kernel show. With d = log p_actor(token) - log p_rollout(token), over
+the tokens of `loss_mask`:
+
+| metric | |
+|---|---|
+| `mismatch/absolute_mean`, `mismatch/absolute_max` | of abs(d), in nats |
+| `mismatch/kl` | mean of k3, exp(d) - 1 - d: the divergence of the actor from the rollout, in nats |
+| `mismatch/ratio` | mean of exp(d), the importance ratio; near 1 also where single tokens are far off |
+| `mismatch/outside` | part of the tokens with exp(d) below 1 / `RATIO_BOUND` or above `RATIO_BOUND` |
+| `mismatch/sequence_ratio` | mean over responses of exp(sum of d): how much likelier the actor finds a response |
+| `mismatch/compared` | part of the tokens looked at that count: those of the weight version that was served |
+
+Rows of another weight version differ because of the weights, not because of the engines, and are left out. Where
+nothing is left to compare, `mismatch/compared` is 0 and the others are missing.
+
+Where the actor computes `old_logprobs` anew, all tokens of a step are compared, by `mismatch`. Otherwise nothing is
+computed for it: `measured` wraps the loss of a step's first optimizer step, whose forward pass still is by the weights
+that were served. With several mini-batches that is the first mini-batch, rows drawn at random; what later ones compute
+is by other weights, and says nothing about the engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from enginehouse.engines.train import LossSpec, LossValue, Max, Mean, TokenView
+from enginehouse.plugin import plugins
+from enginehouse.rl.kl import token_kl
+
+if TYPE_CHECKING:
+    from enginehouse.data import Batch, Ragged
+
+RATIO_BOUND = 2.0
+"""`mismatch/outside` counts the tokens that one engine finds more than so many times as likely as the other."""
+
+
+def mismatch(samples: Batch, logprobs: Ragged, version: int) -> dict[str, Mean | Max]:
+    """Compare a step's samples with the actor's logprobs of them.
+
+    Args:
+        samples: `loss_mask`, `rollout_logprobs` and `weight_version`, as the rollout returned them.
+        logprobs: the actor's, by the weights of `version`: float32, aligned with `rollout_logprobs`.
+        version: the weight version that was served; rows of others do not count.
+    """
+    mask = samples["loss_mask"]
+    compared = mask.values & (samples["weight_version"] == version)[mask.row]
+    return _figures(
+        logprobs.values[compared],
+        samples["rollout_logprobs"].values[compared],
+        mask.row[compared],
+        len(samples),
+        int(mask.values.sum()),
+    )
+
+
+def measuring(loss: LossSpec, version: int) -> LossSpec:
+    """The same loss, which also compares its logprobs with the rollout's; see `measured`."""
+    arguments = {"loss": loss.name, "arguments": dict(loss.arguments), "version": version}
+    return replace(loss, name="enginehouse.rl.mismatch:measured", arguments=arguments)
+
+
+def measured(view: TokenView, *, loss: str, arguments: Mapping[str, Any], version: int) -> LossValue:
+    """Compute a loss, and compare the logprobs it is computed from with the rollout's.
+
+    Args:
+        view: what `loss` needs; columns `rollout_logprobs` float32 `(tokens,)` and `weight_version` int64 `(rows,)`.
+        loss: a registered name or `"module:function"`.
+        arguments: its keyword arguments.
+        version: the weight version the logprobs are computed with; rows of others do not count.
+    """
+    value = plugins().function("loss", loss)(view, **arguments)
+    with torch.no_grad():
+        mask = view.columns["loss_mask"]
+        compared = mask & (view.columns["weight_version"] == version)[view.row]
+        figures = _figures(
+            view.outputs["logprobs"][compared],
+            view.columns["rollout_logprobs"][compared],
+            view.row[compared],
+            view.rows,
+            int(mask.sum()),
+        )
+    return replace(value, metrics={**value.metrics, **figures})
+
+
+def _figures(
+    actor: torch.Tensor, rollout: torch.Tensor, row: torch.Tensor, rows: int, tokens: int
+) -> dict[str, Mean | Max]:
+    """The metrics of some tokens.
+
+    Args:
+        actor: the actor's logprobs, float32 `(compared,)`.
+        rollout: the rollout's, alike.
+        row: int64 `(compared,)`, the row of each.
+        rows: number of rows.
+        tokens: how many tokens were looked at.
+    """
+    count = len(actor)
+    figures: dict[str, Mean | Max] = {"mismatch/compared": Mean(float(count), float(tokens))}
+    if not count:
+        return figures
+    actor, rollout = actor.double(), rollout.double()
+    difference = actor - rollout
+    ratio = difference.exp()
+    of_row = torch.zeros(rows, dtype=difference.dtype, device=difference.device).index_add_(0, row, difference)
+    occupied = row.bincount(minlength=rows) > 0
+    absolute = difference.abs()
+    inside = (ratio >= 1 / RATIO_BOUND) & (ratio <= RATIO_BOUND)
+    measured = (
+        absolute.max(),
+        absolute.sum(),
+        token_kl(rollout, actor, "k3").sum(),
+        ratio.sum(),
+        (~inside).sum(),  # a NaN is not inside
+        of_row[occupied].exp().sum(),
+        occupied.sum(),
+    )
+    # one transfer from the device
+    highest, total, kl, ratios, outside, products, sequences = torch.stack([one.double() for one in measured]).tolist()
+    return figures | {
+        "mismatch/absolute_mean": Mean(total, count),
+        "mismatch/absolute_max": Max(highest),
+        "mismatch/kl": Mean(kl, count),
+        "mismatch/ratio": Mean(ratios, count),
+        "mismatch/outside": Mean(outside, count),
+        "mismatch/sequence_ratio": Mean(products, sequences),
+    }

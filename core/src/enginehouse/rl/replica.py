@@ -1,0 +1,93 @@
+"""What a fleet knows of its replicas, and what happens to them while rows are drawn."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from enginehouse.controller.members import Member
+
+if TYPE_CHECKING:
+    from enginehouse.controller import WorkerGroup
+    from enginehouse.data import Batch
+    from enginehouse.rl.routing import Attempt
+
+State = Literal["serving", "returned", "lost", "out"]
+"""Of a replica: takes requests; was started again and lacks weights; is gone, perhaps being started; stays gone."""
+
+
+@dataclass(slots=True)
+class Replica:
+    """What is known of a replica.
+
+    Attributes:
+        number: which it is.
+        group: its group of one process.
+        incarnation: counts its processes, from 0.
+        state: what it is good for.
+        restarts: begun since it last drew something.
+        death: why it went, the last time.
+        waits: whether it was not brought to the version served, and waits for the next.
+        restarting: starts it again, or did.
+    """
+
+    number: int
+    group: WorkerGroup
+    incarnation: int = 0
+    state: State = "serving"
+    restarts: int = 0
+    death: str = ""
+    waits: bool = False
+    restarting: threading.Thread | None = None
+
+    @property
+    def member(self) -> Member:
+        """Its process of this moment."""
+        return Member(self.number, self.incarnation, self.group)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A piece's rows came, or an error did."""
+
+    attempt: Attempt
+    member: Member
+    samples: Batch | None = None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """Something happened to a replica."""
+
+    number: int
+    what: Literal["lost", "returned", "caught up"]
+
+
+@dataclass(slots=True)
+class Figures:
+    """What there is to tell since it was last told."""
+
+    restarts: int = 0
+    retries: int = 0
+    busy_seconds: float = 0.0
+    seconds: float = 0.0
+    queued: int = 0
+
+
+@dataclass(slots=True)
+class Watch:
+    """How long each replica had something to do."""
+
+    begun: dict[int, float] = field(default_factory=dict)
+    seconds: dict[int, float] = field(default_factory=dict)
+
+    def look(self, busy: set[int]) -> None:
+        """These are busy now, the others are not."""
+        now = time.perf_counter()
+        for number in busy - self.begun.keys():
+            self.begun[number] = now
+        for number in self.begun.keys() - busy:
+            self.seconds[number] = self.seconds.get(number, 0.0) + now - self.begun.pop(number)

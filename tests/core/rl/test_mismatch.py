@@ -1,0 +1,148 @@
+"""`mismatch/*`: the figures by hand, whoever computes them, and what they count."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from enginehouse.data import Batch, Ragged
+from enginehouse.engines.train import LossSpec, LossValue, Max, Mean, Outputs, TokenView, merge_metrics
+from enginehouse.plugin import plugins
+from enginehouse.rl.mismatch import measuring, mismatch
+from enginehouse.rl.samples import plain
+
+VERSION = 7
+LENGTHS = (4, 6, 3, 5)
+VERSIONS = (VERSION, VERSION, 6, VERSION)
+
+Step = tuple[Batch, Ragged]
+
+
+@pytest.fixture
+def step() -> Step:
+    """Samples, of which row 2 is of an older version, and the actor's logprobs; some tokens differ a lot."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = sum(LENGTHS)
+    ids = Ragged.from_lengths(torch.arange(tokens), torch.tensor(LENGTHS))
+    first = torch.tensor([0, *itertools.accumulate(LENGTHS[:-1])])
+    mask = torch.ones(tokens, dtype=torch.bool)
+    mask[first] = mask[first + 1] = False
+    rollout = -3 * torch.rand(tokens, generator=generator)
+    samples = Batch(
+        {
+            "input_ids": ids,
+            "loss_mask": ids.like(mask),
+            "rollout_logprobs": ids.like(torch.where(mask, rollout, 0)),
+            "weight_version": torch.tensor(VERSIONS),
+        }
+    )
+    return samples, ids.like(rollout + 0.8 * torch.randn(tokens, generator=generator))
+
+
+def by_hand(step: Step, rows=(0, 1, 2, 3)) -> dict[str, float]:
+    """The figures from their definitions, token by token."""
+    samples, logprobs = step
+    differences, sequences, looked_at = [], [], 0
+    for row in rows:
+        counted = samples["loss_mask"][row].numpy()
+        looked_at += counted.sum()
+        if VERSIONS[row] != VERSION:
+            continue
+        of_row = (logprobs[row].numpy() - samples["rollout_logprobs"][row].numpy())[counted].astype(np.float64)
+        differences.extend(of_row)
+        sequences.append(np.exp(of_row.sum()))
+    d = np.array(differences)
+    return {
+        "mismatch/compared": len(d) / looked_at,
+        "mismatch/absolute_mean": np.abs(d).mean(),
+        "mismatch/absolute_max": np.abs(d).max(),
+        "mismatch/kl": np.mean(np.exp(d) - 1 - d),
+        "mismatch/ratio": np.exp(d).mean(),
+        "mismatch/outside": np.mean(~(np.abs(d) <= math.log(2))),
+        "mismatch/sequence_ratio": np.mean(sequences),
+    }
+
+
+def view_of(step: Step, rows: list[int]) -> TokenView:
+    """What a loss sees of some rows, as an engine would give it."""
+    samples, logprobs = step
+    part = samples.with_columns(logprobs=logprobs).take(rows)
+    names = ("loss_mask", "rollout_logprobs", "weight_version")
+    columns = {name: part[name].values if name != "weight_version" else part[name] for name in names}
+    outputs = {"logprobs": part["logprobs"].values.clone().requires_grad_()}
+    return TokenView(outputs, columns, part["loss_mask"].row, len(rows))
+
+
+def measure(step: Step, rows: list[int]) -> LossValue:
+    """The supervised loss over some rows, measuring, called as an engine calls a loss."""
+    spec = measuring(LossSpec("supervised", {"aggregation": "token_mean"}), VERSION)
+    return plugins().function("loss", spec.name)(view_of(step, rows), **spec.arguments)
+
+
+def test_the_figures_are_those_of_the_formulas(step):
+    found = plain(mismatch(*step, VERSION))
+    expected = by_hand(step)
+    assert 0 < expected["mismatch/outside"] < 1
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("cut", [[[0, 1, 2, 3]], [[0], [1, 2], [3]], [[3, 1], [2], [], [0]]], ids=str)
+def test_the_loss_of_the_first_step_reports_the_same_however_the_batch_is_cut(step, cut):
+    found = plain(merge_metrics(measure(step, rows).metrics for rows in cut))
+    assert found == pytest.approx(by_hand(step), rel=1e-6)
+
+
+def test_measuring_changes_neither_the_loss_nor_its_gradient_nor_its_figures_nor_what_it_is_given(step):
+    loss = LossSpec("clipped_policy", {"clip_low": 0.01}, Outputs(entropy=True, temperature=0.5))
+    measured = measuring(loss, VERSION)
+    assert measured.outputs == loss.outputs
+    found = []
+    for spec in (loss, measured):
+        view = view_of(step, [0, 1, 2, 3])
+        view.columns.update(advantages=torch.linspace(-1, 1, sum(LENGTHS)), old_logprobs=-torch.ones(sum(LENGTHS)))
+        value = plugins().function("loss", spec.name)(view, **spec.arguments)
+        value.total.backward()
+        found.append((value, view.outputs["logprobs"].grad))
+    (bare, gradient), (value, same) = found
+    assert torch.equal(gradient, same)
+    assert (value.total.item(), value.weight) == (bare.total.item(), bare.weight)
+    assert bare.metrics.items() <= value.metrics.items()
+
+
+def test_samples_of_another_version_are_not_compared(step):
+    samples, logprobs = step
+    worse = logprobs.values.clone()
+    worse[samples["loss_mask"].row == 2] += 5
+    assert plain(mismatch(samples, logprobs.like(worse), VERSION)) == pytest.approx(by_hand(step), rel=1e-6)
+
+
+def test_where_nothing_can_be_compared_no_figure_is_made_up(step):
+    samples, logprobs = step
+    assert plain(mismatch(samples, logprobs, VERSION + 1)) == {"mismatch/compared": 0.0}
+    assert plain(measure(step, [2]).metrics) == {"mismatch/compared": 0.0}
+    assert plain(merge_metrics([measure(step, [2]).metrics, measure(step, [0]).metrics]))[
+        "mismatch/absolute_mean"
+    ] == pytest.approx(by_hand(step, [0])["mismatch/absolute_mean"])
+
+
+def test_a_logprob_that_is_not_a_number_is_seen_whichever_rank_has_it(step):
+    samples, logprobs = step
+    broken = logprobs.values.clone()
+    broken[-1] = math.nan  # of the last row
+    step = samples, logprobs.like(broken)
+    parts = [measure(step, [row]).metrics for row in (0, 1, 3)]
+    for order in itertools.permutations(parts):
+        found = plain(merge_metrics(order))
+        assert math.isnan(found["mismatch/absolute_max"])
+        assert math.isnan(found["mismatch/absolute_mean"])
+        assert found["mismatch/outside"] == pytest.approx(by_hand(step, (0, 1, 3))["mismatch/outside"])
+
+
+def test_a_maximum_is_that_of_all_parts_in_any_order():
+    for order in itertools.permutations([1.0, 3.0, 2.0]):
+        merged = merge_metrics({"largest": Max(value), "mean": Mean(value, 1.0)} for value in order)
+        assert plain(merged) == {"largest": 3.0, "mean": 2.0}

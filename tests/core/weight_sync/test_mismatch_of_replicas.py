@@ -1,0 +1,78 @@
+"""`mismatch/*` on real engines: what an update reports of a rollout that serves what it says, and of one that does not.
+
+What `enginehouse.rl.trainer` does with these metrics in a run is in tests/integration/test_mismatch.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from enginehouse.engines.rollout import SamplingParams
+from enginehouse.engines.train import LossSpec, Outputs
+from enginehouse.engines.weights import WeightSyncError
+from enginehouse.rl.mismatch import measuring, mismatch
+from enginehouse.rl.samples import plain
+
+from .faults import StaleRolloutWorker
+from .roles_for_tests import PROMPTS, dealt, open_house
+
+SAMPLING = SamplingParams(n=4, max_tokens=6)
+SUPERVISED = LossSpec("supervised")
+SAME = 1e-4
+"""Nats; two engines in float32 on the same weights are nearer than this."""
+
+
+@pytest.fixture
+def house():
+    with open_house("inproc") as opened:
+        yield opened
+
+
+def test_an_update_measures_before_it_changes_a_weight_and_then_no_more(house):
+    samples = house.rollout.generate(PROMPTS, SAMPLING, seed=1).drop(["finish_reason"])
+    batch = dealt(2, epochs=2, batch=samples)
+    first = batch["minibatch"][:, 0] == 0
+    tokens = int(batch.take(first)["loss_mask"].values.sum())
+    updated = house.actor.update(batch, SUPERVISED, 2, 2, measuring(SUPERVISED, 0))
+    assert updated["mismatch/absolute_mean"].weight == tokens
+    assert updated["mismatch/absolute_max"].value < SAME
+    assert updated["loss"].weight == 2 * samples["loss_mask"].values.sum()
+    changed = house.actor.update(batch, SUPERVISED, 2, 2, measuring(SUPERVISED, 0))
+    assert changed["mismatch/absolute_mean"].value > 10 * SAME  # the samples are older than these weights
+
+
+def test_both_ways_to_measure_see_the_same(house):
+    sync = house.connect()
+    house.train()
+    sync.sync(1)
+    samples = house.rollout.generate(PROMPTS, SAMPLING, seed=1).drop(["finish_reason"])
+    house.train()
+    scored = house.actor.forward(samples.select(["input_ids", "loss_mask"]), Outputs())["logprobs"]
+    anew = plain(mismatch(samples, scored, 1))
+    assert anew["mismatch/absolute_mean"] > 10 * SAME
+    updated = plain(house.actor.update(samples, SUPERVISED, 1, 1, measuring(SUPERVISED, 1)))
+    assert {name: updated[name] for name in anew} == pytest.approx(anew, rel=1e-3)
+
+
+def test_a_replica_that_lies_about_its_version_is_seen_before_the_next_update_catches_it():
+    with open_house("inproc", rollout=StaleRolloutWorker) as house:
+        sync = house.connect(effect_check_every=2)
+        seen = []
+        for version in (1, 2):
+            sync.sync(version)  # the second one's effect is not looked at
+            samples = house.rollout.generate(PROMPTS, SAMPLING, seed=version).drop(["finish_reason"])
+            samples = samples.with_columns(weight_version=samples["weight_version"] * 0 + version)  # the lie
+            seen.append(plain(house.actor.update(samples, SUPERVISED, 1, 1, measuring(SUPERVISED, version))))
+        assert seen[0]["mismatch/absolute_mean"] < SAME
+        assert seen[1]["mismatch/absolute_mean"] > 100 * SAME
+        assert seen[1]["mismatch/kl"] > 100 * seen[0]["mismatch/kl"]
+        with pytest.raises(WeightSyncError, match="computes with something else"):
+            sync.sync(3)
+
+
+def test_samples_of_a_replica_that_admits_to_older_weights_are_not_taken_for_the_engines_difference(house):
+    sync = house.connect()
+    sync.sync(1)
+    samples = house.rollout.generate(PROMPTS, SAMPLING, seed=1).drop(["finish_reason"])
+    house.train()
+    assert plain(house.actor.update(samples, SUPERVISED, 1, 1, measuring(SUPERVISED, 2)))["mismatch/compared"] == 0
