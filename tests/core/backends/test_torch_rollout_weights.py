@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from copy import deepcopy
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from torch_rollout_driver import (
 )
 
 from enginehouse.backends.torch.rollout import TorchRolloutEngine
-from enginehouse.engines.weights import ParamMeta, WeightChunk, WeightSyncError, WeightUpdate, checksum
+from enginehouse.backends.torch.served_weights import ServedWeights
+from enginehouse.engines.weights import ParamMeta, WeightChunk, WeightState, WeightSyncError, WeightUpdate, checksum
 from enginehouse.testing.models import EOS_ID, tiny_model
 
 PROMPT = [5, 6, 7]
@@ -102,6 +104,26 @@ def test_until_it_is_finished_an_update_changes_nothing():
     before, during, (result,), after = asyncio.run(run())
     assert before == during == after
     assert result.completions[0].token_ids == plain_greedy(old, PROMPT, 8, [EOS_ID])
+
+
+def test_a_thread_that_still_stages_an_abandoned_update_does_not_reach_the_next_one():
+    path = tiny_model()
+    served = ServedWeights(deepcopy(plain_model(path)), path, "here")  # a copy: others use that model
+    abandoned, new = weights_of(path), weights_of(tiny_model(seed=1))
+    served.start(announce(abandoned, 1))
+    served.stage(WeightChunk(list(abandoned.items())))
+    served.commit(1)
+
+    def late():
+        served.discard()
+        served.start(announce(new, 3))
+        served.stage(WeightChunk(list(new.items())))
+        yield from abandoned.items()
+
+    served.start(announce(abandoned, 2))
+    served.stage(WeightChunk(late()))
+    served.commit(3)
+    assert served.state() == WeightState(3, {name: checksum(tensor) for name, tensor in new.items()})
 
 
 def test_half_an_update_is_refused_by_name_and_the_old_version_serves():

@@ -16,7 +16,7 @@ from enginehouse.testing.running import Certifier
 def certify(tmp_path, monkeypatch):
     """Run the command with results made up: nothing is started."""
 
-    def certify(outcome, *arguments):
+    def certify(outcome, *arguments, name="torch"):
         def run(self, case):
             if outcome == "interrupted":
                 raise KeyboardInterrupt
@@ -24,8 +24,9 @@ def certify(tmp_path, monkeypatch):
 
         monkeypatch.setattr(Certifier, "__enter__", lambda self: self)
         monkeypatch.setattr(Certifier, "run", run)
-        done = CliRunner().invoke(main, ["certify", "torch", "--out", str(tmp_path), *arguments])
-        return done, json.loads((tmp_path / "certificate.json").read_text()) if list(tmp_path.iterdir()) else None
+        done = CliRunner().invoke(main, ["certify", name, "--out", str(tmp_path), *arguments])
+        written = {path.parent.name: json.loads(path.read_text()) for path in tmp_path.rglob("certificate.json")}
+        return done, written.pop(tmp_path.name, None) or written or None
 
     return certify
 
@@ -41,14 +42,14 @@ def certify(tmp_path, monkeypatch):
     ids=str,
 )
 def test_its_exit_code_and_its_certificate_say_how_it_went(certify, outcome, arguments, code, passed):
-    done, written = certify(outcome, *arguments)
+    done, written = certify(outcome, "--kind", "train", *arguments)
     assert done.exit_code == code, done.output
     assert written["passed"] is passed
     assert "certificate.json" in done.output
 
 
 def test_what_is_interrupted_leaves_a_certificate_that_says_so(certify):
-    done, written = certify("interrupted")
+    done, written = certify("interrupted", "--kind", "rollout")
     assert done.exit_code == 130
     assert (written["passed"], written["interrupted"]) == (False, True)
 
@@ -66,3 +67,27 @@ def test_an_unknown_backend_is_answered_with_the_nearest(tmp_path):
     assert done.exit_code == 2
     assert "did you mean 'torch'" in done.output
     assert not (tmp_path / "out").exists()
+
+
+def test_of_a_name_of_two_kinds_both_are_checked_each_into_a_folder_of_its_own(certify):
+    done, written = certify("passed")
+    assert done.exit_code == 0, done.output
+    assert {kind: (one["kind"], one["passed"]) for kind, one in written.items()} == {
+        "train": ("train", True),
+        "rollout": ("rollout", True),
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"), [(["--layout", "dp2"], "train"), (["--check", "greedy"], "rollout")], ids=str
+)
+def test_what_only_one_kind_has_chooses_it(certify, arguments, kind):
+    done, written = certify("passed", *arguments)
+    assert done.exit_code == 0, done.output
+    assert written["kind"] == kind
+
+
+def test_a_weight_transport_is_certified_by_its_name(certify):
+    done, written = certify("passed", name="shared_memory")
+    assert done.exit_code == 0, done.output
+    assert (written["kind"], written["passed"]) == ("transport", True)

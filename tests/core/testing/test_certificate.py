@@ -7,9 +7,9 @@ import json
 import pytest
 
 from enginehouse.errors import UserError
-from enginehouse.plugin import Layout, TrainBackend, capabilities
+from enginehouse.plugin import Layout, RolloutBackend, TrainBackend, capabilities
 from enginehouse.testing.certificate import Certificate, Result
-from enginehouse.testing.checks import CHECKS
+from enginehouse.testing.checks import checks_of
 from enginehouse.testing.running import cases, undeclared
 
 
@@ -54,13 +54,21 @@ def test_a_number_that_json_lacks_is_written_as_a_word(tmp_path):
     assert "what \\| where" in (tmp_path / "certificate.md").read_text()
 
 
+def test_it_says_what_the_engine_stood_on_where_that_was_another_environment(tmp_path):
+    Certificate("mine", kind="rollout", runtime={"torch": "9.9.9"}).write(tmp_path)
+    written = json.loads((tmp_path / "certificate.json").read_text())
+    assert (written["kind"], written["runtime"]) == ("rollout", {"torch": "9.9.9"})
+    assert written["versions"]["torch"] != "9.9.9"
+    assert "torch 9.9.9" in (tmp_path / "certificate.md").read_text()
+
+
 def test_what_is_not_declared_is_said_and_not_run():
     record = backend({capabilities.VALUE_HEAD})
     run = {case.check.name for case in cases(record)}
     said = {one.name for one in undeclared(record)}
     assert "value_head" in run
     assert {"lora", "offload"} <= said
-    assert run | said == {check.name for check in CHECKS}
+    assert run | said == {check.name for check in checks_of("train")}
     assert not run & said
 
 
@@ -85,3 +93,10 @@ def test_checkpoints_go_between_layouts_of_different_sizes_alone():
 def test_a_name_that_is_not_there_is_answered_with_the_nearest(layouts, checks):
     with pytest.raises(UserError, match=r"did you mean '(single|logprobs)'"):
         cases(backend(), layouts, checks)
+
+
+def test_cases_of_a_rollout_engine_stand_together_by_layout_since_each_is_launched():
+    record = RolloutBackend(name="mine", engine="m:E", options="m:O", layouts=(Layout("one"), Layout("two")))
+    found = [case.layout for case in cases(record)]
+    assert found == sorted(found)
+    assert found.count("one") == found.count("two") > 10

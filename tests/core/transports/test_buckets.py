@@ -7,8 +7,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginehouse.engines.weights import ALIGNMENT, DTYPE_BYTES, ParamMeta, WeightSyncError, pack_buckets
-from enginehouse.transports.buckets import exhausted, in_plan_order, layout, plan_transfer
+from enginehouse.engines.weights import (
+    ALIGNMENT,
+    DTYPE_BYTES,
+    ParamMeta,
+    WeightSyncError,
+    checksum,
+    copy_with_checksum,
+    pack_buckets,
+)
+from enginehouse.transports.buckets import exhausted, in_plan_order, largest_bucket, layout, plan_transfer
+
+from .weights import bytes_of, random_tensor
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 parameter_lists = st.lists(st.tuples(shapes, st.sampled_from(sorted(DTYPE_BYTES))), max_size=30).map(
@@ -70,3 +80,24 @@ def test_weights_are_exhausted_even_when_sending_fails():
     with pytest.raises(RuntimeError):
         fail()
     assert given_out == list(range(5))
+
+
+@given(
+    st.lists(st.integers(0, 9), max_size=3).map(tuple),
+    st.sampled_from(sorted(DTYPE_BYTES)),
+    st.integers(1, 64),
+    st.booleans(),
+)
+def test_a_copy_in_blocks_copies_every_byte_and_has_the_checksum_of_the_whole(shape, dtype, block_bytes, strided):
+    source = random_tensor(shape, dtype, torch.Generator().manual_seed(0))
+    source = source.movedim(0, -1) if strided and shape else source
+    target = torch.zeros(source.shape, dtype=source.dtype)
+    assert copy_with_checksum(source, target, block_bytes) == checksum(source)
+    assert bytes_of({"": target}) == bytes_of({"": source})
+
+
+@pytest.mark.parametrize(
+    ("free_mib", "bucket_mib"), [(100_000, 64), (512, 64), (256, 32), (64, 8), (1, 1)], ids=lambda mib: f"{mib}M"
+)
+def test_buckets_are_small_where_shared_memory_is(free_mib, bucket_mib):
+    assert largest_bucket(free_mib << 20) == bucket_mib << 20

@@ -1,35 +1,49 @@
-"""`enginehouse certify`: what a training backend was found to do."""
+"""`enginehouse certify`: what a backend or a weight transport was found to do."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from enginehouse.errors import UserError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from enginehouse.plugin import Backend, Transport
     from enginehouse.testing.certificate import Certificate, Result
 
 ARROW = " -> "
 """Between the names of two layouts, of what went from one to the other."""
 
 
+KINDS = ("train", "rollout", "transport")
+"""What has a suite."""
+
+
 @click.command()
-@click.argument("backend")
+@click.argument("name")
 @click.option("--out", "directory", required=True, type=click.Path(file_okay=False), help="Where the certificate goes.")
+@click.option("--kind", type=click.Choice(KINDS), help="Only the backend, or transport, of this kind.")
 @click.option("--layout", "layouts", multiple=True, metavar="NAME", help="Only this layout; may be repeated.")
 @click.option("--check", "checks", multiple=True, metavar="NAME", help="Only this check; may be repeated.")
-def certify(backend: str, directory: str, layouts: tuple[str, ...], checks: tuple[str, ...]) -> None:
-    """Check that the training backend BACKEND does what it promises, at every layout it declares.
+@click.option("--runtime", default="auto", metavar="auto|NAME|PATH", help="The runtime of a rollout backend.")
+def certify(
+    name: str, directory: str, kind: str | None, layouts: tuple[str, ...], checks: tuple[str, ...], runtime: str
+) -> None:
+    """Check that the backend or weight transport NAME does what it promises, at every layout it declares.
 
     Writes certificate.json and certificate.md, anew after each check: what is interrupted says so, and never passes.
+    Of a name that is both a training and a rollout backend both are checked, and each has a folder of its own.
     With --layout or --check only a part is run, and the certificate does not say that the backend passed.
 
     \b
     enginehouse certify torch --out certificates/torch
+    enginehouse certify vllm --out certificates/vllm
     enginehouse certify fsdp --out /tmp/fsdp --layout tp2 --check logprobs --check gradients
 
     Exit codes: 0 everything asked for passed (checks that need GPUs this machine lacks are listed as not run),
@@ -38,12 +52,65 @@ def certify(backend: str, directory: str, layouts: tuple[str, ...], checks: tupl
     from rich.console import Console
 
     from enginehouse.cli.interrupts import EXIT_CODE, Interrupts
+
+    records = _records(name, kind, layouts or None, checks or None)
+    console = Console() if sys.stdout.isatty() else Console(width=140)
+    clean = True
+    for record in records:
+        where = Path(directory, record.kind) if len(records) > 1 else Path(directory)
+        try:
+            with Interrupts(lambda: None):
+                certificate = _run(record, where, layouts or None, checks or None, runtime, console)
+        except (KeyboardInterrupt, SystemExit):
+            click.echo(f"Interrupted. What was found until then is in {where / 'certificate.json'}", err=True)
+            sys.exit(EXIT_CODE)
+        _show(certificate, console)
+        click.echo(f"{record.name} ({record.kind}): {certificate.verdict()}. {where / 'certificate.json'}")
+        clean = clean and certificate.clean
+    sys.exit(0 if clean else 1)
+
+
+def _records(
+    name: str, kind: str | None, layouts: Sequence[str] | None, checks: Sequence[str] | None
+) -> list[Backend | Transport]:
+    """What a name stands for, of every kind that has the layouts and checks asked for.
+
+    Raises:
+        UserError: there is nothing of that name, or no such layout or check.
+    """
     from enginehouse.plugin import plugins
+    from enginehouse.testing.running import cases
+
+    found = plugins()
+    kinds = [kind] if kind else [one for one in KINDS if found.providers(one, name)]
+    records = [found.get(one, name, elsewhere=one == "rollout") for one in kinds or KINDS[:1]]
+    if len(records) == 1:
+        cases(records[0], layouts, checks)
+        return records
+    fitting, errors = [], []
+    for record in records:
+        try:
+            cases(record, layouts, checks)
+            fitting.append(record)
+        except UserError as error:
+            errors.append(error)
+    if not fitting:
+        raise errors[0]
+    return fitting
+
+
+def _run(
+    record: Backend | Transport,
+    directory: Path,
+    layouts: Sequence[str] | None,
+    checks: Sequence[str] | None,
+    runtime: str,
+    console: Console,
+) -> Certificate:
+    """Run one suite, with a line for each case, and the certificate written after each."""
     from enginehouse.testing.running import Case
     from enginehouse.testing.running import certify as run
 
-    record = plugins().get("train", backend)
-    console = Console() if sys.stdout.isatty() else Console(width=140)
     said = 0
 
     def begins(case: Case, number: int, of: int) -> None:
@@ -57,16 +124,7 @@ def certify(backend: str, directory: str, layouts: tuple[str, ...], checks: tupl
                 console.print(f"    failed: {result.detail}", style="red", markup=False, highlight=False)
         said = len(certificate.checks)
 
-    where = Path(directory) / "certificate.json"
-    try:
-        with Interrupts(lambda: None):
-            certificate = run(record, layouts=layouts or None, checks=checks or None, begins=begins, ended=ended)
-    except (KeyboardInterrupt, SystemExit):
-        click.echo(f"Interrupted. What was found until then is in {where}", err=True)
-        sys.exit(EXIT_CODE)
-    _show(certificate, console)
-    click.echo(f"{certificate.backend}: {certificate.verdict()}. {where}")
-    sys.exit(0 if certificate.clean else 1)
+    return run(record, layouts=layouts, checks=checks, runtime=runtime, begins=begins, ended=ended)
 
 
 def _show(certificate: Certificate, console: Console) -> None:

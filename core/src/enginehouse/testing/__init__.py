@@ -1,6 +1,8 @@
-"""The conformance suite: what a training backend must do, for its author's tests and for `enginehouse certify`.
+"""The conformance suite: what a backend or a weight transport must do.
 
-Names are imported when first used: pytest is needed by `TrainEngineSuite` alone.
+For its author's tests, and for `enginehouse certify`.
+
+Names are imported when first used: pytest is needed by the suites alone.
 """
 
 from __future__ import annotations
@@ -12,11 +14,15 @@ from enginehouse.lazy import exports
 if TYPE_CHECKING:
     from enginehouse.testing.certificate import Certificate, Result
     from enginehouse.testing.running import certify
-    from enginehouse.testing.suite import TrainEngineSuite
+    from enginehouse.testing.suite import RolloutEngineSuite, TrainEngineSuite, WeightTransportSuite
 
-__all__ = ["Certificate", "Result", "TrainEngineSuite", "certify"]
+__all__ = ["Certificate", "Result", "RolloutEngineSuite", "TrainEngineSuite", "WeightTransportSuite", "certify"]
 
 __getattr__ = exports(
     __name__,
-    {"certificate": ["Certificate", "Result"], "running": ["certify"], "suite": ["TrainEngineSuite"]},
+    {
+        "certificate": ["Certificate", "Result"],
+        "running": ["certify"],
+        "suite": ["RolloutEngineSuite", "TrainEngineSuite", "WeightTransportSuite"],
+    },
 )

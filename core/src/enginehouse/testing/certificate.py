@@ -42,19 +42,23 @@ class Result:
 
 @dataclass(slots=True)
 class Certificate:
-    """A backend's results.
+    """The results of a backend or a transport.
 
     Attributes:
         backend: its name.
         checks: results, in the order they were found.
         finished: False until everything asked for has run.
         whole: False where only some checks or layouts were asked for: then it never says `passed`.
+        kind: `"train"`, `"rollout"` or `"transport"`.
+        runtime: versions of what the engine stood on, in the Python environment of its worker; else empty.
     """
 
     backend: str
     whole: bool = True
     finished: bool = False
     checks: list[Result] = field(default_factory=list)
+    kind: str = "train"
+    runtime: dict[str, str] = field(default_factory=dict)
 
     @property
     def failed(self) -> list[Result]:
@@ -79,11 +83,13 @@ class Certificate:
                 check["measured"] = str(check["measured"])
         return {
             "backend": self.backend,
+            "kind": self.kind,
             "passed": self.passed,
             "interrupted": not self.finished,
             "whole": self.whole,
             "checks": checks,
             "versions": versions(self.backend),
+            "runtime": self.runtime,
             "machine": machine(),
         }
 
@@ -96,9 +102,11 @@ class Certificate:
 
     def as_markdown(self) -> str:
         """A table of all results."""
+        ran_with = ", ".join(f"{name} {version}" for name, version in self.runtime.items())
         lines = [
-            f"# {self.backend}: {self.verdict()}",
+            f"# {self.backend} ({self.kind}): {self.verdict()}",
             "",
+            *([f"Runtime: {ran_with}", ""] if ran_with else []),
             "| check | capability | layout | measured | tolerance | outcome | detail |",
             "|---|---|---|---|---|---|---|",
         ]
@@ -144,6 +152,14 @@ def versions(backend: str) -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def depends_on(record: Any) -> list[str]:
+    """Distributions whose versions a backend's results depend on: those it requires, and what all engines stand on."""
+    from packaging.requirements import Requirement
+
+    required = [Requirement(one.strip()).name for text in getattr(record, "requires", ()) for one in text.split("|")]
+    return list(dict.fromkeys([*required, "torch", "transformers", "ray"]))
 
 
 def machine() -> dict[str, Any]:

@@ -1,17 +1,15 @@
-"""What a check is: what each rank does with an engine, and how what the ranks saw is judged.
+"""What a check is: what is done with an engine or a transport, and how what was seen is judged.
 
-A check's acts run on every rank, in lock step, through the public protocol alone. Its judge runs once, where the suite
-runs, and turns what was seen into one number that may not exceed the tolerance.
+A check's acts use the public protocol alone: those of a training engine run on every rank, in lock step; those of a
+rollout engine in the process of its replica; those of a transport where the suite runs. Its judge runs once, where the
+suite runs, and turns what was seen into one number that may not exceed the tolerance.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    from enginehouse.testing.rank import Rank
+from typing import Any, Literal
 
 PROTOCOL = "protocol"
 """In the place of a capability: what every engine does."""
@@ -50,20 +48,22 @@ class Measured:
     detail: str = ""
 
 
-Act = Callable[["Rank"], Any]
+Act = Callable[[Any], Any]
+"""Takes a `Rank`, a `Replica` (then it is a coroutine function) or a `Link`."""
+
 Judge = Callable[..., Measured]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One property of a training engine.
+    """One property of an engine or a transport.
 
     Attributes:
         name: what it is called in reports and asked for by.
         capability: which capability it belongs to, or `PROTOCOL`.
         claim: the property, in one sentence.
         tolerance: largest error that passes; relative where the claim says so.
-        acts: each runs on fresh engines; what they share is `Rank.directory`.
+        acts: of a training engine each runs on fresh engines, and what they share is `Rank.directory`.
         judge: `judge(*seen)`, one list for each act, with one `Seen` for each rank.
         between: the second act runs in another layout than the first, with another number of processes.
         device: `"cuda"`: not run where there is no GPU for each process.
@@ -77,6 +77,29 @@ class Check:
     judge: Judge
     between: bool = False
     device: Literal["cpu", "cuda"] = "cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutCheck(Check):
+    """One property of a rollout engine. Its one act gets a replica that serves `model`, at rest and not paused.
+
+    The replica is the one the check before used, where that served the same model: checks depend on nothing before
+    them but on its weight version.
+
+    Attributes:
+        model: what the replica serves, one of `enginehouse.testing.prompts.ROLLOUT_MODELS`; None: there is no replica.
+        breaks: it leaves no usable replica behind.
+        ends: its process may end: the judge is then given the `WorkerError` that the controller made of it.
+    """
+
+    model: str | None = "tied"
+    breaks: bool = False
+    ends: bool = False
+
+
+def wrong(detail: str) -> Measured:
+    """The finding where something is wrong that has no size."""
+    return Measured(float("inf"), detail)
 
 
 def outputs_of(seen: Sequence[Seen]) -> list[Any]:

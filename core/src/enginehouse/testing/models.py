@@ -63,6 +63,41 @@ def tiny_model(
     return str(path)
 
 
+@functools.cache
+def tiny_experts(*, seed: int = 0, hidden: int = 128, experts: int = 4, max_positions: int = 128) -> str:
+    """Directory of a tiny fp32 mixture of experts of Qwen3's shape, with heads of 32; two experts a token."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    cls: Any = Qwen3MoeConfig  # its stub does not know `head_dim`
+    config = cls(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        moe_intermediate_size=64,
+        num_experts=experts,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=hidden // 64,
+        head_dim=32,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+        pad_token_id=PAD_ID,
+        eos_token_id=EOS_ID,
+        bos_token_id=None,
+    )
+    path = Path(tempfile.mkdtemp(prefix="experts-", dir=_root()))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+    char_tokenizer().save_pretrained(path)
+    return str(path)
+
+
 def _config(
     family: Family,
     tied: bool,

@@ -6,7 +6,7 @@ It shares nothing with any engine: neither how rows are laid out, nor losses, no
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +53,12 @@ class Oracle:
         logprobs = distribution.gather(-1, ids[1:, None])[:, 0]
         entropy = -(distribution.exp() * distribution).sum(-1)
         return torch.cat([torch.zeros(1), logprobs]), torch.cat([torch.zeros(1), entropy])
+
+    @torch.no_grad()
+    def distributions(self, ids: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
+        """Logprobs of the whole vocabulary after each token of a row, float32 `(tokens, vocabulary)`."""
+        logits = self.model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].float()
+        return torch.log_softmax(logits / temperature, dim=-1)
 
     def row_values(self, ids: torch.Tensor) -> torch.Tensor:
         """Values of one row's tokens, float32 `(tokens,)`: of the state before each; 0 at position 0."""

@@ -9,20 +9,17 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec, start_ray
 from enginehouse.errors import UserError, nearest
-from enginehouse.plugin import Layout, TrainBackend
-from enginehouse.testing.certificate import Certificate, Result
+from enginehouse.plugin import Backend, Layout, RolloutBackend, TrainBackend, Transport
+from enginehouse.plugin.runtimes import choose_runtime
+from enginehouse.testing.certificate import Certificate, Result, depends_on
 from enginehouse.testing.check import PROTOCOL, Check, Seen
-from enginehouse.testing.checks import CHECKS
-from enginehouse.testing.problem import MODELS, model_path
-from enginehouse.testing.rank import EngineUnderTest
+from enginehouse.testing.checks import checks_of
+from enginehouse.testing.sites import RolloutSite, Site, TrainSite, TransportSite
 
 if TYPE_CHECKING:
-    from enginehouse.controller import Cluster
+    from enginehouse.engines.model import Device
 
-ACT_SECONDS = 180.0
-"""Longest an act may take: some forty times what one takes on two quiet cores."""
 MOST_PAIRS = 6
 """Most pairs of layouts between which checkpoints are carried."""
 
@@ -49,30 +46,32 @@ class Case:
 
 
 def cases(
-    record: TrainBackend, layouts: Sequence[str] | None = None, checks: Sequence[str] | None = None
+    record: Backend | Transport, layouts: Sequence[str] | None = None, checks: Sequence[str] | None = None
 ) -> list[Case]:
-    """Every case of a backend's declared capabilities and layouts, or of those named.
+    """Every case of the declared capabilities and layouts of a backend or transport, or of those named.
 
     Raises:
         UserError: there is no check or layout of a given name.
     """
-    chosen = _named("check", checks, CHECKS, "suite")
-    places = _named("layout", layouts, record.layouts, f"backend {record.name!r}")
+    chosen = _named("check", checks, checks_of(record.kind), "suite")
+    places = _named("layout", layouts, layouts_of(record), f"{record.kind} {record.name!r}")
     found = []
     for check in chosen:
         if check.capability != PROTOCOL and check.capability not in record.capabilities:
             continue
         wanted: Iterable[tuple[Layout, ...]] = pairs(places) if check.between else [(place,) for place in places]
         found += [Case(check, place) for place in wanted if not _lacks(check, place)]
+    if isinstance(record, RolloutBackend):  # an engine is launched for each layout
+        found.sort(key=lambda case: places.index(case.layouts[0]))
     return found
 
 
 def undeclared(
-    record: TrainBackend, layouts: Sequence[str] | None = None, checks: Sequence[str] | None = None
+    record: Backend | Transport, layouts: Sequence[str] | None = None, checks: Sequence[str] | None = None
 ) -> list[Result]:
     """Results of the checks that belong to capabilities the backend, or a layout of it, does not declare."""
-    places = _named("layout", layouts, record.layouts, f"backend {record.name!r}")
-    chosen = _named("check", checks, CHECKS, "suite")
+    places = _named("layout", layouts, layouts_of(record), f"{record.kind} {record.name!r}")
+    chosen = _named("check", checks, checks_of(record.kind), "suite")
     lacking = [
         Case(check, (place,)).result("not declared", detail=f"layout {place.name} is without {check.capability!r}")
         for check in chosen
@@ -84,6 +83,13 @@ def undeclared(
         for check in chosen
         if check.capability != PROTOCOL and check.capability not in record.capabilities
     ]
+
+
+def layouts_of(record: Backend | Transport) -> tuple[Layout, ...]:
+    """What it is checked at: a backend's declared layouts; a transport with one receiver, and with three."""
+    if isinstance(record, Transport):
+        return (Layout("one receiver", 1), Layout("three receivers", 3))
+    return record.layouts
 
 
 def pairs(layouts: Sequence[Layout]) -> list[tuple[Layout, Layout]]:
@@ -103,31 +109,29 @@ def pairs(layouts: Sequence[Layout]) -> list[tuple[Layout, Layout]]:
 
 
 class Certifier:
-    """Runs cases of one backend on worker groups that are kept, one for each number of processes. A context manager.
+    """Runs cases of one backend or transport, in processes that are kept. A context manager.
 
-    A check that raises, or does not end, is a failed result, and its processes are started anew.
+    A check that raises, or does not end, is a failed result, and what served it is started anew.
 
     Args:
-        record: the backend; it need not be registered. The attribute may be changed between cases: the processes stay.
+        record: the backend or transport; it need not be registered. The attribute may be changed, between cases, to
+            another of its kind: the processes stay.
+        runtime: the runtime of a rollout engine, as in a config: `"auto"`, a name or a path.
+        device: what a rollout engine runs on; None: the first of the record's devices that is there.
     """
 
-    def __init__(self, record: TrainBackend):
+    def __init__(self, record: Any, runtime: str = "auto", device: Device | None = None):
         self.record = record
-        self._groups: dict[tuple[int, str], WorkerGroup] = {}
+        self._site = _site(record, runtime, device)
         self._seen: dict[tuple[Any, ...], list[Seen]] = {}
-        self._cluster: Cluster | None = None
-        self._models = {name: model_path(name) for name in MODELS}
+        self._versions: dict[str, str] = {}
 
     def __enter__(self) -> Certifier:
-        self._cluster = start_ray()
+        self._site.open()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        for group in self._groups.values():
-            group.shutdown()
-        self._groups.clear()
-        if self._cluster is not None:
-            self._cluster.shutdown()
+        self._site.close()
 
     def run(self, case: Case) -> Result:
         """Run one case."""
@@ -141,56 +145,59 @@ class Certifier:
                 seen.append(self._once(case.check, number, layout, directory))
             measured = case.check.judge(*seen)
         except Exception as error:
+            self._site.failed(case.layouts[0])
             return case.result("failed", detail=f"{type(error).__name__}: {error}")
         finally:
             shutil.rmtree(directory, ignore_errors=True)
         passed = measured.error <= case.check.tolerance  # False for nan
+        if not passed:
+            self._site.failed(case.layouts[0])
         return case.result("passed" if passed else "failed", measured.error, measured.detail)
+
+    def versions(self) -> dict[str, str]:
+        """Versions of what a rollout engine stands on in its runtime, once a check has run there; else empty."""
+        self._versions = self._versions or self._site.versions(depends_on(self.record))
+        return self._versions
 
     def _once(self, check: Check, number: int, layout: Layout, directory: str) -> list[Seen]:
         """What was seen in an act; where it is the only one of its check, checks that share it run it once."""
-        if len(check.acts) > 1:
-            return self._act(check, number, layout, directory)
+        if len(check.acts) > 1 or not isinstance(self.record, TrainBackend):
+            return self._site.act(self.record, check, number, layout, directory)
         key = (self.record.engine, check.acts[number], check.device, layout.name)
         if key not in self._seen:
-            self._seen[key] = self._act(check, number, layout, directory)
+            self._seen[key] = self._site.act(self.record, check, number, layout, directory)
         return self._seen[key]
 
-    def _act(self, check: Check, number: int, layout: Layout, directory: str) -> list[Seen]:
-        key = (layout.processes, check.device)
-        try:
-            if key not in self._groups:
-                self._groups[key] = self._started(*key)
-            return self._groups[key].call("act", self.record, check, number, layout, self._models, directory)
-        except Exception:
-            self._end(key)  # ranks that did not fail wait for those that did
-            raise
 
-    def _started(self, processes: int, device: Any) -> WorkerGroup:
-        pool = ResourcePool([processes], gpus_per_process=int(device == "cuda"), name=f"{processes}-{device}")
-        name = f"{self.record.name}-{processes}"
-        return WorkerGroup(pool, WorkerSpec(EngineUnderTest), name=name, device=device, timeout=ACT_SECONDS)
+def _site(record: Any, runtime: str, device: Device | None) -> Site:
+    if isinstance(record, TrainBackend):
+        return TrainSite()
+    if isinstance(record, Transport):
+        return TransportSite()
+    if device is None:
+        import torch
 
-    def _end(self, key: tuple[int, str]) -> None:
-        group = self._groups.pop(key, None)
-        if group is not None:
-            group.shutdown(timeout=0.1)
+        device = "cuda" if "cuda" in record.devices and torch.cuda.is_available() else "cpu"
+    interpreter = choose_runtime(record, runtime, device)
+    return RolloutSite(interpreter.python, interpreter.env, device)
 
 
 def certify(
-    record: TrainBackend,
+    record: Backend | Transport,
     *,
     layouts: Sequence[str] | None = None,
     checks: Sequence[str] | None = None,
+    runtime: str = "auto",
     begins: Callable[[Case, int, int], None] = lambda case, number, of: None,
     ended: Callable[[Certificate], None] = lambda certificate: None,
 ) -> Certificate:
-    """Run the suite on a backend.
+    """Run the suite on a backend or a transport.
 
     Args:
-        record: the backend; it need not be registered.
+        record: it need not be registered.
         layouts: names of declared layouts; None: all.
         checks: names of checks; None: all.
+        runtime: the runtime of a rollout engine, as in a config.
         begins: called before each case, with its number, counted from 1, of how many.
         ended: called with the certificate so far after each case, and once it is finished.
 
@@ -199,12 +206,13 @@ def certify(
         ControllerError: Ray cannot be started.
     """
     planned = cases(record, layouts, checks)
-    certificate = Certificate(record.name, whole=layouts is None and checks is None)
+    certificate = Certificate(record.name, whole=layouts is None and checks is None, kind=record.kind)
     ended(certificate)
-    with Certifier(record) as certifier:
+    with Certifier(record, runtime) as certifier:
         for number, case in enumerate(planned, start=1):
             begins(case, number, len(planned))
             certificate.checks.append(certifier.run(case))
+            certificate.runtime = certifier.versions()
             ended(certificate)
     certificate.checks += undeclared(record, layouts, checks)
     certificate.finished = True

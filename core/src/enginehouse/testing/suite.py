@@ -1,4 +1,4 @@
-"""The suite as pytest tests, for the author of a training backend."""
+"""The suite as pytest tests, for the author of a backend or a transport."""
 
 from __future__ import annotations
 
@@ -7,39 +7,31 @@ from typing import Any, ClassVar
 
 import pytest
 
-from enginehouse.plugin import TrainBackend, plugins
+from enginehouse.plugin import RolloutBackend, TrainBackend, Transport, plugins
 from enginehouse.testing.running import Case, Certifier, cases
 
 
-class TrainEngineSuite:
-    """Everything a training backend promises, one test for each check and layout.
-
-        from enginehouse.testing import TrainEngineSuite
-
-        class TestMine(TrainEngineSuite):
-            backend = "mine"
+class Suite:
+    """What the suites have in common: one test for each check and layout.
 
     Class attributes:
-        backend: a registered name, or a record that need not be registered.
         layouts: names of declared layouts to test; None: all.
         checks: names of checks to run; None: all.
-
-    Checks of capabilities the backend does not declare are no tests. Those that need GPUs are marked `gpu`, and skipped
-    where there are too few.
+        runtime: the runtime of a rollout engine, as in a config.
     """
 
-    backend: ClassVar[str | TrainBackend]
     layouts: ClassVar[tuple[str, ...] | None] = None
     checks: ClassVar[tuple[str, ...] | None] = None
+    runtime: ClassVar[str] = "auto"
 
     @classmethod
-    def record(cls) -> TrainBackend:
-        """The backend under test."""
-        return plugins().get(TrainBackend, cls.backend) if isinstance(cls.backend, str) else cls.backend
+    def record(cls) -> Any:
+        """What is tested; None: nothing yet."""
+        raise NotImplementedError
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        if not hasattr(cls, "backend"):
+        if not (hasattr(cls, "backend") or hasattr(cls, "transport")):
             return
         cases_of = [
             pytest.param(case, id=str(case), marks=[pytest.mark.gpu] if case.check.device == "cuda" else [])
@@ -47,7 +39,7 @@ class TrainEngineSuite:
         ]
 
         @pytest.mark.parametrize("case", cases_of)
-        def test_conforms(self: TrainEngineSuite, case: Case, certifier: Certifier) -> None:
+        def test_conforms(self: Suite, case: Case, certifier: Certifier) -> None:
             result = certifier.run(case)
             if result.outcome == "not run":
                 pytest.skip(result.detail)
@@ -61,5 +53,73 @@ class TrainEngineSuite:
     @pytest.fixture(scope="class")
     def certifier(self) -> Iterator[Certifier]:
         """The processes that all tests of the class share."""
-        with Certifier(self.record()) as certifier:
+        with Certifier(self.record(), self.runtime) as certifier:
             yield certifier
+
+
+class TrainEngineSuite(Suite):
+    """Everything a training backend promises.
+
+        from enginehouse.testing import TrainEngineSuite
+
+        class TestMine(TrainEngineSuite):
+            backend = "mine"
+
+    Checks of capabilities the backend does not declare are no tests. Those that need GPUs are marked `gpu`, and skipped
+    where there are too few.
+
+    Class attributes:
+        backend: a registered name, or a record that need not be registered.
+    """
+
+    backend: ClassVar[str | TrainBackend]
+
+    @classmethod
+    def record(cls) -> TrainBackend:
+        """The backend under test."""
+        return plugins().get(TrainBackend, cls.backend) if isinstance(cls.backend, str) else cls.backend
+
+
+class RolloutEngineSuite(Suite):
+    """Everything a rollout backend promises, with the engine in its runtime and the oracle here.
+
+        from enginehouse.testing import RolloutEngineSuite
+
+        class TestMine(RolloutEngineSuite):
+            backend = "mine"
+
+    Checks of capabilities the backend does not declare are no tests. An engine is launched for each of a few tiny
+    models and serves all checks of it.
+
+    Class attributes:
+        backend: a registered name, or a record that need not be registered.
+    """
+
+    backend: ClassVar[str | RolloutBackend]
+
+    @classmethod
+    def record(cls) -> RolloutBackend:
+        """The backend under test."""
+        return (
+            plugins().get(RolloutBackend, cls.backend, elsewhere=True) if isinstance(cls.backend, str) else cls.backend
+        )
+
+
+class WeightTransportSuite(Suite):
+    """Everything a weight transport promises, with both ends in this process.
+
+        from enginehouse.testing import WeightTransportSuite
+
+        class TestMine(WeightTransportSuite):
+            transport = "mine"
+
+    Class attributes:
+        transport: a registered name, or a record that need not be registered.
+    """
+
+    transport: ClassVar[str | Transport]
+
+    @classmethod
+    def record(cls) -> Transport:
+        """The transport under test."""
+        return plugins().get(Transport, cls.transport) if isinstance(cls.transport, str) else cls.transport

@@ -1,28 +1,15 @@
-"""All checks, in the order they are run and reported: the simplest first, since a later one often fails with it."""
+"""All checks, by the kind of thing they are made for."""
 
 from __future__ import annotations
 
+from enginehouse.plugin import resolve
 from enginehouse.testing.check import Check
-from enginehouse.testing.checks import (
-    adapters,
-    checkpoints,
-    gradients,
-    half_precision,
-    offload,
-    scores,
-    training,
-    value_head,
-    weights,
-)
 
-CHECKS: tuple[Check, ...] = (
-    *scores.CHECKS,
-    *gradients.CHECKS,
-    *training.CHECKS,
-    *weights.CHECKS,
-    *checkpoints.CHECKS,
-    *value_head.CHECKS,
-    *half_precision.CHECKS,
-    *offload.CHECKS,
-    *adapters.CHECKS,
-)
+
+def checks_of(kind: str) -> tuple[Check, ...]:
+    """The checks of a kind of record (`"train"`, `"rollout"`, `"transport"`), in the order they are run and reported.
+
+    A kind's are imported when they are asked for: its acts also run where not all can be imported.
+    """
+    found: tuple[Check, ...] = resolve(f"enginehouse.testing.checks.{kind}:CHECKS")
+    return found

@@ -10,8 +10,8 @@ import torch
 
 from enginehouse.engines.train import Outputs
 from enginehouse.testing.check import EXACT, PROTOCOL, Check, Measured, Seen, outputs_of
-from enginehouse.testing.checks.reference import TRAINING
-from enginehouse.testing.checks.training import step
+from enginehouse.testing.checks.train.reference import TRAINING
+from enginehouse.testing.checks.train.training import step
 from enginehouse.testing.comparison import larger, largest_difference, same_bits
 from enginehouse.testing.oracle import Oracle
 from enginehouse.testing.problem import MODELS, batch, model_path

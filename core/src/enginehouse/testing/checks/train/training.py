@@ -6,8 +6,8 @@ from typing import Any
 
 from enginehouse.engines.train import Mean, merge_metrics
 from enginehouse.testing.check import PROTOCOL, Check, Measured, Seen, outputs_of
-from enginehouse.testing.checks import reference
-from enginehouse.testing.checks.reference import STEPS, TRAINING
+from enginehouse.testing.checks.train import reference
+from enginehouse.testing.checks.train.reference import STEPS, TRAINING
 from enginehouse.testing.comparison import larger, largest_difference, relative, same_bits
 from enginehouse.testing.problem import MODELS, NOT_FINITE, POLICY, batch
 from enginehouse.testing.rank import Rank, weights_of

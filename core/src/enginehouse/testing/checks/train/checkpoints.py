@@ -8,8 +8,8 @@ import torch
 
 from enginehouse.plugin import capabilities
 from enginehouse.testing.check import PROTOCOL, Check, Measured, Seen
-from enginehouse.testing.checks.reference import TRAINING
-from enginehouse.testing.checks.training import step
+from enginehouse.testing.checks.train.reference import TRAINING
+from enginehouse.testing.checks.train.training import step
 from enginehouse.testing.comparison import larger, largest_difference
 from enginehouse.testing.problem import batch
 from enginehouse.testing.rank import Rank, weights_of

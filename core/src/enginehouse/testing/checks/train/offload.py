@@ -8,9 +8,9 @@ import torch
 
 from enginehouse.plugin import capabilities
 from enginehouse.testing.check import Check, Measured, Seen
-from enginehouse.testing.checks import reference
-from enginehouse.testing.checks.reference import TRAINING
-from enginehouse.testing.checks.training import step
+from enginehouse.testing.checks.train import reference
+from enginehouse.testing.checks.train.reference import TRAINING
+from enginehouse.testing.checks.train.training import step
 from enginehouse.testing.comparison import larger, largest_difference, same_bits
 from enginehouse.testing.problem import POLICY, batch
 from enginehouse.testing.rank import Rank, weights_of

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from enginehouse.testing.check import PROTOCOL, Check, Measured, Seen
-from enginehouse.testing.checks import reference
+from enginehouse.testing.checks.train import reference
 from enginehouse.testing.comparison import larger, relative_to_norm
 from enginehouse.testing.problem import MODELS, POLICY, batch
 from enginehouse.testing.rank import Rank, weights_of

@@ -6,7 +6,7 @@ import torch
 
 from enginehouse.engines.train import Outputs
 from enginehouse.testing.check import PROTOCOL, Check, Measured, Seen, outputs_of
-from enginehouse.testing.checks import reference
+from enginehouse.testing.checks.train import reference
 from enginehouse.testing.comparison import larger, largest_difference
 from enginehouse.testing.problem import MODELS, TEMPERATURE, batch
 from enginehouse.testing.rank import Rank

@@ -9,10 +9,10 @@ import torch
 from enginehouse.engines.train import Outputs
 from enginehouse.plugin import capabilities
 from enginehouse.testing.check import Check, Measured, Seen, outputs_of
-from enginehouse.testing.checks import reference
-from enginehouse.testing.checks.reference import TRAINING
-from enginehouse.testing.checks.training import step
-from enginehouse.testing.checks.weights import stored_tensors
+from enginehouse.testing.checks.train import reference
+from enginehouse.testing.checks.train.reference import TRAINING
+from enginehouse.testing.checks.train.training import step
+from enginehouse.testing.checks.train.weights import stored_tensors
 from enginehouse.testing.comparison import larger, largest_difference, same_bits
 from enginehouse.testing.oracle import Oracle
 from enginehouse.testing.problem import batch

@@ -10,8 +10,8 @@ import torch
 from enginehouse.engines.train import Outputs
 from enginehouse.plugin import capabilities
 from enginehouse.testing.check import Check, Measured, Seen, outputs_of
-from enginehouse.testing.checks.reference import STEPS, TRAINING
-from enginehouse.testing.checks.training import step
+from enginehouse.testing.checks.train.reference import STEPS, TRAINING
+from enginehouse.testing.checks.train.training import step
 from enginehouse.testing.comparison import larger, largest_difference
 from enginehouse.testing.oracle import Oracle
 from enginehouse.testing.problem import MODELS, SQUARED_ERROR, batch, model_path

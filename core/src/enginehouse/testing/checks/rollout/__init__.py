@@ -1,0 +1,23 @@
+"""All checks of rollout engines, in the order they are run and reported.
+
+Those of one model stand together, since an engine is launched for each, and those that leave none behind come last.
+"""
+
+from __future__ import annotations
+
+from enginehouse.testing.check import Check
+from enginehouse.testing.checks.rollout import control, drawing, endings, life, updates
+
+CHECKS: tuple[Check, ...] = (
+    *drawing.CHECKS,
+    *endings.CHECKS,
+    *control.CHECKS,
+    *updates.CHECKS,
+    life.SLEEP,
+    life.ENDPOINT,
+    life.SHUTDOWN,
+    updates.EXPERTS,
+    updates.UNTIED,
+    life.KILLED,
+    life.UNLOADABLE,
+)

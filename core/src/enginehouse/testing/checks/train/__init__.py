@@ -1,0 +1,31 @@
+"""All checks of training engines, in the order they are run and reported.
+
+The simplest come first, since a later one often fails with it.
+"""
+
+from __future__ import annotations
+
+from enginehouse.testing.check import Check
+from enginehouse.testing.checks.train import (
+    adapters,
+    checkpoints,
+    gradients,
+    half_precision,
+    offload,
+    scores,
+    training,
+    value_head,
+    weights,
+)
+
+CHECKS: tuple[Check, ...] = (
+    *scores.CHECKS,
+    *gradients.CHECKS,
+    *training.CHECKS,
+    *weights.CHECKS,
+    *checkpoints.CHECKS,
+    *value_head.CHECKS,
+    *half_precision.CHECKS,
+    *offload.CHECKS,
+    *adapters.CHECKS,
+)

@@ -1,0 +1,8 @@
+"""All checks of weight transports, in the order they are run and reported."""
+
+from __future__ import annotations
+
+from enginehouse.testing.check import Check
+from enginehouse.testing.checks.transport import exactness, failures
+
+CHECKS: tuple[Check, ...] = (*exactness.CHECKS, *failures.CHECKS)

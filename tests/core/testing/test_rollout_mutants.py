@@ -1,0 +1,66 @@
+"""Each property of a rollout engine fails on an engine that breaks it, and on nothing an engine does right."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from enginehouse.plugin import RolloutBackend, plugins
+from enginehouse.testing.running import Certifier, cases
+
+pytestmark = pytest.mark.slow
+
+DRAWN = {"token_ids", "logprobs", "many", "ends", "stop_strings"}
+PAUSES = {"pause_abort", "pause_wait", "pause_keep"}
+SERVED = {"update", "prefix_cache", "interrupted_update"}
+
+MUTANTS = [
+    ("OffByOne", {*DRAWN, "abort_one", "abort_all", "kept_whole", *PAUSES, *SERVED}),
+    ("SeedIgnored", {"seed"}),
+    ("Retokenised", {"token_ids", "prompt_logprobs"}),
+    ("TemperatureForgotten", {"logprobs", "distribution", "ends"}),
+    ("LogprobsAfterTopP", {"logprobs"}),
+    ("TopKIgnored", {"truncation"}),
+    ("StopTokenDropped", {"ends", "stop_strings"}),
+    ("EndIgnored", {"ends"}),
+    ("SamplesRepeated", {"distribution", "samples"}),
+    ("AbortLosesTokens", {"abort_one", "abort_all", "pause_abort"}),
+    ("VersionOff", {*PAUSES, *SERVED}),
+    ("PauseIgnored", PAUSES),
+    ("KeptAborted", {"pause_keep", "kept_whole"}),
+    ("HealthOfTheDead", {"health"}),
+    ("StaleReportedAsNew", {*PAUSES, *SERVED}),
+    ("AppliedOnArrival", {"interrupted_update"}),
+    ("IncompleteTaken", {"interrupted_update"}),
+    ("PrefixKept", SERVED),
+    ("ChecksumOfStaged", {"interrupted_update"}),
+    ("StateOff", {"interrupted_update", "weight_version", "weight_checksums"}),
+    ("ProcessLeft", {"shutdown", "killed"}),
+    ("LoadsAnything", {"unloadable"}),
+    ("Raising", {"prompt_logprobs"}),
+]
+LIFE = {"killed", "unloadable", "update_untied", "update_experts"}
+"""Checks that need an engine, or a process, of their own: run on the mutants made for them."""
+
+
+def mutant(name: str) -> RolloutBackend:
+    whole = plugins().get(RolloutBackend, "torch")
+    return dataclasses.replace(whole, name=name, engine=f"rollout_mutants:{name}")
+
+
+@pytest.fixture(scope="module")
+def certifier(ray_cluster):
+    with Certifier(mutant("OffByOne")) as certifier:
+        yield certifier
+
+
+@pytest.mark.parametrize(("name", "broken"), MUTANTS, ids=[name for name, _ in MUTANTS])
+def test_what_is_broken_is_found_and_nothing_else(certifier, name, broken):
+    certifier.record = mutant(name)
+    planned = [case for case in cases(certifier.record) if case.check.name in broken or case.check.name not in LIFE]
+    results = [certifier.run(case) for case in planned]
+    assert {result.name for result in results if result.outcome == "failed"} == broken, [
+        (result.name, result.measured, result.detail) for result in results if result.outcome == "failed"
+    ]
+    assert "passed" in {result.outcome for result in results}

@@ -1,0 +1,13 @@
+"""The built-in weight transports conform."""
+
+from __future__ import annotations
+
+from enginehouse.testing import WeightTransportSuite
+
+
+class TestInproc(WeightTransportSuite):
+    transport = "inproc"
+
+
+class TestSharedMemory(WeightTransportSuite):
+    transport = "shared_memory"
