@@ -9,6 +9,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from enginehouse.plugin import Backend
+    from enginehouse.plugin.runtimes import Interpreter
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +48,29 @@ def environment(name: str, *installs: Sequence[str], keyed_by: Sequence[Path] = 
             subprocess.run([*pip, *install], check=True, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
     finished.touch()
     return python
+
+
+def interpreter_of(record: Backend, wanted: str = "auto", device: str = "cpu") -> Interpreter:
+    """Return what a backend's workers run under, making its runtime first if it has one that does not stand.
+
+    Args:
+        record: the backend.
+        wanted: as `engine.runtime` in a config.
+        device: torch device type.
+
+    Raises:
+        RuntimeProblem: what is wanted cannot be used; `MakingError` where the runtime could not be made.
+    """
+    from enginehouse.plugin.runtimes import NoRuntime, choose_runtime, make_runtime, recipe
+
+    try:
+        return choose_runtime(record, wanted, device)
+    except NoRuntime:
+        if wanted != "auto" or device not in record.runtimes:
+            raise
+    logger.info("making a runtime as by `enginehouse runtime create %s` (once; takes minutes)", record.name)
+    make_runtime(recipe(record, device))
+    return choose_runtime(record, wanted, device)
 
 
 def versions(python: Path, *distributions: str) -> dict[str, str]:

@@ -23,7 +23,7 @@ from enginehouse.engines.weights import (
     WeightChunk,
     WeightSyncError,
     WeightUpdateAborted,
-    checksum,
+    copy_with_checksum,
 )
 from enginehouse.transports.buckets import in_plan_order, layout, plan_transfer
 from enginehouse.transports.deadline import Deadline
@@ -48,6 +48,8 @@ _ATTACHED, _TAKEN = 0, 1  # a line for each receiver: it is there, sequence numb
 _POLLS_BEFORE_NAPPING = 50
 _SHORTEST_NAP_SECONDS = 20e-6
 _LONGEST_NAP_SECONDS = 1e-3
+_NAP_SHARE = 1 / 32
+"""A nap is this part of the wait until then: so much later than necessary a wait ends at most."""
 
 
 class SharedMemoryTransport:
@@ -158,7 +160,7 @@ class Ring:
             WeightSyncError: the deadline passed; `missing()` says what did not happen.
         """
         polls = 0
-        nap = _SHORTEST_NAP_SECONDS
+        begun = time.monotonic()
         self.check(version)
         while not ready():
             self.check(version)
@@ -168,8 +170,8 @@ class Ring:
                 polls += 1
                 time.sleep(0)
             else:
-                time.sleep(nap)
-                nap = min(2 * nap, _LONGEST_NAP_SECONDS)
+                nap = (time.monotonic() - begun) * _NAP_SHARE
+                time.sleep(min(max(nap, _SHORTEST_NAP_SECONDS), _LONGEST_NAP_SECONDS))
         self.fence()
 
     def check(self, version: int) -> None:
@@ -214,8 +216,7 @@ class SharedMemorySender(Sender):
             for _, view in ring.views(sequence, bucket):
                 parameter, tensor = next(planned)
                 tensor = tensor.detach().to("cpu").contiguous()
-                sums[parameter.name] = checksum(tensor)
-                view.copy_(tensor)
+                sums[parameter.name] = copy_with_checksum(tensor, view)
             ring.check(version)
             ring[slot, _VERSION] = version
             ring[slot, _BUCKET] = bucket

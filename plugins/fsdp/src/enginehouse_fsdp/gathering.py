@@ -29,12 +29,14 @@ class Gathering:
     Attributes:
         names: their names.
         tensors: this rank's view of them; those that are no DTensor are whole already.
+        alone: by name, those of which this rank holds all, though they are DTensors: nothing is gathered or copied.
         parts: by the axes that split them: every rank's parts end to end, `(*ranks of each axis, elements)`.
         work: the communication that fills `parts`.
     """
 
     names: Sequence[str]
     tensors: Sequence[torch.Tensor]
+    alone: dict[str, torch.Tensor] = field(default_factory=dict)
     parts: dict[Axes, torch.Tensor] = field(default_factory=dict)
     work: list[dist.Work] = field(default_factory=list)
 
@@ -52,12 +54,14 @@ class Gathering:
         """
         coming = cls(names, tensors)
         alike: dict[Axes, list[tuple[DTensor, torch.Tensor]]] = {}
-        for tensor, own in zip(tensors, owned, strict=True):
-            if isinstance(tensor, DTensor):
+        for name, tensor, own in zip(names, tensors, owned, strict=True):
+            if isinstance(tensor, DTensor) and splits(tensor) == 1:
+                coming.alone[name] = own.to(dtype)
+            elif isinstance(tensor, DTensor):
                 alike.setdefault(splitting_axes(tensor), []).append((tensor, own))
         for axes, pairs in alike.items():
             mesh = pairs[0][0].device_mesh
-            parts = torch.cat([_padded(tensor, own, dtype) for tensor, own in pairs])
+            parts = _packed(pairs, dtype)
             work = None
             for axis in reversed(axes):
                 if work is not None:
@@ -78,6 +82,9 @@ class Gathering:
         for name, tensor in zip(self.names, self.tensors, strict=True):
             if not isinstance(tensor, DTensor):
                 yield name, tensor
+                continue
+            if name in self.alone:
+                yield name, self.alone[name]
                 continue
             axes = splitting_axes(tensor)
             size = _largest(tensor)
@@ -124,11 +131,14 @@ def _whole(tensor: DTensor, axes: Axes, parts: torch.Tensor) -> torch.Tensor:
     return whole
 
 
-def _padded(tensor: DTensor, own: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """This rank's part, flat, padded to the size of the largest."""
-    padded = torch.zeros(_largest(tensor), dtype=dtype, device=own.device)
-    padded[: own.numel()] = own.reshape(-1)
-    return padded
+def _packed(pairs: Sequence[tuple[DTensor, torch.Tensor]], dtype: torch.dtype) -> torch.Tensor:
+    """This rank's parts end to end, each padded to the size of the largest rank's."""
+    rooms = [_largest(tensor) for tensor, _ in pairs]
+    packed = torch.empty(sum(rooms), dtype=dtype, device=pairs[0][1].device)
+    for room, (_, own) in zip(packed.split(rooms), pairs, strict=True):
+        room[: own.numel()] = own.reshape(-1)
+        room[own.numel() :] = 0
+    return packed
 
 
 def _largest(tensor: DTensor) -> int:

@@ -1,0 +1,140 @@
+"""Rollout engines through a rollout worker, against the same engine called directly with the same requests.
+
+Each side is a process of its own under the runtime's interpreter, with an engine of its own; they take turns, and the
+one whose turn it is not is stopped. Greedy completions of both must be the same.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import statistics
+import sys
+from typing import Any
+
+from benchmarks.dispatch_side import SideProcess
+from benchmarks.environments import ROOT, interpreter_of
+from benchmarks.weight_update_model import write_model
+
+logger = logging.getLogger(__name__)
+
+WORK = ROOT / "benchmarks" / "out" / "rollout_engine"
+SIDES = {"bare": "benchmarks.rollout_engine_bare", "enginehouse": "benchmarks.rollout_engine_ours"}
+START_SECONDS = 600.0
+TURN_SECONDS = 600.0
+
+
+def measure(
+    rounds: int = 9,
+    parameters: int = 5_000_000,
+    prompts: int = 32,
+    n: int = 8,
+    prompt_tokens: int = 32,
+    max_tokens: int = 64,
+    runtime: str = "auto",
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """Let the two sides take turns for `rounds` rounds, after one that is not counted.
+
+    Args:
+        rounds: turns of each side.
+        parameters: of the model, about: the smaller, the more counts what is not the model.
+        prompts: requests of a turn, all at once.
+        n: samples of each.
+        prompt_tokens: tokens of a prompt.
+        max_tokens: tokens of a sample; none ends earlier.
+        runtime: what the sides run under, as `engine.runtime` in a config.
+        device: `"cpu"` or `"cuda"`.
+
+    Returns:
+        `metrics` and `sides`. Metrics: `vllm_vs_bare`, generated tokens a second of ours by those of vLLM called
+        directly, in the same round, median over rounds.
+
+    Raises:
+        RuntimeError: a side failed, or the two do not generate the same.
+    """
+    from enginehouse.plugin import plugins
+
+    found = interpreter_of(plugins().get("rollout", "vllm", elsewhere=True), runtime, device)
+    model = WORK / f"model-{parameters}"
+    write_model(model, parameters)
+    draw = random.Random(0)
+    task = {
+        "backend": "vllm", "model": str(model), "device": device, "n": n, "max_tokens": max_tokens,
+        "max_running": prompts * n, "max_model_tokens": prompt_tokens + max_tokens, "kv_cache_mib": 512,
+        # vllm 0.32 on a CPU dies where a prompt with a seed does not fit into a batch whole
+        "native": {"max_num_batched_tokens": prompts * n * prompt_tokens},
+        "prompts": [[draw.randrange(10, 8000) for _ in range(prompt_tokens)] for _ in range(prompts)],
+    }  # fmt: skip
+    path = WORK / "task.json"
+    path.write_text(json.dumps(task))
+    env = environment_of(found.env, device)
+    python = found.python or sys.executable
+    sides = {name: SideProcess(name, [python, "-m", module, path], WORK / f"{name}.log", cwd=ROOT, env=env)
+             for name, module in SIDES.items()}  # fmt: skip
+    try:
+        started = take_turns(sides, "start", START_SECONDS)
+        if started["bare"] != started["enginehouse"]:
+            raise RuntimeError(f"the two sides do not run the same: {started}")
+        greedy = take_turns(sides, "greedy", TURN_SECONDS)
+        if greedy["bare"] != greedy["enginehouse"]:
+            raise RuntimeError(f"the two sides do not generate the same: {greedy}")
+        take_turns(sides, "run", TURN_SECONDS, seed=0)
+        turns: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
+        for number in range(1, rounds + 1):
+            order = list(sides) if number % 2 else list(reversed(sides))
+            in_order = {name: sides[name] for name in order}
+            for name, turn in take_turns(in_order, "run", TURN_SECONDS, seed=number).items():
+                turns[name].append(turn)
+            logger.info(
+                "round %d of %d: %s tokens/s", number, rounds,
+                ", ".join(f"{name} {speed(turns[name][-1]):.0f}" for name in sides),
+            )  # fmt: skip
+    finally:
+        for side in sides.values():
+            side.close()
+    ratios = [speed(ours) / speed(bare) for ours, bare in zip(turns["enginehouse"], turns["bare"], strict=True)]
+    return {
+        "metrics": {"vllm_vs_bare": statistics.median(ratios)},
+        "sides": rows(turns),
+        "ratios": ratios,
+        **started["bare"],
+    }
+
+
+def take_turns(sides: dict[str, SideProcess], do: str, timeout: float, **arguments: Any) -> dict[str, Any]:
+    """Ask one side after the other; each is stopped when it is not its turn."""
+    answers = {}
+    for name, side in sides.items():
+        answers[name] = side.ask(do, timeout=timeout, **arguments)
+        side.pause()
+    return answers
+
+
+def environment_of(given: Any, device: str) -> dict[str, str]:
+    """The environment of both sides: what the plugin sets, and the worker's path."""
+    from enginehouse_vllm.engine import CPU_ENVIRONMENT, ENVIRONMENT
+
+    paths = [path for path in (given.get("PYTHONPATH"), str(ROOT)) if path]
+    ours = ENVIRONMENT | (CPU_ENVIRONMENT if device == "cpu" else {})
+    return {**os.environ, **ours, **given, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def speed(turn: dict[str, float]) -> float:
+    """Tokens a second."""
+    return turn["tokens"] / turn["seconds"]
+
+
+def rows(turns: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """The table's lines."""
+    return {
+        name: {
+            "tokens_per_second": statistics.median(map(speed, found)),
+            "slowest": min(map(speed, found)),
+            "fastest": max(map(speed, found)),
+            "tokens": found[0]["tokens"],
+        }
+        for name, found in turns.items()
+    }

@@ -1,0 +1,172 @@
+"""A verified weight update from a training engine to a rollout engine on one host, against a plain copy of its bytes.
+
+Real workers as in a run, each engine in its own process and Python environment. The copy and the update take turns.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import statistics
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.environments import ROOT, interpreter_of
+from benchmarks.weight_update_model import write_model
+
+logger = logging.getLogger(__name__)
+
+WORK = ROOT / "benchmarks" / "out" / "weight_update"
+PROBE = [list(range(3, 35)), list(range(40, 56))]
+TIMEOUT_SECONDS = 600.0
+FASTEST_OPTIONS = {"kv_cache_mib": 64, "max_model_tokens": 256, "max_running": 4}
+"""Of rollout engines that have them: nothing is generated here, so little memory is needed for it."""
+
+
+@dataclass
+class Seconds:
+    """What each round took, seconds."""
+
+    copy: list[float] = field(default_factory=list)
+    fresh_copy: list[float] = field(default_factory=list)
+    transfer: list[float] = field(default_factory=list)
+    update: list[float] = field(default_factory=list)
+
+
+def measure(
+    parameters: int = 500_000_000,
+    rounds: int = 7,
+    ranks: int = 1,
+    replicas: int = 1,
+    train: str = "fsdp",
+    rollout: str = "vllm",
+    runtime: str = "auto",
+    bucket_mib: int = 0,
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """Update the rollout engine's weights `rounds` times, after two updates that are not counted.
+
+    Args:
+        parameters: of the model, about; each is 4 bytes.
+        rounds: updates measured; before each, a plain copy.
+        ranks: training processes; with more than one the weights are gathered first.
+        replicas: rollout processes.
+        train: training backend.
+        rollout: rollout backend.
+        runtime: what the rollout engine runs under, as `engine.runtime` in a config.
+        bucket_mib: most MiB to travel at once; 0: as in a run.
+        device: `"cpu"` or `"cuda"`.
+
+    Returns:
+        `metrics` and `sides`. Metrics, medians over rounds: `transfer_vs_memcpy`, seconds of the copy into memory in
+        use already by seconds of the transfer, from the first byte sent until the last replica has staged the last one,
+        checksums on both sides included; `gigabytes_per_second` of the transfer; `update_seconds`, the whole verified
+        update.
+    """
+    model = WORK / f"model-{parameters}"
+    count = write_model(model, parameters)
+    logger.info("%.1f million parameters, %s -> %s", count / 1e6, train, rollout)
+    found = Seconds()
+    with placed(str(model), train, rollout, runtime, ranks, replicas, bucket_mib, device) as (actor, served, sync):
+        logger.info("first update: logprobs differ by %.2g nats", sync.sync(1).effect)
+        sync.sync(2)
+        for version in range(3, 3 + rounds):
+            actor.change()
+            found.copy.append(max(actor.execute_all("copy_seconds", False)))
+            found.fresh_copy.append(max(actor.execute_all("copy_seconds", True)))
+            report = sync.sync(version)
+            found.update.append(report.seconds)
+            found.transfer.append(max(served.staged()) - min(actor.began()))
+            logger.info(
+                "copy %.3f s, into fresh memory %.3f s, transfer %.3f s, update %.3f s",
+                *(series[-1] for series in (found.copy, found.fresh_copy, found.transfer, found.update)),
+            )
+        engine = served.describe()[0]["engine"]
+    gigabytes = report.nbytes / 1e9
+    metrics = {
+        "transfer_vs_memcpy": paired(found.copy, found.transfer),
+        "update_seconds": statistics.median(found.update),
+        "gigabytes_per_second": gigabytes / statistics.median(found.transfer),
+    }
+    described = {"train": train, "rollout": engine, "ranks": ranks, "replicas": replicas, "gigabytes": gigabytes}
+    return {"metrics": metrics, "sides": rows(found, gigabytes), **described}
+
+
+def paired(one: list[float], other: list[float]) -> float:
+    """Median over rounds of the one's seconds by the other's, in the same round."""
+    return statistics.median(a / b for a, b in zip(one, other, strict=True))
+
+
+def rows(found: Seconds, gigabytes: float) -> dict[str, dict[str, float]]:
+    """The table's lines."""
+    named = {
+        "plain copy": found.copy,
+        "plain copy into fresh memory": found.fresh_copy,
+        "transfer": found.transfer,
+        "verified update": found.update,
+    }
+    return {
+        name: {
+            "seconds": statistics.median(seconds),
+            "fastest": min(seconds),
+            "slowest": max(seconds),
+            "gigabytes_per_second": gigabytes / statistics.median(seconds),
+        }
+        for name, seconds in named.items()
+    }
+
+
+@contextmanager
+def placed(
+    model: str, train: str, rollout: str, runtime: str, ranks: int, replicas: int, bucket_mib: int, device: str
+) -> Iterator[tuple[Any, Any, Any]]:
+    """Start the workers of both roles and connect them; ends them on the way out."""
+    from benchmarks.weight_update_workers import TimedRolloutWorker, TimedTrainWorker
+    from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec, start_ray
+    from enginehouse.controller.weight_sync import WeightSync
+    from enginehouse.engines.model import ModelSpec
+    from enginehouse.plugin import plugins, resolve
+
+    record = plugins().get("rollout", rollout, elsewhere=True)
+    found = interpreter_of(record, runtime, device)
+    known = resolve(record.options).model_fields
+    options = {name: value for name, value in FASTEST_OPTIONS.items() if name in known}
+    spec = ModelSpec(model)
+    specs = {
+        "actor": WorkerSpec(TimedTrainWorker, train, spec, {"lr": 1e-6}).options(env={"PYTHONPATH": str(ROOT)}),
+        "rollout": WorkerSpec(TimedRolloutWorker, rollout, spec, options).options(
+            python=found.python, env=beside(found.env), distributed=False
+        ),
+    }
+    with ExitStack() as stack:
+        stack.enter_context(start_ray())
+        groups = {}
+        for (name, given), processes in zip(specs.items(), (ranks, replicas), strict=True):
+            pool = ResourcePool([processes], gpus_per_process=int(device == "cuda"), name=name)
+            stack.callback(pool.shutdown)
+            groups[name] = stack.enter_context(
+                WorkerGroup(pool, given, name=name, device=device, timeout=TIMEOUT_SECONDS)
+            )
+        groups["rollout"].launch()
+        sync = WeightSync(
+            groups["actor"], groups["rollout"], "shared_memory", timeout=TIMEOUT_SECONDS, probe=PROBE,
+            effect_check_every=10**9, **bucket_options(bucket_mib),
+        )  # fmt: skip
+        sync.connect()
+        stack.callback(sync.close)
+        yield groups["actor"], groups["rollout"], sync
+
+
+def bucket_options(bucket_mib: int) -> dict[str, int]:
+    """How `WeightSync` is told the size of buckets."""
+    from enginehouse.transports.buckets import largest_bucket
+
+    return {"bucket_bytes": bucket_mib << 20 if bucket_mib else largest_bucket()}
+
+
+def beside(env: dict[str, str]) -> dict[str, str]:
+    """`env` with this project's folder on the path: the workers' classes are in it."""
+    paths = [path for path in (env.get("PYTHONPATH"), str(ROOT)) if path]
+    return {**env, "PYTHONPATH": os.pathsep.join(paths)}

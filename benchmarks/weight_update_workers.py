@@ -1,0 +1,74 @@
+"""The workers of a run, which also say when an update's bytes left and when they were staged."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import torch
+
+from enginehouse.controller import register
+from enginehouse.engines.rollout import PauseMode
+from enginehouse.rl.roles import RolloutWorker, TrainWorker
+
+CHANGE = 1.0 + 2.0**-20
+"""Between updates every weight is multiplied by it, so that no old one passes for a new one."""
+
+
+class TimedTrainWorker(TrainWorker):
+    """A training rank that notes when it began to send."""
+
+    _copies: list[torch.Tensor]
+
+    def send_weights(self, version: int, deadline_seconds: float) -> dict[str, str]:
+        """See `TrainWorker`."""
+        self._began = time.monotonic()
+        return super().send_weights(version, deadline_seconds)
+
+    @register
+    async def began(self) -> float:
+        """When the last `send_weights` began, in seconds of a clock that all processes of the host share."""
+        return self._began
+
+    @register
+    def change(self) -> None:
+        """Change every weight a little."""
+        with torch.no_grad():
+            for tensor in self._own():
+                tensor.mul_(CHANGE)
+
+    @register
+    def copy_seconds(self, fresh: bool) -> float:
+        """Seconds of a plain copy of this rank's weights, in memory that is in use already, or in fresh memory."""
+        if not hasattr(self, "_copies"):
+            self._copies = [tensor.clone() for tensor in self._own()]
+        own = self._own()
+        begun = time.perf_counter()
+        if fresh:
+            kept = []  # so that no tensor gets the memory of the one before
+            for tensor in own:
+                kept.append(torch.empty_like(tensor).copy_(tensor))
+        else:
+            for copy, tensor in zip(self._copies, own, strict=True):
+                copy.copy_(tensor)
+        return time.perf_counter() - begun
+
+    def _own(self) -> list[torch.Tensor]:
+        return [tensor for _, tensor in self.engine.weight_source().iter_local()]
+
+
+class TimedRolloutWorker(RolloutWorker):
+    """A replica that notes when an update was staged and when it was served."""
+
+    async def receive_weights(
+        self, version: int, deadline_seconds: float, pause: PauseMode = "wait"
+    ) -> Mapping[str, str]:
+        """See `RolloutWorker`."""
+        sums = await super().receive_weights(version, deadline_seconds, pause)
+        self._staged = time.monotonic()
+        return sums
+
+    @register(urgent=True)
+    async def staged(self) -> float:
+        """When the last update was staged whole, by the same clock."""
+        return self._staged
