@@ -81,7 +81,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(directory: Path, seed: int = 0, *, tied: bool = False) -> None:
-    """Write a Qwen3 model of 102,272 random parameters, and its tokenizer, as a Hugging Face directory.
+    """Write a Qwen3 model of 126,912 random parameters, and its tokenizer, as a Hugging Face directory.
 
     Args:
         directory: where to.
@@ -104,7 +104,7 @@ def make_model(directory: Path, seed: int = 0, *, tied: bool = False) -> None:
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
-            head_dim=16,
+            head_dim=32,  # the smallest for which vLLM has CPU kernels
             max_position_embeddings=64,
             initializer_range=0.05,
             tie_word_embeddings=tied,

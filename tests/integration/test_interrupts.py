@@ -50,7 +50,7 @@ def assert_model_saved(run: RunProcess, ended: Ended) -> None:
     assert int(said[1]) == steps
     assert int(said[2]) in (steps, steps + 1)
     assert (run.directory / "model").resolve().name == f"step-{int(said[2]):06d}"
-    assert AutoModelForCausalLM.from_pretrained(run.directory / "model").num_parameters() == 102_272
+    assert AutoModelForCausalLM.from_pretrained(run.directory / "model").num_parameters() == 126_912
 
 
 def test_a_run_whose_worker_is_stuck_is_interrupted_all_the_same(train: Start, tmp_path: Path):

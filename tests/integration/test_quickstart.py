@@ -98,7 +98,7 @@ def test_it_learns_too_with_one_changed_line_and_the_rollout_in_another_process(
     start: Start, house: Path, warmed_up: RunProcess
 ):
     lines = (house / QUICKSTART / "grpo.yaml").read_text().splitlines()
-    changed = [line.replace("placement: colocated", "placement: separate") for line in lines]
+    changed = [line.replace("placement: auto     ", "placement: separate ") for line in lines]
     assert sum(old != new for old, new in zip(lines, changed, strict=True)) == 1
     (house / QUICKSTART / "separate.yaml").write_text("\n".join(changed))
     run = start("train", config=QUICKSTART / "separate.yaml")

@@ -68,7 +68,7 @@ def test_the_model_loads_as_a_small_qwen3_with_a_head_of_its_own(tmp_path):
     make_task.make_model(tmp_path, seed=0)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert model.config.model_type == "qwen3"
-    assert model.num_parameters() == 102_272
+    assert model.num_parameters() == 126_912
     assert model.lm_head.weight.data_ptr() != model.model.embed_tokens.weight.data_ptr()
 
 
@@ -85,9 +85,9 @@ def test_every_character_is_a_token_and_decodes_to_itself(tmp_path):
 
 def test_one_line_of_the_config_moves_the_rollout_to_processes_of_its_own(tmp_path):
     text = (QUICKSTART / "grpo.yaml").read_text()
-    (tmp_path / "separate.yaml").write_text(text.replace("placement: colocated", "placement: separate"))
+    (tmp_path / "separate.yaml").write_text(text.replace("placement: auto", "placement: separate"))
     together, apart = load_config(QUICKSTART / "grpo.yaml"), load_config(tmp_path / "separate.yaml")
-    assert together.rollout.placement == "colocated"
+    assert together.rollout.placement == "auto"
     assert apart == together.model_copy(
         update={"rollout": together.rollout.model_copy(update={"placement": "separate"})}
     )

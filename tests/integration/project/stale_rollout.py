@@ -1,0 +1,35 @@
+"""A plugin whose rollout engine says it serves the new weights, to the update and with every sample, and never does."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from enginehouse.plugin import RolloutBackend, hookimpl
+from enginehouse.plugin.capabilities import COLOCATES, PROMPT_LOGPROBS, SEED, STOP_STRINGS, WEIGHT_CHECKSUMS
+
+
+@hookimpl
+def enginehouse_register_backends(register):
+    register(
+        RolloutBackend(
+            name="stale",
+            summary="Serves the weights it was started with, under any version",
+            engine="stale_rollout:engine",
+            options="enginehouse.backends.torch.options:TorchRolloutOptions",
+            capabilities={COLOCATES, STOP_STRINGS, SEED, PROMPT_LOGPROBS, WEIGHT_CHECKSUMS},
+        )
+    )
+
+
+def engine():
+    """The engine; a function, since this module is imported to list plugins and must import no torch."""
+    from weight_sync.faults import StaleEngine
+
+    class LyingEngine(StaleEngine):
+        async def generate(self, request):
+            result = await super().generate(request)
+            claimed = {"first_version": self.pretended, "last_version": self.pretended}
+            completions = [dataclasses.replace(one, **claimed) for one in result.completions]
+            return dataclasses.replace(result, completions=completions)
+
+    return LyingEngine()

@@ -1,0 +1,82 @@
+"""A run's metrics show how far the rollout's logprobs are from the actor's, and when a replica serves old weights.
+
+The figures themselves are checked in tests/core/rl/test_mismatch.py.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from .conftest import REPOSITORY, Start
+
+pytestmark = pytest.mark.slow
+
+VARIED = ("reward.function=rewards:varied", "cluster.launcher=inline", "actor.engine.options.schedule=constant")
+SAME = 1e-4
+"""Nats; two engines in float32 on the same weights are nearer than this."""
+
+
+@pytest.fixture(scope="module")
+def stale_rollout(house: Path) -> Mapping[str, str]:
+    """Installs the plugin of `project/stale_rollout.py`; returns the environment in which it is found."""
+    site = house / "stale-site"
+    info = site / "stale_rollout-0.1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stale-rollout\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text("[enginehouse]\nstale-rollout = stale_rollout\n")
+    shutil.move(house / "stale_rollout.py", site)
+    return {"PYTHONPATH": os.pathsep.join([str(site), str(REPOSITORY / "tests" / "core")])}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        ("algorithm.old_logprobs=rollout", "algorithm.minibatches=2", "algorithm.epochs=2"),
+        (
+            "algorithm.old_logprobs=actor",
+            "algorithm.loss.arguments.importance_cap=2.0",
+            "rollout.sampling={max_tokens: 7, temperature: 0.7, top_p: 0.9}",
+        ),
+    ],
+    ids=["from the update's forward pass", "from old_logprobs of the actor"],
+)
+def test_every_step_says_how_far_the_engines_are_apart(train: Start, how: tuple[str, ...]):
+    run = train(*VARIED, "train.steps=3", *how)
+    ended = run.finish()
+    assert ended.code == 0, ended.err
+    assert len(run.metrics) == 3
+    assert "differ" not in ended.err
+    for line in run.metrics:
+        assert line["mismatch/compared"] == 1
+        assert 0 < line["mismatch/absolute_mean"] <= line["mismatch/absolute_max"] < SAME
+        assert line["mismatch/ratio"] == pytest.approx(1, abs=SAME)
+        assert line["mismatch/outside"] == 0
+        assert ("importance_weight" in line) == ("algorithm.old_logprobs=actor" in how)
+        assert line.get("importance_weight", 1) == pytest.approx(1, abs=SAME)
+
+
+def test_a_replica_that_lies_about_its_weights_shows_before_an_update_catches_it(
+    train: Start, stale_rollout: Mapping[str, str]
+):
+    run = train(
+        *VARIED,
+        "train.steps=9",
+        "rollout.engine.backend=stale",
+        "weights.effect_check_every=3",  # of the updates before step 1, after step 3, and so on
+        env=stale_rollout,
+    )
+    ended = run.finish()
+    assert ended.code == 1
+    assert "computes with something else" in ended.err
+    assert ended.err.count("the rollout's logprobs differ from the actor's by") == 1
+    assert "step 2: the rollout's logprobs" in ended.err
+    first, second = run.metrics
+    assert first["mismatch/absolute_mean"] < SAME
+    assert second["mismatch/compared"] == 1  # it claims to be of this version
+    assert second["mismatch/absolute_mean"] > 100 * SAME
+    assert second["mismatch/kl"] > first["mismatch/kl"]
