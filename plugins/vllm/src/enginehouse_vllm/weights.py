@@ -356,7 +356,7 @@ class StagedWeights:
             return WeightState(int(await llm.get_weight_version()))
 
     def learn(self) -> None:
-        """Find out what the model's weights are, and that its files hold them all: vLLM loads half a model without a word.
+        """Find out what the weights are, and that the files hold them all: vLLM loads half a model without a word.
 
         Raises:
             ModelError: they do not, or transformers does not know the model.
