@@ -67,7 +67,10 @@ def test_a_run_on_fsdp_is_planned_without_torch(config):
         ([f"{OPTIONS}.lora.rnk=2"], f"unknown key '{OPTIONS}.lora.rnk': did you mean 'rank'?"),
         ([f"{OPTIONS}.reduce_dtype=float16"], "expected one of 'float32' or 'bfloat16', got the string 'float16'"),
         (["actor.engine.backend=fdsp"], "did you mean 'fsdp'?"),
-        (["rollout.replicas=2"], "rollout.replicas (2) has to equal actor.processes (4)"),
+        (
+            ["rollout.replicas=2", "rollout.placement=colocated"],
+            "rollout.replicas (2) has to equal actor.processes (4)",
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
