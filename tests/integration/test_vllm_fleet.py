@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -40,6 +41,9 @@ MARK = "ENGINEHOUSE_TEST_FLEET"
 PATIENCE = 240.0
 """Longest anything may take: far more than it does, so that a hang ends."""
 
+GLANCE_SECONDS = 0.2
+"""How often is looked at what does not tell: a closer look would take the cores from what is waited for."""
+
 PROMPTS = Batch(
     {
         "prompt_ids": Ragged.from_list([[3, 4, 5], [6, 7], [8], [9, 10, 11, 12], [13]]),
@@ -57,6 +61,13 @@ DEMONSTRATIONS = Batch(
 SAMPLES = 2
 DRAWN = SamplingParams(n=SAMPLES, max_tokens=12)
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+
+
+def await_that(holds: Callable[[], Any]) -> None:
+    until = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(GLANCE_SECONDS)
 
 
 class House:
@@ -116,6 +127,7 @@ class House:
             What is drawn, and what lets go of the replicas.
         """
         cores = self.engine_cores()
+        assert len(cores) == 2
         for core in cores:
             core.suspend()
 
@@ -126,18 +138,11 @@ class House:
 
         try:
             drawn = self.threads.submit(self.draw)
-            until = time.monotonic() + PATIENCE
-            while not all(health.running + health.waiting for health in self.fleet.call("health")):
-                assert not drawn.done()
-                assert time.monotonic() < until
+            await_that(lambda: drawn.done() or all(one.running + one.waiting for one in self.fleet.call("health")))
+            assert not drawn.done()
             yield drawn, let_go
         finally:
             let_go()
-
-    def engine_cores(self) -> list[psutil.Process]:
-        """vLLM's processes, of both replicas."""
-        found = [child for pid in self.fleet.pids for child in psutil.Process(pid).children(recursive=True)]
-        return [process for process in found if not any("resource_tracker" in word for word in process.cmdline())]
 
     def processes(self) -> list[psutil.Process]:
         """All processes of the replicas, also of those that were killed or are being started."""
@@ -147,6 +152,17 @@ class House:
                 if process.environ().get(MARK) == str(self.directory):
                     found.append(process)
         return found
+
+    def engine_cores(self) -> list[psutil.Process]:
+        """vLLM's processes, of replicas that live."""
+        found = self.processes()
+        above = {process.pid for process in found}
+        cores = []
+        for process in found:
+            with contextlib.suppress(psutil.Error):
+                if process.ppid() in above and not any("resource_tracker" in word for word in process.cmdline()):
+                    cores.append(process)
+        return cores
 
 
 @pytest.fixture(scope="module")
@@ -227,9 +243,8 @@ def test_a_replica_killed_with_work_loses_no_sample_and_returns_at_the_version_s
 
 
 def test_both_killed_is_one_error_that_names_both_deaths_and_nothing_is_left_of_them(house):
-    pids, cores = house.fleet.pids, house.engine_cores()
-    assert {*pids, *(core.pid for core in cores)} <= {process.pid for process in house.processes()}
-    house.fleet.catch_up = None  # else one might be back before the other's death is seen
+    fleet, pids, cores = house.fleet, house.fleet.pids, house.engine_cores()
+    fleet.catch_up = None  # else one might be back before the other's death is seen
     with house.drawing() as (drawn, _):
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
@@ -238,7 +253,8 @@ def test_both_killed_is_one_error_that_names_both_deaths_and_nothing_is_left_of_
     for number, pid in enumerate(pids):
         death = rf"replica {number}: rollout-{number} rank 0 \(node \S+, pid {pid}\): the process died during '\w+'"
         assert re.search(death, str(caught.value)), caught.value
-    house.close()  # while both are being started again
-    until = time.monotonic() + PATIENCE
-    while left := house.processes():
-        assert psutil.wait_procs(left, max(0.0, until - time.monotonic()))[1] == []
+    assert psutil.wait_procs(cores, PATIENCE)[1] == []
+    await_that(house.engine_cores)  # they are being started again: the end comes then
+    house.close()
+    fleet.await_restarts(PATIENCE)
+    await_that(lambda: not house.processes())

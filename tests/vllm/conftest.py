@@ -5,11 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 SECONDS = 300.0
 """Longest any call may take, an engine's launch included."""
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.is_relative_to(
+            Path(__file__).parent
+        ):  # a launch alone may take a minute; deadlines inside speak first
+            item.add_marker(pytest.mark.timeout(900))
 
 
 @pytest.fixture(scope="session")

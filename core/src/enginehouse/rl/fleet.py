@@ -379,7 +379,10 @@ class RolloutFleet:
                     continue
                 if replica.state == "returned":
                     log.info("%s serves weight version %d and takes rows again", member.group.name, version)
-                replica.state, replica.waits = "serving", False
+                replica.state, replica.waits, replica.version = "serving", False, version
+            for replica in self._replicas:  # started again while the first version was on its way to the others
+                if replica.state == "serving" and replica.version != version:
+                    replica.state = "returned"
 
     def _living(self) -> Members:
         with self._lock:
@@ -444,7 +447,7 @@ class RolloutFleet:
         living = self._living()
         asked = living.call("health", timeout=HEALTH_SECONDS, leave_out_lost=True)
         try:
-            healths: list[Health] = asked.result()
+            healths: list[Health] = [health for health in asked.result() if health is not None]
         except Exception as error:  # those that died are noted; one that is merely slow is no news
             log.debug("a replica of %s did not say how it is: %s", self.name, error)
             return
@@ -453,7 +456,10 @@ class RolloutFleet:
 
     def _look_after(self) -> None:
         while not self._closing.wait(self._health_every):
-            self._check_health()
+            try:
+                self._check_health()
+            except Exception:  # the next look may tell more; without looks a death goes unseen
+                log.exception("the health of %s could not be asked for", self.name)
 
     def _lose(self, replica: Replica, member: Member, error: Exception) -> None:
         with self._lock:
@@ -461,7 +467,7 @@ class RolloutFleet:
                 return
             replica.incarnation += 1
             replica.death = (str(error) or repr(error)).splitlines()[0]
-            replica.state, replica.waits = "lost", False
+            replica.state, replica.waits, replica.version = "lost", False, None
             alone = not self._living().members
             if self.world_size > 1:
                 log.log(logging.INFO if alone else logging.WARNING, "%s is lost and is started again: %s",

@@ -31,6 +31,7 @@ class Replica:
         death: why it went, the last time.
         waits: whether it was not brought to the version served, and waits for the next.
         restarting: starts it again, or did.
+        version: weight version it was verified to serve; None: the model it was started with.
     """
 
     number: int
@@ -41,6 +42,7 @@ class Replica:
     death: str = ""
     waits: bool = False
     restarting: threading.Thread | None = None
+    version: int | None = None
 
     @property
     def member(self) -> Member:

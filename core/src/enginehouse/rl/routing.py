@@ -6,6 +6,7 @@ again, and an answer that comes after all from a replica that was taken for lost
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -81,23 +82,27 @@ class PrefixMemory:
 
     def __init__(self) -> None:
         self._seen: OrderedDict[int, int] = OrderedDict()
+        self._lock = threading.Lock()  # caches are dropped in another thread than rows are drawn in
 
     def replica(self, piece: Piece) -> int | None:
         """The replica that saw the longest of the piece's prefixes; None if there is none."""
-        return next((self._seen[prefix] for prefix in piece.prefixes if prefix in self._seen), None)
+        with self._lock:
+            return next((self._seen[prefix] for prefix in piece.prefixes if prefix in self._seen), None)
 
     def remember(self, piece: Piece, replica: int) -> None:
         """The piece goes to `replica`."""
-        for prefix in reversed(piece.prefixes):
-            self._seen[prefix] = replica
-            self._seen.move_to_end(prefix)
-        while len(self._seen) > REMEMBERED_PREFIXES:
-            self._seen.popitem(last=False)
+        with self._lock:
+            for prefix in reversed(piece.prefixes):
+                self._seen[prefix] = replica
+                self._seen.move_to_end(prefix)
+            while len(self._seen) > REMEMBERED_PREFIXES:
+                self._seen.popitem(last=False)
 
     def forget(self, replica: int | None = None) -> None:
         """A replica's caches are gone; None: those of all, as after an update of weights."""
-        kept = [] if replica is None else [(key, who) for key, who in self._seen.items() if who != replica]
-        self._seen = OrderedDict(kept)
+        with self._lock:
+            kept = [] if replica is None else [(key, who) for key, who in self._seen.items() if who != replica]
+            self._seen = OrderedDict(kept)
 
 
 class Router:

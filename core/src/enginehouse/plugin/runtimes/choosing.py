@@ -66,6 +66,11 @@ def choose_runtime(record: Backend, wanted: str = "auto", device: str = "cpu") -
     if state.word != "ok":
         cure = f". Try: {state.cure}" if state.cure else ""
         raise RuntimeProblem(f"runtime {wanted!r} is {state.word}: {state.problem}{cure}")
+    if runtime.manifest is not None and runtime.manifest.backend == record.name and runtime.manifest.variant != device:
+        raise RuntimeProblem(
+            f"runtime {wanted!r} is for {runtime.manifest.variant}, and this run is on {device}. "
+            f"Try: {create_command(record.name, device)}"
+        )
     _check_requirements(record, f"runtime {wanted!r}", [str(runtime.packages)])
     return _interpreter(runtime.name, runtime.python, "engine.runtime names it")
 

@@ -20,7 +20,7 @@ from typing import IO
 from enginehouse.plugin.requirements import installed_version
 from enginehouse.plugin.runtimes.errors import MakingError
 from enginehouse.plugin.runtimes.ingredients import Recipe
-from enginehouse.plugin.runtimes.store import Manifest, Runtime, clear, folder, held, runtime_at
+from enginehouse.plugin.runtimes.store import Manifest, Runtime, clear, folder, has_module, held, runtime_at
 
 Progress = Callable[[str, str], None]
 """Called with the step that runs, and with each line it says (first with an empty one)."""
@@ -51,7 +51,8 @@ def make_runtime(wanted: Recipe, name: str | None = None, progress: Progress | N
     told = progress or (lambda step, line: None)
     with held(path.name, wait=True):
         there = runtime_at(path)
-        if there.manifest is not None and there.manifest.key == wanted.key and there.python.exists():
+        manifest = there.manifest
+        if manifest is not None and manifest.key == wanted.key and _can_start(there, manifest):
             return there
         clear(path)
         log = folder() / ".logs" / f"{path.name}.log"
@@ -63,6 +64,11 @@ def make_runtime(wanted: Recipe, name: str | None = None, progress: Progress | N
             clear(path)
             raise
         return runtime_at(path)
+
+
+def _can_start(runtime: Runtime, manifest: Manifest) -> bool:
+    """Whether the interpreter and the engine are there still."""
+    return runtime.python.exists() and (not manifest.module or has_module(runtime, manifest.module))
 
 
 def _make(path: Path, wanted: Recipe, steps: _Steps) -> None:

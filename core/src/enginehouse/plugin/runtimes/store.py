@@ -208,7 +208,7 @@ def state_of(runtime: Runtime, record: Backend | None) -> State:
     there = installed_version("ray", [str(runtime.packages)]) or "absent"
     if there != ray_version():
         return State("broken", f"its Ray is {there}, and the driver's {ray_version()}", again)
-    if manifest.module and not _has_module(runtime, manifest.module):
+    if manifest.module and not has_module(runtime, manifest.module):
         return State("broken", f"its engine's module {manifest.module!r} is gone", remade)
     if record is None:
         return State(
@@ -225,6 +225,6 @@ def _plugin(manifest: Manifest) -> str:
     return f'"enginehouse[{manifest.backend}]"'
 
 
-def _has_module(runtime: Runtime, module: str) -> bool:
+def has_module(runtime: Runtime, module: str) -> bool:
     packages = runtime.packages
     return (packages / module).exists() or any(packages.glob(f"{module}.*"))
