@@ -228,3 +228,33 @@ def test_a_replica_that_keeps_failing_to_start_is_left_out_and_the_other_goes_on
             alone.update()
     finally:
         alone.close()
+
+
+def test_a_replica_started_again_during_the_first_update_waits_until_it_has_weights(cluster, tmp_path):
+    opened = Fleet(tmp_path)
+    try:
+        opened.actor.update(DEMONSTRATIONS, LossSpec("supervised"))  # the model they were started with is not this one
+        transfer = opened.sync._transfer
+        os.kill(opened.fleet.pids[1], signal.SIGKILL)
+
+        def once_it_is_back(version):
+            opened.fleet.await_restarts(PATIENCE)
+            return transfer(version)
+
+        opened.sync._transfer = once_it_is_back
+        opened.sync.sync(1)
+        opened.sync._transfer = transfer
+        assert opened.fleet.states == ["serving", "returned"]
+        samples = opened.draw()
+        assert set(samples["weight_version"].tolist()) == {1}
+        opened.sync.sync(2)
+        assert [state.version for state in opened.fleet.weight_state()] == [2, 2]
+    finally:
+        opened.close()
+
+
+def test_an_idle_death_is_found_when_the_living_are_asked_for(house):
+    os.kill(house.fleet.pids[0], signal.SIGKILL)
+    assert [member.number for member in house.fleet.members().members] == [1]  # one asked, the other found dead
+    house.fleet.await_restarts(PATIENCE)
+    assert [member.number for member in house.fleet.members().members] == [0, 1]

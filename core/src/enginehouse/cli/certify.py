@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from enginehouse.errors import UserError
+from enginehouse.errors import UserError, nearest
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -78,12 +78,18 @@ def _records(
     Raises:
         UserError: there is nothing of that name, or no such layout or check.
     """
-    from enginehouse.plugin import plugins
+    from enginehouse.plugin import PluginLookupError, plugins
     from enginehouse.testing.running import cases
 
     found = plugins()
     kinds = [kind] if kind else [one for one in KINDS if found.providers(one, name)]
-    records = [found.get(one, name, elsewhere=one == "rollout") for one in kinds or KINDS[:1]]
+    try:
+        records = [found.get(one, name, elsewhere=one == "rollout") for one in kinds or KINDS[:1]]
+    except PluginLookupError as error:
+        if kinds or error.reason != "unknown":
+            raise
+        known = {record.name for one in KINDS for record in found.all(one)}
+        raise UserError(f"no backend or weight transport is called {name!r}; {nearest(name, known)}") from error
     if len(records) == 1:
         cases(records[0], layouts, checks)
         return records

@@ -25,7 +25,7 @@ COMMANDS: dict[str, Lazy] = {
     "train": Lazy("enginehouse.cli.train:train", "Train a model by reinforcement learning."),
     "sft": Lazy("enginehouse.cli.sft:sft", "Train a model on demonstrations."),
     "plan": Lazy("enginehouse.cli.plan:plan", "Check a config and say what it would do, without starting anything."),
-    "certify": Lazy("enginehouse.cli.certify:certify", "Check that a training backend does what it promises."),
+    "certify": Lazy("enginehouse.cli.certify:certify", "Check that an engine or a transport does what it promises."),
     "parity": Lazy("enginehouse.cli.parity:parity", "Compare a rollout engine's logprobs with a training engine's."),
     "runtime": Lazy("enginehouse.cli.runtime:runtime", "Make and check Python environments for engines."),
     "plugins": Lazy("enginehouse.cli.plugins:plugins", "Show which backends and other plugins there are."),

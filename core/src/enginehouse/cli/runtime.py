@@ -46,13 +46,19 @@ def runtime() -> None:
 @click.option("--variant", help="Which of the backend's requirement sets; unset: what this machine has (cpu or cuda).")
 @click.option("--name", help="What to call it; unset: after backend, variant and content.")
 def create(backend: str, variant: str | None, name: str | None) -> None:
-    """Make the runtime of BACKEND, unless it is there."""
+    """Make the runtime of BACKEND, unless it is there.
+
+    Runtimes are folders in ~/.cache/enginehouse/runtimes, or in ENGINEHOUSE_RUNTIMES; one takes some gigabytes and
+    minutes. What pip says meanwhile is in .logs there.
+    """
+    from enginehouse.cli.interrupts import EXIT_CODE, Interrupts
     from enginehouse.plugin.runtimes.plugin_install import install_plugin
 
     manager = loaded_plugins()
     record = _record(manager, backend)
     if record is None:
-        error = not_found("rollout", backend, manager.plugins, ())
+        known = [one for one in manager.providers("rollout") if isinstance(one.record, Backend) and one.record.runtimes]
+        error = not_found("rollout", backend, manager.plugins, known)
         if error.reason != "not installed":
             raise _without_runtime(manager, backend, error)
         click.echo(install_plugin(backend))
@@ -69,7 +75,12 @@ def create(backend: str, variant: str | None, name: str | None) -> None:
     if there is not None and state_of(there, record).word == "ok":
         click.echo(f"runtime {there.name} is there already: {_versions(there)}")
         return
-    made = _made_with_progress(wanted, name)
+    try:
+        with Interrupts(lambda: None):
+            made = _made_with_progress(wanted, name)
+    except KeyboardInterrupt:
+        click.echo("Interrupted. Nothing half-made is left; the same command begins anew.", err=True)
+        sys.exit(EXIT_CODE)
     click.echo(f"made runtime {made.name}: {_versions(made)}. It is used by itself where a config asks for {backend!r}")
 
 

@@ -172,7 +172,13 @@ def held(name: str, wait: bool = False) -> Iterator[bool]:
     """
     from filelock import FileLock, Timeout
 
-    folder().mkdir(parents=True, exist_ok=True)
+    try:
+        folder().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RuntimeProblem(
+            f"runtimes are kept in {folder()}, which cannot be made: {error.strerror}. ENGINEHOUSE_RUNTIMES names "
+            "another folder"
+        ) from error
     lock = FileLock(folder() / f".{name}.lock")
     try:
         lock.acquire(timeout=-1 if wait else 0)
