@@ -367,7 +367,7 @@ class VLLMRollout:
         for name in names:
             self._running[name].aborted = True
         if names:
-            await llm.abort(names)
+            await self._answer(llm.abort(names))
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         """See the protocol."""
@@ -481,11 +481,18 @@ class VLLMRollout:
             return task.result()
         except EngineDeadError as error:
             raise VLLMFailed(self._death()) from error
+        except Exception as error:  # a call that meets a process which is just ending says so in other words
+            if all(process.is_alive() for process in self._processes):
+                raise
+            raise VLLMFailed(self._death()) from error
         finally:
             task.cancel()
 
     def _death(self) -> str:
         """What is known of vLLM's end."""
+        for process in self._processes:
+            if self._died.done():  # how it ended is known a moment after that it did
+                process.join(1.0)
         ended = [
             f"process {process.pid} {_ending(process.exitcode)}"
             for process in self._processes
