@@ -53,11 +53,13 @@ class LossSpec:
         name: a registered loss (`enginehouse plugins list`) or `"module:function"`.
         arguments: keyword arguments of the loss function; plain data.
         outputs: what the engine hands the loss.
+        wraps: name of the loss that this one is made around, which is what messages speak of; empty: none.
     """
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     outputs: Outputs = Outputs()
+    wraps: str = ""
 
 
 @dataclass(frozen=True, slots=True)

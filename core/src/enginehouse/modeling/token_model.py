@@ -120,7 +120,7 @@ class TokenModel:
             if part.layout is not None:
                 with self._during(self._said("forward pass", part.layout)):
                     outputs = self.token_outputs(self.model, self._input(part.layout, flat_ids), loss.outputs)
-            with self._during(self._said(f"loss {loss.name!r}", part.layout)):
+            with self._during(self._said(f"loss {(loss.wraps or loss.name)!r}", part.layout)):
                 value = function(self._view(batch, part, outputs, loss.outputs), **loss.arguments)
             with self._during(self._said("backward pass", part.layout)):
                 if part.layout is not None and self._passes is not None:

@@ -63,7 +63,7 @@ def mismatch(samples: Batch, logprobs: Ragged, version: int) -> dict[str, Mean |
 def measuring(loss: LossSpec, version: int) -> LossSpec:
     """The same loss, which also compares its logprobs with the rollout's; see `measured`."""
     arguments = {"loss": loss.name, "arguments": dict(loss.arguments), "version": version}
-    return replace(loss, name="enginehouse.rl.mismatch:measured", arguments=arguments)
+    return replace(loss, name="enginehouse.rl.mismatch:measured", arguments=arguments, wraps=loss.name)
 
 
 def measured(view: TokenView, *, loss: str, arguments: Mapping[str, Any], version: int) -> LossValue:
