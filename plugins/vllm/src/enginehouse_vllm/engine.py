@@ -423,7 +423,7 @@ class VLLMRollout:
             VLLMFailed: vLLM has died.
             WeightsLost: a weight update left it without a whole model.
         """
-        await self._answer(self.native.get_weight_version())  # asks the process that generates
+        _ = self.native
         running, waiting = self._load()
         return Health(running, waiting, self._paused, self._weights.version, self._statistics.figures())
 
