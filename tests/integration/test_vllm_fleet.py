@@ -145,11 +145,11 @@ class House:
             let_go()
 
     def processes(self) -> list[psutil.Process]:
-        """All processes of the replicas, also of those that were killed or are being started."""
+        """All processes of the replicas, also of those that were killed or are being started, but no spare one of Ray's."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get(MARK) == str(self.directory):
+                if process.environ().get(MARK) == str(self.directory) and process.name() != "ray::IDLE":
                     found.append(process)
         return found
 

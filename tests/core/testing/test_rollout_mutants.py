@@ -40,6 +40,8 @@ MUTANTS = [
     ("LoadsAnything", {"unloadable"}),
     ("Raising", {"prompt_logprobs"}),
 ]
+ALSO = {"SamplesRepeated": {"ends"}}
+"""What may fail besides, by chance: few different samples may hold no end of the text."""
 LIFE = {"killed", "unloadable", "update_untied", "update_experts"}
 """Checks that need an engine, or a process, of their own: run on the mutants made for them."""
 
@@ -60,7 +62,8 @@ def test_what_is_broken_is_found_and_nothing_else(certifier, name, broken):
     certifier.record = mutant(name)
     planned = [case for case in cases(certifier.record) if case.check.name in broken or case.check.name not in LIFE]
     results = [certifier.run(case) for case in planned]
-    assert {result.name for result in results if result.outcome == "failed"} == broken, [
+    found = {result.name for result in results if result.outcome == "failed"}
+    assert broken <= found <= broken | ALSO.get(name, set()), [
         (result.name, result.measured, result.detail) for result in results if result.outcome == "failed"
     ]
     assert "passed" in {result.outcome for result in results}
