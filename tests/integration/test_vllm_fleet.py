@@ -145,7 +145,7 @@ class House:
             let_go()
 
     def processes(self) -> list[psutil.Process]:
-        """All processes of the replicas, also of those that were killed or are being started, but no spare one of Ray's."""
+        """All processes of the replicas, also of those that were killed or are being started; none Ray spares."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
