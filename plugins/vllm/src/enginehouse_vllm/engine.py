@@ -129,7 +129,7 @@ class VLLMRollout:
         """
         if self._llm is None:
             raise VLLMFailed("the vllm rollout engine is not launched")
-        if self._llm.errored:
+        if self._llm.errored or not self._lives():  # vLLM finds out later
             raise VLLMFailed(self._death())
         self._weights.check()
         return self._llm
@@ -482,11 +482,14 @@ class VLLMRollout:
         except EngineDeadError as error:
             raise VLLMFailed(self._death()) from error
         except Exception as error:  # a call that meets a process which is just ending says so in other words
-            if all(process.is_alive() for process in self._processes):
+            if self._lives():
                 raise
             raise VLLMFailed(self._death()) from error
         finally:
             task.cancel()
+
+    def _lives(self) -> bool:
+        return all(process.is_alive() for process in self._processes)
 
     def _death(self) -> str:
         """What is known of vLLM's end."""
