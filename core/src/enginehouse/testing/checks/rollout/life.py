@@ -20,7 +20,7 @@ from enginehouse.testing.checks.rollout.reference import LOGPROB_TOLERANCE, of_o
 from enginehouse.testing.models import CHARACTERS, SPECIAL_TOKENS
 from enginehouse.testing.replica import WAIT_SECONDS, Drawn, Replica, end_this_process, soon
 
-PROCESS_SECONDS = 120.0
+PROCESS_SECONDS = 30.0
 """How long after a shutdown its processes may still be there."""
 LOST = "model.layers.1.mlp.up_proj.weight"
 
