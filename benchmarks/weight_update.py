@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 WORK = ROOT / "benchmarks" / "out" / "weight_update"
 PROBE = [list(range(3, 35)), list(range(40, 56))]
 TIMEOUT_SECONDS = 600.0
-FASTEST_OPTIONS = {"kv_cache_mib": 64, "max_model_tokens": 256, "max_running": 4}
+FASTEST_OPTIONS = {"kv_cache_mib": 256, "max_model_tokens": 256, "max_running": 4}
 """Of rollout engines that have them: nothing is generated here, so little memory is needed for it."""
 
 

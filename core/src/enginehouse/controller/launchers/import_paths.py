@@ -8,6 +8,8 @@ import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
+from enginehouse.plugin.runtimes.ingredients import holds_packages
+
 OWNED = ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
 """Directories of a Python environment, by their names in `sysconfig`; not all that lies under its prefix is its own."""
 
@@ -26,7 +28,7 @@ def own_import_paths(paths: Iterable[str], elsewhere: bool = False) -> list[str]
         str(path)
         for path in found
         if path.is_dir() and not any(path.resolve().is_relative_to(owned) for owned in environment)
-        if not (elsewhere and {"site-packages", "dist-packages"} & set(path.parts))
+        if not (elsewhere and holds_packages(path))
     ]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from enginehouse.plugin.records import Backend
 from enginehouse.plugin.requirements import Missing, install_line, unmet
 from enginehouse.plugin.runtimes.errors import NoRuntime, RuntimeProblem
-from enginehouse.plugin.runtimes.ingredients import CORE, plugin_of, recipe
+from enginehouse.plugin.runtimes.ingredients import CORE, holds_packages, plugin_of, recipe
 from enginehouse.plugin.runtimes.overlay import make_overlay
 from enginehouse.plugin.runtimes.probe import check_interpreter
 from enginehouse.plugin.runtimes.store import Runtime, installed_runtimes, named_runtime, state_of
@@ -127,13 +127,11 @@ def _check_requirements(record: Backend, where: str, path: Sequence[str]) -> Non
 
 def _interpreter(name: str, python: Path, reason: str) -> Interpreter:
     before = os.environ.get("PYTHONPATH", "")
-    paths = [str(make_overlay().path), *(path for path in before.split(os.pathsep) if path and not _installed(path))]
+    paths = [
+        str(make_overlay().path),
+        *(path for path in before.split(os.pathsep) if path and not holds_packages(path)),
+    ]
     return Interpreter(name, str(python), {"PYTHONPATH": os.pathsep.join(paths), RUNTIME_VARIABLE: name}, reason)
-
-
-def _installed(path: str) -> bool:
-    """Whether a folder holds an environment's packages, which another environment must not see."""
-    return bool({"site-packages", "dist-packages"} & set(Path(path).parts))
 
 
 def _declared(record: Backend, runtime: Runtime) -> Backend | None:

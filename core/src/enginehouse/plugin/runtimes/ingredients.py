@@ -10,6 +10,7 @@ import sysconfig
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib import metadata, resources
+from pathlib import Path
 
 from enginehouse.plugin.discovery import GROUP
 from enginehouse.plugin.records import Backend
@@ -135,3 +136,8 @@ def _third_party(distribution: str) -> list[str]:
         for one in found
         if canonicalize_name(one.name) not in ours and (one.marker is None or one.marker.evaluate({"extra": ""}))
     ]
+
+
+def holds_packages(path: str | Path) -> bool:
+    """Whether a folder is one of an environment's installed packages, which another environment must not see."""
+    return bool({"site-packages", "dist-packages"} & set(Path(path).parts))

@@ -121,10 +121,11 @@ def _versions(link: Link) -> str:
     with link.connect(weights) as connection:
         if said := next_is_exact(connection, 5):
             return said
+        unhurried = link.seconds * 10  # a refusal is asked for, not a deadline missed for want of the other end
         for version in (5, 3):
-            if said := all_refused(link, connection.sending(version, weights.items())):
+            if said := all_refused(link, connection.sending(version, weights.items(), unhurried)):
                 return f"sending version {version} after 5: {said}"
-        if said := all_refused(link, connection.receiving(4)):
+        if said := all_refused(link, connection.receiving(4, unhurried)):
             return f"receiving version 4 after 5: {said}"
         return next_is_exact(connection, 6)
 
