@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,11 +30,11 @@ class VLLMReplica(Worker):
         self.engine = VLLMRollout()
 
     @register
-    async def launch(self, path: str, options: dict[str, Any], head: str = "causal_lm") -> tuple[str, int | None]:
-        """Launch it; returns the engine's name and the longest sequence."""
+    async def launch(self, path: str, options: dict[str, Any], head: str = "causal_lm") -> str | None:
+        """Launch it; returns the URL for OpenAI clients, if it has one."""
         checked = VLLMOptions(**{**SMALL, **options})
         endpoint = await self.engine.launch(ModelSpec(path, head=head), checked, self.context)  # type: ignore[arg-type]
-        return endpoint.engine, endpoint.max_model_tokens
+        return endpoint.url
 
     @register
     async def act(self, name: str, *args: Any) -> Any:
@@ -167,6 +168,11 @@ async def lose_engine_core(engine: VLLMRollout) -> list[tuple[str, str]]:
         engine.health(), engine.pause(), engine.abort(), engine.generate(request("x", PROMPT)), return_exceptions=True
     )
     return [(type(error).__name__, str(error)) for error in (lost, *later)]
+
+
+async def imported(engine: VLLMRollout, *modules: str) -> list[str]:
+    """Which of some modules this process has imported."""
+    return [name for name in modules if name in sys.modules]
 
 
 async def processes(engine: VLLMRollout) -> list[int]:

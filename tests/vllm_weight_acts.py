@@ -31,10 +31,10 @@ class UpdatedReplica(Worker):
         self.engine = VLLMRollout()
 
     @register
-    async def launch(self, path: str, dtype: str = "float32", **options: Any) -> None:
-        """Launch it."""
+    async def launch(self, path: str, dtype: str = "float32", **options: Any) -> str | None:
+        """Launch it; returns the URL for OpenAI clients, if it has one."""
         spec = ModelSpec(path, dtype=dtype)  # type: ignore[arg-type]
-        await self.engine.launch(spec, VLLMOptions(**{**SMALL, **options}), self.context)
+        return (await self.engine.launch(spec, VLLMOptions(**{**SMALL, **options}), self.context)).url
 
     @register
     async def act(self, name: str, *args: Any) -> Any:
@@ -89,6 +89,10 @@ async def update(engine: VLLMRollout, path: str, version: int, dtype: str = "flo
     await engine.finish_weight_update(version)
     await engine.resume()
     return await engine.weight_state()
+
+
+async def pause(engine: VLLMRollout) -> None:
+    await engine.pause("wait")
 
 
 async def update_while_frozen(engine: VLLMRollout, path: str, version: int) -> GenerateResult:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,11 +15,22 @@ SECONDS = 300.0
 """Longest any call may take, an engine's launch included."""
 
 
+@dataclass(frozen=True)
+class Acts:
+    """Runs acts of `vllm_weight_acts` on a replica; `url` is for its OpenAI clients."""
+
+    group: WorkerGroup
+    url: str | None
+
+    def __call__(self, name: str, *args: Any) -> Any:
+        return self.group.call("act", name, *args)[0]
+
+
 @contextlib.contextmanager
 def updated_replica(
     runtime: Any, path: str, dtype: str = "float32", env: dict[str, str] | None = None, **options: Any
-) -> Iterator[Callable[..., Any]]:
-    """Runs acts of `vllm_weight_acts` on a replica of the model at `path`."""
+) -> Iterator[Acts]:
+    """A replica of the model at `path`."""
     from vllm_weight_acts import UpdatedReplica
 
     spec = WorkerSpec(UpdatedReplica).options(
@@ -26,8 +38,7 @@ def updated_replica(
     )
     group = WorkerGroup(ResourcePool([1]), spec, name="vllm", timeout=SECONDS)
     try:
-        group.call("launch", path, dtype, **options)
-        yield lambda name, *args: group.call("act", name, *args)[0]
+        yield Acts(group, group.call("launch", path, dtype, **options)[0])
     finally:
         group.shutdown()
 

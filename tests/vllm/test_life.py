@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import urllib.error
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
+from openai_client import ask, complete
 
 from enginehouse.controller import RemoteError, WorkerDied
 from enginehouse.errors import ModelError
@@ -31,10 +34,15 @@ def beneath(pid: int) -> list[psutil.Process]:
 
 def test_shutdown_ends_what_runs_and_every_process(replica, path):
     with replica() as group:
-        group.call("launch", path, {})
+        url = group.call("launch", path, {"openai_endpoint": "loopback"})[0]
         started = beneath(group.call("pid")[0])
         assert [process.pid for process in started] == group.call("act", "processes")[0]
-        result, left = group.call("act", "end")[0]
+        with ThreadPoolExecutor(1) as thread:
+            asked = thread.submit(complete, url, [5, 6, 7], 16000)
+            result, left = group.call("act", "end")[0]
+            assert asked.exception() is not None
+        with pytest.raises(urllib.error.URLError, match="refused"):
+            ask(f"{url}/models")
         assert result.completions[0].finish_reason == "abort"
         assert result.completions[0].token_ids
         assert left == []
@@ -45,11 +53,17 @@ def test_shutdown_ends_what_runs_and_every_process(replica, path):
 
 def test_a_lost_engine_core_is_an_error_of_every_call_at_once(replica, path):
     with replica() as group:
-        group.call("launch", path, {})
+        url = group.call("launch", path, {"openai_endpoint": "node"})[0]
+        assert ask(f"{url}/models")["data"]
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            ask(url.replace("/v1", "/metrics"))
         raised = group.call("act", "lose_engine_core")[0]
         assert {name for name, _ in raised} == {"VLLMFailed"}
         assert all("engine core has died" in said for _, said in raised)
         assert all("SIGKILL" in said for _, said in raised[1:])
+        with pytest.raises(urllib.error.HTTPError, match="503") as refused:
+            complete(url, [5], 2)
+        assert "engine core has died" in refused.value.read().decode()
 
 
 def test_the_processes_of_a_killed_worker_end(replica, path):
@@ -77,3 +91,7 @@ def test_a_model_that_vllm_cannot_run_is_refused_at_launch(replica, path, tmp_pa
             group.call("launch", str(odd), {})
         assert isinstance(refused.value.cause, ModelError)
         assert beneath(group.call("pid")[0]) == []
+        for file in odd.glob("tokenizer*"):
+            file.unlink()
+        with pytest.raises(RemoteError, match="endpoint needs a tokenizer"):
+            group.call("launch", str(odd), {"openai_endpoint": "loopback"})

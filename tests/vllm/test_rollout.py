@@ -186,3 +186,7 @@ def test_health_and_metrics_say_what_runs(act):
     assert figures["running"] == 2
     assert 0 < figures["kv_cache_usage"] < 1
     assert (idle.running, idle.waiting) == (0, 0)
+
+
+def test_without_the_option_nothing_of_a_server_is_imported(act):
+    assert act("imported", "vllm.entrypoints.launchers.api_server.entry", "uvicorn") == []

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
+from openai_client import complete
 from torch_rollout_driver import plain_greedy, plain_logprobs
 from vllm_weights_replica import close_to, updated_replica
 
@@ -24,7 +27,7 @@ def model(seed):
 @pytest.fixture(scope="module")
 def act(ray_cluster, runtime):
     """Runs an act of `vllm_weight_acts` on one replica for the whole module; `model(0)` is its version 0."""
-    with updated_replica(runtime, model(0)) as act:
+    with updated_replica(runtime, model(0), openai_endpoint="loopback") as act:
         yield act
 
 
@@ -73,6 +76,16 @@ def test_nothing_is_drawn_from_keys_and_values_of_older_weights(act, versions):
         assert list(drawn.token_ids) == plain_greedy(path, LONG_IDS, 8, [])
         expected = plain_logprobs(path, [*LONG_IDS, *drawn.token_ids])[len(LONG_IDS) - 1 :]
         assert close_to(drawn.logprobs, expected)
+
+
+def test_openai_clients_get_the_weights_that_are_served_and_wait_while_these_change(act, versions):
+    act("update", model(1), next(versions))
+    assert complete(act.url, IDS, 6) == plain_greedy(model(1), IDS, 6, [])
+    act("pause")
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(complete, act.url, IDS, 6)  # not before the pause: the old weights must not answer it
+        act("update", model(2), next(versions))
+        assert asked.result() == plain_greedy(model(2), IDS, 6, [])
 
 
 def test_a_frozen_request_goes_on_with_the_new_weights_as_if_they_had_read_it_from_the_start(act, versions):

@@ -51,6 +51,13 @@ def test_slow_steps_get_a_line_each_minute(monkeypatch: pytest.MonkeyPatch):
     assert len(stream.getvalue().splitlines()) == 4
 
 
+def test_a_note_stays_on_a_pipe_and_on_a_terminal():
+    for progress, stream in (on_pipe(), on_terminal()):
+        with progress:
+            progress.note("replica 0 answers at [url]")
+        assert "replica 0 answers at [url]\n" in stream.getvalue()
+
+
 def test_quiet_says_nothing():
     stream = io.StringIO()
     progress = Progress(mode="quiet", console=Console(file=stream))
@@ -58,6 +65,7 @@ def test_quiet_says_nothing():
         progress.start(2)
         progress.update(1, METRICS)
         progress.validated(1, {"validation/reward": 0.5})
+        progress.note("nothing")
     assert stream.getvalue() == ""
     assert progress.history.now("reward/mean") == 0.25
 

@@ -8,6 +8,7 @@ batches to requests and back, and its end of a weight update. Actor, reference, 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import platform
 import sys
@@ -33,6 +34,8 @@ from enginehouse.plugin.runtimes import CURRENT, RUNTIME_VARIABLE
 from enginehouse.rl.generation import assemble, make_requests, row_seeds
 from enginehouse.rl.weight_receiver import WeightReceiver
 from enginehouse.transports.lookup import load_transport
+
+log = logging.getLogger(__name__)
 
 
 class TrainWorker(Worker):
@@ -230,6 +233,7 @@ class RolloutWorker(Worker):
         self._options = resolve(record.options)(**(options or {}))
         self.engine: RolloutEngine = resolve(record.engine)()
         self._name = backend  # the engine's own name and version once it is launched
+        self._endpoint: str | None = None
         self._calls = 0
         self._weights: WeightReceiver | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
@@ -242,7 +246,9 @@ class RolloutWorker(Worker):
             Its name and version.
         """
         endpoint = await self.engine.launch(self._model, self._options, self.context)
-        self._name = endpoint.engine
+        self._name, self._endpoint = endpoint.engine, endpoint.url
+        if endpoint.url:
+            log.info("OpenAI clients are answered at %s", endpoint.url)
         self._weights = WeightReceiver(self.engine, str(self.context), self._thread)
         return endpoint.engine
 
@@ -385,8 +391,9 @@ class RolloutWorker(Worker):
 
     @register
     async def describe(self) -> dict[str, Any]:
-        """What runs here, for reports."""
-        return _describe(self, "rollout", self._backend, self._name) | {"rank": self.replica}
+        """What runs here, for reports; `endpoint` is the URL for OpenAI clients, where there is one."""
+        endpoint = {"endpoint": self._endpoint} if self._endpoint else {}
+        return _describe(self, "rollout", self._backend, self._name) | {"rank": self.replica} | endpoint
 
     async def shutdown(self) -> None:
         """Release the engine and the transport."""

@@ -75,7 +75,11 @@ class Trainer(Loop):
             yield
 
     def describe(self) -> Mapping[str, Any]:
-        return self.roles.describe()
+        described = self.roles.describe()
+        for replica in described["rollout"]:
+            if endpoint := replica.get("endpoint"):
+                self.progress.note(f"rollout replica {replica['rank']} answers OpenAI clients at {endpoint}")
+        return described
 
     def before_first_step(self) -> None:
         self.sync_weights()

@@ -121,6 +121,11 @@ class Progress:
             f"validation at step {step}: " + "  ".join(f"{short(name)} {figure(v)}" for name, v in metrics.items())
         )
 
+    def note(self, text: str) -> None:
+        """Print a line that stays, above the display on a terminal."""
+        if self.mode != "quiet":
+            self.console.print(text, soft_wrap=True, markup=False, highlight=False)
+
     def _line(self, text: str) -> None:
         if self.mode == "lines":
             self.console.print(text, soft_wrap=True, markup=False, highlight=False)

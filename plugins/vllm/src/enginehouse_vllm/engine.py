@@ -32,6 +32,7 @@ from enginehouse.engines.rollout import (
 from enginehouse.engines.train import ALL
 from enginehouse.engines.weights import WeightChunk, WeightState, WeightUpdate
 from enginehouse.errors import ConfigError, EnginehouseError, ModelError
+from enginehouse_vllm.endpoint import OpenAIServer
 from enginehouse_vllm.last_words import last_words
 from enginehouse_vllm.options import VLLMOptions
 from enginehouse_vllm.orphans import LAUNCHER
@@ -39,7 +40,7 @@ from enginehouse_vllm.statistics import Statistics
 from enginehouse_vllm.weights import StagedWeights
 
 if TYPE_CHECKING:
-    from vllm import AsyncLLMEngine, CompletionOutput, RequestOutput
+    from vllm import AsyncEngineArgs, AsyncLLMEngine, CompletionOutput, RequestOutput
 
 T = TypeVar("T")
 
@@ -105,12 +106,15 @@ class VLLMRollout:
     * Same seed, same tokens "whatever runs beside" holds up to rounding, as in every batching engine.
     * With `top_p` or `top_k` each request costs one more call to vLLM's processes, for the logprobs to be of the whole
       distribution (`truncation.py`). On a GPU that needs vLLM's Model Runner V1: see the option `truncated_logprobs`.
+    * Requests of the OpenAI endpoint, where there is one, are held and ended by `pause` like others; `abort`, `health`
+      and `metrics` know of those of `generate` alone.
     * A vLLM process that dies ends the replica: requests not finished raise `VLLMFailed`, as does every later call,
       `health` included.
     """
 
     def __init__(self) -> None:
         self._llm: AsyncLLMEngine | None = None
+        self._server: OpenAIServer | None = None
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._statistics = Statistics()
         self._running: dict[str, _Running] = {}  # by the unique name vLLM knows it by
@@ -138,7 +142,7 @@ class VLLMRollout:
         """Start vLLM and generate one token, so that what vLLM finds out only then is found out here.
 
         Raises:
-            ModelError: vLLM cannot load the model or run it on this device.
+            ModelError: vLLM cannot load the model or run it on this device, or it has no tokenizer for the endpoint.
             ConfigError: vLLM does not take an argument of `native`.
         """
         self._where = str(context)
@@ -146,6 +150,8 @@ class VLLMRollout:
             raise ModelError(f"vllm generates text; it cannot serve {model.path!r} with a {model.head!r} head")
         if not Path(model.path, "config.json").is_file():
             raise ModelError(f"{model.path!r} is not a model directory: it holds no config.json")
+        if options.openai_endpoint and not _has_tokenizer(model):
+            raise ModelError(f"an OpenAI endpoint needs a tokenizer, and there is none in {model.path!r}")
         self._options = options
         self._spec = model
         self._weights = StagedWeights(model, self._where)
@@ -153,17 +159,21 @@ class VLLMRollout:
         before = set(multiprocessing.active_children())
         try:
             try:
-                self._llm = llm = await asyncio.to_thread(self._start, context)
+                self._llm, arguments = await asyncio.to_thread(self._start, context)
             finally:
                 self._processes = [process for process in multiprocessing.active_children() if process not in before]
             self._died = asyncio.get_running_loop().create_future()
             watched = self._processes, self._died
             threading.Thread(target=_watch, args=watched, name="enginehouse-vllm-life", daemon=True).start()
+            llm = self._llm
             self._max_model_tokens = llm.model_config.max_model_len
             self._vocabulary = llm.model_config.get_vocab_size()
             self._ends = _end_ids(llm.model_config)
             await self._answer(llm.update_weight_version("0"))
             await self.generate(GenerateRequest("launch", [0], SamplingParams(max_tokens=1)))
+            if options.openai_endpoint:
+                self._server = OpenAIServer("127.0.0.1" if options.openai_endpoint == "loopback" else context.node)
+                await self._server.start(llm, arguments, lambda: self.native)
         except BaseException as error:
             await self.shutdown()
             if not isinstance(error, VLLMFailed):
@@ -174,9 +184,10 @@ class VLLMRollout:
             ) from error
         import vllm
 
-        return Endpoint(engine=f"vllm {vllm.__version__}", max_model_tokens=self._max_model_tokens)
+        url = None if self._server is None else self._server.url
+        return Endpoint(f"vllm {vllm.__version__}", url, self._max_model_tokens)
 
-    def _start(self, context: ProcessContext) -> AsyncLLMEngine:
+    def _start(self, context: ProcessContext) -> tuple[AsyncLLMEngine, AsyncEngineArgs]:
         os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
         if context.device == "cpu":
             os.environ.update({name: os.environ.get(name, value) for name, value in CPU_ENVIRONMENT.items()})
@@ -190,12 +201,13 @@ class VLLMRollout:
         except TypeError as error:
             raise ConfigError(f"vllm does not take an argument of `native`: {error}") from error
         try:
-            return AsyncLLMEngine.from_engine_args(engine_arguments, stat_loggers=[self._statistics.logger])
+            llm = AsyncLLMEngine.from_engine_args(engine_arguments, stat_loggers=[self._statistics.logger])
         except Exception as error:
             why = last_words() if "ngine core" in str(error) else ""  # it died, and knows better
             raise ModelError(
                 f"{self._where}: vllm cannot serve {self._spec.path!r}: {why or f'{type(error).__name__}: {error}'}"
             ) from error
+        return llm, engine_arguments
 
     def _arguments(self, context: ProcessContext) -> dict[str, Any]:
         options, spec = self._options, self._spec
@@ -207,7 +219,7 @@ class VLLMRollout:
             "max_num_seqs": options.max_running,
             "tensor_parallel_size": options.tensor_parallel,
             "logprobs_mode": "processed_logprobs",  # after the temperature: what a trainer computes
-            "skip_tokenizer_init": not any(any(Path(spec.path).glob(pattern)) for pattern in TOKENIZER_FILES),
+            "skip_tokenizer_init": not _has_tokenizer(spec),
             "disable_log_stats": True,  # its own logging; ours is given beside it
             **self._truncation_arguments(),
             "weight_transfer_config": {"backend": "enginehouse"},
@@ -446,12 +458,14 @@ class VLLMRollout:
         return [process.pid for process in self._processes if process.pid is not None and process.is_alive()]
 
     async def shutdown(self) -> None:
-        """End vLLM's processes; what runs returns as aborted."""
+        """End the endpoint and vLLM's processes; what runs returns as aborted."""
         llm, self._llm = self._llm, None
         if llm is not None and not llm.errored:
             for running in self._running.values():
                 running.aborted = True
             await llm.abort(list(self._running))
+        if self._server is not None:
+            await self._server.end()
         if llm is not None and llm.output_handler is not None:
             llm.output_handler.cancel()  # else it logs the end of the engine core as a failure
         await asyncio.to_thread(self._end, llm)
@@ -533,6 +547,10 @@ def _first_of_each(logprobs: Any) -> list[float]:
     return [
         values[begin] for begin, end in zip(logprobs.start_indices, logprobs.end_indices, strict=True) if begin < end
     ]
+
+
+def _has_tokenizer(model: ModelSpec) -> bool:
+    return any(any(Path(model.path).glob(pattern)) for pattern in TOKENIZER_FILES)
 
 
 def _is_truncated(sampling: SamplingParams) -> bool:

@@ -43,6 +43,12 @@ class VLLMOptions(RolloutOptions):
         "the kept tokens only, which is quicker and no use to a trainer",
     )
 
+    openai_endpoint: Literal["loopback", "node"] | None = Field(
+        None,
+        description="Serve the model to OpenAI clients too, at a free port of 127.0.0.1 (loopback) or of the node's "
+        "address (node), which others on the network reach; unset: no server",
+    )
+
     @field_validator("native")
     @classmethod
     def _not_ours(cls, native: dict[str, Any]) -> dict[str, Any]:

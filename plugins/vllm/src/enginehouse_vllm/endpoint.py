@@ -1,0 +1,120 @@
+"""vLLM's own OpenAI-compatible server over the engine of this process.
+
+It is for people and programs that want to talk to a model while it is trained; the run's own requests do not pass it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from argparse import Namespace
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+from enginehouse.errors import ConfigError, EnginehouseError
+
+if TYPE_CHECKING:
+    from vllm import AsyncEngineArgs, AsyncLLMEngine
+
+    Application = Callable[[MutableMapping[str, Any], Callable[..., Any], Callable[..., Any]], Awaitable[None]]
+
+API = "/v1"
+"""What is served of vLLM's application: it has paths besides that no key guards, some of which scale or pause it."""
+
+GRACE_SECONDS = 1
+"""How long a request may go on once the server is told to end."""
+
+
+class OpenAIServer:
+    """The server. It runs on the event loop that starts it, which is that of the engine's own requests.
+
+    Requests are the engine's like any other: they wait where it is paused, are ended or waited for by a pause as its
+    mode says, and are answered from the weights that are served. Those of the run come first in nothing.
+
+    Attributes:
+        url: base URL for clients.
+    """
+
+    def __init__(self, host: str):
+        """Take a free port. Clients that come from now on wait for `start`.
+
+        Args:
+            host: address to listen on.
+
+        Raises:
+            ConfigError: this machine does not have that address.
+        """
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+            self._socket = socket.create_server(address[:2], family=family)
+        except OSError as error:
+            raise ConfigError(f"no OpenAI endpoint can be opened on {host}: {error}") from error
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{self._socket.getsockname()[1]}{API}"
+        self._server: Any = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self, llm: AsyncLLMEngine, arguments: AsyncEngineArgs, check: Callable[[], object]) -> None:
+        """Answer.
+
+        Args:
+            llm: the engine.
+            arguments: what it was made of.
+            check: raises an `EnginehouseError` where the engine cannot answer; clients get its words.
+        """
+        import uvicorn
+        from vllm.entrypoints.launchers.api_server.entry import build_app, init_app_state
+        from vllm.entrypoints.launchers.cli_args import FrontendArgs
+
+        class Server(uvicorn.Server):
+            @contextlib.contextmanager
+            def capture_signals(self) -> Iterator[None]:
+                yield  # signals are the worker's
+
+        settings = Namespace(**{**vars(arguments), **vars(FrontendArgs())})
+        if isinstance(settings.served_model_name, str):
+            settings.served_model_name = [settings.served_model_name]  # the server takes several
+        tasks = await llm.get_supported_tasks()
+        app = build_app(settings, tasks, llm.model_config)
+        await init_app_state(llm, app.state, settings, tasks)
+        self._server = app.state.server = Server(
+            uvicorn.Config(
+                _only_api(app, check),
+                lifespan="off",  # vLLM's would freeze the garbage collector's heap of the whole worker
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=GRACE_SECONDS,
+            )
+        )
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+
+    async def end(self) -> None:
+        """Close the port; requests under way are cancelled after `GRACE_SECONDS`. May be called again."""
+        serving, self._serving = self._serving, None
+        if serving is not None:
+            self._server.should_exit = True
+            await serving
+        self._socket.close()
+
+
+def _only_api(app: Application, check: Callable[[], object]) -> Application:
+    """An application that answers under `API`, and while there is something to answer from."""
+
+    async def answer(scope: MutableMapping[str, Any], receive: Callable[..., Any], send: Callable[..., Any]) -> None:
+        from starlette.responses import JSONResponse
+
+        if scope["type"] != "http" or not scope["path"].startswith(f"{API}/"):
+            return await JSONResponse(_error(f"only paths under {API} are served", 404), 404)(scope, receive, send)
+        try:
+            check()
+        except EnginehouseError as error:
+            return await JSONResponse(_error(str(error), 503), 503)(scope, receive, send)
+        return await app(scope, receive, send)
+
+    return answer
+
+
+def _error(message: str, code: int) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "enginehouse", "param": None, "code": code}}
