@@ -29,7 +29,8 @@ from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.train import LossSpec
 from enginehouse.plugin import plugins
 from enginehouse.plugin.runtimes import choose_runtime
-from enginehouse.rl.fleet import ReplicasLost, RolloutFleet
+from enginehouse.rl.fleet import RolloutFleet
+from enginehouse.rl.replica import ReplicasLost
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
 from enginehouse.testing.models import tiny_model
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginehouse.rl.routing import Piece, PrefixMemory, Router, cut
+from enginehouse.rl.routing import Piece, PrefixMemory, Router, cut, pieces_each
 
 REPLICAS = 4
 
@@ -27,18 +27,29 @@ def router_of(given: list[Piece], limit: int, *replicas: int) -> Router:
     return router
 
 
-@given(rows=st.integers(0, 200), samples=st.integers(1, 64), replicas=st.integers(1, 8), limit=st.integers(1, 1000))
-def test_pieces_are_the_rows_in_order_and_a_replica_may_hold_several(rows, samples, replicas, limit):
-    made = cut(prompts(*[[row] for row in range(rows)]), samples, replicas, limit)
+@given(
+    rows=st.integers(0, 200),
+    samples=st.integers(1, 64),
+    replicas=st.integers(1, 8),
+    limit=st.integers(1, 1000),
+    pieces=st.integers(4, 16),
+)
+def test_pieces_are_the_rows_in_order_and_a_replica_may_hold_several(rows, samples, replicas, limit, pieces):
+    made = cut(prompts(*[[row] for row in range(rows)]), samples, replicas, limit, pieces)
     assert [row for piece in made for row in range(piece.begin, piece.end)] == list(range(rows))
     assert [piece.number for piece in made] == list(range(len(made)))
     for piece in made:
         assert piece.samples == (piece.end - piece.begin) * samples
-        assert piece.end - piece.begin == 1 or piece.samples <= limit / 4
+        assert piece.end - piece.begin == 1 or piece.samples <= limit / pieces
 
 
 def test_there_are_pieces_enough_for_a_slow_replica_to_get_fewer():
     assert len(cut(prompts(*[[row] for row in range(64)]), 1, 2, 512)) == 8
+
+
+def test_the_longer_completions_may_be_the_smaller_are_the_pieces():
+    assert [pieces_each(tokens) for tokens in (0, 7, 64, 128, 100_000)] == [4, 4, 4, 8, 16]
+    assert [pieces_each(tokens, fewest=1) for tokens in (0, 7, 64)] == [1, 1, 4]
 
 
 @given(data=st.data(), count=st.integers(1, 30), samples=st.integers(1, 6), limit=st.integers(1, 12))

@@ -51,6 +51,31 @@ def test_slow_steps_get_a_line_each_minute(monkeypatch: pytest.MonkeyPatch):
     assert len(stream.getvalue().splitlines()) == 4
 
 
+def test_what_is_counted_shows_how_far_it_is_while_it_comes():
+    progress, stream = on_terminal()
+    with progress:
+        progress.start(10)
+        for part in progress.counted([3, 4], "samples", 7, lambda part: part):
+            stream.truncate(0)
+            assert progress._live is not None
+            progress._live.refresh()
+            assert ("3 of 7 samples" in stream.getvalue()) == (part == 3)
+        stream.truncate(0)
+        progress._live.refresh()
+        assert "samples" not in stream.getvalue()
+
+
+def test_what_takes_longer_than_a_minute_gets_lines(monkeypatch: pytest.MonkeyPatch):
+    progress, stream = on_pipe()
+    now = [time.perf_counter()]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    with progress:
+        progress.start(10)
+        for _ in progress.counted(range(6), "samples", 6000, lambda part: 1000):
+            now[0] += 31
+    assert stream.getvalue().splitlines() == ["3,000 of 6,000 samples", "5,000 of 6,000 samples"]
+
+
 def test_a_note_stays_on_a_pipe_and_on_a_terminal():
     for progress, stream in (on_pipe(), on_terminal()):
         with progress:

@@ -21,7 +21,9 @@ from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.train import LossSpec
 from enginehouse.engines.weights import WeightSyncError
-from enginehouse.rl.fleet import ReplicasLost, RolloutFleet
+from enginehouse.rl.drawing import in_order
+from enginehouse.rl.fleet import RolloutFleet
+from enginehouse.rl.replica import ReplicasLost
 from enginehouse.rl.roles import TrainWorker
 from enginehouse.testing.models import tiny_model
 
@@ -113,6 +115,18 @@ def assert_same_samples(drawn, expected):
     assert torch.allclose(*logprobs, atol=1e-5)  # rows were computed beside others
     assert drawn["finish_reason"] == expected["finish_reason"]
     assert torch.equal(drawn["weight_version"], expected["weight_version"])
+
+
+def test_samples_are_handed_over_while_others_are_drawn_and_never_again_when_a_replica_dies(house):
+    expected = house.draw()
+    house.tell("wait-1")  # its answers are held back for good
+    pieces = house.fleet.generate_each(PROMPTS, SAMPLING, seed=3)
+    given = dict(next(pieces) for _ in range(len(PROMPTS) - 1))  # a prompt each, all but one by replica 0
+    os.kill(house.fleet.pids[1], signal.SIGKILL)
+    (rows, last), *more = pieces
+    assert more == []
+    assert rows not in given
+    assert_same_samples(in_order([(rows, last), *given.items()]), expected)
 
 
 def test_a_replica_killed_in_a_step_loses_no_row_and_returns_within_it_at_the_version_served(house):

@@ -4,30 +4,27 @@ Rows go to the replica with the least to do. A replica that dies, or whose engin
 held is drawn by others, it is started again in the background, and it answers again once it serves, verified, the
 version that the others serve. The samples are those of an undisturbed run, since they depend on seed and row alone.
 
-Which rows go where is `enginehouse.rl.routing`; how weights reach a replica, `enginehouse.controller.weight_sync`.
+How rows are drawn is `enginehouse.rl.drawing`; how weights reach a replica, `enginehouse.controller.weight_sync`.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec
 from enginehouse.controller.errors import ControllerError, RemoteError
 from enginehouse.controller.members import Member, Members
-from enginehouse.data import Batch
-from enginehouse.rl.replica import Changed, Drawn, Figures, Replica, State, Watch
-from enginehouse.rl.routing import Attempt, Piece, PrefixMemory, Router, cut
+from enginehouse.rl.drawing import Drawing, Events, in_order
+from enginehouse.rl.replica import Changed, Figures, Replica, State, nobody_left
+from enginehouse.rl.routing import PrefixMemory
 
 if TYPE_CHECKING:
+    from enginehouse.data import Batch
     from enginehouse.engines.model import Device
     from enginehouse.engines.rollout import Health, SamplingParams
 
@@ -35,8 +32,6 @@ log = logging.getLogger(__name__)
 
 SAMPLES_IN_FLIGHT = 512
 """Most completions a replica is given at once: enough to fill an engine's batches; the rest goes to who is free."""
-MOST_TRIES = 3
-"""A piece that was lost with so many replicas is taken for their cause."""
 RESTARTS = 3
 """How often a replica is started again without having drawn anything in between."""
 HEALTH_EVERY_SECONDS = 15.0
@@ -47,14 +42,6 @@ GRACE_SECONDS = 15.0
 """How much longer than a call its end is waited for: its own error says more."""
 HURRIED_SHUTDOWN_SECONDS = 3.0
 SHUTDOWN_SECONDS = 10.0
-
-
-class ReplicasLost(ControllerError):
-    """Nobody is left to draw rows."""
-
-
-class PoisonousRows(ControllerError):
-    """Rows that were lost with every replica that tried to draw them."""
 
 
 class RolloutFleet:
@@ -113,7 +100,7 @@ class RolloutFleet:
         self._lock = threading.RLock()
         self._closing = threading.Event()
         self._hurried = False
-        self._events: queue.SimpleQueue[Drawn | Changed] = queue.SimpleQueue()
+        self._drawings: list[Drawing] = []
         self._memory = PrefixMemory()
         self._figures = Figures()
         self._version: int | None = None  # newest that was verified; None before the first update
@@ -232,127 +219,63 @@ class RolloutFleet:
         """Draw `sampling.n` completions of each row's prompt; see `RolloutWorker.generate`.
 
         Returns:
-            As there, in the order of `batch`, whoever drew which row. `seconds` is how long the replica that drew a
-            row had anything to do in this call.
+            All of `generate_each`, in the order of `batch`.
+
+        Raises:
+            ControllerError: as `generate_each`.
+        """
+        if not len(batch):
+            serving = next((replica for replica in self._replicas if replica.state == "serving"), None)
+            if serving is None:
+                raise nobody_left(self.name, self._replicas)
+            return serving.group.call("generate", batch, sampling, seed)
+        return in_order(self.generate_each(batch, sampling, seed))
+
+    def generate_each(
+        self, batch: Batch, sampling: SamplingParams, seed: int | None = None
+    ) -> Iterator[tuple[range, Batch]]:
+        """Draw as `generate` does, and hand over what is done while the rest is still drawn.
+
+        What is handed over counts, whatever becomes of the replica that drew it. Who stops iterating leaves what is
+        under way to end by itself.
+
+        Yields:
+            Rows of `batch` that were drawn together, and their samples: those of each row next to each other. In the
+            order in which they come; all rows, each once. `seconds` is how long the replica that drew them had had
+            anything to do by then, in this call.
 
         Raises:
             ReplicasLost: naming each replica's death.
             PoisonousRows: rows that took several replicas with them.
             WorkerError: a replica that lives failed.
         """
+        if not len(batch):
+            return
+        drawing = None
         try:
-            return self._generate(batch, sampling, seed)
+            drawing = Drawing(
+                batch,
+                sampling,
+                seed,
+                name=self.name,
+                replicas=self._replicas,
+                memory=self._memory,
+                limit=self._limit,
+                patience=None if self._inline else self._timeout + HEALTH_SECONDS + GRACE_SECONDS,
+                is_lost=self.is_lost,
+                catch_up=self._begin_to_catch_up,
+            )
+            with self._lock:
+                self._drawings.append(drawing)
+            yield from drawing.pieces()
         except BaseException:
             self._hurried = True  # whatever still runs in the replicas is of no use
             raise
-
-    def _generate(self, batch: Batch, sampling: SamplingParams, seed: int | None) -> Batch:
-        events = self._events = queue.SimpleQueue()
-        prompts = batch.ragged("prompt_ids")
-        serving = {replica.number: replica.member for replica in self._replicas if replica.state == "serving"}
-        if not serving:
-            raise self._nobody_left()
-        if not len(batch):
-            return next(iter(serving.values())).group.call("generate", batch, sampling, seed)
-        tokens = prompts.values.numpy()
-        offsets = prompts.offsets.tolist()
-        rows = [tokens[begin:end] for begin, end in itertools.pairwise(offsets)]
-        router = Router(cut(rows, sampling.n, len(serving), self._limit), self._limit, self._memory)
-        for number in serving:
-            router.join(number)
-        watch, begun, catching_up = Watch(), time.perf_counter(), False
-        drawn: dict[int, tuple[Piece, int, Batch]] = {}
-        while not router.done or catching_up:
-            for attempt in router.assign():
-                part = batch.slice(attempt.piece.begin, attempt.piece.end)
-                self._draw(attempt, serving[attempt.replica], part, sampling, seed, events)
-            watch.look({number for number in router.replicas if router.load(number)})
-            self._figures.queued = max(self._figures.queued, router.waiting_samples)
-            if router.waiting and not catching_up:
-                catching_up = self._begin_to_catch_up(events)
-            if not router.done and not router.replicas and not catching_up:
-                raise self._nobody_left()
-            event = self._next(events)
-            if isinstance(event, Drawn):
-                if event.samples is not None:
-                    if router.finish(event.attempt):
-                        drawn[event.attempt.piece.number] = event.attempt.piece, event.attempt.replica, event.samples
-                    continue
-                assert event.error is not None
-                if not self.is_lost(event.member, event.error):
-                    raise event.error
-                gone: Member | None = event.member
-            else:
-                replica = self._replicas[event.number]
-                if event.what == "caught up":
-                    catching_up = False
-                    if replica.state == "serving":
-                        serving[event.number] = replica.member
-                        router.join(event.number)
-                    continue
-                gone = serving.get(event.number)
-            if gone is not None and serving.get(gone.number) is gone and self.is_lost(gone, None):
-                del serving[gone.number]
-                self._check_tries(router, router.leave(gone.number))
-        watch.look(set())
-        return self._put_together(drawn, watch, router, time.perf_counter() - begun)
-
-    def _put_together(
-        self, drawn: dict[int, tuple[Piece, int, Batch]], watch: Watch, router: Router, seconds: float
-    ) -> Batch:
-        parts = []
-        for number in sorted(drawn):
-            _, replica, samples = drawn[number]
-            self._replicas[replica].restarts = 0
-            parts.append(samples.with_columns(seconds=torch.full((len(samples),), watch.seconds[replica])))
-        with self._lock:
-            self._figures.retries += router.retries
-            self._figures.busy_seconds += sum(watch.seconds.values())
-            self._figures.seconds += seconds
-        return Batch.concat(parts)
-
-    def _draw(
-        self,
-        attempt: Attempt,
-        member: Member,
-        part: Batch,
-        sampling: SamplingParams,
-        seed: int | None,
-        events: queue.SimpleQueue[Drawn | Changed],
-    ) -> None:
-        """Have a replica draw a piece, and put what comes of it among the events."""
-
-        def draw() -> None:
-            try:
-                samples = member.group.call("generate", part, sampling, seed)
-            except Exception as error:
-                events.put(Drawn(attempt, member, error=error))
-            else:
-                events.put(Drawn(attempt, member, samples))
-
-        threading.Thread(target=draw, name=f"{member.group.name}-piece-{attempt.piece.number}", daemon=True).start()
-
-    def _next(self, events: queue.SimpleQueue[Drawn | Changed]) -> Drawn | Changed:
-        """The next event. Every call under way has a deadline, so that there is one."""
-        patience = None if self._inline else self._timeout + HEALTH_SECONDS + GRACE_SECONDS
-        try:
-            return events.get(timeout=patience)
-        except queue.Empty:
-            raise ControllerError(f"no replica of {self.name} answered, or failed, within {patience:g} s") from None
-
-    def _check_tries(self, router: Router, pieces: Sequence[Piece]) -> None:
-        for piece in pieces:
-            if router.tries(piece) >= MOST_TRIES:
-                deaths = "\n".join(f"- {replica.death}" for replica in self._replicas if replica.death)
-                raise PoisonousRows(
-                    f"rows {piece.begin} to {piece.end - 1} were lost with the replica that was to draw them "
-                    f"{MOST_TRIES} times; if they are what it dies of, another replica will as well. The last "
-                    f"deaths:\n{deaths}"
-                )
-
-    def _nobody_left(self) -> ReplicasLost:
-        deaths = "\n".join(f"- replica {one.number}: {one.death or one.state}" for one in self._replicas)
-        return ReplicasLost(f"no replica of {self.name} is left to draw rows:\n{deaths}")
+        finally:
+            if drawing is not None:
+                with self._lock:
+                    self._drawings.remove(drawing)
+                    self._figures.add(drawing.figures)
 
     # Weights; see `enginehouse.controller.weight_sync.Replicas`
 
@@ -365,7 +288,7 @@ class RolloutFleet:
         self._check_health()
         living = self._living()
         if not living.members:
-            raise self._nobody_left()
+            raise nobody_left(self.name, self._replicas)
         return living
 
     def confirmed(self, members: Members, version: int) -> None:
@@ -389,7 +312,7 @@ class RolloutFleet:
             members = [replica.member for replica in self._replicas if replica.state in ("serving", "returned")]
         return Members(self.name, members, self.is_lost)
 
-    def _begin_to_catch_up(self, events: queue.SimpleQueue[Drawn | Changed]) -> bool:
+    def _begin_to_catch_up(self, events: Events) -> bool:
         """Bring a replica that came back to the version served, in the background; False if there is nothing to do."""
         catch_up = self.catch_up
         ready = [replica for replica in self._replicas if replica.state == "returned" and not replica.waits]
@@ -476,7 +399,12 @@ class RolloutFleet:
                     target=self._restart, args=(replica,), name=f"{replica.group.name}-restart", daemon=True
                 )
                 replica.restarting.start()
-        self._events.put(Changed(replica.number, "lost"))
+        self._tell(Changed(replica.number, "lost"))
+
+    def _tell(self, change: Changed) -> None:
+        with self._lock:
+            for drawing in self._drawings:
+                drawing.events.put(change)
 
     def await_restarts(self, timeout: float) -> None:
         """Wait until no replica is being started again: those that came back take weights at the next update.
@@ -517,7 +445,7 @@ class RolloutFleet:
                 replica.state = "returned" if self._version is not None else "serving"
             seconds = time.perf_counter() - begun
             log.info("%s is back after %.1f s, without weights yet", replica.group.name, seconds)
-            self._events.put(Changed(replica.number, "returned"))
+            self._tell(Changed(replica.number, "returned"))
             return
 
     # Ending

@@ -15,6 +15,7 @@ from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec, coloca
 from enginehouse.controller.weight_sync import WeightSync
 from enginehouse.engines.model import ModelSpec
 from enginehouse.errors import ModelError
+from enginehouse.rl.drawing import drawn_by_group
 from enginehouse.rl.fleet import RolloutFleet
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
 from enginehouse.transports.buckets import largest_bucket
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
     from enginehouse.config.plan import Plan, SFTPlan
     from enginehouse.config.schema import Model
+    from enginehouse.data import Batch
+    from enginehouse.engines.rollout import SamplingParams
     from enginehouse.plugin.runtimes import Interpreter
 
 
@@ -40,6 +43,14 @@ class Roles:
         """For reports: each role's processes and what they run."""
         groups = {"actor": self.actor, "rollout": self.rollout, "reference": self.reference}
         return {name: group.call("describe") for name, group in groups.items() if group is not None}
+
+    def generate_each(
+        self, batch: Batch, sampling: SamplingParams, seed: int | None = None
+    ) -> Iterator[tuple[range, Batch]]:
+        """Draw samples wherever the rollout is, and hand them over as they come; see `RolloutFleet.generate_each`."""
+        if isinstance(self.rollout, RolloutFleet):
+            return self.rollout.generate_each(batch, sampling, seed)
+        return drawn_by_group(self.rollout, batch, sampling, seed)
 
     def rollout_metrics(self) -> dict[str, float]:
         """What happened to the rollout replicas in a step, where they are a fleet."""

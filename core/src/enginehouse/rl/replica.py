@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from enginehouse.controller.errors import ControllerError
 from enginehouse.controller.members import Member
 
 if TYPE_CHECKING:
@@ -16,6 +18,10 @@ if TYPE_CHECKING:
 
 State = Literal["serving", "returned", "lost", "out"]
 """Of a replica: takes requests; was started again and lacks weights; is gone, perhaps being started; stays gone."""
+
+
+class ReplicasLost(ControllerError):
+    """Nobody is left to draw rows."""
 
 
 @dataclass(slots=True)
@@ -50,6 +56,12 @@ class Replica:
         return Member(self.number, self.incarnation, self.group)
 
 
+def nobody_left(name: str, replicas: Sequence[Replica]) -> ReplicasLost:
+    """The error that no replica of a fleet draws rows any more, and why."""
+    deaths = "\n".join(f"- replica {one.number}: {one.death or one.state}" for one in replicas)
+    return ReplicasLost(f"no replica of {name} is left to draw rows:\n{deaths}")
+
+
 @dataclass(frozen=True, slots=True)
 class Drawn:
     """A piece's rows came, or an error did."""
@@ -78,6 +90,13 @@ class Figures:
     seconds: float = 0.0
     queued: int = 0
 
+    def add(self, drawing: Figures) -> None:
+        """Take in those of a batch that was drawn."""
+        self.retries += drawing.retries
+        self.busy_seconds += drawing.busy_seconds
+        self.seconds += drawing.seconds
+        self.queued = max(self.queued, drawing.queued)
+
 
 @dataclass(slots=True)
 class Watch:
@@ -93,3 +112,8 @@ class Watch:
             self.begun[number] = now
         for number in self.begun.keys() - busy:
             self.seconds[number] = self.seconds.get(number, 0.0) + now - self.begun.pop(number)
+
+    def until_now(self, number: int) -> float:
+        """How long this one had."""
+        begun = self.begun.get(number)
+        return self.seconds.get(number, 0.0) + (0.0 if begun is None else time.perf_counter() - begun)

@@ -13,8 +13,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-PIECES_PER_REPLICA = 4
+FEWEST_PIECES = 4
 """Into how many pieces a replica's share is cut at least, where there are rows enough: a slower one then gets fewer."""
+MOST_PIECES = 16
+"""And at most: a worker takes twice as many calls at once."""
+TOKENS_A_PIECE = 16
+"""Between them there is a piece for so many tokens of the longest completion. A piece costs a millisecond or two, and
+so many tokens take longer; the more pieces, the sooner the first samples are there."""
 
 PREFIX_TOKENS = (1024, 512, 256, 128, 64, 32)
 """Lengths at which the beginning of a prompt is remembered: engines keep caches of whole prefixes."""
@@ -50,7 +55,14 @@ class Attempt:
     piece: Piece
 
 
-def cut(prompts: Sequence[np.ndarray], samples_each: int, replicas: int, limit: int) -> list[Piece]:
+def pieces_each(max_tokens: int, fewest: int = FEWEST_PIECES) -> int:
+    """Into how many pieces a replica's share is cut, where completions have at most so many tokens."""
+    return min(max(max_tokens // TOKENS_A_PIECE, fewest), MOST_PIECES)
+
+
+def cut(
+    prompts: Sequence[np.ndarray], samples_each: int, replicas: int, limit: int, pieces: int = FEWEST_PIECES
+) -> list[Piece]:
     """Cut rows into pieces, of one size but for the last.
 
     Args:
@@ -58,11 +70,10 @@ def cut(prompts: Sequence[np.ndarray], samples_each: int, replicas: int, limit: 
         samples_each: completions a row.
         replicas: how many there are to draw them.
         limit: most completions a replica is given at once: several pieces, where they have more than a row.
+        pieces: how many a replica's share is, and how many it may hold, where there are rows enough; `pieces_each`.
     """
     rows = len(prompts)
-    size = max(
-        1, min(-(-rows // (PIECES_PER_REPLICA * replicas)), limit // (PIECES_PER_REPLICA * max(samples_each, 1)))
-    )
+    size = max(1, min(-(-rows // (pieces * replicas)), limit // (pieces * max(samples_each, 1))))
     starts = range(0, rows, size)
     return [
         Piece(number, begin, min(begin + size, rows), (min(begin + size, rows) - begin) * samples_each,

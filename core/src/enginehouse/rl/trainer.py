@@ -17,6 +17,7 @@ from enginehouse.data.prompts import PromptDataset, PromptSampler
 from enginehouse.engines.train import LossSpec
 from enginehouse.plugin import plugins
 from enginehouse.plugin.records import resolve
+from enginehouse.rl.drawing import in_order
 from enginehouse.rl.generation import outputs_as_sampled, sampling_params
 from enginehouse.rl.kl import token_kl
 from enginehouse.rl.loop import Loop
@@ -145,7 +146,9 @@ class Trainer(Loop):
         """Draw responses from the rollout replicas; see `RolloutWorker.generate` for the columns."""
         parameters = sampling_params(self.config.rollout.sampling, samples_per_prompt)
         asked = prompts.select(["prompt_ids"]).with_columns(prompt_index=torch.arange(len(prompts)))
-        return self.roles.rollout.generate(asked, parameters, seed=(self.config.train.seed << 32) + step)
+        pieces = self.roles.generate_each(asked, parameters, seed=(self.config.train.seed << 32) + step)
+        wanted = len(asked) * parameters.n
+        return in_order(self.progress.counted(pieces, "samples", wanted, lambda piece: len(piece[1])))
 
     def old_logprobs(self, samples: Batch) -> Ragged:
         """The logprobs the policy ratio divides by: as the rollout reported them, or computed anew by the actor."""

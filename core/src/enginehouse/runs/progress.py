@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -27,6 +27,8 @@ REFRESHES_PER_SECOND = 4
 LINES_A_RUN = 20
 SECONDS_BETWEEN_LINES = 60.0
 """Without a terminal a line is printed about `LINES_A_RUN` times a run, and at least this often while steps end."""
+
+T = TypeVar("T")
 
 Mode = Literal["live", "lines", "quiet"]
 
@@ -52,7 +54,8 @@ class Progress:
         self.history = History()
         self._task = ""
         self._task_started = 0.0
-        self._last_line = 0.0
+        self._last_line = time.perf_counter()
+        self._part = "", 0, 0  # what is counted, how many have come, of how many
         self._spinner = Spinner("dots")
         self._live: Live | None = None
 
@@ -88,6 +91,25 @@ class Progress:
         finally:
             self._task = ""
 
+    def counted(self, parts: Iterable[T], what: str, of: int, size: Callable[[T], int]) -> Iterator[T]:
+        """The parts of something that takes a while, one by one; how much of it has come is shown meanwhile.
+
+        Args:
+            parts: what comes.
+            what: what is counted.
+            of: how many there will be.
+            size: how many a part has.
+        """
+        self._part = what, 0, of
+        try:
+            for part in parts:
+                self._part = what, self._part[1] + size(part), of
+                if time.perf_counter() - self._last_line > SECONDS_BETWEEN_LINES:
+                    self._say(self._part_as_text())
+                yield part
+        finally:
+            self._part = "", 0, 0
+
     def start(self, steps: int, done: int = 0) -> None:
         """Say how many steps there will be, and how many of them are done; what `task` announced is done."""
         if self._task:
@@ -104,8 +126,7 @@ class Progress:
         every = max(1, self.history.steps // LINES_A_RUN)
         now = time.perf_counter()
         if step % every == 0 or step in (1, self.history.steps) or now - self._last_line > SECONDS_BETWEEN_LINES:
-            self._last_line = now
-            self._line(self._as_line())
+            self._say(self._as_line())
 
     def remember(self, earlier: Earlier) -> None:
         """Take in, before `start`, what a run that is resumed has written; nothing is shown."""
@@ -129,6 +150,14 @@ class Progress:
     def _line(self, text: str) -> None:
         if self.mode == "lines":
             self.console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+    def _say(self, text: str) -> None:
+        self._last_line = time.perf_counter()
+        self._line(text)
+
+    def _part_as_text(self) -> str:
+        what, come, of = self._part
+        return f"{come:,} of {of:,} {what}"
 
     def _as_line(self) -> str:
         history = self.history
@@ -156,7 +185,8 @@ class Progress:
     def _render(self) -> RenderableType:
         history = self.history
         if self._task:
-            self._spinner.update(text=Text(f"{self._task} ({time.perf_counter() - self._task_started:.0f} s)"))
+            part = f", {self._part_as_text()}" if self._part[2] else ""
+            self._spinner.update(text=Text(f"{self._task} ({time.perf_counter() - self._task_started:.0f} s){part}"))
             return self._spinner
         if not history.steps:
             return Text("")
@@ -167,6 +197,9 @@ class Progress:
             Text(f"step {history.step}/{history.steps}"),
             Text(f"{clock(history.seconds)} gone, {clock(history.seconds_left)} left", style="dim"),
         )
+        if self._part[2]:
+            _, come, of = self._part
+            bar.add_row(Text(""), ProgressBar(total=of, completed=come, width=32), Text(self._part_as_text()), Text(""))
         rows: list[RenderableType] = [bar]
         headline = self._headline()
         if headline:
