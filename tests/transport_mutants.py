@@ -121,7 +121,7 @@ class VersionsIgnored(Mutant):
     class session(Session):
         def send(self, version, weights, deadline_seconds):
             if hasattr(self.right, "_mailbox"):
-                self.right._mailbox.version = -1
+                self.right._mailbox.begun = -1
             return self.right.send(version, weights, deadline_seconds)
 
 

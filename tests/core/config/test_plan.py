@@ -337,6 +337,15 @@ def test_a_transport_that_does_not_reach_is_refused(make: Callable[..., Plan]):
     )
 
 
+def test_roles_that_may_sit_on_several_hosts_get_a_transport_that_reaches(make: Callable[..., Plan]):
+    joined = make("cluster.address=x", "rollout.placement=separate")
+    assert joined.transport == "collective"
+    assert any("shows only at the start" in note for note in joined.notes)
+    named = make("cluster.address=x", "rollout.placement=separate", "weights.transport=shared_memory")
+    assert named.transport == "shared_memory"
+    assert make("cluster.address=x", "rollout.placement=colocated").transport == "inproc"
+
+
 LIMITED = """
 from enginehouse.plugin import *
 @hookimpl

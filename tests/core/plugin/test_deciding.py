@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from enginehouse.errors import UserError
-from enginehouse.plugin import Placement, PluginLookupError, RolloutBackend, TrainBackend, load_plugins
+from enginehouse.plugin import Placement, PluginLookupError, RolloutBackend, TrainBackend, Transport, load_plugins
+from enginehouse.transports.plugin import enginehouse_pick_transport
 
 
 def pick(manager, placement: Placement) -> str:
@@ -17,11 +18,13 @@ def test_core_picks_the_shortest_reach_that_suffices():
     manager = load_plugins(enabled=[])
     assert pick(manager, Placement(colocated=True)) == "inproc"
     assert pick(manager, Placement(colocated=False)) == "shared_memory"
+    assert pick(manager, Placement(colocated=False, hosts=2)) == "collective"
 
 
 def test_no_transport_that_reaches_is_the_users_to_solve():
-    with pytest.raises(UserError, match=r"2 hosts.*cross_host.*inproc \(same_process\)"):
-        pick(load_plugins(enabled=[]), Placement(colocated=False, hosts=2))
+    near = [Transport(name="near", transport="a:B", capabilities={"same_process"})]
+    with pytest.raises(UserError, match=r"several hosts.*cross_host.*near \(same_process\)"):
+        enginehouse_pick_transport(Placement(colocated=False, hosts=2), near)
 
 
 FAR = """
@@ -29,13 +32,6 @@ FAR = """
 def enginehouse_register_transports(register):
     register(Transport(name="far", transport="a:B", capabilities={"cross_host"}))
 """
-
-
-def test_a_plugins_transport_is_picked_where_only_it_reaches(distributions):
-    distributions.add("far-away", FAR)
-    manager = load_plugins(enabled=["far-away"])
-    assert pick(manager, Placement(colocated=False, hosts=2)) == "far"
-    assert pick(manager, Placement(colocated=False)) == "shared_memory"
 
 
 def test_a_plugin_decides_before_core_and_may_decline(distributions):

@@ -11,3 +11,7 @@ class TestInproc(WeightTransportSuite):
 
 class TestSharedMemory(WeightTransportSuite):
     transport = "shared_memory"
+
+
+class TestCollective(WeightTransportSuite):
+    transport = "collective"

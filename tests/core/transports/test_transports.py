@@ -1,4 +1,4 @@
-"""Both transports: exact bytes, order, bounds, deadlines, aborts. Sender and receivers run in threads here."""
+"""All transports: exact bytes, order, bounds, deadlines, aborts. Sender and receivers run in threads here."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from enginehouse.engines.weights import WeightSyncError, WeightTransport, checksum
+from enginehouse.engines.weights import WeightSyncError, WeightTransport, address_of, checksum
+from enginehouse.transports.collective import CollectiveTransport
 from enginehouse.transports.inproc import InprocTransport
 from enginehouse.transports.shared_memory import SharedMemoryTransport
 
 from .weights import DTYPES, MODEL, bytes_of, metadata, random_weights
 
-TRANSPORTS = [InprocTransport, SharedMemoryTransport]
+TRANSPORTS = [InprocTransport, SharedMemoryTransport, CollectiveTransport]
 SECONDS = 20.0
 
 
@@ -30,7 +31,8 @@ class Connection:
         self.plan = transport.prepare(metadata(weights), receivers, uuid.uuid4().hex, bucket_bytes)
         senders = receivers if isinstance(transport, InprocTransport) else 1
         self.senders = [transport.connect(self.plan, "send", i) for i in range(senders)]
-        self.receivers = [transport.connect(self.plan, "recv", i) for i in range(receivers)]
+        reached = self.plan.reached(address_of(each, "127.0.0.1") for each in self.senders)
+        self.receivers = [transport.connect(reached, "recv", i) for i in range(receivers)]
         self.sender, self.receiver = self.senders[0], self.receivers[0]
         self.threads = ThreadPoolExecutor(receivers + senders)
 
@@ -58,7 +60,7 @@ def receive(session, version, seconds=SECONDS):
     return {name: t.clone() for chunk in session.recv(version, seconds) for name, t in chunk.tensors}
 
 
-@pytest.fixture(params=TRANSPORTS, ids=["inproc", "shared_memory"])
+@pytest.fixture(params=TRANSPORTS, ids=["inproc", "shared_memory", "collective"])
 def transport(request):
     return request.param()
 

@@ -194,18 +194,20 @@ def choose_transport(
 ) -> tuple[str, str]:
     """The weight transport's name, and why it is that; empty after a problem."""
     one_process = colocated or config.cluster.launcher == "inline"
-    where = "in the same process" if one_process else "in different processes of one host"
-    if not one_process and config.cluster.address:
-        findings.note(
-            "cluster.address is set: whether actor and rollout share a host shows only at the start; the transport is "
-            "chosen as if they did (weights.transport names another)"
-        )
+    joined = bool(config.cluster.address)
+    apart = f"in different processes of {'any hosts of a cluster' if joined else 'one host'}"
+    where = "in the same process" if one_process else apart
     named = config.weights.transport
     with findings.collecting():
         if named == "auto":
             if train is None or rollout is None:
                 return "", ""
-            placement = Placement(colocated=one_process, device=device)
+            placement = Placement(colocated=one_process, hosts=1 + joined, device=device)
+            if joined and not one_process:
+                findings.note(
+                    "cluster.address is set: whether actor and rollout share a host shows only at the start; the "
+                    "transport is chosen as if they did not (weights.transport=shared_memory is quicker where they do)"
+                )
             return plugins.pick_transport(train, rollout, placement).name, f"actor and rollout are {where}"
         record = plugins.get(Transport, named)
         if not set(record.capabilities) & ({SAME_PROCESS} if one_process else {SAME_HOST, CROSS_HOST}):

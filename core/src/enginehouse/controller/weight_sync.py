@@ -153,7 +153,7 @@ class WeightSync:
         self._nbytes = sum(parameter.nbytes for parameter in parameters)
         self._updates = 0
         try:
-            self._call(self._train, "connect_weights", plan)
+            plan = plan.reached(self._call(self._train, "connect_weights", plan))
             if isinstance(receivers, Members):
                 places = [(plan, place) for place in range(receivers.world_size)]
                 receivers.call_each("connect_weights", places, self._timeout + GRACE_SECONDS).result()

@@ -47,7 +47,7 @@ class ProcessContext:
         rank: this process's number in its group, in `range(world_size)`.
         world_size: number of processes in the group.
         local_rank: this process's number among those of its group on the same node.
-        node: address of the node, for messages.
+        node: address of the node, as other nodes know it.
         device: torch device type for this process, `"cpu"` or `"cuda"`; a CUDA process uses device `local_rank`
             of what is visible to it unless exactly one device is visible.
         seed: base seed of the run; an engine derives its own from it and its rank.

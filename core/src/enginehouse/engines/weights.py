@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from enginehouse.errors import EnginehouseError
@@ -152,6 +152,7 @@ class TransferPlan:
         bucket_bytes: size of the largest bucket, with every parameter aligned to `ALIGNMENT`.
         receivers: number of rollout replicas.
         session: names the connection; unique for a run.
+        address: where receivers connect to the sender, `host:port`, where they do (`ListeningSession`).
     """
 
     transport: str
@@ -160,6 +161,11 @@ class TransferPlan:
     bucket_bytes: int
     receivers: int
     session: str
+    address: str = ""
+
+    def reached(self, addresses: Iterable[str | None]) -> TransferPlan:
+        """The plan for receivers, once the senders have said where they are (`address_of`)."""
+        return replace(self, address=next(filter(None, addresses), ""))
 
 
 @runtime_checkable
@@ -213,6 +219,22 @@ class TransportSession(Protocol):
 
 
 @runtime_checkable
+class ListeningSession(Protocol):
+    """A sender's end to which receivers connect: a transport's own choice.
+
+    Attributes:
+        port: on which it waits for them, at every address of its host.
+    """
+
+    port: int
+
+
+def address_of(session: TransportSession, host: str) -> str:
+    """Where receivers reach a sender's end on a host, as `host:port`; empty where it waits for no connection."""
+    return f"{host}:{session.port}" if isinstance(session, ListeningSession) else ""
+
+
+@runtime_checkable
 class WeightTransport(Protocol):
     """A way to move weights from a train mesh to rollout replicas."""
 
@@ -223,7 +245,7 @@ class WeightTransport(Protocol):
     def connect(self, plan: TransferPlan, side: str, index: int) -> TransportSession:
         """Open one end: `side` `"send"` with the training rank, or `"recv"` with the replica's number.
 
-        All senders are connected before the first receiver.
+        All senders are connected before the first receiver, whose plan says where these are.
 
         Raises:
             WeightSyncError: the other end cannot be reached from this process.

@@ -11,7 +11,7 @@ class Placement:
 
     Attributes:
         colocated: actor and rollout live in the same processes.
-        hosts: number of hosts the two roles are spread over.
+        hosts: number of hosts the two roles may be spread over; 2 stands for any more.
         device: torch device type of the weights, `"cpu"` or `"cuda"`.
     """
 

@@ -26,7 +26,14 @@ from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.rollout import Health, PauseMode, RolloutEngine, SamplingParams
 from enginehouse.engines.train import ALL, LossSpec, Max, Mean, Metrics, Outputs, TrainEngine, merge_metrics
-from enginehouse.engines.weights import ParamMeta, TransferPlan, TransportSession, WeightState, WeightSyncError
+from enginehouse.engines.weights import (
+    ParamMeta,
+    TransferPlan,
+    TransportSession,
+    WeightState,
+    WeightSyncError,
+    address_of,
+)
 from enginehouse.errors import EnginehouseError
 from enginehouse.plugin import Backend, capabilities, plugins, resolve
 from enginehouse.plugin.requirements import installed_versions
@@ -119,10 +126,11 @@ class TrainWorker(Worker):
         return self.engine.weight_source().metadata()
 
     @register
-    def connect_weights(self, plan: TransferPlan) -> None:
-        """Open this rank's end of a weight transport, closing one that was open."""
+    def connect_weights(self, plan: TransferPlan) -> str:
+        """Open this rank's end of a weight transport, closing one that was open; returns where it is reached."""
         self.close_weights()
         self._session = load_transport(plan.transport).connect(plan, "send", self.context.rank)
+        return address_of(self._session, self.context.node)
 
     @register
     def send_weights(self, version: int, deadline_seconds: float) -> dict[str, str]:

@@ -13,7 +13,14 @@ from typing import Any
 
 import torch
 
-from enginehouse.engines.weights import DTYPE_BYTES, ParamMeta, TransferPlan, TransportSession, WeightTransport
+from enginehouse.engines.weights import (
+    DTYPE_BYTES,
+    ParamMeta,
+    TransferPlan,
+    TransportSession,
+    WeightTransport,
+    address_of,
+)
 from enginehouse.plugin import Transport, capabilities, resolve
 
 Weights = dict[str, torch.Tensor]
@@ -72,7 +79,8 @@ class Connection:
         self.seconds = link.seconds
         self.plan: TransferPlan = transport.prepare(announced(weights), link.receivers, uuid.uuid4().hex, bucket_bytes)
         self.senders = [transport.connect(self.plan, "send", index) for index in range(link.senders)]
-        self.receivers = [transport.connect(self.plan, "recv", index) for index in range(link.receivers)]
+        reached = self.plan.reached(address_of(each, "127.0.0.1") for each in self.senders)
+        self.receivers = [transport.connect(reached, "recv", index) for index in range(link.receivers)]
         self._threads = ThreadPoolExecutor(link.senders + link.receivers)
 
     def __enter__(self) -> Connection:

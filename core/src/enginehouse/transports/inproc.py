@@ -8,7 +8,7 @@ sharded parameters never holds more than two.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from enginehouse.engines.weights import (
@@ -17,11 +17,11 @@ from enginehouse.engines.weights import (
     TransportSession,
     WeightChunk,
     WeightSyncError,
-    WeightUpdateAborted,
     checksum,
 )
 from enginehouse.transports.buckets import in_plan_order, plan_transfer
 from enginehouse.transports.deadline import Deadline
+from enginehouse.transports.gate import Gate
 from enginehouse.transports.sender import IdleSender, Sender
 
 if TYPE_CHECKING:
@@ -61,48 +61,27 @@ class InprocTransport:
         return InprocReceiver(found)
 
 
-class Mailbox:
-    """What one sender and one receiver share. Every field is read and written under `changed`."""
+class Mailbox(Gate):
+    """What one sender and one receiver share."""
 
     def __init__(self, plan: TransferPlan, key: tuple[str, int]):
+        super().__init__()
         self.plan = plan
         self.key = key
-        self.changed = threading.Condition()
-        self.version = -1  # of the newest update begun
-        self.aborted = -1  # updates up to this version fail
-        self.closed = False
-        self.taken = 0  # buckets of `version` the receiver is done with
+        self.taken = 0  # buckets of the newest update the receiver is done with
         self.bucket: tuple[int, list[tuple[str, torch.Tensor]]] | None = None  # the one on its way, with its number
 
-    def wait(self, ready: Callable[[], bool], version: int, deadline: Deadline, missing: str) -> None:
-        """Wait, holding `changed`, until `ready()`.
-
-        Raises:
-            WeightUpdateAborted: `version` was aborted, or an end is closed.
-            WeightSyncError: the deadline passed; `missing` says what did not happen.
-        """
-        self.changed.wait_for(lambda: ready() or self.aborted >= version or self.closed, deadline.left)
-        if self.aborted >= version:
-            raise WeightUpdateAborted(f"weight update {version} was aborted")
-        if self.closed:
-            raise WeightUpdateAborted(f"weight update {version}: the connection was closed")
-        if not ready():
-            raise WeightSyncError(f"weight update {version}: {missing} within {deadline.seconds:g} s")
-
     def abort(self, version: int) -> None:
-        """Make updates up to `version` fail on both ends."""
-        with self.changed:
-            self.aborted = max(self.aborted, version)
-            if self.version <= version:
-                self.bucket = None
-            self.changed.notify_all()
-
-    def close(self) -> None:
-        """Make every wait fail, and forget the tensors."""
-        with self.changed:
-            self.closed = True
+        """See `Gate`; what is on its way is forgotten."""
+        super().abort(version)
+        if self.begun <= version:
             self.bucket = None
-            self.changed.notify_all()
+
+    def close(self, why: str = "the connection was closed") -> None:
+        """See `Gate`; the tensors are forgotten."""
+        super().close(why)
+        with self.changed:
+            self.bucket = None
         with _mailboxes_lock:
             if _mailboxes.get(self.key) is self:
                 del _mailboxes[self.key]
@@ -116,7 +95,8 @@ class InprocSession:
 
     def abort(self, version: int) -> None:
         """See `TransportSession`."""
-        self._mailbox.abort(version)
+        with self._mailbox.changed:
+            self._mailbox.abort(version)
 
     def close(self) -> None:
         """See `TransportSession`."""
@@ -129,10 +109,8 @@ class InprocSender(InprocSession, Sender):
     def _send(self, version: int, source: Iterator[tuple[str, torch.Tensor]], deadline: Deadline) -> dict[str, str]:
         box = self._mailbox
         with box.changed:
-            if version <= box.version:
-                raise WeightSyncError(f"weight update {version} is not newer than {box.version}, the last one begun")
-            box.version, box.taken, box.bucket = version, 0, None
-            box.changed.notify_all()
+            box.begin(version)
+            box.taken, box.bucket = 0, None
         sums: dict[str, str] = {}
         planned = in_plan_order(box.plan, source)
         count = len(box.plan.buckets)
@@ -155,7 +133,7 @@ class InprocSender(InprocSession, Sender):
     def _wait_taken(self, taken: int, version: int, deadline: Deadline, count: int) -> None:
         box = self._mailbox
         missing = f"rollout replica {box.key[1]} did not take bucket {taken} of {count}"
-        box.wait(lambda: box.taken >= taken, version, deadline, missing)
+        box.wait(lambda: box.taken >= taken, version, deadline, lambda: missing)
 
 
 class InprocReceiver(InprocSession):
@@ -175,8 +153,7 @@ class InprocReceiver(InprocSession):
             for number in range(len(box.plan.buckets)):
                 yield WeightChunk(self._take(number, version, deadline))
                 with box.changed:
-                    if box.aborted >= version:
-                        raise WeightUpdateAborted(f"weight update {version} was aborted")
+                    box.check(version)
                     box.bucket = None
                     box.taken = number + 1
                     box.changed.notify_all()
@@ -189,10 +166,10 @@ class InprocReceiver(InprocSession):
         with box.changed:
             count = len(box.plan.buckets)
             missing = f"bucket {number + 1} of {count} from training rank {box.key[1]} did not arrive"
-            box.wait(lambda: box.version > version or (box.version == version and box.bucket is not None),
-                     version, deadline, missing)  # fmt: skip
-            if box.version > version:
-                raise WeightSyncError(f"weight update {version} was expected, the trainer is already at {box.version}")
+            box.wait(lambda: box.begun > version or (box.begun == version and box.bucket is not None),
+                     version, deadline, lambda: missing)  # fmt: skip
+            if box.begun > version:
+                raise WeightSyncError(f"weight update {version} was expected, the trainer is already at {box.begun}")
             assert box.bucket is not None
             arrived, tensors = box.bucket
             if arrived != number:

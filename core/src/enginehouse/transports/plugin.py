@@ -25,6 +25,14 @@ def enginehouse_register_transports(register):
             capabilities={SAME_HOST},
         )
     )
+    register(
+        Transport(
+            name="collective",
+            summary="Between hosts, broadcast in buckets through a torch.distributed group of its own",
+            transport="enginehouse.transports.collective:CollectiveTransport",
+            capabilities={CROSS_HOST},
+        )
+    )
 
 
 @hookimpl(trylast=True)
@@ -35,7 +43,7 @@ def enginehouse_pick_transport(cluster, transports):
     elif cluster.hosts == 1:
         where, reaches = "in processes of one host", [SAME_HOST, CROSS_HOST]
     else:
-        where, reaches = f"spread over {cluster.hosts} hosts", [CROSS_HOST]
+        where, reaches = "on several hosts, as far as is known", [CROSS_HOST]
     for reach in reaches:
         for transport in transports:
             if reach in transport.capabilities:

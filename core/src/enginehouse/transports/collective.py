@@ -1,0 +1,420 @@
+"""Weights from training rank 0 to any number of rollout replicas, on any hosts: broadcast through a group of their own.
+
+Two things connect the ends. The weights travel, bucket by bucket, in collectives of a `BroadcastGroup`. What is said
+about them travels over a TCP connection from each replica to rank 0 (`Line`): the trainer begins a version, a replica
+has taken so many buckets, a version is aborted; and that an end died is known from its broken connection.
+
+A replica takes part in the broadcasts of two buckets before it has taken any, and in that of bucket k + 2 once it has
+taken bucket k. The sender begins none that a replica would not take part in, so whatever is on its way ends, unless a
+process dies, or stands still until the deadline. After an update that failed the group is given up: nobody has to
+know how far the others came.
+"""
+
+from __future__ import annotations
+
+import hmac
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from enginehouse.engines.weights import (
+    ALIGNMENT,
+    ParamMeta,
+    TransferPlan,
+    TransportSession,
+    WeightChunk,
+    WeightSyncError,
+    WeightUpdateAborted,
+    copy_with_checksum,
+)
+from enginehouse.transports.broadcast_group import SLOTS, BroadcastGroup, head, heading, room
+from enginehouse.transports.buckets import in_plan_order, layout, plan_transfer
+from enginehouse.transports.deadline import Deadline
+from enginehouse.transports.gate import Gate
+from enginehouse.transports.line import Line
+from enginehouse.transports.noticeboard import Noticeboard
+from enginehouse.transports.sender import IdleSender, Sender
+
+if TYPE_CHECKING:
+    import torch
+
+GREETING_SECONDS = 15.0
+"""How long it may take to connect, and the other end to say who it is."""
+
+ENDING_SECONDS = 1.0
+"""How long `close` waits for a group's thread. One that another rank keeps longer ends by itself."""
+
+
+class CollectiveTransport:
+    """Broadcasts weights to rollout replicas on any hosts, through `torch.distributed`."""
+
+    def prepare(self, parameters: Sequence[ParamMeta], receivers: int, session: str, bucket_bytes: int) -> TransferPlan:
+        """See `WeightTransport`."""
+        return plan_transfer("collective", parameters, receivers, session, bucket_bytes)
+
+    def connect(self, plan: TransferPlan, side: str, index: int) -> TransportSession:
+        """See `WeightTransport`.
+
+        Raises:
+            WeightSyncError: the sender cannot be reached at `plan.address`, or is another run's.
+        """
+        if side == "send":
+            return CollectiveSender(plan) if index == 0 else IdleSender()
+        return CollectiveReceiver(plan, index)
+
+
+def bucket_nbytes(plan: TransferPlan, bucket: int) -> int:
+    """Bytes of a bucket on its way, with its heading."""
+    return room(sum(plan.parameters[index].aligned_nbytes for index in plan.buckets[bucket]))
+
+
+def views(plan: TransferPlan, bucket: int, buffer: torch.Tensor) -> list[tuple[ParamMeta, torch.Tensor]]:
+    """The parameters of a bucket as tensors that view a buffer."""
+    import torch
+
+    return [
+        (
+            parameter,
+            buffer[ALIGNMENT + begin : ALIGNMENT + begin + parameter.nbytes]
+            .view(getattr(torch, parameter.dtype))
+            .view(parameter.shape),
+        )
+        for parameter, begin in layout(plan, bucket)
+    ]
+
+
+class CollectiveSender(Sender):
+    """The end of training rank 0.
+
+    Attributes:
+        port: where receivers connect.
+    """
+
+    def __init__(self, plan: TransferPlan):
+        self._plan = plan
+        self._gate = Gate()
+        self._board = Noticeboard(self._gate, self._pass_on)
+        self._lines: dict[int, Line] = {}
+        self._taken: dict[int, tuple[int, int]] = {}  # by receiver: version, buckets of it that were taken
+        self._group: BroadcastGroup | None = None
+        self._groups = 0
+        self._listener = _listen()
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, name="weights-accept", daemon=True).start()
+
+    def _accept(self) -> None:
+        with self._listener:
+            while not self._gate.broken:
+                try:
+                    line = Line(self._listener.accept()[0])
+                except OSError:
+                    continue
+                threading.Thread(target=self._greet, args=(line,), name="weights-greet", daemon=True).start()
+
+    def _greet(self, line: Line) -> None:
+        """Let a receiver in, if it is one of this session's."""
+        said = line.hear(GREETING_SECONDS) or {}
+        index: int = said.get("receiver", -1)
+        known = hmac.compare_digest(str(said.get("session")), self._plan.session)
+        gate = self._gate
+        with gate.changed:
+            if not known or index not in range(self._plan.receivers) or index in self._lines or gate.broken:
+                line.close()
+                return
+            self._lines[index] = line
+            self._taken[index] = (-1, 0)
+            line.say({"aborted": gate.aborted})
+            gate.changed.notify_all()
+        line.listen(
+            lambda message: self._heard(index, message),
+            lambda: gate.close(f"rollout replica {index} is gone, or closed the connection"),
+        )
+
+    def _heard(self, index: int, message: dict[str, Any]) -> None:
+        with self._gate.changed:
+            if "aborted" in message:
+                self._abort(message["aborted"])
+            elif "note" in message:
+                self._board.put(message["note"], bytes.fromhex(message["value"]))
+                self._tell(message)
+            else:
+                self._taken[index] = (message["version"], message["taken"])
+                self._gate.changed.notify_all()
+                if message["taken"] == len(self._plan.buckets):
+                    self._lines[index].say({"noted": message["version"]})
+
+    def _pass_on(self, name: str, value: bytes) -> None:
+        self._tell({"note": name, "value": value.hex()})
+
+    def _send(self, version: int, source: Iterator[tuple[str, torch.Tensor]], deadline: Deadline) -> dict[str, str]:
+        gate = self._gate
+        with gate.changed:
+            gate.begin(version)
+            gate.wait(self._all_there, version, deadline, self._absent)
+        if not self._plan.buckets:
+            return self._send_nothing(version, source, deadline)
+        group = self._group = self._group or self._new_group(deadline)
+        try:
+            return self._send_by(group, version, source, deadline)
+        except BaseException:
+            self._group = None
+            group.leave()
+            raise
+
+    def _send_by(
+        self, group: BroadcastGroup, version: int, source: Iterator[tuple[str, torch.Tensor]], deadline: Deadline
+    ) -> dict[str, str]:
+        self._begin(version, group.number, deadline)
+        sums: dict[str, str] = {}
+        moving: list[Future[None]] = []
+        planned = in_plan_order(self._plan, source)
+        for bucket in range(len(self._plan.buckets)):
+            slot = bucket % SLOTS
+            self._wait_taken(moving[: max(0, bucket - SLOTS + 1)], version, deadline)
+            head(group.buffers[slot], version, bucket)
+            for _, view in views(self._plan, bucket, group.buffers[slot]):
+                parameter, tensor = next(planned)
+                sums[parameter.name] = copy_with_checksum(tensor.detach().to("cpu").contiguous(), view)
+            moving.append(group.broadcast(slot, bucket_nbytes(self._plan, bucket), deadline))
+            moving[-1].add_done_callback(self._wake)
+        for _ in planned:  # raises where there is more than was planned
+            pass
+        self._wait_taken(moving, version, deadline)
+        return sums
+
+    def _send_nothing(
+        self, version: int, source: Iterator[tuple[str, torch.Tensor]], deadline: Deadline
+    ) -> dict[str, str]:
+        self._begin(version, 0, deadline)
+        for _ in in_plan_order(self._plan, source):
+            pass
+        return {}
+
+    def _begin(self, version: int, group: int, deadline: Deadline) -> None:
+        with self._gate.changed:
+            self._gate.check(version)
+            self._tell({"version": version, "group": group, "seconds": deadline.left})
+
+    def _new_group(self, deadline: Deadline) -> BroadcastGroup:
+        self._groups += 1
+        size, nbytes = 1 + self._plan.receivers, room(self._plan.bucket_bytes)
+        own_host = next(iter(self._lines.values())).own_host  # as the receivers know it
+        return BroadcastGroup(self._board, own_host, 0, size, self._groups, nbytes, deadline)
+
+    def _wake(self, moved: Future[None]) -> None:
+        with self._gate.changed:
+            self._gate.changed.notify_all()
+
+    def _all_there(self) -> bool:
+        return len(self._lines) == self._plan.receivers
+
+    def _absent(self) -> str:
+        absent = [str(index) for index in range(self._plan.receivers) if index not in self._lines]
+        return f"rollout replica {', '.join(absent)} did not connect"
+
+    def _wait_taken(self, moved: list[Future[None]], version: int, deadline: Deadline) -> None:
+        """Wait until every receiver has taken the first buckets, whose broadcasts are given."""
+
+        def behind() -> list[str]:
+            return [str(index) for index, taken in sorted(self._taken.items()) if taken < (version, len(moved))]
+
+        def missing() -> str:
+            return (
+                f"rollout replica {', '.join(behind())} did not take bucket {len(moved)} of {len(self._plan.buckets)}"
+            )
+
+        with self._gate.changed:
+            for one in moved:
+                await_moved(self._gate, one, version, deadline, missing)
+            self._gate.wait(lambda: not (moved and behind()), version, deadline, missing)
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        for line in self._lines.values():
+            line.say(message)
+
+    def abort(self, version: int) -> None:
+        """See `TransportSession`."""
+        with self._gate.changed:
+            self._abort(version)
+
+    def _abort(self, version: int) -> None:
+        if version > self._gate.aborted:
+            self._gate.abort(version)
+            self._tell({"aborted": version})
+
+    def close(self) -> None:
+        """See `TransportSession`."""
+        self._gate.close()
+        for line in list(self._lines.values()):
+            line.close()
+        with suppress(OSError):  # `accept` is not woken by a `close`
+            socket.create_connection(("localhost", self.port), GREETING_SECONDS).close()
+        if self._group is not None:
+            self._group.leave()
+            self._group.ended(ENDING_SECONDS)
+
+
+class CollectiveReceiver:
+    """A rollout replica's end."""
+
+    def __init__(self, plan: TransferPlan, index: int):
+        self._plan = plan
+        self._index = index
+        self._gate = Gate()
+        self._board = Noticeboard(self._gate, lambda name, value: self._line.say({"note": name, "value": value.hex()}))
+        self._noted = -1  # newest version of which the sender knows that it was taken here
+        self._group: BroadcastGroup | None = None
+        self._arriving: list[Future[None]] = []  # the buckets of the newest update, those to come included
+        self._limit = Deadline(0.0)  # of the newest update
+        host, _, port = plan.address.rpartition(":")
+        try:
+            line = Line(socket.create_connection((host, int(port)), GREETING_SECONDS))
+        except (OSError, ValueError) as error:
+            raise WeightSyncError(
+                f"rollout replica {index} cannot connect to training rank 0 at {plan.address!r}: {error}. "
+                "Transport 'collective' needs hosts that reach each other, on any port."
+            ) from error
+        line.say({"session": plan.session, "receiver": index})
+        welcome = line.hear(GREETING_SECONDS)
+        if welcome is None:
+            line.close()
+            raise WeightSyncError(
+                f"rollout replica {index} was not let in by what waits at {plan.address}: that is not this session's "
+                f"training rank 0, or has a replica {index} already"
+            )
+        self._line = line
+        self._gate.aborted = welcome["aborted"]
+        line.listen(self._heard, lambda: self._gate.close("training rank 0 is gone, or closed the connection"))
+
+    def _heard(self, message: dict[str, Any]) -> None:
+        with self._gate.changed:
+            if "aborted" in message:
+                self._gate.abort(message["aborted"])
+            elif "note" in message:
+                self._board.put(message["note"], bytes.fromhex(message["value"]))
+            elif "noted" in message:
+                self._noted = message["noted"]
+                self._gate.changed.notify_all()
+            else:
+                self._begin(**message)
+
+    def _begin(self, version: int, group: int, seconds: float) -> None:
+        """Take part in an update's first broadcasts, even if it was aborted here: the sender may have begun them."""
+        self._limit = Deadline(seconds)
+        if group and (self._group is None or self._group.number != group):
+            if self._group is not None:
+                self._group.leave()
+            rank, size, nbytes = 1 + self._index, 1 + self._plan.receivers, room(self._plan.bucket_bytes)
+            self._group = BroadcastGroup(self._board, self._line.own_host, rank, size, group, nbytes, self._limit)
+        self._arriving = []
+        for _ in range(SLOTS):
+            self._take_part()
+        self._gate.begun = version
+        self._gate.changed.notify_all()
+
+    def _take_part(self) -> None:
+        """Take part in the next broadcast: its buffer is free."""
+        bucket = len(self._arriving)
+        if self._group is not None and bucket < len(self._plan.buckets):
+            moved = self._group.broadcast(bucket % SLOTS, bucket_nbytes(self._plan, bucket), self._limit)
+            self._arriving.append(moved)
+            moved.add_done_callback(self._wake)
+
+    def _wake(self, moved: Future[None]) -> None:
+        with self._gate.changed:
+            self._gate.changed.notify_all()
+
+    def send(
+        self, version: int, weights: Iterable[tuple[str, torch.Tensor]], deadline_seconds: float
+    ) -> dict[str, str]:
+        """Not for a receiver's end."""
+        raise TypeError("a rollout replica does not send weights")
+
+    def recv(self, version: int, deadline_seconds: float) -> Iterator[WeightChunk]:
+        """See `TransportSession`."""
+        deadline = Deadline(deadline_seconds)
+        try:
+            yield from self._recv(version, deadline)
+        except BaseException:  # GeneratorExit too: a receiver that stops early ends the update for the sender
+            self.abort(version)
+            raise
+
+    def _recv(self, version: int, deadline: Deadline) -> Iterator[WeightChunk]:
+        gate = self._gate
+        with gate.changed:
+            gate.wait(lambda: gate.begun >= version, version, deadline, lambda: "the trainer did not begin to send")
+        for bucket in range(len(self._plan.buckets)):
+            buffer = self._arrived(version, bucket, deadline)
+            yield WeightChunk([(one.name, view) for one, view in views(self._plan, bucket, buffer)])
+            with gate.changed:
+                self._check(version)
+                self._take_part()
+                self._line.say({"version": version, "taken": bucket + 1})
+        with gate.changed:  # what the sender said before it knew is known here then: no abort is missed
+            self._check(version)
+            if self._plan.buckets:
+                said_nothing = "the trainer did not note that all was taken"
+                gate.wait(lambda: self._noted >= version, version, deadline, lambda: said_nothing)
+
+    def _arrived(self, version: int, bucket: int, deadline: Deadline) -> torch.Tensor:
+        """Wait for a bucket; returns the buffer it is in."""
+        gate, count = self._gate, len(self._plan.buckets)
+        with gate.changed:
+            self._check(version)
+            group, moved = self._group, self._arriving[bucket]
+            await_moved(gate, moved, version, deadline, lambda: f"bucket {bucket + 1} of {count} did not arrive")
+        assert group is not None  # a broadcast was asked of it
+        buffer = group.buffers[bucket % SLOTS]
+        if (found := heading(buffer)) != (version, bucket):
+            raise WeightSyncError(
+                f"weight update {version}: expected bucket {bucket + 1}, found bucket {found[1] + 1} of version "
+                f"{found[0]}",
+                [parameter.name for parameter, _ in layout(self._plan, bucket)],
+            )
+        return buffer
+
+    def _check(self, version: int) -> None:
+        """Raise if `version` was aborted, or the sender has begun a newer one."""
+        self._gate.check(version)
+        if self._gate.begun > version:
+            raise WeightSyncError(f"weight update {version} was expected, the trainer is already at {self._gate.begun}")
+
+    def abort(self, version: int) -> None:
+        """See `TransportSession`."""
+        with self._gate.changed:
+            if version > self._gate.aborted:
+                self._gate.abort(version)
+                self._line.say({"aborted": version})
+
+    def close(self) -> None:
+        """See `TransportSession`."""
+        self._gate.close()
+        self._line.close()
+        with self._gate.changed:
+            group = self._group
+        if group is not None:
+            group.leave()
+            group.ended(ENDING_SECONDS)
+
+
+def _listen() -> socket.socket:
+    """A socket that waits for connections on a free port, of every address this host has."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
+
+
+def await_moved(gate: Gate, moved: Future[None], version: int, deadline: Deadline, missing: Callable[[], str]) -> None:
+    """Wait, holding `gate.changed`, for a broadcast.
+
+    Raises:
+        WeightSyncError: see `Gate.wait`; `WeightUpdateAborted` where the broadcast failed, since another rank left.
+    """
+    gate.wait(moved.done, version, deadline, missing)
+    error = moved.exception()
+    if error is not None:
+        said = (str(error) or repr(error)).splitlines()[0]
+        raise WeightUpdateAborted(f"weight update {version}: another end left the broadcast ({said})") from error

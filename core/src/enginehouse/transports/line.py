@@ -1,0 +1,70 @@
+"""JSON messages, both ways, over one TCP connection: what the ends of a transport say to each other about weights."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+LONGEST_MESSAGE = 1 << 16
+
+
+class Line:
+    """One end of a connection.
+
+    Args:
+        connection: connected; closed with the line.
+
+    Attributes:
+        own_host: this side's address, by which the other side is reached.
+    """
+
+    def __init__(self, connection: socket.socket):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connection = connection
+        self._reading = connection.makefile("rb")
+        self._saying = threading.Lock()
+        self.own_host: str = connection.getsockname()[0].removeprefix("::ffff:")  # IPv4, at a socket for both
+
+    def say(self, message: dict[str, Any]) -> None:
+        """Send a message. To an end that is gone it is lost without a word: who listens is told of that."""
+        with self._saying, suppress(OSError):
+            self._connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def hear(self, seconds: float | None) -> dict[str, Any] | None:
+        """The next message; None where the other end is gone, or says nothing for so long, or nonsense."""
+        try:
+            self._connection.settimeout(seconds)
+            said = self._reading.readline(LONGEST_MESSAGE)
+            message = json.loads(said) if said.endswith(b"\n") else None
+            return message if isinstance(message, dict) else None
+        except (OSError, ValueError):
+            return None
+
+    def listen(self, heard: Callable[[dict[str, Any]], None], ended: Callable[[], None]) -> None:
+        """Have each message heard, one after the other, on a thread of its own; then `ended` is called once."""
+
+        def reading() -> None:
+            try:
+                while (message := self.hear(None)) is not None:
+                    heard(message)
+            except Exception:
+                log.exception("a message of a weight transport was not understood")
+            finally:
+                self.close()
+                ended()
+
+        threading.Thread(target=reading, name="weights-line", daemon=True).start()
+
+    def close(self) -> None:
+        """End the connection for both sides. May be called twice, and from any thread."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+        self._reading.close()  # the connection's descriptor goes with the last of the two
