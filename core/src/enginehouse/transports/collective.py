@@ -98,6 +98,7 @@ class CollectiveSender(Sender):
         self._gate = Gate()
         self._board = Noticeboard(self._gate, self._pass_on)
         self._lines: dict[int, Line] = {}
+        self._gone: list[int] = []  # receivers that are not there any more
         self._taken: dict[int, tuple[int, int]] = {}  # by receiver: version, buckets of it that were taken
         self._group: BroadcastGroup | None = None
         self._groups = 0
@@ -128,10 +129,7 @@ class CollectiveSender(Sender):
             self._taken[index] = (-1, 0)
             line.say({"aborted": gate.aborted})
             gate.changed.notify_all()
-        line.listen(
-            lambda message: self._heard(index, message),
-            lambda: gate.close(f"rollout replica {index} is gone, or closed the connection"),
-        )
+        line.listen(lambda message: self._heard(index, message), lambda: self._lost(index))
 
     def _heard(self, index: int, message: dict[str, Any]) -> None:
         with self._gate.changed:
@@ -146,12 +144,25 @@ class CollectiveSender(Sender):
                 if message["taken"] == len(self._plan.buckets):
                     self._lines[index].say({"noted": message["version"]})
 
+    def _lost(self, index: int) -> None:
+        """A receiver is gone, or closed its end. An update of which it has taken everything can do without it."""
+        with self._gate.changed:
+            self._gone.append(index)
+            if self._taken[index] < (self._gate.begun, len(self._plan.buckets)):
+                self._break_off()
+
+    def _break_off(self) -> None:
+        gone = ", ".join(map(str, self._gone))
+        self._gate.close(f"rollout replica {gone} is gone, or closed the connection")
+
     def _pass_on(self, name: str, value: bytes) -> None:
         self._tell({"note": name, "value": value.hex()})
 
     def _send(self, version: int, source: Iterator[tuple[str, torch.Tensor]], deadline: Deadline) -> dict[str, str]:
         gate = self._gate
         with gate.changed:
+            if self._gone:
+                self._break_off()
             gate.begin(version)
             gate.wait(self._all_there, version, deadline, self._absent)
         if not self._plan.buckets:

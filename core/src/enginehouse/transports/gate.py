@@ -33,15 +33,15 @@ class Gate:
             raise WeightUpdateAborted(f"weight update {version}: {self.broken}")
 
     def wait(self, ready: Callable[[], bool], version: int, deadline: Deadline, missing: Callable[[], str]) -> None:
-        """Wait, holding `changed`, until `ready()`.
+        """Wait, holding `changed`, until `ready()`; an end that closes once all it waited for is ready breaks nothing.
 
         Raises:
             WeightUpdateAborted: `version` was aborted, or the connection is broken.
             WeightSyncError: the deadline passed; `missing()` says what did not happen.
         """
         self.changed.wait_for(lambda: ready() or self.aborted >= version or bool(self.broken), deadline.left)
-        self.check(version)
-        if not ready():
+        if self.aborted >= version or not ready():
+            self.check(version)
             raise WeightSyncError(f"weight update {version}: {missing()} within {deadline.seconds:g} s")
 
     def begin(self, version: int) -> None:
