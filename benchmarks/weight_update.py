@@ -45,6 +45,7 @@ def measure(
     runtime: str = "auto",
     bucket_mib: int = 0,
     device: str = "cpu",
+    transport: str = "shared_memory",
 ) -> dict[str, Any]:
     """Update the rollout engine's weights `rounds` times, after two updates that are not counted.
 
@@ -58,6 +59,7 @@ def measure(
         runtime: what the rollout engine runs under, as `engine.runtime` in a config.
         bucket_mib: most MiB to travel at once; 0: as in a run.
         device: `"cpu"` or `"cuda"`.
+        transport: between the two.
 
     Returns:
         `metrics` and `sides`. Metrics, medians over rounds: `transfer_vs_memcpy`, seconds of the copy into memory in
@@ -69,7 +71,8 @@ def measure(
     count = write_model(model, parameters)
     logger.info("%.1f million parameters, %s -> %s", count / 1e6, train, rollout)
     found = Seconds()
-    with placed(str(model), train, rollout, runtime, ranks, replicas, bucket_mib, device) as (actor, served, sync):
+    roles = placed(str(model), train, rollout, runtime, ranks, replicas, bucket_mib, device, transport)
+    with roles as (actor, served, sync):
         logger.info("first update: logprobs differ by %.2g nats", sync.sync(1).effect)
         sync.sync(2)
         for version in range(3, 3 + rounds):
@@ -90,7 +93,10 @@ def measure(
         "update_seconds": statistics.median(found.update),
         "gigabytes_per_second": gigabytes / statistics.median(found.transfer),
     }
-    described = {"train": train, "rollout": engine, "ranks": ranks, "replicas": replicas, "gigabytes": gigabytes}
+    described = {
+        "train": train, "rollout": engine, "transport": transport, "ranks": ranks, "replicas": replicas,
+        "gigabytes": gigabytes,
+    }  # fmt: skip
     return {"metrics": metrics, "sides": rows(found, gigabytes), **described}
 
 
@@ -120,7 +126,15 @@ def rows(found: Seconds, gigabytes: float) -> dict[str, dict[str, float]]:
 
 @contextmanager
 def placed(
-    model: str, train: str, rollout: str, runtime: str, ranks: int, replicas: int, bucket_mib: int, device: str
+    model: str,
+    train: str,
+    rollout: str,
+    runtime: str,
+    ranks: int,
+    replicas: int,
+    bucket_mib: int,
+    device: str,
+    transport: str,
 ) -> Iterator[tuple[Any, Any, Any]]:
     """Start the workers of both roles and connect them; ends them on the way out."""
     from benchmarks.weight_update_workers import TimedRolloutWorker, TimedTrainWorker
@@ -151,7 +165,7 @@ def placed(
             )
         groups["rollout"].launch()
         sync = WeightSync(
-            groups["actor"], groups["rollout"], "shared_memory", timeout=TIMEOUT_SECONDS, probe=PROBE,
+            groups["actor"], groups["rollout"], transport, timeout=TIMEOUT_SECONDS, probe=PROBE,
             effect_check_every=10**9, **bucket_options(bucket_mib),
         )  # fmt: skip
         sync.connect()
