@@ -13,8 +13,10 @@ know how far the others came.
 from __future__ import annotations
 
 import hmac
+import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -41,8 +43,13 @@ from enginehouse.transports.sender import IdleSender, Sender
 if TYPE_CHECKING:
     import torch
 
+log = logging.getLogger(__name__)
+
 GREETING_SECONDS = 15.0
 """How long it may take to connect, and the other end to say who it is."""
+
+PAUSE_SECONDS = 0.2
+"""After a connection that could not be taken."""
 
 ENDING_SECONDS = 1.0
 """How long `close` waits for a group's thread. One that another rank keeps longer ends by itself."""
@@ -111,7 +118,9 @@ class CollectiveSender(Sender):
             while not self._gate.broken:
                 try:
                     line = Line(self._listener.accept()[0])
-                except OSError:
+                except OSError as error:  # too many open files, perhaps
+                    log.warning("a rollout replica's connection could not be taken: %s", error)
+                    time.sleep(PAUSE_SECONDS)
                     continue
                 threading.Thread(target=self._greet, args=(line,), name="weights-greet", daemon=True).start()
 
@@ -119,7 +128,7 @@ class CollectiveSender(Sender):
         """Let a receiver in, if it is one of this session's."""
         said = line.hear(GREETING_SECONDS) or {}
         index: int = said.get("receiver", -1)
-        known = hmac.compare_digest(str(said.get("session")), self._plan.session)
+        known = hmac.compare_digest(str(said.get("session")).encode(), self._plan.session.encode())
         gate = self._gate
         with gate.changed:
             if not known or index not in range(self._plan.receivers) or index in self._lines or gate.broken:
@@ -238,8 +247,8 @@ class CollectiveSender(Sender):
             )
 
         with self._gate.changed:
-            for one in moved:
-                await_moved(self._gate, one, version, deadline, missing)
+            for last in moved[-1:]:  # they end in order, and what follows a failure fails
+                await_moved(self._gate, last, version, deadline, missing)
             self._gate.wait(lambda: not (moved and behind()), version, deadline, missing)
 
     def _tell(self, message: dict[str, Any]) -> None:

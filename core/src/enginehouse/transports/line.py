@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,6 +14,9 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 LONGEST_MESSAGE = 1 << 16
+
+SAYING_SECONDS = 15
+"""How long an end may take no message before the connection is ended: far more are kept for it than an update has."""
 
 
 class Line:
@@ -27,15 +31,19 @@ class Line:
 
     def __init__(self, connection: socket.socket):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SAYING_SECONDS, 0))
         self._connection = connection
         self._reading = connection.makefile("rb")
         self._saying = threading.Lock()
         self.own_host: str = connection.getsockname()[0].removeprefix("::ffff:")  # IPv4, at a socket for both
 
     def say(self, message: dict[str, Any]) -> None:
-        """Send a message. To an end that is gone it is lost without a word: who listens is told of that."""
-        with self._saying, suppress(OSError):
-            self._connection.sendall(json.dumps(message).encode() + b"\n")
+        """Send a message. Where it cannot be sent the connection is ended, which who listens is told of."""
+        try:
+            with self._saying:
+                self._connection.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            self.close()
 
     def hear(self, seconds: float | None) -> dict[str, Any] | None:
         """The next message; None where the other end is gone, or says nothing for so long, or nonsense."""
