@@ -30,7 +30,7 @@ demo: $(VENV)/.installed  ## train a tiny model to sort digits, by GRPO, in abou
 test: $(VENV)/.developer  ## run every test: the quick ones first
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 	@$(MAKE) runtimes
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m slow -n auto --dist loadscope --no-loadscope-reorder --verbose $(ARGS)
 
 runtimes: $(VENV)/.developer  ## make the Python environments of engines that need one of their own
 	$(BIN)/enginehouse runtime create vllm --variant cpu

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 
+import psutil
 import pytest
 from hypothesis import settings
 
@@ -24,8 +26,27 @@ def ray_cluster():
         yield cluster
 
 
+def pytest_xdist_auto_num_workers(config):
+    """How many tests `-n auto` runs at a time: what this machine's cores and memory bear, and a few at most.
+
+    A test may start several processes of an engine, which hold some GiB, and mostly wait for each other.
+    """
+    return max(1, min(os.cpu_count() or 1, psutil.virtual_memory().total // BYTES_PER_TEST, MOST_TESTS_AT_A_TIME))
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Leave tests marked `gpu` out where there is no GPU: they are reported as not run, never as passed."""
+    """Put modules that may take long first, and leave tests marked `gpu` out where there is no GPU.
+
+    What takes long comes first, so that none is left alone at the end where several run at a time. Tests left out are
+    reported as not run, never as passed.
+    """
+    longest = defaultdict(float)
+    for item in items:
+        if timeout := item.get_closest_marker("timeout"):
+            longest[item.path] = max(longest[item.path], timeout.args[0])
+    items.sort(key=lambda item: -longest[item.path])
+
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch
@@ -40,10 +61,23 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_sessionfinish(session, exitstatus):
     """In CI a skipped test is a failed one: what it would have shown was not shown."""
+    if hasattr(session.config, "workeroutput"):  # one of several at a time: the process that reports is told
+        session.config.workeroutput[NOT_RUN_OF_WORKER] = session.config.stash.get(NOT_RUN, [])
+        return
+    option = session.config.option
+    if not os.environ.get("ENGINEHOUSE_TESTS_MUST_RUN"):
+        if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and option.markexpr and not option.keyword:
+            session.exitstatus = pytest.ExitCode.OK  # `make test ARGS=FOLDER`, and the folder has no slow tests, say
+        return
     reporter = session.config.pluginmanager.getplugin("terminalreporter")
-    skipped = reporter.stats.get("skipped", []) if reporter else []
-    if os.environ.get("ENGINEHOUSE_TESTS_MUST_RUN") and skipped and exitstatus == 0:
+    if reporter and reporter.stats.get("skipped") and exitstatus == 0:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    """A worker process has ended; every one of them has collected all tests."""
+    node.config.stash[NOT_RUN] = node.workeroutput.get(NOT_RUN_OF_WORKER, []) if hasattr(node, "workeroutput") else []
 
 
 def pytest_terminal_summary(terminalreporter, config):
@@ -57,3 +91,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 NOT_RUN = pytest.StashKey[list[str]]()
+NOT_RUN_OF_WORKER = "enginehouse_not_run"
+
+BYTES_PER_TEST = 8 << 30
+MOST_TESTS_AT_A_TIME = 4

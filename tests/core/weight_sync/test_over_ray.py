@@ -13,6 +13,7 @@ from enginehouse.controller import StillRunning, start_ray
 from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.train import LossSpec
 from enginehouse.engines.weights import WeightSyncError
+from enginehouse.transports.segment import Segment
 
 from . import faults
 from .roles_for_tests import DEMONSTRATIONS, PROMPTS, dealt, logprobs, open_house
@@ -43,7 +44,22 @@ def separate():
         yield house
 
 
-def test_two_replicas_serve_what_was_sent_and_a_corrupted_bucket_at_one_stops_both(separate):
+@pytest.fixture
+def segments(monkeypatch):
+    """The shared memory of the connections that a test makes; other tests may have some at the same time."""
+    found = []
+    prepare = faults.CorruptingSharedMemory.prepare
+
+    def noted(self, *arguments):
+        plan = prepare(self, *arguments)
+        found.append(Path("/dev/shm", Segment.name_of(plan.session)))
+        return plan
+
+    monkeypatch.setattr(faults.CorruptingSharedMemory, "prepare", noted)
+    return found
+
+
+def test_two_replicas_serve_what_was_sent_and_a_corrupted_bucket_at_one_stops_both(separate, segments):
     sync = separate.connect()
     separate.train()
     assert sync.sync(1).effect < 1e-4
@@ -57,7 +73,8 @@ def test_two_replicas_serve_what_was_sent_and_a_corrupted_bucket_at_one_stops_bo
     assert separate.answers() == answers
     assert sync.sync(3).version == 3
     assert separate.versions() == [3, 3]
-    assert not list(Path("/dev/shm").glob("eh-*"))
+    assert len(segments) == 1
+    assert not segments[0].exists()
 
 
 def test_samples_do_not_depend_on_the_number_of_replicas(separate):
