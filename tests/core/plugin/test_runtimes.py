@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from enginehouse.plugin import RequirementSet, RolloutBackend
@@ -24,12 +28,20 @@ from enginehouse.plugin.runtimes import (
     installed_runtimes,
     make_overlay,
     make_runtime,
+    making,
     recipe,
     remove_runtime,
     state_of,
 )  # fmt: skip
 from enginehouse.plugin.runtimes.ingredients import Recipe, ray_version
+from enginehouse.plugin.runtimes.maker import note_maker
 from enginehouse.plugin.runtimes.store import held, runtime_at
+
+PATIENCE = 120.0
+"""Longest anything may take, in seconds."""
+
+HANG = "import os, time; print('hangs as', os.getpid(), flush=True); time.sleep(3600)"
+"""A program that does not end."""
 
 BACKEND = RolloutBackend(
     name="swift",
@@ -335,6 +347,62 @@ def test_what_was_half_made_under_the_name_is_replaced(home: Path):
     made = make_runtime(small(), name="mine")
     assert made.manifest is not None
     assert not (left / "leftover").exists()
+
+
+def test_who_makes_it_is_waited_for_by_name_and_what_it_made_is_taken():
+    wanted = small()
+    said: list[str] = []
+    with ThreadPoolExecutor(1) as threads:
+        with held(wanted.name):
+            note_maker(wanted.name, since=0.0)
+            told = threading.Event()
+            made = threads.submit(make_runtime, wanted, progress=lambda step, line: (said.append(step), told.set()))
+            assert told.wait(PATIENCE)
+        assert made.result(PATIENCE).manifest is not None
+    assert re.match(rf"waiting for process {os.getpid()}, which has been making it since \d\d:\d\d:\d\d$", said[0])
+
+
+def test_another_process_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(making, "WAIT_SECONDS", 0.0)
+    with (
+        held(small().name),
+        pytest.raises(MakingError, match=r"waiting for another process .*without an end after 0 s"),
+    ):
+        make_runtime(small())
+
+
+def test_a_step_that_hangs_ends_at_its_deadline_by_name(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(making, "_IMPORT", HANG)
+
+    def begin(step: str, line: str) -> None:
+        monkeypatch.setattr(making, "STEP_SECONDS", 0.5 if step == "import json" else PATIENCE)
+
+    with pytest.raises(MakingError, match=r"the step 'import json' did not end within 0\.5 s"):
+        make_runtime(dataclasses.replace(small(), module="json"), progress=begin)
+    assert installed_runtimes() == []
+
+
+def test_what_a_killed_maker_left_running_is_ended_by_the_next(home: Path):
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from core.plugin import test_runtimes as tests\n"
+        "tests.making._IMPORT = tests.HANG\n"
+        "wanted = tests.dataclasses.replace(tests.small(), module='json')\n"
+        "tests.make_runtime(wanted, progress=lambda step, line: print(line, flush=True))"
+    )
+    command = [sys.executable, "-c", program, str(Path(__file__).parents[2])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as maker:
+        assert maker.stdout is not None
+        left = psutil.Process(int(next(line for line in maker.stdout if line.startswith("hangs as ")).split()[-1]))
+        maker.kill()
+    assert left.is_running()
+    try:
+        assert make_runtime(dataclasses.replace(small(), module="json")).manifest is not None
+        psutil.wait_procs([left], PATIENCE)
+        assert not left.is_running()
+    finally:
+        if left.is_running():
+            left.kill()
 
 
 # Requirements

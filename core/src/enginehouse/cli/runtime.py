@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import TYPE_CHECKING
 
 import click
@@ -159,19 +160,33 @@ def _without_runtime(manager: PluginManager, backend: str, error: UserError) -> 
 
 
 def _made_with_progress(wanted: object, name: str | None) -> Runtime:
+    """Make it, saying each step and its seconds; on a terminal also what the step says, and for how long it runs."""
     from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     screen = Console(stderr=True, highlight=False)
-    seen = [""]
-    with screen.status("waiting for another process that makes it") as status:
+    columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    step, since = "", 0.0
+    with Progress(*columns, console=screen, transient=True) as progress:
+        task = progress.add_task("")
 
-        def told(step: str, line: str) -> None:
-            if step != seen[0]:
-                seen[0] = step
-                screen.print(plain(step))
-            status.update(plain(f"{step}: {line}"[: max(screen.width - 4, 20)] if line else step))
+        def told(doing: str, line: str) -> None:
+            nonlocal step, since
+            if doing != step:
+                ended()
+                screen.print(plain(doing))
+                step, since = doing, time.monotonic()
+                progress.reset(task)
+            said = f"{doing}: {line.strip()}" if line else doing
+            progress.update(task, description=said[: max(screen.width - 16, 20)])
 
-        return make_runtime(wanted, name, told)  # type: ignore[arg-type]
+        def ended() -> None:
+            if step:
+                screen.print(f"  {time.monotonic() - since:.0f} s")
+
+        made = make_runtime(wanted, name, told)  # type: ignore[arg-type]
+        ended()
+        return made
 
 
 def _versions(one: Runtime) -> str:

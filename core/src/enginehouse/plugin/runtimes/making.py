@@ -1,7 +1,7 @@
 """Making a runtime: a virtual environment by the standard library, filled by pip, and a manifest when it is whole.
 
 A virtual environment cannot be moved, so it is made where it stays; until the manifest is written, last, it does not
-count as there. One process at a time makes a runtime; others wait for it.
+count as there. One process at a time makes a runtime; others wait for it, and end what one left that was killed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -20,6 +22,7 @@ from typing import IO
 from enginehouse.plugin.requirements import installed_version
 from enginehouse.plugin.runtimes.errors import MakingError
 from enginehouse.plugin.runtimes.ingredients import Recipe
+from enginehouse.plugin.runtimes.maker import END_SECONDS, end_left_step, forget_maker, maker_of, note_maker
 from enginehouse.plugin.runtimes.store import Manifest, Runtime, clear, folder, has_module, held, runtime_at
 
 Progress = Callable[[str, str], None]
@@ -27,6 +30,12 @@ Progress = Callable[[str, str], None]
 
 LINES_IN_ERRORS = 12
 """How many of the last lines of a step that failed its error shows."""
+
+STEP_SECONDS = 7200.0
+"""Longest a step may take: several gigabytes are fetched in one, over whatever connection there is."""
+
+WAIT_SECONDS = 2 * STEP_SECONDS
+"""Longest another process that makes the same runtime is waited for."""
 
 _IMPORT = """
 import importlib, json, sys
@@ -45,25 +54,45 @@ def make_runtime(wanted: Recipe, name: str | None = None, progress: Progress | N
         progress: told what happens.
 
     Raises:
-        MakingError: a step failed; nothing of it is left but its log.
+        MakingError: a step failed or did not end within `STEP_SECONDS`, and nothing of it is left but its log; or
+            another process that makes it did not end within `WAIT_SECONDS`.
     """
     path = folder() / (name or wanted.name)
     told = progress or (lambda step, line: None)
-    with held(path.name, wait=True):
-        there = runtime_at(path)
-        manifest = there.manifest
-        if manifest is not None and manifest.key == wanted.key and _can_start(there, manifest):
-            return there
-        clear(path)
-        log = folder() / ".logs" / f"{path.name}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
+    with held(path.name, WAIT_SECONDS, lambda: told(_waits_for(path.name), "")) as free:
+        if not free:
+            raise MakingError(
+                f"runtime {path.name!r} was not made: {_waits_for(path.name)}, without an end after "
+                f"{WAIT_SECONDS:.0f} s. If it hangs, end it; the same command then begins anew"
+            )
+        end_left_step(path.name)
+        note_maker(path.name, time.time())
         try:
-            with log.open("w", encoding="utf-8") as lines:
-                _make(path, wanted, _Steps(path, log, lines, told))
-        except BaseException:
-            clear(path)
-            raise
-        return runtime_at(path)
+            return _made(path, wanted, told)
+        finally:
+            forget_maker(path.name)
+
+
+def _made(path: Path, wanted: Recipe, told: Progress) -> Runtime:
+    """The runtime in a folder that no other process makes or removes."""
+    there = runtime_at(path)
+    manifest = there.manifest
+    if manifest is not None and manifest.key == wanted.key and _can_start(there, manifest):
+        return there
+    clear(path)
+    log = folder() / ".logs" / f"{path.name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with log.open("w", encoding="utf-8") as lines:
+            _make(path, wanted, _Steps(path, log, lines, told))
+    except BaseException:
+        clear(path)
+        raise
+    return runtime_at(path)
+
+
+def _waits_for(name: str) -> str:
+    return f"waiting for {maker_of(name) or 'another process that makes or removes it'}"
 
 
 def _can_start(runtime: Runtime, manifest: Manifest) -> bool:
@@ -129,12 +158,13 @@ class _Steps:
         self._log = log
         self._lines = lines
         self._progress = progress
+        self._since = time.time()
 
     def run(self, step: str, command: Sequence[str]) -> list[str]:
         """Run a command to its end; returns the lines it said.
 
         Raises:
-            MakingError: it failed.
+            MakingError: it failed, or did not end within `STEP_SECONDS`.
         """
         self._progress(step, "")
         self._lines.write(f"# {step}: {' '.join(command)}\n")
@@ -145,6 +175,16 @@ class _Steps:
             command, cwd=self._path, env=_variables(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
         )  # fmt: skip
+        note_maker(self._path.name, self._since, process.pid)
+        late = threading.Event()
+
+        def end_late() -> None:
+            late.set()
+            _end(process)
+
+        watch = threading.Timer(STEP_SECONDS, end_late)
+        watch.daemon = True
+        watch.start()
         try:
             assert process.stdout is not None
             for line in process.stdout:
@@ -155,11 +195,14 @@ class _Steps:
         except BaseException:
             _end(process)
             raise
+        finally:
+            watch.cancel()
         if code:
             self._lines.flush()
             last = "\n".join(f"    {line}" for line in said[-LINES_IN_ERRORS:])
+            how = f"did not end within {STEP_SECONDS:g} s" if late.is_set() else f"failed (exit code {code})"
             raise MakingError(
-                f"runtime {self._path.name!r} was not made: the step '{step}' failed (exit code {code}). "
+                f"runtime {self._path.name!r} was not made: the step '{step}' {how}. "
                 f"All it said: {self._log}. The end of it:\n{last}"
             )
         return said
@@ -172,9 +215,9 @@ def _variables() -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    for sign in (signal.SIGTERM, signal.SIGKILL):
+    for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, sign)
+            os.killpg(process.pid, number)
         with suppress(subprocess.TimeoutExpired):
-            process.wait(10)
+            process.wait(END_SECONDS)
             return

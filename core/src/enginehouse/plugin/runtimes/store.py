@@ -9,8 +9,9 @@ import json
 import os
 import shutil
 import sysconfig
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -163,12 +164,13 @@ def clear(path: Path) -> None:
 
 
 @contextmanager
-def held(name: str, wait: bool = False) -> Iterator[bool]:
+def held(name: str, seconds: float = 0.0, waiting: Callable[[], None] = lambda: None) -> Iterator[bool]:
     """Keep other processes from making or removing the runtime of a name; yields whether that was free.
 
     Args:
         name: the runtime's name.
-        wait: wait until it is free, instead of yielding False.
+        seconds: how long to wait until it is free, before False is yielded.
+        waiting: called every second meanwhile.
     """
     from filelock import FileLock, Timeout
 
@@ -180,13 +182,19 @@ def held(name: str, wait: bool = False) -> Iterator[bool]:
             "another folder"
         ) from error
     lock = FileLock(folder() / f".{name}.lock")
+    deadline = time.monotonic() + seconds
+    free = False
+    while not free:
+        with suppress(Timeout):
+            lock.acquire(timeout=0)
+            free = True
+        if not free:
+            if time.monotonic() >= deadline:
+                break
+            waiting()
+            time.sleep(max(0.0, min(1.0, deadline - time.monotonic())))
     try:
-        lock.acquire(timeout=-1 if wait else 0)
-    except Timeout:
-        yield False
-        return
-    try:
-        yield True
+        yield free
     finally:
         lock.release()
 
