@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := core/pyproject.toml $(wildcard plugins/*/pyproject.toml)
+# Several tests at a time, as many as the machine bears: tests/conftest.py.
+SEVERAL := -n auto --dist loadscope --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
 help:  ## list the targets
@@ -28,9 +30,9 @@ demo: $(VENV)/.installed  ## train a tiny model to sort digits, by GRPO, in abou
 	@PATH="$(CURDIR)/$(BIN):$$PATH" examples/quickstart/run.sh $(ARGS)
 
 test: $(VENV)/.developer  ## run every test: the quick ones first
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" $(SEVERAL) $(ARGS)
 	@$(MAKE) runtimes
-	$(BIN)/python -m pytest -m slow -n auto --dist loadscope --no-loadscope-reorder --verbose $(ARGS)
+	$(BIN)/python -m pytest -m slow $(SEVERAL) --verbose $(ARGS)
 
 runtimes: $(VENV)/.developer  ## make the Python environments of engines that need one of their own
 	$(BIN)/enginehouse runtime create vllm --variant cpu

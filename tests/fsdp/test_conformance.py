@@ -1,4 +1,4 @@
-"""The `fsdp` backend conforms, at every layout it declares."""
+"""The `fsdp` backend conforms at every layout it declares; where two are combined, in what the other could change."""
 
 from __future__ import annotations
 
@@ -10,3 +10,26 @@ from enginehouse.testing import TrainEngineSuite
 @pytest.mark.slow
 class TestFSDP(TrainEngineSuite):
     backend = "fsdp"
+    layouts = ("single", "shard2", "shard4", "replicas2-shard2", "tp2", "cp2")
+
+
+@pytest.mark.slow
+class TestCombined(TrainEngineSuite):
+    """How rows are cut, rounded and put away is the same on the axes together as on each alone."""
+
+    backend = "fsdp"
+    layouts = ("shard2-tp2", "shard2-cp2")
+    checks = (
+        "logprobs",
+        "gradients",
+        "metrics",
+        "training",
+        "skips_nonfinite",
+        "weights",
+        "export",
+        "checkpoint",
+        "value_head",
+        "lora",
+        "half_precision_cuda",
+        "cuda_memory_freed_by_offload",
+    )

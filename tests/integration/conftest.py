@@ -27,6 +27,9 @@ SMALL = (
 )
 """Overrides of the quickstart's config that make a step as cheap as can be."""
 
+SHORT = ("train.steps=90", "actor.engine.options.schedule=constant", "train.validate_every=0")
+"""Of the quickstart's config: enough steps for the reward to rise well above the first one's."""
+
 Start = Callable[..., RunProcess]
 
 
@@ -65,6 +68,15 @@ def start(house: Path) -> Iterator[Start]:
 
 
 @pytest.fixture(scope="session")
+def warmed_up(start: Start) -> RunProcess:
+    """The quickstart's supervised run, at its end: what learns anything starts from its model."""
+    run = start("sft", config=QUICKSTART / "sft.yaml", name="quickstart-sft")
+    ended = run.finish()
+    assert ended.code == 0, ended.err
+    return run
+
+
+@pytest.fixture(scope="session")
 def train(start: Start) -> Start:
     """Starts a cheap run of the quickstart's config: `train(*overrides)`."""
 
@@ -72,6 +84,18 @@ def train(start: Start) -> Start:
         return start("train", *SMALL, *overrides, env=env)
 
     return begin
+
+
+def assert_rose(run: RunProcess) -> None:
+    """A run with `SHORT` is at its end, and its reward rose."""
+    ended = run.finish()
+    assert ended.code == 0, ended.err
+    assert ended.err == ""
+    rewards = [line["reward/mean"] for line in run.metrics]
+    assert len(rewards) == 90
+    assert sum(rewards[:5]) / 5 < 0.1
+    assert sum(rewards[-5:]) / 5 > 0.3, rewards
+    assert run.record["status"] == "finished"
 
 
 @pytest.fixture(scope="session")

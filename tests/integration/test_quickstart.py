@@ -7,19 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import QUICKSTART, Start
+from .conftest import QUICKSTART, SHORT, Start, assert_rose
 from .run_process import RunProcess
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def warmed_up(start: Start) -> RunProcess:
-    """The supervised run that everything here starts from."""
-    run = start("sft", config=QUICKSTART / "sft.yaml", name="quickstart-sft")
-    ended = run.finish()
-    assert ended.code == 0, ended.err
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -33,15 +24,6 @@ def colocated(start: Start, warmed_up: RunProcess) -> RunProcess:
     return run
 
 
-def assert_learned(run: RunProcess) -> None:
-    first, last = run.validations[0], run.validations[-1]
-    assert (first["step"], last["step"]) == (0, 250)
-    assert first["validation/reward"] <= 0.10
-    assert last["validation/reward"] >= 0.90
-    assert run.record["status"] == "finished"
-    assert run.record["steps"] == 250
-
-
 def test_the_warm_up_lowers_the_loss(warmed_up: RunProcess):
     losses = [line["loss"] for line in warmed_up.metrics]
     assert len(losses) == 100
@@ -50,7 +32,12 @@ def test_the_warm_up_lowers_the_loss(warmed_up: RunProcess):
 
 
 def test_the_quickstart_learns(colocated: RunProcess):
-    assert_learned(colocated)
+    first, last = colocated.validations[0], colocated.validations[-1]
+    assert (first["step"], last["step"]) == (0, 250)
+    assert first["validation/reward"] <= 0.10
+    assert last["validation/reward"] >= 0.90
+    assert colocated.record["status"] == "finished"
+    assert colocated.record["steps"] == 250
     assert colocated.pid("actor") == colocated.pid("rollout")
 
 
@@ -101,10 +88,8 @@ def test_it_learns_too_with_one_changed_line_and_the_rollout_in_another_process(
     changed = [line.replace("placement: auto     ", "placement: separate ") for line in lines]
     assert sum(old != new for old, new in zip(lines, changed, strict=True)) == 1
     (house / QUICKSTART / "separate.yaml").write_text("\n".join(changed))
-    run = start("train", config=QUICKSTART / "separate.yaml")
-    ended = run.finish()
-    assert ended.code == 0, ended.err
-    assert_learned(run)
+    run = start("train", *SHORT, config=QUICKSTART / "separate.yaml")
+    assert_rose(run)
     assert run.pid("actor") != run.pid("rollout")
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from .conftest import QUICKSTART, Start
+from .conftest import Start
+from .run_process import RunProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def test_fsdp_trains_and_vllm_generates_each_in_its_own_environment(start: Start):
-    warm_up = start("sft", config=QUICKSTART / "sft.yaml", name="quickstart-sft").finish(300)
-    assert warm_up.code == 0, warm_up.err
+def test_fsdp_trains_and_vllm_generates_each_in_its_own_environment(start: Start, warmed_up: RunProcess):
     endpoint = "rollout.engine.options.openai_endpoint=loopback"
     run = start("train", "actor.engine.backend=fsdp", "rollout.engine.backend=vllm", endpoint, "train.steps=120")
     ended = run.finish(600)
