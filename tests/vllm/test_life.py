@@ -15,6 +15,7 @@ from openai_client import ask, complete
 from enginehouse.controller import RemoteError, WorkerDied
 from enginehouse.errors import ModelError
 from enginehouse.testing.models import tiny_model
+from enginehouse_vllm.orphans import mapped_by_name
 
 pytestmark = pytest.mark.slow
 
@@ -66,16 +67,19 @@ def test_a_lost_engine_core_is_an_error_of_every_call_at_once(replica, path):
         assert "engine core has died" in refused.value.read().decode()
 
 
-def test_the_processes_of_a_killed_worker_end(replica, path):
+def test_the_processes_of_a_killed_worker_end_and_leave_no_shared_memory(replica, path):
     with replica() as group:
         group.call("launch", path, {"tensor_parallel": 2})
         pid = group.call("pid")[0]
         started = beneath(pid)
         assert len(started) == 3  # the engine core, and a worker for each part of the model
+        shared = {path for process in started for path in mapped_by_name(process.pid)}
+        assert any(path.name.startswith("psm_") for path in shared)  # by which they talk to each other
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(WorkerDied):
             group.call("act", "processes")
         assert psutil.wait_procs(started, timeout=SECONDS)[1] == []
+        assert not [path for path in shared if path.exists()]
 
 
 def test_a_model_that_vllm_cannot_run_is_refused_at_launch(replica, path, tmp_path):
