@@ -24,6 +24,7 @@ is by other weights, and says nothing about the engines.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,8 @@ from enginehouse.rl.kl import token_kl
 
 if TYPE_CHECKING:
     from enginehouse.data import Batch, Ragged
+
+log = logging.getLogger(__name__)
 
 RATIO_BOUND = 2.0
 """`mismatch/outside` counts the tokens that one engine finds more than so many times as likely as the other."""
@@ -87,6 +90,42 @@ def measured(view: TokenView, *, loss: str, arguments: Mapping[str, Any], versio
             int(mask.sum()),
         )
     return replace(value, metrics={**value.metrics, **figures})
+
+
+class MismatchWarnings:
+    """What is said of a run's figures, once each: that the engines are too far apart, and that rows are off-policy.
+
+    Args:
+        tolerance: largest mean absolute difference, in nats, that nothing is said of: that of the effect check.
+    """
+
+    def __init__(self, tolerance: float):
+        self._tolerance = tolerance
+        self._said_apart = self._said_uncompared = False
+
+    def look(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Look at a step's metrics."""
+        compared = metrics.get("mismatch/compared", 1.0)
+        if compared < 1 and not self._said_uncompared:
+            self._said_uncompared = True
+            log.warning(
+                "step %d: %.3g%% of its tokens were drawn with other weights than the rollout was last sent, by the "
+                "version of each row: they are off-policy, and no mismatch/* speaks of them (mismatch/compared)",
+                step,
+                100 * (1 - compared),
+            )
+        difference = metrics.get("mismatch/absolute_mean", 0.0)
+        if difference > self._tolerance and not self._said_apart:
+            self._said_apart = True
+            log.warning(
+                "step %d: the rollout's logprobs differ from the actor's by %.3g nats on average, with the same "
+                "weights by their version (weights.effect_tolerance is %g). A replica may serve other weights than it "
+                "says, or the engines compute differently: `enginehouse parity` compares them. Later steps: mismatch/* "
+                "in the metrics",
+                step,
+                difference,
+                self._tolerance,
+            )
 
 
 def _figures(

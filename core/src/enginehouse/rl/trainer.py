@@ -6,7 +6,6 @@ What runs where is decided elsewhere (`enginehouse.rl.placement`), what an algor
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from enginehouse.rl.generation import outputs_as_sampled, sampling_params
 from enginehouse.rl.kl import token_kl
 from enginehouse.rl.loop import Loop
 from enginehouse.rl.minibatches import assign_minibatches
-from enginehouse.rl.mismatch import measuring, mismatch
+from enginehouse.rl.mismatch import MismatchWarnings, measuring, mismatch
 from enginehouse.rl.placement import Roles, load_tokenizer, place
 from enginehouse.rl.rewards.pool import RewardPool
 from enginehouse.rl.samples import plain, sample_metrics, sample_rows, with_rewards
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from enginehouse.data import Batch, Ragged
     from enginehouse.engines.train import Outputs
     from enginehouse.runs import Progress, RunDirectory
-
-log = logging.getLogger(__name__)
 
 PROBE_SEQUENCES = 4
 """Prompts that trainer and rollout both score when the effect of a weight update is checked."""
@@ -64,7 +61,7 @@ class Trainer(Loop):
         self.advantage = resolve(plan.advantage)
         self.version = 0
         self.former_failures = 0
-        self.said_mismatch = False
+        self.warnings = MismatchWarnings(config.weights.effect_tolerance)
         if plan.resumed:
             self.restore(plan.resumed.loop)
 
@@ -135,7 +132,7 @@ class Trainer(Loop):
                 first = measuring(loss, self.version)
             sent = self.training_batch(batch, step)
             metrics = self.update(step, known, sent, loss, algorithm.minibatches, algorithm.epochs, first)
-            self.warn_of_mismatch(step, metrics)
+            self.warnings.look(step, metrics)
         with phase("sync"):
             synced = self.sync_weights()
         return {**metrics, **synced}
@@ -196,22 +193,6 @@ class Trainer(Loop):
         plugins().observe("weights_updated", run=self, version=report.version, seconds=report.seconds)
         effect = {} if report.effect is None else {"weights/effect": report.effect}
         return {"weights/mib": report.nbytes / 2**20, **effect}
-
-    def warn_of_mismatch(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Say, once a run, that the engines are further apart than a weight update's effect check allows."""
-        difference = metrics.get("mismatch/absolute_mean", 0.0)
-        tolerance = self.config.weights.effect_tolerance
-        if difference <= tolerance or self.said_mismatch:
-            return
-        self.said_mismatch = True
-        log.warning(
-            "step %d: the rollout's logprobs differ from the actor's by %.3g nats on average, with the same weights "
-            "by their version (weights.effect_tolerance is %g). A replica may serve other weights than it says, or the "
-            "engines compute differently: `enginehouse parity` compares them. Later steps: mismatch/* in the metrics",
-            step,
-            difference,
-            tolerance,
-        )
 
     def validate(self, step: int) -> None:
         """Sample one response for each held-out prompt, as in training, and log the mean reward."""
