@@ -9,6 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+
+from enginehouse.cli.main import main
+from enginehouse.plugin import load_plugins
 
 HEAVY = ("torch", "ray", "transformers")
 
@@ -38,9 +42,10 @@ finally:
     {then or "pass"}
 """
         variables = {"PYTHONPATH": str(self.site), "ENGINEHOUSE_BLOCK_PLUGINS": "", **environment}
+        inherited = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
         return subprocess.run(
             [sys.executable, "-c", program],
-            env={**os.environ, **variables},
+            env={**inherited, **variables},
             capture_output=True,
             text=True,
             timeout=120,
@@ -172,6 +177,28 @@ def test_show_says_which_options_it_cannot_import(command_line):
     ended = command_line.run("plugins", "show", "hollow")
     assert ended.returncode == 0
     assert "options cannot be shown: cannot import 'nowhere'" in ended.stdout
+
+
+def test_show_says_what_a_runtime_is_made_of(command_line):
+    source = """
+@hookimpl
+def enginehouse_register_backends(register):
+    register(RolloutBackend(name="swift", engine="nowhere:Engine", options="nowhere:Options",
+                            runtimes={"cpu": RequirementSet(lock="swift:cpu.lock"),
+                                      "cuda": RequirementSet(requirements=("swift-engine>=2", "numpy"))}))
+"""
+    command_line.install("swift", source)
+    said = command_line.run("plugins", "show", "swift").stdout
+    assert "cpu: all that swift:cpu.lock pins" in said
+    assert "cuda: swift-engine>=2, numpy" in said
+
+
+def test_show_of_a_backend_that_is_not_installed_does_not_guess_its_kind(monkeypatch):
+    monkeypatch.setattr("enginehouse.cli.plugins.loaded_plugins", lambda: load_plugins(entry_points=[]))
+    shown = CliRunner().invoke(main, ["plugins", "show", "vllm"])
+    assert shown.exit_code == 2
+    assert "backend 'vllm' is not installed. Try: pip install " in shown.stderr
+    assert "training" not in shown.stderr
 
 
 def test_show_of_an_unknown_name_names_the_nearest_and_exits_with_2(command_line):

@@ -30,7 +30,7 @@ def test_a_name_of_another_kind_is_said_to_be_one():
 def test_a_first_party_backend_that_is_not_installed_gets_the_line_that_installs_it():
     error = lookup_error(load_plugins(entry_points=[]), "rollout", "vllm")
     assert error.reason == "not installed"
-    assert 'pip install "enginehouse[vllm]"' in str(error)
+    assert "vllm" in str(error).partition("Try: pip install ")[2]  # from the checkout, or core's extra from an index
 
 
 def test_training_and_rollout_backends_may_share_a_name():

@@ -113,6 +113,12 @@ def test_without_a_runtime_the_command_that_makes_it_is_named():
         choose_runtime(BACKEND)
 
 
+def test_a_backend_named_for_its_runtime_is_told_the_runtimes_name(home: Path):
+    runtime = made_up(home)
+    with pytest.raises(RuntimeProblem, match=f"'swift' .* is a backend, whose runtimes are {runtime.name}"):
+        choose_runtime(BACKEND, "swift")
+
+
 def test_a_device_that_the_backend_has_no_runtime_for_is_said():
     with pytest.raises(NoRuntime, match=r"it has a runtime for cpu\). Try: pip install \"swift-engine>=2\"$"):
         choose_runtime(BACKEND, "auto", "cuda")
@@ -273,6 +279,21 @@ def test_an_overlay_is_made_once_and_anew_when_a_plugin_came(distributions: Any)
     after = make_overlay()
     assert after.path != before.path
     assert set(before.links) < set(after.links)
+
+
+def test_an_overlay_that_leads_nowhere_and_is_not_new_goes_when_another_is_made(distributions: Any):
+    module = distributions.backend("swift")
+    dead = make_overlay()
+    (distributions.site / f"{module}.py").unlink()
+    distributions.backend("swallow")
+    whole = make_overlay()
+    assert dead.path.is_dir()  # a program that began a moment ago may use it
+    for overlay in (dead, whole):
+        os.utime(overlay.path, (0, 0))
+    distributions.backend("swan")
+    make_overlay()
+    assert not dead.path.exists()
+    assert whole.path.is_dir()
 
 
 def test_the_drivers_installed_packages_are_not_handed_on(home: Path, monkeypatch: pytest.MonkeyPatch):

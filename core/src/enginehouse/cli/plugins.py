@@ -196,7 +196,7 @@ def _unknown(manager: PluginManager, name: str) -> Exception:
     from enginehouse.errors import nearest
     from enginehouse.plugin import PluginLookupError
 
-    error = not_found("train", name, manager.plugins, ())
+    error = not_found(None, name, manager.plugins, ())
     if error.reason != "unknown":
         return error
     names = {plugin.name for plugin in manager.plugins} | {one.record.name for one in manager.providers()}

@@ -15,8 +15,10 @@ from enginehouse.plugin.requirements import Missing, install_line
 LABELS = {"train": "training backend", "rollout": "rollout backend", "transport": "weight transport"}
 
 
-def label(kind: str) -> str:
-    """A kind of record in words."""
+def label(kind: str | None) -> str:
+    """A kind of record in words; None: a backend, for training or rollout."""
+    if kind is None:
+        return "backend"
     return LABELS.get(kind, kind.replace("_", " "))
 
 
@@ -50,18 +52,27 @@ def requirements_missing(backend: Backend, plugin: Plugin, missing: Sequence[Mis
     )
 
 
-def not_found(kind: str, asked: str, plugins: Iterable[Plugin], provided: Sequence[Provided]) -> PluginLookupError:
-    """Nothing usable has the name: a plugin that would have it is not loaded, not installed, or there is none."""
+def not_found(
+    kind: str | None, asked: str, plugins: Iterable[Plugin], provided: Sequence[Provided]
+) -> PluginLookupError:
+    """Nothing usable has the name: a plugin that would have it is not loaded, not installed, or there is none.
+
+    Args:
+        kind: of record; None: a backend, for training or rollout.
+        asked: the name, or `"distribution:name"`.
+        plugins: all there are.
+        provided: what there is to choose from.
+    """
     distribution, name = split_name(asked)
     known = list(plugins)
     for plugin in known:
         if plugin.status != "ok" and _may_provide(plugin, kind, distribution, name):
             return _not_loaded(kind, asked, plugin)
-    installable = _installable(known) if kind in ("train", "rollout") else []
+    installable = _installable(known) if kind in (None, "train", "rollout") else []
     if name in installable:
-        return PluginLookupError(
-            f'{label(kind)} {asked!r} is not installed. Try: pip install "enginehouse[{name}]"', "not installed"
-        )
+        from enginehouse.plugin.runtimes.plugin_install import pip_line
+
+        return PluginLookupError(f"{label(kind)} {asked!r} is not installed. Try: {pip_line(name)}", "not installed")
     choices = {one.record.name for one in provided if one.record.kind == kind}
     said = [f"no {label(kind)} {asked!r}; {nearest(name, choices)}"]
     others = sorted({one.record.kind for one in provided if one.record.name == name and one.record.kind != kind})
@@ -94,13 +105,14 @@ def _installable(known: Sequence[Plugin]) -> list[str]:
     ]
 
 
-def _may_provide(plugin: Plugin, kind: str, distribution: str | None, name: str) -> bool:
+def _may_provide(plugin: Plugin, kind: str | None, distribution: str | None, name: str) -> bool:
     if distribution is not None and not same_distribution(distribution, plugin.distribution):
         return False
-    return distribution is not None or (kind, name) in plugin.withdrawn or plugin.answers_to(name)
+    kinds = ("train", "rollout") if kind is None else (kind,)
+    return distribution is not None or any((one, name) in plugin.withdrawn for one in kinds) or plugin.answers_to(name)
 
 
-def _not_loaded(kind: str, asked: str, plugin: Plugin) -> PluginLookupError:
+def _not_loaded(kind: str | None, asked: str, plugin: Plugin) -> PluginLookupError:
     message = (
         f"{label(kind)} {asked!r}: plugin {plugin.name!r} ({plugin}) is installed but {plugin.status}: {plugin.problem}"
     )

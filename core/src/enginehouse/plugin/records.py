@@ -76,6 +76,9 @@ class RequirementSet:
     lock: str = ""
     module: str = ""
 
+    def __str__(self) -> str:
+        return f"all that {self.lock} pins" if self.lock else ", ".join(self.requirements)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend(Record):

@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +22,9 @@ from pathlib import Path
 from enginehouse.plugin.discovery import GROUP
 from enginehouse.plugin.runtimes.ingredients import CORE
 from enginehouse.plugin.runtimes.store import clear, folder
+
+KEPT_SECONDS = 86400.0
+"""How long an overlay stays, after a program last began to use it, whose packages were removed or installed anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,8 @@ def make_overlay() -> Overlay:
     links = _links()
     key = hashlib.sha256(json.dumps(links, sort_keys=True).encode()).hexdigest()[:16]
     path = folder() / ".overlays" / key
+    with suppress(OSError):  # it is not there yet, or is another user's
+        os.utime(path)
     if not path.is_dir():
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=path.parent))
@@ -53,7 +59,17 @@ def make_overlay() -> Overlay:
             clear(draft)
             if not path.is_dir():
                 raise
+        _remove_dead(path.parent)
     return Overlay(path, links)
+
+
+def _remove_dead(overlays: Path) -> None:
+    """Remove overlays that lead nowhere any more, and that no program began to use within `KEPT_SECONDS`."""
+    for path in overlays.iterdir():
+        with suppress(OSError):  # another process was first
+            dead = any(not link.exists() for link in path.iterdir())
+            if dead and time.time() - path.stat().st_mtime > KEPT_SECONDS:
+                clear(path)
 
 
 def _links() -> dict[str, str]:

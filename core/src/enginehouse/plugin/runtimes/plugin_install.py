@@ -35,7 +35,7 @@ def install_plugin(name: str) -> str:
     """
     what, said = _source(name)
     command = [sys.executable, "-m", "pip", "install", *what]
-    line = "pip install " + " ".join(f'"{one}"' if "[" in one else one for one in what)
+    line = pip_line(name)
     if not os.access(sysconfig.get_path("purelib"), os.W_OK):
         raise RuntimeProblem(
             f"the plugin of {name!r} is not installed, and this environment cannot be written. Run: {line}"
@@ -48,6 +48,11 @@ def install_plugin(name: str) -> str:
         raise MakingError(f"the plugin of {name!r} could not be installed by `{line}`:\n{last}")
     importlib.invalidate_caches()
     return f"installed the plugin of {name!r} into this environment, without its engine: {said}"
+
+
+def pip_line(name: str) -> str:
+    """The line that installs the plugin of one of core's extras, from where core came from: a checkout, or an index."""
+    return "pip install " + " ".join(f'"{one}"' if "[" in one else one for one in _source(name)[0])
 
 
 def _source(name: str) -> tuple[list[str], str]:

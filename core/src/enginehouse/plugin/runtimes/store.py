@@ -138,6 +138,12 @@ def named_runtime(name: str) -> Runtime:
     for runtime in there:
         if runtime.name == name:
             return runtime
+    own = [one.name for one in there if one.manifest is not None and one.manifest.backend == name]
+    if own:
+        raise RuntimeProblem(
+            f"no runtime {name!r} in {folder()}: that is a backend, whose runtimes are {', '.join(own)}. Name one, or "
+            "let `auto` choose"
+        )
     raise RuntimeProblem(
         f"no runtime {name!r} in {folder()}: {nearest(name, [one.name for one in there])}. "
         "`enginehouse runtime create BACKEND` makes one"
