@@ -54,6 +54,12 @@ def test_an_argument_that_the_backend_sets_itself_is_refused(name):
         VLLMOptions(native={name: 1})
 
 
+def test_logprobs_that_no_trainer_can_be_compared_with_are_a_surprise():
+    assert VLLMOptions().surprises() == ()
+    (said,) = VLLMOptions(truncated_logprobs="renormalized").surprises()
+    assert "mismatch/*" in said
+
+
 def test_other_arguments_of_vllm_are_taken_as_they_are():
     assert VLLMOptions(native={"block_size": 32}).native == {"block_size": 32}
 

@@ -347,11 +347,17 @@ def test_roles_that_may_sit_on_several_hosts_get_a_transport_that_reaches(make: 
 
 
 LIMITED = """
+from enginehouse.engines.options import RolloutOptions
 from enginehouse.plugin import *
+
+class Options(RolloutOptions):
+    def surprises(self):
+        return ["it is slow on Mondays"] if self.max_running == 1 else []
+
 @hookimpl
 def enginehouse_register_backends(register):
     register(RolloutBackend(name="limited", engine="nowhere:Engine",
-                            options="enginehouse.engines.options:RolloutOptions", devices=("cpu",)))
+                            options="limited_plugin:Options", devices=("cpu",)))
 """
 
 
@@ -366,10 +372,13 @@ def limited(project: Project) -> PluginManager:
 
 
 def test_what_a_backend_cannot_do_is_switched_off_with_a_note_or_refused(project: Project, limited: PluginManager):
-    config = load_config(project.save(), ["rollout.engine.backend=limited"])
-    planned = plan(config, limited)
+    overrides = ["rollout.engine.backend=limited"]
+    planned = plan(load_config(project.save(), overrides), limited)
     assert planned.effect_check_every == 0
     assert any("the effect of a weight update is not checked" in note for note in planned.notes)
+    assert not any("Mondays" in note for note in planned.notes)
+    slow = plan(load_config(project.save(), [*overrides, "rollout.engine.options.max_running=1"]), limited)
+    assert "rollout.engine.options: it is slow on Mondays" in slow.notes
     stopping = load_config(project.save(), ["rollout.engine.backend=limited", "rollout.sampling.stop=[x]"])
     with pytest.raises(ConfigError, match="cannot stop at strings"):
         plan(stopping, limited)

@@ -136,6 +136,8 @@ def typed_options(
             options.check(processes)
         except UserError as error:
             findings.refuse(f"{key}.engine.options: {error} (options of backend {record.name!r})")
+        for surprise in options.surprises():
+            findings.note(f"{key}.engine.options: {surprise}")
     return {} if options is None else options.model_dump()
 
 

@@ -5,6 +5,7 @@ Light to import: the config checks options before any engine is imported.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -28,6 +29,13 @@ class EngineOptions(BaseModel):
         Raises:
             ConfigError: they do not fit; the message begins with the option and says what would.
         """
+
+    def surprises(self) -> Sequence[str]:
+        """What a user may not have expected of the options, a sentence each; `plan` notes it.
+
+        A backend whose options give something up that others keep overrides it. It imports no engine either.
+        """
+        return ()
 
 
 class TrainOptions(EngineOptions):

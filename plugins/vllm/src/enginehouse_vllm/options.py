@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -48,6 +49,16 @@ class VLLMOptions(RolloutOptions):
         description="Serve the model to OpenAI clients too, at a free port of 127.0.0.1 (loopback) or of the node's "
         "address (node), which others on the network reach; unset: no server",
     )
+
+    def surprises(self) -> Sequence[str]:
+        """See `EngineOptions.surprises`."""
+        if self.truncated_logprobs == "exact":
+            return ()
+        return (
+            "truncated_logprobs is renormalized: under top_p or top_k the rollout's logprobs are those of the kept "
+            "tokens only. The trainer's are not, so mismatch/* and, with algorithm.old_logprobs=rollout, the policy ratio "
+            "compare what differs",
+        )
 
     @field_validator("native")
     @classmethod
