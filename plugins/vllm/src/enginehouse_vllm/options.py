@@ -56,8 +56,8 @@ class VLLMOptions(RolloutOptions):
             return ()
         return (
             "truncated_logprobs is renormalized: under top_p or top_k the rollout's logprobs are those of the kept "
-            "tokens only. The trainer's are not, so mismatch/* and, with algorithm.old_logprobs=rollout, the policy ratio "
-            "compare what differs",
+            "tokens only. The trainer's are not, so mismatch/* and, with algorithm.old_logprobs=rollout, the ratio "
+            "of the policies compare what differs",
         )
 
     @field_validator("native")
