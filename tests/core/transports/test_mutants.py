@@ -22,7 +22,7 @@ MUTANTS = [
     ("StridesIgnored", {"awkward_tensors"}),
     ("SumsOfOthers", {"exact"}),
     ("BucketsJoined", {"two_buckets"}),
-    ("AbortForgotten", {"abort", "abort_before"}),
+    ("AbortForgotten", {"abort", "abort_before", "sender_fails"}),
     ("AbortLasts", {"abort", "abort_before", "sender_fails"}),
     ("LateTaken", {"no_sender"}),
     ("VersionsIgnored", {"versions"}),

@@ -66,6 +66,11 @@ class Link:
         return made
 
     @property
+    def unhurried(self) -> float:
+        """Deadline of what is to be refused before: a deadline that is missed must not be taken for the refusal."""
+        return self.seconds * 10
+
+    @property
     def senders(self) -> int:
         """Training ranks that send: where the reach is one process, each replica has one of its own."""
         return self.receivers if self.record.capabilities == {capabilities.SAME_PROCESS} else 1

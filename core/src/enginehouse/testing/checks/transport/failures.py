@@ -50,7 +50,7 @@ def _aborts(link: Link) -> str:
             version += 1
             where = f"an abort by the {side} after {taken} of {len(connection.plan.buckets)} buckets"
             streams = [one.recv(version, link.seconds) for one in connection.receivers]
-            sending = connection.sending(version, weights.items())
+            sending = connection.sending(version, weights.items(), link.unhurried)
             for _ in range(taken):
                 for stream in streams:
                     next(stream)
@@ -80,7 +80,7 @@ def _aborted_before(link: Link) -> str:
 def _stops_early(link: Link) -> str:
     weights = random_weights(0)
     with link.connect(weights) as connection:
-        sending = connection.sending(1, weights.items())
+        sending = connection.sending(1, weights.items(), link.unhurried)
         streams = [one.recv(1, link.seconds) for one in connection.receivers]
         for stream in streams:
             next(stream)
@@ -121,11 +121,10 @@ def _versions(link: Link) -> str:
     with link.connect(weights) as connection:
         if said := next_is_exact(connection, 5):
             return said
-        unhurried = link.seconds * 10  # a refusal is asked for, not a deadline missed for want of the other end
         for version in (5, 3):
-            if said := all_refused(link, connection.sending(version, weights.items(), unhurried)):
+            if said := all_refused(link, connection.sending(version, weights.items(), link.unhurried)):
                 return f"sending version {version} after 5: {said}"
-        if said := all_refused(link, connection.receiving(4, unhurried)):
+        if said := all_refused(link, connection.receiving(4, link.unhurried)):
             return f"receiving version 4 after 5: {said}"
         return next_is_exact(connection, 6)
 
@@ -135,14 +134,14 @@ def _closed(link: Link) -> str:
         weights = random_weights(0)
         with link.connect(weights) as connection:
             if side == "sender":
-                waiting: list[Future[Any]] = list(connection.receiving(1))
+                waiting: list[Future[Any]] = list(connection.receiving(1, link.unhurried))
                 for session in connection.senders:
                     session.close()
                 said = all_refused(link, waiting)
             else:
                 for session in connection.receivers:
                     session.close()
-                said = all_refused(link, list(connection.receiving(1)))
+                said = all_refused(link, list(connection.receiving(1, link.unhurried)))
         if said:
             return f"closed by the {side}: {said}"
     return ""
@@ -160,7 +159,7 @@ def _sender_fails(link: Link) -> str:
             yield ("not planned", item[1]) if number == 2 else item
 
     with link.connect(weights) as connection:
-        receiving = connection.receiving(1)
+        receiving = connection.receiving(1, link.unhurried)
         others = [connection.senders[index] for index in range(1, len(connection.senders))]
         for other in others:
             other.abort(1)
