@@ -140,7 +140,7 @@ def test_a_plugin_that_is_not_installed_comes_from_where_core_came_from(
     noted["text"] = None
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.1.0")
     assert "from the package index" in install_plugin("swift")
-    assert asked == [["--no-deps", str(checkout / "plugins" / "swift")], ["enginehouse[swift]==0.1.0"]]
+    assert asked == [[str(checkout / "plugins" / "swift")], ["enginehouse[swift]==0.1.0"]]
 
 
 def test_an_environment_that_cannot_be_written_is_left_alone(monkeypatch: pytest.MonkeyPatch):

@@ -60,7 +60,7 @@ def _source(name: str) -> tuple[list[str], str]:
     checkout = _checkout()
     folder = checkout / "plugins" / name if checkout is not None else None
     if folder is not None and (folder / "pyproject.toml").is_file():
-        return ["--no-deps", str(folder)], f"from {folder}"
+        return [str(folder)], f"from {folder}"
     version = metadata.version(CORE)
     return [f"{CORE}[{name}]=={version}"], f"{CORE}[{name}]=={version} from the package index"
 
