@@ -175,9 +175,9 @@ def placed(
 
 def bucket_options(bucket_mib: int) -> dict[str, int]:
     """How `WeightSync` is told the size of buckets."""
-    from enginehouse.transports.buckets import largest_bucket
+    from enginehouse.transports.buckets import BUCKET_BYTES
 
-    return {"bucket_bytes": bucket_mib << 20 if bucket_mib else largest_bucket()}
+    return {"bucket_bytes": bucket_mib << 20 if bucket_mib else BUCKET_BYTES}
 
 
 def beside(env: dict[str, str]) -> dict[str, str]:

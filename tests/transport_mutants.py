@@ -160,8 +160,8 @@ class SegmentLeft(SharedMemoryTransport):
     def connect(self, plan, side, index):
         made = super().connect(plan, side, index)
         if side == "send" and index == 0:
-            LEFT.append(made._ring.segment)
-            made._ring.segment = Kept(made._ring.segment)
+            LEFT.append(made._ledger.segment)
+            made._ledger.segment = Kept(made._ledger.segment)
         return made
 
 

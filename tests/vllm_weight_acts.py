@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from vllm_acts import SMALL, begun, request, running
 
 from enginehouse.controller import Worker, register
+from enginehouse.engines.host_memory import AnonymousMemory, side_by_side
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.rollout import GenerateResult, Health
 from enginehouse.engines.weights import ParamMeta, WeightChunk, WeightState, WeightUpdate
@@ -54,18 +55,50 @@ def weights_of(path: str, dtype: torch.dtype = torch.float32) -> Weights:
     return found
 
 
-async def send(engine: VLLMRollout, weights: Weights, version: int, announced: Weights | None = None) -> None:
-    """Stage `weights`, five tensors at a time, each chunk's memory spoilt after the call."""
+class Lent:
+    """Memory that a version arrives in, as a transport has it; what nobody holds is spoilt."""
+
+    def __init__(self, version: int, weights: Weights, metas: Sequence[ParamMeta]):
+        self.version = version
+        self.offsets, size = side_by_side(metas)
+        self._memory = AnonymousMemory.create("lent", size, "here")
+        self.path = self._memory.path
+        self._all = torch.frombuffer(self._memory.memory, dtype=torch.uint8)
+        self.held = False
+        self.tensors = {name: self._at(name, tensor).copy_(tensor) for name, tensor in weights.items()}
+
+    def _at(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        begin = self.offsets[name]
+        return self._all[begin : begin + like.nbytes].view(like.dtype).view(like.shape)
+
+    def hold(self) -> None:
+        self.held = True
+
+    def release(self) -> None:
+        self.held = False
+        self._all.fill_(255)  # NaN in every dtype
+
+
+LENT: list[Lent] = []
+
+
+async def send(
+    engine: VLLMRollout, weights: Weights, version: int, announced: Weights | None = None, lend: bool = False
+) -> None:
+    """Stage `weights`, five tensors at a time, each chunk's memory spoilt after the call, if it is not held."""
     metas = [
         ParamMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         for name, tensor in (weights if announced is None else announced).items()
     ]
     await engine.start_weight_update(WeightUpdate(version, metas))
-    items = list(weights.items())
+    lent = Lent(version, weights, metas) if lend else None
+    if lent is not None:
+        LENT.append(lent)
+    items = list((weights if lent is None else lent.tensors).items())
     for begin in range(0, len(items), 5):
-        chunk = [(name, tensor.clone()) for name, tensor in items[begin : begin + 5]]
-        await engine.update_weights(WeightChunk(chunk))
-        for _, tensor in chunk:
+        chunk = [(name, tensor if lent else tensor.clone()) for name, tensor in items[begin : begin + 5]]
+        await engine.update_weights(WeightChunk(chunk, memory=lent))
+        for _, tensor in () if lent is not None and lent.held else chunk:
             tensor.fill_(torch.nan)
 
 
@@ -82,10 +115,12 @@ async def draw(engine: VLLMRollout, ids: Sequence[int], tokens: int) -> Generate
     return await engine.generate(request("draw", ids, max_tokens=tokens, temperature=0.0, ignore_eos=True))
 
 
-async def update(engine: VLLMRollout, path: str, version: int, dtype: str = "float32") -> WeightState:
+async def update(
+    engine: VLLMRollout, path: str, version: int, dtype: str = "float32", lend: bool = False
+) -> WeightState:
     """A whole update to the weights of another directory."""
     await engine.pause("wait")
-    await send(engine, weights_of(path, getattr(torch, dtype)), version)
+    await send(engine, weights_of(path, getattr(torch, dtype)), version, lend=lend)
     await engine.finish_weight_update(version)
     await engine.resume()
     return await engine.weight_state()
@@ -108,9 +143,9 @@ async def update_while_frozen(engine: VLLMRollout, path: str, version: int) -> G
     return await task
 
 
-async def stage_and_give_up(engine: VLLMRollout, path: str, version: int) -> WeightState:
+async def stage_and_give_up(engine: VLLMRollout, path: str, version: int, lend: bool) -> WeightState:
     await engine.pause("wait")
-    await send(engine, weights_of(path), version)
+    await send(engine, weights_of(path), version, lend=lend)
     await engine.abort_weight_update()
     await engine.resume()
     return await engine.weight_state()
@@ -158,11 +193,11 @@ async def _finish(engine: VLLMRollout, weights: Weights, version: int, finished:
 
 
 async def fail(
-    engine: VLLMRollout, path: str, version: int, fault: str, always: bool = False
+    engine: VLLMRollout, path: str, version: int, fault: str, always: bool = False, lend: bool = False
 ) -> tuple[str, str, tuple[str, ...]]:
     """An update that goes wrong in vLLM's processes, and with `always` the way back as well; what it raises."""
     await engine.pause("wait")
-    await send(engine, weights_of(path), version)
+    await send(engine, weights_of(path), version, lend=lend)
     source = Version.source
 
     def faulty(self: Version) -> dict[str, Any]:
@@ -185,8 +220,8 @@ def _with_last(told: dict[str, Any], *last: Any) -> dict[str, Any]:
 
 
 FAULTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "changed on the way": lambda told: {**told, "parameters": [[*p[:4], "0" * 16] for p in told["parameters"]]},
-    "gone": lambda told: {**told, "segment": "/proc/self/fd/9999"},
+    "changed on the way": lambda told: {**told, "parameters": [[*p[:5], "0" * 16] for p in told["parameters"]]},
+    "gone": lambda told: {**told, "parameters": [[*p[:3], "/proc/self/fd/9999", *p[4:]] for p in told["parameters"]]},
     "unknown at the end": lambda told: _with_last(told, ["model.nothing.weight", *told["parameters"][-1][1:]]),
     "last one missing": lambda told: _with_last(told),
     "part of a layer missing": lambda told: {
@@ -211,6 +246,20 @@ async def ask_everything(engine: VLLMRollout) -> dict[str, str]:
 
 async def health(engine: VLLMRollout) -> Health:
     return await engine.health()
+
+
+async def held(engine: VLLMRollout) -> list[int]:
+    """The versions that are held in the memory they were lent in."""
+    return [lent.version for lent in LENT if lent.held]
+
+
+async def copies(engine: VLLMRollout) -> int:
+    """How many versions this process has copied to memory of its own, and keeps."""
+    links = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return len({link for link in links if "enginehouse-weights" in link})
 
 
 async def shared_files(engine: VLLMRollout) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 from openai_client import complete
 from torch_rollout_driver import plain_greedy, plain_logprobs
 from vllm_weights_replica import close_to, updated_replica
@@ -62,10 +61,12 @@ def test_version_0_comes_back_after_an_update_that_fails_in_the_midst(act, serve
 
 
 def test_updates_to_and_fro_serve_what_was_sent_each_time(act, serves, versions):
-    for path in (model(1), model(2), model(1), model(2), model(0)):
+    for path, lend in ((1, False), (2, True), (1, True), (2, False), (0, True), (1, True)):
         version = next(versions)
-        assert act("update", path, version) == WeightState(version)
-        serves(path, version)
+        assert act("update", model(path), version, "float32", lend) == WeightState(version)
+        assert act("held") == [version] * lend, "what is served is held, and nothing else"
+        serves(model(path), version)
+    assert act("copies") == 0, "what can be held is not copied, and room for copies not kept"
 
 
 def test_nothing_is_drawn_from_keys_and_values_of_older_weights(act, versions):
@@ -99,15 +100,22 @@ def test_a_frozen_request_goes_on_with_the_new_weights_as_if_they_had_read_it_fr
 
 
 @pytest.mark.parametrize(
-    "fault",
-    ["changed on the way", "gone", "unknown at the end", "last one missing", "part of a layer missing"],
+    ("fault", "lend"),
+    [
+        ("changed on the way", True),
+        ("gone", False),
+        ("unknown at the end", False),
+        ("last one missing", True),
+        ("part of a layer missing", True),
+    ],
 )
-def test_the_version_before_comes_back_after_an_update_that_fails(act, serves, versions, fault):
+def test_the_version_before_comes_back_after_an_update_that_fails(act, serves, versions, fault, lend):
     served = next(versions)
-    act("update", model(2), served)
-    kind, message, parameters = act("fail", model(1), next(versions), fault)
+    act("update", model(2), served, "float32", lend)
+    kind, message, parameters = act("fail", model(1), next(versions), fault, False, lend)
     assert kind == "WeightSyncError"
     assert f"version {served} is served again" in message
+    assert act("held") == [served] * lend
     serves(model(2), served)
     if fault == "part of a layer missing":
         assert any("layers.1.self_attn" in name for name in parameters)
@@ -118,8 +126,9 @@ def test_the_version_before_comes_back_after_an_update_that_fails(act, serves, v
 
 def test_an_update_that_is_given_up_changes_nothing(act, serves, versions):
     served = next(versions)
-    act("update", model(1), served)
-    assert act("stage_and_give_up", model(2), next(versions)) == WeightState(served)
+    act("update", model(1), served, "float32", True)
+    assert act("stage_and_give_up", model(2), next(versions), True) == WeightState(served)
+    assert act("held") == [served]
     serves(model(1), served)
 
 
@@ -161,17 +170,3 @@ def test_a_replica_that_lost_its_model_serves_nothing(act, versions):
     assert kind == "WeightsLost"
     assert "start it anew" in message
     assert act("ask_everything") == dict.fromkeys(("generate", "health", "resume"), "WeightsLost")
-
-
-def test_too_little_memory_is_said_with_both_figures(monkeypatch):
-    import psutil
-
-    from enginehouse.engines.weights import WeightSyncError
-    from enginehouse_vllm.segment import Segment
-
-    free = psutil.virtual_memory()._replace(available=3 << 20)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
-    with pytest.raises(WeightSyncError, match=r"5 MiB of memory are needed .* 3 MiB are free"):
-        Segment(5 << 20)
-    assert Segment(2 << 20).size == 2 << 20
-    assert torch.frombuffer(Segment(1 << 20).memory, dtype=torch.uint8).sum() == 0

@@ -31,10 +31,10 @@ def to_and_fro(act, make, *args):
 def test_a_model_split_over_two_processes_is_updated_on_both_and_comes_back_on_both(ray_cluster, runtime):
     # vLLM can bind processes of one replica to cores of their own only; any two will do.
     with updated_replica(runtime, tied_qwen(0), env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, tensor_parallel=2) as act:
-        for path, logprobs in to_and_fro(act, tied_qwen):
+        for path, logprobs in to_and_fro(act, tied_qwen, "float32", True):  # both map the memory it is lent
             assert close_to(logprobs, plain_logprobs(path, IDS))
         for fault in ("unknown at the end", "gone"):
-            kind, message, _ = act("fail", tied_qwen(1), 9, fault)
+            kind, message, _ = act("fail", tied_qwen(1), 9, fault, False, True)
             assert (kind, "rank 0" in message) == ("WeightSyncError", True)
             assert close_to(act("score", IDS).prompt_logprobs[1:], plain_logprobs(tied_qwen(0), IDS))
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from enginehouse.engines.host_memory import side_by_side
 from enginehouse.engines.weights import (
     ALIGNMENT,
     DTYPE_BYTES,
@@ -16,7 +17,7 @@ from enginehouse.engines.weights import (
     copy_with_checksum,
     pack_buckets,
 )
-from enginehouse.transports.buckets import exhausted, in_plan_order, largest_bucket, layout, plan_transfer
+from enginehouse.transports.buckets import exhausted, in_plan_order, plan_transfer
 
 from .weights import bytes_of, random_tensor
 
@@ -35,16 +36,16 @@ def test_buckets_hold_every_parameter_once_in_order_and_within_the_limit(paramet
         assert len(bucket) == 1 or sum(parameters[i].aligned_nbytes for i in bucket) <= limit
 
 
-@given(parameter_lists, st.integers(1, 4096))
-def test_a_layout_is_aligned_without_overlap_and_fits_the_largest_bucket(parameters, limit):
-    plan = plan_transfer("t", parameters, 1, "s", limit)
-    for bucket in range(len(plan.buckets)):
-        end = 0
-        for parameter, offset in layout(plan, bucket):
-            assert offset % ALIGNMENT == 0
-            assert offset >= end
-            end = offset + parameter.nbytes
-        assert end <= plan.bucket_bytes
+@given(parameter_lists)
+def test_parameters_that_lie_side_by_side_are_aligned_and_do_not_overlap(parameters):
+    offsets, size = side_by_side(parameters)
+    end = 0
+    for parameter in parameters:
+        begin = offsets[parameter.name]
+        assert begin % ALIGNMENT == 0
+        assert begin >= end
+        end = begin + parameter.nbytes
+    assert end <= size
 
 
 @pytest.mark.parametrize(
@@ -94,10 +95,3 @@ def test_a_copy_in_blocks_copies_every_byte_and_has_the_checksum_of_the_whole(sh
     target = torch.zeros(source.shape, dtype=source.dtype)
     assert copy_with_checksum(source, target, block_bytes) == checksum(source)
     assert bytes_of({"": target}) == bytes_of({"": source})
-
-
-@pytest.mark.parametrize(
-    ("free_mib", "bucket_mib"), [(100_000, 64), (512, 64), (256, 32), (64, 8), (1, 1)], ids=lambda mib: f"{mib}M"
-)
-def test_buckets_are_small_where_shared_memory_is(free_mib, bucket_mib):
-    assert largest_bucket(free_mib << 20) == bucket_mib << 20

@@ -11,9 +11,11 @@ import time
 import uuid
 from pathlib import Path
 
+import psutil
 import pytest
 
-from enginehouse.engines.weights import WeightSyncError
+from enginehouse.engines.weights import ParamMeta, WeightSyncError
+from enginehouse.transports.ledger import DESCRIPTOR, PROCESS, Ledger
 from enginehouse.transports.segment import Segment
 from enginehouse.transports.shared_memory import SharedMemoryTransport
 
@@ -118,14 +120,34 @@ def test_a_receiving_process_that_ends_leaves_the_segment_to_others_and_is_silen
     assert not Path("/dev/shm", name).exists()
 
 
-def test_more_shared_memory_than_there_is_is_an_error_that_says_so():
+def test_more_named_memory_than_there_is_is_an_error_that_says_so():
     name = Segment.name_of(uuid.uuid4().hex)
     total = os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize
-    with pytest.raises(
-        WeightSyncError, match=rf"needs {2 * total // 2**20} MiB of shared memory, and \d+ MiB are free"
-    ):
+    with pytest.raises(WeightSyncError, match=rf"needs {2 * total} bytes of /dev/shm, and \d+ are free"):
         Segment.create(name, 2 * total)
     assert not Path("/dev/shm", name).exists()
+
+
+def test_a_model_larger_than_the_memory_is_refused_with_both_figures_when_connected():
+    total = psutil.virtual_memory().total
+    plan = SharedMemoryTransport().prepare([ParamMeta("w", "uint8", (2 * total,))], 1, uuid.uuid4().hex, 512)
+    with pytest.raises(WeightSyncError, match=rf"{2 * total / 2**20:.0f} MiB of memory are needed .* \d+ MiB are free"):
+        SharedMemoryTransport().connect(plan, "send", 0)
+    assert not left_over(plan.session)
+
+
+def test_a_sender_whose_memory_cannot_be_opened_is_told_with_what_is_needed():
+    plan = make_plan(1)
+    sender = SharedMemoryTransport().connect(plan, "send", 0)
+    ledger = Ledger(plan, create=False)
+    ledger[PROCESS] = 2**22 + 1  # as in another PID namespace: no such process here
+    with pytest.raises(WeightSyncError, match=r"/proc/4194305/fd/\d+'?\. .* one PID namespace"):
+        SharedMemoryTransport().connect(plan, "recv", 0)
+    ledger[PROCESS], ledger[DESCRIPTOR] = os.getpid(), os.open(os.devnull, os.O_RDWR)
+    with pytest.raises(WeightSyncError, match="one PID namespace"):
+        SharedMemoryTransport().connect(plan, "recv", 0)
+    os.close(ledger[DESCRIPTOR])
+    sender.close()
 
 
 def test_a_receiver_without_a_sender_on_its_host_is_told_so():

@@ -3,6 +3,7 @@
 Options that all backends share are in `enginehouse.engines.options`, apart, because they import pydantic.
 """
 
+from enginehouse.engines.host_memory import HostMemory
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.engines.rollout import (
@@ -47,6 +48,7 @@ __all__ = [
     "GenerateRequest",
     "GenerateResult",
     "Health",
+    "HostMemory",
     "LossSpec",
     "LossValue",
     "Max",

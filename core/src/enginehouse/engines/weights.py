@@ -16,6 +16,8 @@ from enginehouse.errors import EnginehouseError
 if TYPE_CHECKING:
     import torch
 
+    from enginehouse.engines.host_memory import HostMemory
+
 DTYPE_BYTES = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1, "bool": 1,
@@ -108,10 +110,14 @@ class WeightChunk:
     Attributes:
         tensors: name and tensor, which may view a transport's buffer.
         checksums: `checksum` of each tensor as it arrived, where that has been taken already; else empty.
+        memory: where the tensors lie, if that is memory which other processes of this host can map. An engine that
+            holds it need not copy; one that does not has copied when it asks for the next chunk. Chunks of one update
+            that lie in one piece of memory have one object.
     """
 
     tensors: Sequence[tuple[str, torch.Tensor]]
     checksums: Mapping[str, str] = field(default_factory=dict)
+    memory: HostMemory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +201,8 @@ class TransportSession(Protocol):
         ...
 
     def recv(self, version: int, deadline_seconds: float) -> Iterator[WeightChunk]:
-        """Yield what arrives for `version` until the sender's end; a chunk is valid until the next is asked for.
+        """Yield what arrives for `version` until the sender's end; a chunk is valid until the next is asked for, or for
+        as long as its `memory` is held.
 
         Asking for the next chunk tells the sender that the last one was taken.
 

@@ -18,7 +18,7 @@ from enginehouse.errors import ModelError
 from enginehouse.rl.drawing import drawn_by_group
 from enginehouse.rl.fleet import RolloutFleet
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
-from enginehouse.transports.buckets import largest_bucket
+from enginehouse.transports.buckets import BUCKET_BYTES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -102,7 +102,7 @@ def place(plan: Plan, probe: Sequence[Sequence[int]]) -> Iterator[Roles]:
             groups["actor"],
             replicas,
             plan.transport,
-            bucket_bytes=largest_bucket(),
+            bucket_bytes=BUCKET_BYTES,
             timeout=config.cluster.call_timeout_seconds,
             effect_check_every=plan.effect_check_every,
             effect_tolerance=config.weights.effect_tolerance,

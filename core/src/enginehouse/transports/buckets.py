@@ -7,15 +7,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from enginehouse.engines.weights import ParamMeta, TransferPlan, WeightSyncError, pack_buckets
-from enginehouse.transports.segment import free_bytes
 
 if TYPE_CHECKING:
     import torch
 
-LARGEST_BUCKET = 64 << 20
-SMALLEST_BUCKET = 1 << 20
-SHARE_OF_SHARED_MEMORY = 8
-"""A bucket takes at most an eighth of what is free there: a transfer has two, and Ray's objects lie there as well."""
+BUCKET_BYTES = 64 << 20
+"""Bytes that travel at once, but for larger parameters: enough that a bucket's own cost does not count."""
 
 
 def plan_transfer(
@@ -31,27 +28,6 @@ def plan_transfer(
         receivers=receivers,
         session=session,
     )
-
-
-def largest_bucket(free: int | None = None) -> int:
-    """Bytes that may travel at once, but for larger parameters: 64 MiB, less where shared memory is small.
-
-    Args:
-        free: bytes of shared memory that are free; None looks.
-    """
-    free = free_bytes() if free is None else free
-    return max(min(LARGEST_BUCKET, free // SHARE_OF_SHARED_MEMORY), SMALLEST_BUCKET)
-
-
-def layout(plan: TransferPlan, bucket: int) -> list[tuple[ParamMeta, int]]:
-    """The parameters of a bucket, each with the byte it begins at."""
-    placed = []
-    offset = 0
-    for index in plan.buckets[bucket]:
-        parameter = plan.parameters[index]
-        placed.append((parameter, offset))
-        offset += parameter.aligned_nbytes
-    return placed
 
 
 def in_plan_order(

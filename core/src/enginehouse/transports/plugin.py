@@ -20,7 +20,7 @@ def enginehouse_register_transports(register):
     register(
         Transport(
             name="shared_memory",
-            summary="Between processes of one host, in buckets through shared memory",
+            summary="Between processes of one host, written once into memory that all replicas read",
             transport="enginehouse.transports.shared_memory:SharedMemoryTransport",
             capabilities={SAME_HOST},
         )

@@ -54,9 +54,7 @@ class Segment:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM):
                 raise
             raise WeightSyncError(
-                f"a weight transfer needs {size / 2**20:.0f} MiB of shared memory, and {free_bytes() / 2**20:.0f} MiB "
-                "are free. It needs room for two buckets, each of the size of the largest parameter at least. Enlarge "
-                "/dev/shm (containers: --shm-size)."
+                f"a weight transfer needs {size} bytes of /dev/shm, and {shutil.disk_usage('/dev/shm').free} are free"
             ) from error
 
     @classmethod
@@ -73,16 +71,6 @@ class Segment:
         owner, self._owner = self._owner, None
         if owner is not None:
             owner.unlink()
-
-
-def free_bytes() -> int:
-    """How much shared memory is free; where the system has no place to ask, how much memory is."""
-    try:
-        return shutil.disk_usage("/dev/shm").free
-    except OSError:
-        import psutil
-
-        return psutil.virtual_memory().available
 
 
 def _map(name: str, allocate: bool) -> mmap.mmap:

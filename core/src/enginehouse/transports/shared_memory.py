@@ -1,59 +1,58 @@
-"""Weights between processes of one host, through shared memory: one sender, any number of receivers.
+"""Weights between processes of one host: one sender writes a version once, and all receivers read it where it lies.
 
-Training rank 0 makes one segment: a header and two buckets. It copies parameters into one bucket while the receivers
-read the other as tensors that view the segment. The header counts: each published bucket has a sequence number,
-and each receiver says which it took last; a bucket is used again when all have taken it.
+Training rank 0 writes each version into an *area*, memory as large as the model that no receiver holds. Receivers read
+it bucket by bucket as it is written, as tensors that view the area. An engine that holds the area (`HostMemory`) need
+not copy it; the next version is then written into another. So there are mostly two, one served and one being written,
+whatever the number of receivers; one, where nobody holds any; and one more whenever all are held.
 
-Once every receiver is attached the segment's name is removed, so that nothing is left over whoever is killed; before
-that, Python's resource tracker removes it.
+Areas have no names, so nothing is left over whoever is killed. What both ends say to each other (`Ledger`) lies in a
+little shared memory with a name, which is removed once every receiver is attached; before that, Python's resource
+tracker removes it.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from enginehouse.engines.weights import (
-    ALIGNMENT,
     ParamMeta,
     TransferPlan,
     TransportSession,
     WeightChunk,
     WeightSyncError,
-    WeightUpdateAborted,
     copy_with_checksum,
 )
-from enginehouse.transports.buckets import in_plan_order, layout, plan_transfer
+from enginehouse.transports.area import Area, AreaHold
+from enginehouse.transports.buckets import in_plan_order, plan_transfer
 from enginehouse.transports.deadline import Deadline
-from enginehouse.transports.segment import Segment
+from enginehouse.transports.ledger import (
+    AREA,
+    ATTACHED,
+    BEGUN,
+    CLOSED,
+    DESCRIPTOR,
+    FIRST,
+    HOLDS,
+    OPENED,
+    PROCESS,
+    TAKEN,
+    WRITTEN,
+    Ledger,
+)
 from enginehouse.transports.sender import IdleSender, Sender
 
 if TYPE_CHECKING:
     import torch
 
-SLOTS = 2
-"""Buckets in the segment: one is written while the other is read."""
-
-_WORD = 8
-_LINE = ALIGNMENT // _WORD  # words in a cache line; what different processes write lies in different lines
-
-# Words of the header's lines
-_BEGUN, _FIRST, _CLOSED = 0, 1, 2  # line 0: newest update begun, sequence number of its first bucket, sender gone
-_ABORTED = 0  # line 1: updates up to this version fail; the one word both sides write
-_SEQUENCE, _VERSION, _BUCKET = 0, 1, 2  # a line for each slot: sequence number, version, number of the bucket
-_ATTACHED, _TAKEN = 0, 1  # a line for each receiver: it is there, sequence number of the last bucket it took
-
-_POLLS_BEFORE_NAPPING = 50
-_SHORTEST_NAP_SECONDS = 20e-6
-_LONGEST_NAP_SECONDS = 1e-3
-_NAP_SHARE = 1 / 32
-"""A nap is this part of the wait until then: so much later than necessary a wait ends at most."""
+AHEAD = 2
+"""Buckets written before one was taken: a trainer that gathers what it sends gathers no faster than it is wanted."""
 
 
 class SharedMemoryTransport:
-    """Copies weights through shared memory to all rollout replicas of the host."""
+    """Writes weights once into memory that all rollout replicas of the host read."""
 
     def prepare(self, parameters: Sequence[ParamMeta], receivers: int, session: str, bucket_bytes: int) -> TransferPlan:
         """See `WeightTransport`."""
@@ -63,127 +62,11 @@ class SharedMemoryTransport:
         """See `WeightTransport`.
 
         Raises:
-            WeightSyncError: not enough shared memory, or the sender is on another host.
+            WeightSyncError: not enough memory for a version, or the sender's cannot be opened from this process.
         """
         if side == "send":
             return SharedMemorySender(plan) if index == 0 else IdleSender()
         return SharedMemoryReceiver(plan, index)
-
-
-class Ring:
-    """The segment's layout: a header of counters, and `SLOTS` buckets."""
-
-    def __init__(self, plan: TransferPlan, create: bool):
-        import torch
-
-        self.plan = plan
-        self._data_begin = (2 + SLOTS + plan.receivers) * ALIGNMENT
-        name = Segment.name_of(plan.session)
-        if create:
-            self.segment = Segment.create(name, self._data_begin + SLOTS * plan.bucket_bytes)
-        else:
-            self.segment = Segment.attach(name)
-        self._words = memoryview(self.segment.memory).cast("q")
-        self._bytes = torch.frombuffer(self.segment.memory, dtype=torch.uint8)
-        self._views: dict[tuple[int, int], list[tuple[ParamMeta, torch.Tensor]]] = {}
-        self._fence = threading.Lock()
-        self.closed = False  # this end
-        if create:
-            self.begun = self.aborted = -1
-
-    def __getitem__(self, at: tuple[int, int]) -> int:
-        line, word = at
-        return self._words[line * _LINE + word]
-
-    def __setitem__(self, at: tuple[int, int], value: int) -> None:
-        line, word = at
-        self._words[line * _LINE + word] = value
-
-    def slot(self, sequence: int) -> int:
-        """Header line of the slot that bucket `sequence` goes through."""
-        return 2 + sequence % SLOTS
-
-    def receiver(self, index: int) -> int:
-        """Header line of a receiver."""
-        return 2 + SLOTS + index
-
-    @property
-    def begun(self) -> int:
-        """Version of the newest update begun."""
-        return self[0, _BEGUN]
-
-    @begun.setter
-    def begun(self, version: int) -> None:
-        self[0, _BEGUN] = version
-
-    @property
-    def aborted(self) -> int:
-        """Updates up to this version fail."""
-        return self[1, _ABORTED]
-
-    @aborted.setter
-    def aborted(self, version: int) -> None:
-        self[1, _ABORTED] = version
-
-    def fence(self) -> None:
-        """Order memory accesses before and after, as other processes see them (needed off x86).
-
-        Python has no memory barrier, but a lock is one in each direction, and two in a row are a full one.
-        """
-        for _ in range(2):
-            with self._fence:
-                pass
-
-    def views(self, sequence: int, bucket: int) -> list[tuple[ParamMeta, torch.Tensor]]:
-        """The parameters of `bucket` as tensors that view the slot of `sequence`."""
-        import torch
-
-        key = (sequence % SLOTS, bucket)
-        if key not in self._views:
-            begin = self._data_begin + key[0] * self.plan.bucket_bytes
-            self._views[key] = [
-                (
-                    parameter,
-                    self._bytes[begin + offset : begin + offset + parameter.nbytes]
-                    .view(getattr(torch, parameter.dtype))
-                    .view(parameter.shape),
-                )
-                for parameter, offset in layout(self.plan, bucket)
-            ]
-        return self._views[key]
-
-    def wait(self, ready: Callable[[], bool], version: int, deadline: Deadline, missing: Callable[[], str]) -> None:
-        """Poll until `ready()`.
-
-        Raises:
-            WeightUpdateAborted: `version` was aborted, or an end is closed.
-            WeightSyncError: the deadline passed; `missing()` says what did not happen.
-        """
-        polls = 0
-        begun = time.monotonic()
-        self.check(version)
-        while not ready():
-            self.check(version)
-            if deadline.passed:
-                raise WeightSyncError(f"weight update {version}: {missing()} within {deadline.seconds:g} s")
-            if polls < _POLLS_BEFORE_NAPPING:
-                polls += 1
-                time.sleep(0)
-            else:
-                nap = (time.monotonic() - begun) * _NAP_SHARE
-                time.sleep(min(max(nap, _SHORTEST_NAP_SECONDS), _LONGEST_NAP_SECONDS))
-        self.fence()
-
-    def check(self, version: int) -> None:
-        """Raise `WeightUpdateAborted` if `version` was aborted or an end is closed."""
-        if self.aborted >= version:
-            raise WeightUpdateAborted(f"weight update {version} was aborted")
-        if self.closed or self[0, _CLOSED]:
-            raise WeightUpdateAborted(f"weight update {version}: the connection was closed")
-
-    def abort(self, version: int) -> None:
-        """Make updates up to `version` fail on every side."""
-        self.aborted = max(self.aborted, version)
 
 
 class SharedMemorySender(Sender):
@@ -191,71 +74,91 @@ class SharedMemorySender(Sender):
 
     def __init__(self, plan: TransferPlan):
         self._plan = plan
-        self._ring = Ring(plan, create=True)
-        self._sequence = 0  # of the last bucket published
+        self._written = 0  # number of the last bucket written
+        self._serial = 0  # of the last area made
+        self._areas: list[Area] = [self._another()]
+        self._ledger = ledger = Ledger(plan, create=True)
+        ledger[PROCESS] = os.getpid()
+        self._tell(self._areas[0])
+
+    def _another(self) -> Area:
+        area = Area.create(self._plan, self._serial + 1)
+        self._serial += 1
+        return area
+
+    def _tell(self, area: Area) -> None:
+        """Say where an area is."""
+        self._ledger[AREA] = area.serial
+        self._ledger[DESCRIPTOR] = area.descriptor
+
+    def _unheld(self) -> Area:
+        """An area nobody holds, a new one if need be; gives back what is free beside it."""
+        held = self._ledger.held()
+        free = [area for area in self._areas if area.serial not in held] or [self._another()]
+        self._areas = [area for area in self._areas if area.serial in held] + free[:1]
+        return free[0]
 
     def _send(self, version: int, source: Iterator[tuple[str, torch.Tensor]], deadline: Deadline) -> dict[str, str]:
-        ring = self._ring
-        if version <= ring.begun:
-            raise WeightSyncError(f"weight update {version} is not newer than {ring.begun}, the last one begun")
-        ring.check(version)
-        first = self._sequence + 1
-        ring[0, _FIRST] = first
-        ring.fence()
-        ring.begun = version
+        ledger = self._ledger
+        if version <= ledger.begun:
+            raise WeightSyncError(f"weight update {version} is not newer than {ledger.begun}, the last one begun")
+        ledger.check(version)
+        ledger[BEGUN] = version  # from here on nobody can come to hold what was written before
+        ledger.fence()
+        area = self._unheld()
+        self._tell(area)
+        first = ledger[FIRST] = self._written + 1
+        ledger.fence()
+        ledger[OPENED] = version
         sums: dict[str, str] = {}
         planned = in_plan_order(self._plan, source)
         for bucket in range(len(self._plan.buckets)):
-            sequence = self._sequence + 1
-            if sequence - SLOTS >= first:
-                self._wait_taken(sequence - SLOTS, first, version, deadline)
+            number = first + bucket
+            if bucket >= AHEAD:
+                self._wait_taken(number - AHEAD, first, version, deadline)
             self._drop_name()
-            slot = ring.slot(sequence)
-            ring[slot, _SEQUENCE] = 0  # readers of an aborted update see that what they read is no longer theirs
-            ring.fence()
-            for _, view in ring.views(sequence, bucket):
+            for _, view in area.views(bucket):
                 parameter, tensor = next(planned)
                 tensor = tensor.detach().to("cpu").contiguous()
                 sums[parameter.name] = copy_with_checksum(tensor, view)
-            ring.check(version)
-            ring[slot, _VERSION] = version
-            ring[slot, _BUCKET] = bucket
-            ring.fence()
-            ring[slot, _SEQUENCE] = self._sequence = sequence
+            ledger.check(version)
+            ledger.fence()
+            ledger[WRITTEN] = self._written = number
         for _ in planned:  # raises where there is more than was planned
             pass
-        self._wait_taken(self._sequence, first, version, deadline)
+        self._wait_taken(self._written, first, version, deadline)
         return sums
 
     def _drop_name(self) -> None:
-        """Once nobody needs the segment's name any more, remove it: what has no name cannot be left over."""
-        ring = self._ring
-        if all(ring[ring.receiver(index), _ATTACHED] for index in range(self._plan.receivers)):
-            ring.segment.unlink()
+        """Once nobody needs the ledger's name any more, remove it: what has no name cannot be left over."""
+        ledger = self._ledger
+        if all(ledger[ledger.line(index), ATTACHED] for index in range(self._plan.receivers)):
+            ledger.segment.unlink()
 
-    def _wait_taken(self, sequence: int, first: int, version: int, deadline: Deadline) -> None:
-        ring = self._ring
+    def _wait_taken(self, number: int, first: int, version: int, deadline: Deadline) -> None:
+        ledger = self._ledger
 
         def behind() -> list[int]:
-            return [i for i in range(self._plan.receivers) if ring[ring.receiver(i), _TAKEN] < sequence]
+            return [i for i in range(self._plan.receivers) if ledger[ledger.line(i), TAKEN] < number]
 
         def missing() -> str:
             late = ", ".join(
-                f"{index}{'' if ring[ring.receiver(index), _ATTACHED] else ' (never connected)'}" for index in behind()
+                f"{index}{'' if ledger[ledger.line(index), ATTACHED] else ' (never connected)'}" for index in behind()
             )
-            return f"rollout replica {late} did not take bucket {sequence - first + 1} of {len(self._plan.buckets)}"
+            return f"rollout replica {late} did not take bucket {number - first + 1} of {len(self._plan.buckets)}"
 
         if len(self._plan.buckets):
-            ring.wait(lambda: not behind(), version, deadline, missing)
+            ledger.wait(lambda: not behind(), version, deadline, missing)
 
     def abort(self, version: int) -> None:
         """See `TransportSession`."""
-        self._ring.abort(version)
+        self._ledger.abort(version)
 
     def close(self) -> None:
-        """See `TransportSession`. The memory goes with the last tensor that views it."""
-        self._ring[0, _CLOSED] = 1
-        self._ring.segment.unlink()
+        """See `TransportSession`. An area goes with the last receiver that holds it."""
+        self._ledger[CLOSED] = 1
+        self._ledger.segment.unlink()
+        self._areas.clear()
 
 
 class SharedMemoryReceiver:
@@ -263,15 +166,19 @@ class SharedMemoryReceiver:
 
     def __init__(self, plan: TransferPlan, index: int):
         self._plan = plan
+        self._index = index
         try:
-            self._ring = Ring(plan, create=False)
+            self._ledger = Ledger(plan, create=False)
         except FileNotFoundError as error:
             raise WeightSyncError(
                 f"rollout replica {index} does not see the shared memory of training rank 0. Transport 'shared_memory' "
                 "needs both on one host; choose another transport."
             ) from error
-        self._line = self._ring.receiver(index)
-        self._ring[self._line, _ATTACHED] = 1
+        self._line = self._ledger.line(index)
+        self._areas: list[Area] = []  # mapped: the latest, and those held
+        self._words = deque(HOLDS)  # of the line, not in use
+        self._area()  # what cannot be opened is better known now than at the first update
+        self._ledger[self._line, ATTACHED] = 1
 
     def send(
         self, version: int, weights: Iterable[tuple[str, torch.Tensor]], deadline_seconds: float
@@ -280,7 +187,8 @@ class SharedMemoryReceiver:
         raise TypeError("a rollout replica does not send weights")
 
     def recv(self, version: int, deadline_seconds: float) -> Iterator[WeightChunk]:
-        """See `TransportSession`."""
+        """See `TransportSession`. All chunks of an update have one `memory`; none, where an engine goes on using the
+        objects of more than a few updates."""
         deadline = Deadline(deadline_seconds)
         try:
             yield from self._recv(version, deadline)
@@ -289,42 +197,79 @@ class SharedMemoryReceiver:
             raise
 
     def _recv(self, version: int, deadline: Deadline) -> Iterator[WeightChunk]:
-        ring = self._ring
+        ledger = self._ledger
         count = len(self._plan.buckets)
-        ring.wait(lambda: ring.begun >= version, version, deadline, lambda: "the trainer did not begin to send")
-        if ring.begun > version:
-            raise WeightSyncError(f"weight update {version} was expected, the trainer is already at {ring.begun}")
-        first = ring[0, _FIRST]
+        ledger.wait(
+            lambda: ledger[OPENED] >= version or ledger.begun > version,
+            version,
+            deadline,
+            lambda: "the trainer did not begin to send",
+        )
+        self._check_newest(version)
+        first, area = self._opened(version)
+        memory = AreaHold(area, version, ledger, self._line, self._words) if self._words else None
         for bucket in range(count):
-            sequence = first + bucket
-            slot = ring.slot(sequence)
+            number = first + bucket
             arrived = f"bucket {bucket + 1} of {count}"
-            ring.wait(
-                lambda slot=slot, sequence=sequence: ring[slot, _SEQUENCE] >= sequence,  # type: ignore[misc]
+            ledger.wait(
+                lambda number=number: ledger[WRITTEN] >= number,  # type: ignore[misc]
                 version,
                 deadline,
                 lambda arrived=arrived: f"{arrived} did not arrive",  # type: ignore[misc]
             )
-            self._check_slot(slot, sequence, version, bucket)
-            yield WeightChunk([(parameter.name, view) for parameter, view in ring.views(sequence, bucket)])
-            ring.check(version)
-            self._check_slot(slot, sequence, version, bucket)
-            ring[self._line, _TAKEN] = sequence
+            self._check_newest(version)
+            yield WeightChunk([(parameter.name, view) for parameter, view in area.views(bucket)], memory=memory)
+            ledger.check(version)
+            ledger.fence()
+            self._check_newest(version)
+            ledger[self._line, TAKEN] = number
 
-    def _check_slot(self, slot: int, sequence: int, version: int, bucket: int) -> None:
-        ring = self._ring
-        found = (ring[slot, _SEQUENCE], ring[slot, _VERSION], ring[slot, _BUCKET])
-        if found != (sequence, version, bucket):
-            raise WeightSyncError(
-                f"weight update {version}: expected bucket {bucket + 1} (sequence {sequence}), found bucket "
-                f"{found[2] + 1} of version {found[1]} (sequence {found[0]})",
-                [parameter.name for parameter, _ in layout(self._plan, bucket)],
-            )
+    def _check_newest(self, version: int) -> None:
+        """See that the sender is not at another update: what was read would not be of this one."""
+        begun = self._ledger.begun
+        if begun != version:
+            raise WeightSyncError(f"weight update {version} was expected, the trainer is already at {begun}")
+
+    def _opened(self, version: int) -> tuple[int, Area]:
+        """The number of the update's first bucket, and the area it arrives in."""
+        ledger = self._ledger
+        first = ledger[FIRST]
+        try:
+            area = self._area()
+        except WeightSyncError:
+            self._check_newest(version)  # then it is no wonder
+            raise
+        ledger.fence()
+        self._check_newest(version)
+        return first, area
+
+    def _area(self) -> Area:
+        """The area the sender writes to, mapped.
+
+        Raises:
+            WeightSyncError: it cannot be opened.
+        """
+        serial = self._ledger[AREA]
+        found = next((area for area in self._areas if area.serial == serial), None)
+        if found is None:
+            path = f"/proc/{self._ledger[PROCESS]}/fd/{self._ledger[DESCRIPTOR]}"
+            try:
+                found = Area.attach(self._plan, path, serial)
+            except OSError as error:
+                raise WeightSyncError(
+                    f"rollout replica {self._index} cannot map the memory of training rank 0: {error}. Transport "
+                    "'shared_memory' needs both to be processes of one user that see each other in /proc (containers: "
+                    "one PID namespace); choose another transport."
+                ) from error
+        held = {self._ledger[self._line, word] for word in HOLDS}
+        self._areas = [found, *(area for area in self._areas if area.serial in held and area is not found)]
+        return found
 
     def abort(self, version: int) -> None:
         """See `TransportSession`."""
-        self._ring.abort(version)
+        self._ledger.abort(version)
 
     def close(self) -> None:
-        """See `TransportSession`."""
-        self._ring.closed = True
+        """See `TransportSession`. What is held stays."""
+        self._ledger.closed = True
+        self._areas.clear()

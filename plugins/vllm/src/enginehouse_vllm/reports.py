@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from mmap import mmap
 from typing import Any
 
+from enginehouse.engines.host_memory import AnonymousMemory
 from enginehouse.engines.weights import WeightSyncError
-from enginehouse_vllm.segment import Segment, attach
 
+LABEL = "enginehouse-reports"
 PAGE = 1 << 14
 """Bytes each rank may write."""
 
@@ -28,14 +28,14 @@ class Reports:
     """
 
     def __init__(self, ranks: int):
-        self._segment = Segment(ranks * PAGE)
+        self._pages = AnonymousMemory.create(LABEL, ranks * PAGE, "for the reports of vllm's processes")
         self._ranks = ranks
-        self.path = self._segment.path
+        self.path = self._pages.path
 
     def clear(self) -> None:
         """Expect new ones."""
         for rank in range(self._ranks):
-            self._segment.memory[rank * PAGE : rank * PAGE + _LENGTH] = bytes(_LENGTH)
+            self._pages.memory[rank * PAGE : rank * PAGE + _LENGTH] = bytes(_LENGTH)
 
     def check(self, where: str, doing: str) -> None:
         """See that every rank did what it was told.
@@ -45,11 +45,11 @@ class Reports:
         """
         for rank in range(self._ranks):
             begin = rank * PAGE
-            length = int.from_bytes(self._segment.memory[begin : begin + _LENGTH], "little")
+            length = int.from_bytes(self._pages.memory[begin : begin + _LENGTH], "little")
             who = f"{where}: vllm" + (f" rank {rank}" if self._ranks > 1 else "")
             if not length:
                 raise WeightSyncError(f"{who} did not {doing}: it says nothing")
-            said = json.loads(self._segment.memory[begin + _LENGTH : begin + _LENGTH + length])
+            said = json.loads(self._pages.memory[begin + _LENGTH : begin + _LENGTH + length])
             if said is not None:
                 raise WeightSyncError(f"{who} could not {doing}: {said['error']}", said["parameters"])
 
@@ -63,7 +63,7 @@ class Reporter:
     """
 
     def __init__(self, path: str, rank: int):
-        self._memory: mmap = attach(path)
+        self._memory = AnonymousMemory.attach(path, LABEL).memory
         self._begin = rank * PAGE
 
     def of(self, work: Callable[[], Any]) -> bool:

@@ -1,13 +1,13 @@
 """vLLM's end of a weight update: a weight-transfer engine that runs in each of vLLM's worker processes.
 
-It takes a version from memory that the process above it filled (`weights.py`), or from a directory. On a GPU vLLM's own
+It takes a version from memory that the process above it names (`weights.py`), or from a directory. On a GPU vLLM's own
 `ipc` and `nccl` engines would be the quicker way; this one works wherever the two processes share a host.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from mmap import mmap
 from pathlib import Path
@@ -22,6 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from enginehouse.engines.host_memory import private_copy
 from enginehouse.engines.weights import WeightSyncError, checksum
 from enginehouse_vllm.reload_repairs import (
     Shared,
@@ -33,7 +34,6 @@ from enginehouse_vllm.reload_repairs import (
     unloaded_parameters,
 )
 from enginehouse_vllm.reports import Reporter
-from enginehouse_vllm.segment import attach
 
 NAME = "enginehouse"
 """What vLLM knows this engine by, in its `weight_transfer_config`."""
@@ -42,11 +42,11 @@ NAME = "enginehouse"
 def register() -> None:
     """Entry point `vllm.general_plugins`: vLLM calls it in each of its processes, in some of them more than once."""
     if NAME not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(NAME, SegmentTransfer)
+        WeightTransferEngineFactory.register_engine(NAME, MemoryTransfer)
 
 
 @dataclass
-class SegmentInit(WeightTransferInitInfo):
+class MemoryInit(WeightTransferInitInfo):
     """Once, before the first update.
 
     Attributes:
@@ -57,46 +57,44 @@ class SegmentInit(WeightTransferInitInfo):
 
 
 @dataclass
-class SegmentUpdate(WeightTransferUpdateInfo):
+class MemoryUpdate(WeightTransferUpdateInfo):
     """A step of an update.
 
     Attributes:
         step: `"check"`: see that a version is there, whole, and touch nothing; `"load"`: load it.
-        segment: path of the `Segment` that holds it; empty: it is in `directory`.
-        parameters: its parameters: name, dtype, shape, first byte in the segment, checksum.
-        directory: a model directory with safetensors.
+        parameters: its parameters: name, dtype, shape, path of the memory that holds it, first byte there, checksum.
+        directory: instead of them, a model directory with safetensors.
     """
 
     step: Literal["check", "load"]
-    segment: str = ""
     parameters: list[Any] = field(default_factory=list)
     directory: str = ""
 
 
-class SegmentTransfer(WeightTransferEngine[SegmentInit, SegmentUpdate]):
+class MemoryTransfer(WeightTransferEngine[MemoryInit, MemoryUpdate]):
     """Loads a version as vLLM loads a checkpoint, layer by layer, into the tensors its kernels read.
 
     No step raises: what came of it stands in the reports. vLLM's own order (start, update, finish) is then always
     kept, on every rank; a finish after a step that failed leaves the model as the failure left it.
     """
 
-    init_info_cls = SegmentInit
-    update_info_cls = SegmentUpdate
+    init_info_cls = MemoryInit
+    update_info_cls = MemoryUpdate
     supports_draft_weight_update = False
 
-    _memory: mmap | None = None
+    _memories: Sequence[mmap] = ()
     _weights: Any = ()
     _shared: Shared = ()
     _loaded: set[int] | None = None
 
-    def init_transfer_engine(self, init_info: SegmentInit) -> None:
+    def init_transfer_engine(self, init_info: MemoryInit) -> None:
         """See vLLM's base class."""
         self._reporter = Reporter(init_info.reports, self.parallel_config.rank)
 
     def start_weight_update(self) -> None:
         """Nothing: the model is not touched before a version was checked."""
 
-    def receive_weights(self, update_info: SegmentUpdate) -> None:
+    def receive_weights(self, update_info: MemoryUpdate) -> None:
         """One step."""
         self._reporter.of(lambda: self._load() if update_info.step == "load" else self._check(update_info))
 
@@ -106,15 +104,17 @@ class SegmentTransfer(WeightTransferEngine[SegmentInit, SegmentUpdate]):
 
     def shutdown(self) -> None:
         """Let go of the version."""
-        self._weights, self._memory = (), None
+        self._weights, self._memories = (), ()
 
-    def _check(self, update: SegmentUpdate) -> None:
-        if not update.segment:
+    def _check(self, update: MemoryUpdate) -> None:
+        if update.directory:
             self._weights = _in_directory(update.directory)
             return
-        self._memory = attach(update.segment)
+        memories = {path: private_copy(path) for path in {parameter[3] for parameter in update.parameters}}
+        self._memories = list(memories.values())
         self._weights = [
-            (name, _view(self._memory, dtype, shape, begin)) for name, dtype, shape, begin, _ in update.parameters
+            (name, _view(memories[path], dtype, shape, begin))
+            for name, dtype, shape, path, begin, _ in update.parameters
         ]
         wrong = [
             name
@@ -151,13 +151,14 @@ class SegmentTransfer(WeightTransferEngine[SegmentInit, SegmentUpdate]):
             raise
         finally:
             self._weights = ()
-            memory, self._memory = self._memory, None
-        if loaded is not None and memory is not None:
-            _release(memory)
+            memories, self._memories = self._memories, ()
+        if loaded is not None:
+            for memory in memories:
+                _release(memory)
 
 
 def _view(memory: mmap, dtype: str, shape: list[int], begin: int) -> torch.Tensor:
-    """A tensor that views the segment; `begin` is its first byte."""
+    """A tensor that views memory from its byte `begin` on."""
     kind = getattr(torch, dtype)
     count = torch.Size(shape).numel()
     if not count:

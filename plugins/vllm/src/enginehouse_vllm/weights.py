@@ -6,12 +6,13 @@ import asyncio
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from enginehouse.engines.host_memory import AnonymousMemory, HostMemory, side_by_side
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.weights import (
     ParamMeta,
@@ -25,7 +26,6 @@ from enginehouse.errors import ModelError
 from enginehouse.modeling.loading import quiet_transformers
 from enginehouse.modeling.state import unique_state
 from enginehouse_vllm.reports import Reports
-from enginehouse_vllm.segment import Segment
 
 if TYPE_CHECKING:
     from vllm import AsyncLLMEngine
@@ -98,53 +98,90 @@ def _stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-@dataclass(slots=True)
-class Version:
-    """A version of the weights in a segment.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a parameter of a version lies.
 
     Attributes:
-        number: what it is served as.
-        parameters: what it consists of, each with its first byte in the segment.
-        segment: the memory.
-        sums: checksum of each parameter that has arrived, taken where it came from.
+        meta: what it is.
+        path: memory that vLLM's processes can map.
+        begin: its first byte there.
+        checksum: of what has to be there, taken where it came from.
     """
 
-    number: int
-    parameters: Mapping[str, tuple[ParamMeta, int]]
-    segment: Segment
-    sums: dict[str, str] = field(default_factory=dict)
+    meta: ParamMeta
+    path: str
+    begin: int
+    checksum: str
 
-    @staticmethod
-    def placed(parameters: Sequence[ParamMeta]) -> tuple[dict[str, tuple[ParamMeta, int]], int]:
-        """The parameters by name, each with its first byte, and how many bytes that makes."""
-        begin = 0
-        places = {}
-        for meta in parameters:
-            places[meta.name] = meta, begin
-            begin += meta.aligned_nbytes
-        return places, begin
 
-    def take(self, name: str, tensor: torch.Tensor, arrived: str | None) -> None:
-        """Copy a parameter's tensor here; `arrived` is its checksum, where it was taken already."""
-        meta, begin = self.parameters[name]
-        if meta.nbytes:
-            place = torch.frombuffer(self.segment.memory, dtype=tensor.dtype, count=tensor.numel(), offset=begin)
+class Version:
+    """A version of the weights in this host's memory: the transport's own where that can be held, else a copy.
+
+    Args:
+        number: what it is served as.
+        parameters: what it consists of.
+        spare: memory for a copy, that nobody needs any more.
+
+    Attributes:
+        places: where the parameters lie that have arrived, by name.
+        copy: memory of this process, once something had to be copied.
+    """
+
+    def __init__(self, number: int, parameters: Sequence[ParamMeta], spare: AnonymousMemory | None = None):
+        self.number = number
+        self.parameters = {meta.name: meta for meta in parameters}
+        self.places: dict[str, Place] = {}
+        self.copy: AnonymousMemory | None = None
+        self._spare = spare
+        self._offsets, self._size = side_by_side(parameters)
+        self._held: list[HostMemory] = []
+
+    def take(self, name: str, tensor: torch.Tensor, arrived: str | None, memory: HostMemory | None) -> None:
+        """Hold or copy a parameter's tensor; `arrived` is its checksum, where it was taken already.
+
+        Raises:
+            WeightSyncError: there is not enough memory for a copy.
+        """
+        if memory is None:
+            path, begin = self._copied(name, tensor), self._offsets[name]
+        else:
+            self._spare = None
+            if all(memory is not one for one in self._held):
+                self._held.append(memory)  # before it is held: `release` may come at any time
+                memory.hold()
+            path, begin = memory.path, memory.offsets[name]
+        self.places[name] = Place(self.parameters[name], path, begin, arrived or checksum(tensor))
+
+    def _copied(self, name: str, tensor: torch.Tensor) -> str:
+        if self.copy is None:
+            spare, self._spare = self._spare, None
+            fits = spare is not None and spare.size >= self._size
+            purpose = "to stage a version of the weights beside the one that is served"
+            self.copy = spare if fits else AnonymousMemory.create("enginehouse-weights", self._size, purpose)
+        if tensor.numel():
+            begin = self._offsets[name]
+            place = torch.frombuffer(self.copy.memory, dtype=tensor.dtype, count=tensor.numel(), offset=begin)
             place.view(tensor.shape).copy_(tensor.detach())
-        self.sums[name] = arrived or checksum(tensor)
+        return self.copy.path
+
+    def release(self) -> None:
+        """Hold nothing any more."""
+        for memory in self._held:
+            memory.release()
 
     def source(self) -> dict[str, Any]:
         """Where vLLM's processes find it."""
         return {
-            "segment": self.segment.path,
             "parameters": [
-                [name, meta.dtype, list(meta.shape), begin, self.sums[name]]
-                for name, (meta, begin) in self.parameters.items()
-            ],
+                [name, place.meta.dtype, list(place.meta.shape), place.path, place.begin, place.checksum]
+                for name, place in self.places.items()
+            ]
         }
 
 
 class StagedWeights:
-    """Holds two versions in this host's memory: the one being staged and, to go back to, the one that is served.
+    """Keeps two versions in this host's memory: the one being staged and, to go back to, the one that is served.
 
     Version 0 is gone back to from the model's directory.
 
@@ -162,7 +199,8 @@ class StagedWeights:
         self._form: ModelForm | None = None
         self._staged: Version | None = None
         self._served: Version | None = None
-        self._spare: Segment | None = None  # memory of a version nobody needs any more
+        self._spare: AnonymousMemory | None = None  # of a version nobody needs any more
+        self._loading: Version | None = None
         self._reports: Reports | None = None
         self._switching = asyncio.Lock()
         self._lost: str | None = None
@@ -180,28 +218,24 @@ class StagedWeights:
     def start(self, update: WeightUpdate) -> None:
         """Be ready to stage `update`; what an earlier, unfinished one staged is thrown away.
 
-        Takes seconds the first time, when the model's form is asked for and memory is taken.
+        Takes seconds the first time, when the model's form is asked for.
 
         Raises:
-            WeightSyncError: the version is not newer, a parameter is not one of the model's, or there is not enough
-                memory.
+            WeightSyncError: the version is not newer, or a parameter is not one of the model's.
         """
         self.discard()
         if update.version <= self.version:
             raise WeightSyncError(f"{self._where} serves version {self.version}; version {update.version} is not newer")
         for meta in update.parameters:
             self._check_parameter(meta.name, tuple(meta.shape), meta.dtype)
-        places, size = Version.placed(update.parameters)
-        segment, self._spare = self._spare, None
-        if segment is None or segment.size < size:
-            segment = Segment(size)
-        self._staged = Version(update.version, places, segment)
+        spare, self._spare = self._spare, None
+        self._staged = Version(update.version, update.parameters, spare)
 
     def stage(self, chunk: WeightChunk) -> None:
-        """Copy a chunk's tensors beside what is served.
+        """Keep a chunk's tensors beside what is served.
 
         Raises:
-            WeightSyncError: no update was started; unknown name, wrong shape or dtype.
+            WeightSyncError: no update was started; unknown name, wrong shape or dtype; there is not enough memory.
         """
         staged = self._staged  # not that of an update started while this one is being given up
         if staged is None:
@@ -210,7 +244,7 @@ class StagedWeights:
             self._check_parameter(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
             if name not in staged.parameters:
                 raise WeightSyncError(f"{self._where} was sent {name!r}, which was not announced", parameters=[name])
-            staged.take(name, tensor, chunk.checksums.get(name))
+            staged.take(name, tensor, chunk.checksums.get(name), chunk.memory)
 
     async def commit(self, llm: AsyncLLMEngine, version: int) -> None:
         """Let vLLM load what was staged, and serve it as `version` without anything computed from older weights.
@@ -227,17 +261,24 @@ class StagedWeights:
     async def _commit(self, llm: AsyncLLMEngine, version: int) -> None:
         async with self._switching:
             self.check()
-            staged = self._complete(version)
+            self._loading = staged = self._complete(version)
             try:
                 await self._switch(llm, staged.source(), version)
             except WeightsLost:
                 raise
             except WeightSyncError as error:
                 raise WeightSyncError(f"{error}; version {self.version} is served again", error.parameters) from error
-            self._spare = self._served.segment if self._served is not None else None
-            self._served, self.version = staged, version
-            if self._staged is staged:
-                self._staged = None
+            else:
+                before, self._served, self.version = self._served, staged, version
+                if self._staged is staged:
+                    self._staged = None
+                if before is not None:
+                    before.release()
+                    self._spare = before.copy
+            finally:
+                self._loading = None
+                if staged not in (self._staged, self._served):  # given up in the meantime
+                    staged.release()
 
     def _complete(self, version: int) -> Version:
         """The staged version, if it is this one and whole."""
@@ -245,7 +286,7 @@ class StagedWeights:
         if staged is None or staged.number != version:
             begun = "none was started" if staged is None else f"version {staged.number} was started"
             raise WeightSyncError(f"{self._where} cannot finish the weight update to version {version}: {begun}")
-        missing = [name for name in self._known().parameters if name not in staged.sums]
+        missing = [name for name in self._known().parameters if name not in staged.places]
         if missing:
             named = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             raise WeightSyncError(
@@ -343,7 +384,9 @@ class StagedWeights:
 
     def discard(self) -> None:
         """Throw away what was staged, unless it is being committed."""
-        self._staged = None  # its memory is not used again: a thread may still be copying into it
+        staged, self._staged = self._staged, None  # its copy is not used again: a thread may still be writing to it
+        if staged is not None and staged is not self._loading:
+            staged.release()
 
     async def state(self, llm: AsyncLLMEngine) -> WeightState:
         """The version vLLM itself says it serves.

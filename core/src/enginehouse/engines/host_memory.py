@@ -1,0 +1,147 @@
+"""Memory of this host that several processes map, without a name that could stay behind."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from enginehouse.engines.weights import WeightSyncError
+
+if TYPE_CHECKING:
+    from enginehouse.engines.weights import ParamMeta
+
+
+@runtime_checkable
+class HostMemory(Protocol):
+    """Memory in which an update's parameters lie, that other processes can map as well.
+
+    Who holds it need not copy: as long as one receiver holds it, its bytes do not change. It can be held while the
+    update arrives, before the next chunk is asked for, and stays held when the connection is closed. Dropping the
+    object releases it too.
+
+    Attributes:
+        path: what a process of the same user on this host opens and maps, while it is held.
+        offsets: the first byte of each parameter of the update in it, a multiple of `ALIGNMENT`, by name.
+    """
+
+    path: str
+    offsets: Mapping[str, int]
+
+    def hold(self) -> None:
+        """Keep the bytes as they are until `release`. May be called again.
+
+        Raises:
+            WeightSyncError: too late: it was released, or a newer update has begun.
+        """
+        ...
+
+    def release(self) -> None:
+        """Let the bytes be overwritten; for good. May be called again, and from any thread."""
+        ...
+
+
+class AnonymousMemory:
+    """Memory of this process that others of the same user on this host can map, as long as this one lives.
+
+    It counts as memory, not as space of `/dev/shm`, and is gone with the last process that maps it.
+
+    Attributes:
+        descriptor: its file descriptor here.
+        memory: the mapped bytes, writable. They live as long as anything refers to them.
+        path: what others open, as long as this object lives.
+    """
+
+    def __init__(self, descriptor: int):
+        self.descriptor = descriptor  # closed with this object, also if the next line fails
+        self.memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+        self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
+
+    @classmethod
+    def create(cls, label: str, size: int, purpose: str) -> AnonymousMemory:
+        """Take zero bytes, all of them allocated.
+
+        Args:
+            label: by which `attach` knows that it has the right one.
+            size: bytes; 1 is taken for none.
+            purpose: completes "this much memory is needed ..." in the error.
+
+        Raises:
+            WeightSyncError: there is not as much free memory, or this system has no such memory.
+        """
+        if not hasattr(os, "memfd_create"):
+            raise WeightSyncError("weights are shared between processes by memfd_create, which only Linux has")
+        free = free_bytes()
+        needed = WeightSyncError(
+            f"{size / 2**20:.0f} MiB of memory are needed {purpose}, and {free / 2**20:.0f} MiB are free on this host"
+        )
+        if size > free:
+            raise needed
+        descriptor = os.memfd_create(label)
+        try:
+            os.posix_fallocate(descriptor, 0, max(size, 1))
+        except OSError as error:
+            os.close(descriptor)
+            raise needed from error
+        return cls(descriptor)
+
+    @classmethod
+    def attach(cls, path: str, label: str) -> AnonymousMemory:
+        """Map what another process made; it stays when that process ends.
+
+        Raises:
+            OSError: it is gone, of another user, or not what its maker called `label`.
+        """
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        there = os.readlink(f"/proc/self/fd/{descriptor}")
+        if there != f"/memfd:{label} (deleted)":
+            os.close(descriptor)
+            raise FileNotFoundError(errno.ENOENT, f"{there!r} is not the memory {label!r}", path)
+        return cls(descriptor)
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return len(self.memory)
+
+    def close(self) -> None:
+        """Let go of it; the memory itself goes with the last tensor that views it."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            self.close()
+
+
+def private_copy(path: str) -> mmap.mmap:
+    """Map another process's memory so that what is written here stays here; nothing is copied before it is written.
+
+    Raises:
+        OSError: it is gone, or of another user.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(descriptor, os.fstat(descriptor).st_size, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(descriptor)
+
+
+def side_by_side(parameters: Sequence[ParamMeta]) -> tuple[dict[str, int], int]:
+    """The first byte of each parameter, by name, where all lie one after the other; and how many bytes that makes."""
+    offsets = {}
+    end = 0
+    for parameter in parameters:
+        offsets[parameter.name] = end
+        end += parameter.aligned_nbytes
+    return offsets, end
+
+
+def free_bytes() -> int:
+    """How much memory is free on this host."""
+    import psutil
+
+    return int(psutil.virtual_memory().available)
