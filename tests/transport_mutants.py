@@ -154,6 +154,20 @@ class IdleLeavesThem(Mutant):
         return made
 
 
+class HoldsForgotten(SharedMemoryTransport):
+    """Lends memory that it overwrites though it is held."""
+
+    class session(Session):
+        def recv(self, version, deadline_seconds):
+            for chunk in self.right.recv(version, deadline_seconds):
+                chunk.memory.hold = lambda: None
+                yield chunk
+
+    def connect(self, plan, side, index):
+        made = super().connect(plan, side, index)
+        return made if side == "send" else self.session(made)
+
+
 class SegmentLeft(SharedMemoryTransport):
     """Closes its end and removes nothing."""
 

@@ -28,6 +28,7 @@ MUTANTS = [
     ("VersionsIgnored", {"versions"}),
     ("NotExhausted", {"sender_fails"}),
     ("IdleLeavesThem", {"idle_rank"}),
+    ("HoldsForgotten", {"held"}),
     ("SegmentLeft", {"nothing_left"}),
 ]
 
@@ -42,7 +43,7 @@ def soon_and_nothing_left(monkeypatch):
 
 @pytest.mark.parametrize(("name", "broken"), MUTANTS, ids=[name for name, _ in MUTANTS])
 def test_what_is_broken_is_found_and_nothing_else(name, broken):
-    reach = "same_host" if name == "SegmentLeft" else "same_process"
+    reach = "same_host" if name in ("HoldsForgotten", "SegmentLeft") else "same_process"
     record = Transport(name=name, transport=f"transport_mutants:{name}", capabilities={reach})
     with Certifier(record) as certifier:
         results = [certifier.run(case) for case in cases(record)]

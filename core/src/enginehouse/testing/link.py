@@ -86,7 +86,7 @@ class Connection:
         self.senders = [transport.connect(self.plan, "send", index) for index in range(link.senders)]
         reached = self.plan.reached(address_of(each, "127.0.0.1") for each in self.senders)
         self.receivers = [transport.connect(reached, "recv", index) for index in range(link.receivers)]
-        self._threads = ThreadPoolExecutor(link.senders + link.receivers)
+        self.threads = ThreadPoolExecutor(link.senders + link.receivers)
 
     def __enter__(self) -> Connection:
         return self
@@ -94,20 +94,20 @@ class Connection:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         for session in [*self.receivers, *self.senders]:
             session.close()
-        self._threads.shutdown()
+        self.threads.shutdown()
 
     def sending(
         self, version: int, weights: Iterable[tuple[str, torch.Tensor]], seconds: float | None = None
     ) -> list[Future[dict[str, str]]]:
         """Each sender's send, begun."""
         items = list(weights)
-        return [self._threads.submit(each.send, version, iter(items), seconds or self.seconds) for each in self.senders]
+        return [self.threads.submit(each.send, version, iter(items), seconds or self.seconds) for each in self.senders]
 
     def receiving(
         self, version: int, seconds: float | None = None
     ) -> list[Future[list[list[tuple[str, torch.Tensor]]]]]:
         """Each receiver's buckets, begun to be read."""
-        return [self._threads.submit(received, each, version, seconds or self.seconds) for each in self.receivers]
+        return [self.threads.submit(received, each, version, seconds or self.seconds) for each in self.receivers]
 
     def update(
         self, version: int, weights: Weights

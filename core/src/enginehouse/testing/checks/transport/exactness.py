@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
 
 import torch
 
-from enginehouse.engines.weights import checksum
+from enginehouse.engines.host_memory import HostMemory, private_copy
+from enginehouse.engines.weights import TransportSession, checksum
 from enginehouse.testing.check import EXACT, PROTOCOL, Check, Measured, Seen, wrong
 from enginehouse.testing.link import Link, Weights, bits, left_over, random_weights
 
@@ -102,6 +105,49 @@ def _reuse(link: Link) -> str:
         return f"{type(failed[0]).__name__}: {failed[0]}" if failed else ""
 
 
+def _held(link: Link) -> str:
+    """Of three updates each receiver holds the first and lets go of it after the second, which it holds as well."""
+    holding: list[tuple[int, HostMemory]] = []
+
+    def hold(session: TransportSession, version: int) -> None:
+        lent: HostMemory | None = None
+        for chunk in session.recv(version, link.seconds):
+            if chunk.memory is not None and chunk.memory is not lent:
+                lent = chunk.memory
+                lent.hold()
+                holding.append((version, lent))
+
+    weights = [random_weights(version) for version in range(4)]
+    with link.connect(weights[0]) as connection:
+        for version in (1, 2, 3):
+            arriving: list[Future[Any]] = [
+                connection.threads.submit(hold, one, version) for one in connection.receivers
+            ]
+            sending = connection.sending(version, weights[version].items())
+            for one in [*arriving, *sending]:
+                one.result(link.seconds)
+            for held, memory in holding:
+                if said := _unlike_in(memory, weights[held]):
+                    return f"version {held}, held while {version} was sent: {said}"
+            for held, memory in holding:
+                if held < version:
+                    memory.release()
+            holding = [one for one in holding if one[0] == version]
+    for held, memory in holding:
+        if said := _unlike_in(memory, weights[held]):
+            return f"version {held}, held when the connection was closed: {said}"
+    return ""
+
+
+def _unlike_in(memory: HostMemory, sent: Weights) -> str:
+    """In words, how what others would map differs from what was sent, as far as it lies there."""
+    there = private_copy(memory.path)
+    for name, begin in memory.offsets.items():
+        if there[begin : begin + sent[name].nbytes] != bits(sent[name])[2]:
+            return f"{name} is another"
+    return ""
+
+
 def _cleared(link: Link) -> str:
     weights = random_weights(0)
     with link.connect(weights) as connection:
@@ -145,6 +191,14 @@ CHECKS = (
         claim="A sender gathers at most two buckets more than were taken",
         tolerance=EXACT,
         acts=(_reuse,),
+        judge=judge,
+    ),
+    Check(
+        name="held",
+        capability=PROTOCOL,
+        claim="Memory that a receiver is lent stays as it was while it is held; none need be lent",
+        tolerance=EXACT,
+        acts=(_held,),
         judge=judge,
     ),
     Check(
