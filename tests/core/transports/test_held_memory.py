@@ -7,6 +7,7 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 
+import psutil
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -186,24 +187,20 @@ def test_engines_that_hold_nothing_need_one_area():
 
 
 def memories(made, version):
-    """The memory of an update in which nothing was held."""
-    found = []
+    """Of an update in which nothing was held, each replica's memory."""
 
     def take(one):
-        found.extend({id(chunk.memory): chunk.memory for chunk in one.session.recv(version, SECONDS)}.values())
+        (memory,) = {id(chunk.memory): chunk.memory for chunk in one.session.recv(version, SECONDS)}.values()
+        return memory
 
     calls = [made.threads.submit(take, one) for one in made.replicas]
-    calls.append(made.threads.submit(made.sender.send, version, iter(WEIGHTS[version].items()), SECONDS))
-    for call in calls:
-        call.result(SECONDS)
-    return found
+    made.sender.send(version, iter(WEIGHTS[version].items()), SECONDS)
+    return [call.result(SECONDS) for call in calls]
 
 
 def test_all_chunks_of_an_update_have_one_memory_for_each_replica():
     with house() as made:
-        found = memories(made, 1)
-        assert len(found) == 2
-        assert all(isinstance(memory, HostMemory) for memory in found)
+        assert all(isinstance(memory, HostMemory) for memory in memories(made, 1))
 
 
 def test_a_hold_that_comes_too_late_is_refused_and_takes_nothing_from_the_next_update():
@@ -253,3 +250,57 @@ def test_an_engine_that_hoards_what_it_let_go_of_is_offered_no_more_and_goes_on_
         assert [found.count(None) for found in hoard] == [0] * len(HOLDS) + [2]
         del hoard[0]
         assert None not in memories(made, len(HOLDS) + 2)
+
+
+def test_a_hold_between_the_senders_look_at_holds_and_its_first_write_is_refused():
+    with house() as made:
+        late = memories(made, 1)
+        refused = []
+        look = made.sender._ledger.held
+
+        def looked():
+            seen = look()
+            for memory in late:
+                with pytest.raises(WeightSyncError, match="update 1 is over"):
+                    memory.hold()
+                refused.append(memory)
+            return seen
+
+        made.sender._ledger.held = looked
+        assert made.update(2)
+        assert refused == late
+
+
+def test_an_update_that_begins_in_the_midst_of_a_hold_leaves_the_memory_alone_or_the_hold_is_refused():
+    with house() as made:
+        late = memories(made, 1)
+        ledger = made.replicas[0].session._ledger
+        fence = ledger.fence
+
+        def overtaken():
+            ledger.fence = fence
+            assert made.update(2)
+            fence()
+
+        ledger.fence = overtaken
+        with pytest.raises(WeightSyncError, match="update 1 is over"):
+            late[0].hold()
+        assert [one.staged[1] for one in made.replicas] == [2, 2]
+        assert [bytes_in(one.staged[0]) == BYTES[2] for one in made.replicas] == [True, True]
+
+
+def test_too_little_memory_for_a_second_area_leaves_what_is_held_and_later_updates_go_on(monkeypatch):
+    with house() as made:
+        whole(made, 1, "commit", "commit")
+        free = psutil.virtual_memory()
+        with monkeypatch.context() as patched:
+            patched.setattr(psutil, "virtual_memory", lambda: free._replace(available=1))
+            sending = made.threads.submit(made.sender.send, 2, iter(WEIGHTS[2].items()), SECONDS)
+            for one in made.replicas:
+                with pytest.raises(WeightSyncError, match="update 2 was aborted"):
+                    one.receive(2)
+            with pytest.raises(WeightSyncError, match=r"MiB of memory are needed .* beside those .* 0 MiB are free"):
+                sending.result(SECONDS)
+        assert [bytes_in(one.served[0]) == BYTES[1] for one in made.replicas] == [True, True]
+        whole(made, 3, "commit", "commit")
+        assert [bytes_in(one.served[0]) == BYTES[3] for one in made.replicas] == [True, True]
