@@ -8,7 +8,8 @@ import os
 import psutil
 import pytest
 
-from enginehouse.engines.host_memory import AnonymousMemory, private_copy
+from enginehouse.engines import host_memory
+from enginehouse.engines.host_memory import AnonymousMemory, free_bytes, private_copy
 from enginehouse.engines.weights import WeightSyncError
 
 
@@ -42,9 +43,23 @@ def test_another_file_under_the_same_path_is_not_taken_for_it(tmp_path):
 def test_too_little_memory_is_said_with_both_figures(monkeypatch):
     free = psutil.virtual_memory()._replace(available=3 << 20)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
-    with pytest.raises(WeightSyncError, match=r"^5 MiB of memory are needed for this, and 3 MiB are free on this host"):
+    with pytest.raises(WeightSyncError, match=r"^5 MiB of memory are needed for this, and 3 MiB are free"):
         AnonymousMemory.create("mine", 5 << 20, "for this")
     assert AnonymousMemory.create("mine", 2 << 20, "for this").size == 2 << 20
+
+
+def test_a_containers_limit_counts_where_it_leaves_less_than_the_host(monkeypatch, tmp_path):
+    monkeypatch.setattr(host_memory, "CGROUPS", tmp_path)
+    host = free_bytes()
+    for limit, free in (("max", None), (str(8 << 20), (8 - 5 + 2) << 20), (str(1 << 60), None), ("0", 0)):
+        (tmp_path / "memory.max").write_text(limit + "\n")
+        (tmp_path / "memory.current").write_text(f"{5 << 20}\n")
+        (tmp_path / "memory.stat").write_text(f"anon 7\ninactive_file {2 << 20}\n")
+        if free is None:
+            assert free_bytes() > 8 << 20
+        else:
+            assert free_bytes() == free
+    assert host > 8 << 20
 
 
 def test_memory_the_system_refuses_is_the_same_error_and_leaves_no_descriptor(monkeypatch):

@@ -6,12 +6,17 @@ import errno
 import mmap
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from enginehouse.engines.weights import WeightSyncError
 
 if TYPE_CHECKING:
     from enginehouse.engines.weights import ParamMeta
+
+CGROUPS = Path("/sys/fs/cgroup")
+"""Where Linux says how much memory a container may take (cgroups, version 2)."""
 
 
 @runtime_checkable
@@ -75,7 +80,7 @@ class AnonymousMemory:
             raise WeightSyncError("weights are shared between processes by memfd_create, which only Linux has")
         free = free_bytes()
         needed = WeightSyncError(
-            f"{size / 2**20:.0f} MiB of memory are needed {purpose}, and {free / 2**20:.0f} MiB are free on this host"
+            f"{size / 2**20:.0f} MiB of memory are needed {purpose}, and {free / 2**20:.0f} MiB are free"
         )
         if size > free:
             raise needed
@@ -141,7 +146,17 @@ def side_by_side(parameters: Sequence[ParamMeta]) -> tuple[dict[str, int], int]:
 
 
 def free_bytes() -> int:
-    """How much memory is free on this host."""
+    """How much memory this process can still take: what is free on this host, or less in a container with a limit."""
     import psutil
 
-    return int(psutil.virtual_memory().available)
+    free = int(psutil.virtual_memory().available)
+    with suppress(OSError):
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        own = CGROUPS / next((line[3:].lstrip("/") for line in lines if line.startswith("0::")), "")
+        for group in (own, *own.parents):
+            with suppress(OSError, ValueError):  # none here, or "max"
+                limit = int((group / "memory.max").read_text())
+                used = int((group / "memory.current").read_text())
+                kept = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                free = min(free, limit - used + int(kept.get("inactive_file", 0)))
+    return max(free, 0)
