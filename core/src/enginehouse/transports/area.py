@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from enginehouse.engines.host_memory import AnonymousMemory, side_by_side
 from enginehouse.engines.weights import ParamMeta, TransferPlan, WeightUpdateAborted
+from enginehouse.transports.buckets import parameters_of, views
 from enginehouse.transports.ledger import Ledger
 from enginehouse.transports.segment import Segment
 
@@ -72,19 +73,8 @@ class Area:
 
     def views(self, bucket: int) -> list[tuple[ParamMeta, torch.Tensor]]:
         """The parameters of a bucket, each with a tensor that views the area."""
-        import torch
-
         if bucket not in self._views:
-            parameters = [self._plan.parameters[index] for index in self._plan.buckets[bucket]]
-            self._views[bucket] = [
-                (
-                    parameter,
-                    self._bytes[self.offsets[parameter.name] :][: parameter.nbytes]
-                    .view(getattr(torch, parameter.dtype))
-                    .view(parameter.shape),
-                )
-                for parameter in parameters
-            ]
+            self._views[bucket] = views(parameters_of(self._plan, bucket), self.offsets, self._bytes)
         return self._views[bucket]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,28 @@ def plan_transfer(
         receivers=receivers,
         session=session,
     )
+
+
+def parameters_of(plan: TransferPlan, bucket: int) -> list[ParamMeta]:
+    """What a bucket holds."""
+    return [plan.parameters[index] for index in plan.buckets[bucket]]
+
+
+def views(
+    parameters: Iterable[ParamMeta], offsets: Mapping[str, int], memory: torch.Tensor
+) -> list[tuple[ParamMeta, torch.Tensor]]:
+    """Each parameter with a tensor that views the bytes `memory`, where it begins at the offset of its name."""
+    import torch
+
+    return [
+        (
+            parameter,
+            memory[offsets[parameter.name] :][: parameter.nbytes]
+            .view(getattr(torch, parameter.dtype))
+            .view(parameter.shape),
+        )
+        for parameter in parameters
+    ]
 
 
 def in_plan_order(

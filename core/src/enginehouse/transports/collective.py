@@ -22,6 +22,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from enginehouse.engines.host_memory import side_by_side
 from enginehouse.engines.weights import (
     ALIGNMENT,
     ParamMeta,
@@ -33,7 +34,7 @@ from enginehouse.engines.weights import (
     copy_with_checksum,
 )
 from enginehouse.transports.broadcast_group import SLOTS, BroadcastGroup, head, heading, room
-from enginehouse.transports.buckets import in_plan_order, layout, plan_transfer
+from enginehouse.transports.buckets import in_plan_order, parameters_of, plan_transfer, views
 from enginehouse.transports.deadline import Deadline
 from enginehouse.transports.gate import Gate
 from enginehouse.transports.line import Line
@@ -78,19 +79,10 @@ def bucket_nbytes(plan: TransferPlan, bucket: int) -> int:
     return room(sum(plan.parameters[index].aligned_nbytes for index in plan.buckets[bucket]))
 
 
-def views(plan: TransferPlan, bucket: int, buffer: torch.Tensor) -> list[tuple[ParamMeta, torch.Tensor]]:
-    """The parameters of a bucket as tensors that view a buffer."""
-    import torch
-
-    return [
-        (
-            parameter,
-            buffer[ALIGNMENT + begin : ALIGNMENT + begin + parameter.nbytes]
-            .view(getattr(torch, parameter.dtype))
-            .view(parameter.shape),
-        )
-        for parameter, begin in layout(plan, bucket)
-    ]
+def tensors(plan: TransferPlan, bucket: int, buffer: torch.Tensor) -> list[tuple[ParamMeta, torch.Tensor]]:
+    """The parameters of a bucket as tensors that view a buffer, behind its heading."""
+    parameters = parameters_of(plan, bucket)
+    return views(parameters, side_by_side(parameters)[0], buffer[ALIGNMENT:])
 
 
 class CollectiveSender(Sender):
@@ -195,7 +187,7 @@ class CollectiveSender(Sender):
             slot = bucket % SLOTS
             self._wait_taken(moving[: max(0, bucket - SLOTS + 1)], version, deadline)
             head(group.buffers[slot], version, bucket)
-            for _, view in views(self._plan, bucket, group.buffers[slot]):
+            for _, view in tensors(self._plan, bucket, group.buffers[slot]):
                 parameter, tensor = next(planned)
                 sums[parameter.name] = copy_with_checksum(tensor.detach().to("cpu").contiguous(), view)
             moving.append(group.broadcast(slot, bucket_nbytes(self._plan, bucket), deadline))
@@ -368,7 +360,7 @@ class CollectiveReceiver:
             gate.wait(lambda: gate.begun >= version, version, deadline, lambda: "the trainer did not begin to send")
         for bucket in range(len(self._plan.buckets)):
             buffer = self._arrived(version, bucket, deadline)
-            yield WeightChunk([(one.name, view) for one, view in views(self._plan, bucket, buffer)])
+            yield WeightChunk([(one.name, view) for one, view in tensors(self._plan, bucket, buffer)])
             with gate.changed:
                 self._check(version)
                 self._take_part()
@@ -392,7 +384,7 @@ class CollectiveReceiver:
             raise WeightSyncError(
                 f"weight update {version}: expected bucket {bucket + 1}, found bucket {found[1] + 1} of version "
                 f"{found[0]}",
-                [parameter.name for parameter, _ in layout(self._plan, bucket)],
+                [parameter.name for parameter in parameters_of(self._plan, bucket)],
             )
         return buffer
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from enginehouse.errors import ConfigError
 from enginehouse.plugin import Transport, hookimpl
 from enginehouse.plugin.capabilities import CROSS_HOST, SAME_HOST, SAME_PROCESS
@@ -17,14 +19,15 @@ def enginehouse_register_transports(register):
             capabilities={SAME_PROCESS},
         )
     )
-    register(
-        Transport(
-            name="shared_memory",
-            summary="Between processes of one host, written once into memory that all replicas read",
-            transport="enginehouse.transports.shared_memory:SharedMemoryTransport",
-            capabilities={SAME_HOST},
+    if sys.platform == "linux":  # elsewhere memory without a name cannot be reached; `collective` serves there
+        register(
+            Transport(
+                name="shared_memory",
+                summary="Between processes of one host, written once into memory that all replicas read",
+                transport="enginehouse.transports.shared_memory:SharedMemoryTransport",
+                capabilities={SAME_HOST},
+            )
         )
-    )
     register(
         Transport(
             name="collective",
