@@ -7,6 +7,9 @@ SOURCES := core/pyproject.toml $(wildcard plugins/*/pyproject.toml)
 SEVERAL := -n auto --dist loadscope --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
+# Engines that run beside all else in one Python environment.
+WITH_megatron := [engine]
+
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
@@ -17,7 +20,7 @@ $(BIN)/python:
 $(VENV)/.installed: $(SOURCES) constraints.txt | $(BIN)/python
 	@echo "Installing enginehouse into $(VENV) (once; a few minutes)"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ./core $(foreach p,$(wildcard plugins/*),-e ./$(p))
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ./core $(foreach p,$(wildcard plugins/*),-e "./$(p)$(WITH_$(notdir $(p)))")
 	@touch $@
 
 $(VENV)/.developer: $(VENV)/.installed pyproject.toml

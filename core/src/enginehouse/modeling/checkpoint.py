@@ -4,7 +4,7 @@ One format whichever engine writes it, so that another engine, with another numb
 `model.<name>` (float32, as updates are made in it), `optimizer.exp_avg.<name>`, `optimizer.exp_avg_sq.<name>`,
 `optimizer.step`, and for each rank `rng.<kind>.<rank>`. A directory appears whole or not at all: it is written under
 another name beside its own, and moved once every rank is done. What fails on one rank is said on all: between the
-steps that torch guards so, a rank runs nothing that can fail without telling the others (`_on_every_rank`).
+steps that torch guards so, a rank runs nothing that can fail without telling the others (`on_every_rank`).
 
 The files `*.distcp` hold tensors alone and are read as such. `.metadata`, which says where each tensor lies, is a
 pickle; only the classes such a file consists of are ever made from it, so that a checkpoint of a stranger cannot run
@@ -116,7 +116,7 @@ def save(path: str, state: TrainState, ranks: Ranks) -> None:
     """
     writer = _Writer.beside(path, ranks)
     with _written(path, writer), warnings.catch_warnings(action="ignore", category=UserWarning):  # "without ranks"
-        written = _on_every_rank(ranks, lambda: state.to_write(ranks.rank))
+        written = on_every_rank(ranks, lambda: state.to_write(ranks.rank))
         dcp.save(written, storage_writer=writer, no_dist=_alone(ranks))
 
 
@@ -145,7 +145,7 @@ class BackgroundSave:
         writer = _Writer.beside(path, self._ranks)
         with _written(path, writer):
             future = dcp.async_save(
-                _on_every_rank(self._ranks, lambda: state.to_write(self._ranks.rank)),
+                on_every_rank(self._ranks, lambda: state.to_write(self._ranks.rank)),
                 storage_writer=writer,
                 process_group=self._group,
                 no_dist=not dist.is_initialized(),
@@ -208,7 +208,7 @@ def load(
         own = random_states() if state.rng else {}
         return metadata, tensors, {k: v for k, v in own.items() if f"rng.{k}.{ranks.rank}" in there}
 
-    metadata, tensors, own_random = _on_every_rank(ranks, checked)
+    metadata, tensors, own_random = on_every_rank(ranks, checked)
     step = torch.zeros((), dtype=torch.int64)
     wanted = tensors | {f"rng.{kind}.{ranks.rank}": value for kind, value in own_random.items()}
     if state.optimizer is not None:
@@ -253,12 +253,12 @@ class _Writer(dcp.FileSystemWriter):
             except OSError as error:
                 raise CheckpointError(f"checkpoint {path!r} cannot be written: {error}") from error
 
-        _on_every_rank(ranks, prepare)
+        on_every_rank(ranks, prepare)
         return cls(partial, target, ranks)
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The copy in host memory that a background save writes; collective."""
-        return _on_every_rank(self._ranks, lambda: super(_Writer, self).stage(state_dict))
+        return on_every_rank(self._ranks, lambda: super(_Writer, self).stage(state_dict))
 
     def finish(self, metadata: Any, results: Any) -> None:
         """On rank 0, once all ranks have written; a failure is told to all."""
@@ -297,7 +297,7 @@ def _alone(ranks: Ranks) -> bool:
     return ranks.world_size == 1 or not dist.is_initialized()
 
 
-def _on_every_rank(ranks: Ranks, action: Callable[[], T]) -> T:
+def on_every_rank(ranks: Ranks, action: Callable[[], T]) -> T:
     """What `action` gives on this rank, once it has succeeded on every rank; collective.
 
     Raises:

@@ -80,6 +80,14 @@ class Ranks:
         dist.all_gather_object(gathered, value)
         return gathered
 
+    def largest(self, number: int) -> int:
+        """The largest of all ranks' numbers; collective."""
+        if self.world_size == 1:
+            return number
+        most = torch.tensor(number)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return int(most)
+
     def on_rank_zero(self, action: Callable[[], None]) -> None:
         """Run `action` on rank 0 while the others wait; if it fails, every rank raises. Collective.
 

@@ -21,6 +21,7 @@ from enginehouse.engines.train import LossSpec, LossValue, Mean, Metrics, Output
 from enginehouse.modeling.heads import ModelInput, check_outputs, token_outputs
 from enginehouse.modeling.packing import Layout, Rows, lay_out, plan_trees
 from enginehouse.modeling.sharing import attention_cost, can_share_prompts
+from enginehouse.modeling.token_view import COLUMNS, token_ids, token_view
 from enginehouse.plugin import plugins
 
 if TYPE_CHECKING:
@@ -83,10 +84,8 @@ class TokenModel:
         """Compute `outputs` without gradients, as `TrainEngine.forward` says."""
         check_outputs(self.model, outputs)
         ids = batch.ragged("input_ids")
-        flat_ids = _flat_ids(batch)
-        columns = {
-            name: torch.zeros(len(flat_ids)) for name in ("logprobs", "entropy", "values") if getattr(outputs, name)
-        }
+        flat_ids = token_ids(batch)
+        columns = {name: torch.zeros(len(flat_ids)) for name in COLUMNS if getattr(outputs, name)}
         found: list[tuple[Layout, dict[str, torch.Tensor]]] = []
         with torch.no_grad():
             parts = self.microbatches(batch)
@@ -110,7 +109,7 @@ class TokenModel:
         """
         check_outputs(self.model, loss.outputs)
         function = self._loss(loss.name)
-        flat_ids = _flat_ids(batch)
+        flat_ids = token_ids(batch)
         metrics: list[Metrics] = []
         weight = 0.0
         parts = self.microbatches(batch)
@@ -138,7 +137,7 @@ class TokenModel:
         ids = batch.ragged("input_ids")
         mask = batch.ragged("loss_mask").values.cpu().numpy() if "loss_mask" in batch else None
         rows = Rows.of(ids.offsets.numpy(), mask)
-        trees = plan_trees(rows, _flat_ids(batch), self._budget, self._attention_cost, self._shares_prompts)
+        trees = plan_trees(rows, token_ids(batch), self._budget, self._attention_cost, self._shares_prompts)
         plan = plan_microbatches([tree.tokens for tree in trees], self._budget)
         idle = np.flatnonzero(rows.ends == 0)
         if not plan:
@@ -176,33 +175,8 @@ class TokenModel:
         return ModelInput(torch.zeros((1, 1), dtype=torch.int64, device=self.device), None, None, none, none)
 
     def _view(self, batch: Batch, part: Microbatch, found: Mapping[str, torch.Tensor], outputs: Outputs) -> TokenView:
-        """The loss's view of a micro-batch: its rows' columns, and `found` spread over all their tokens."""
-        device = self.device
-        offsets = batch.ragged("input_ids").offsets
         needed = None if part.layout is None else part.layout.needed
-        if part.rows is not None:
-            batch = batch.take(part.rows)
-            whole, offsets = offsets.numpy(), batch.ragged("input_ids").offsets
-            if needed is not None:
-                row = np.searchsorted(whole, needed, side="right") - 1
-                needed = needed - whole[row] + offsets.numpy()[np.searchsorted(part.rows, row)]
-        tokens = int(offsets[-1])
-        spread: dict[str, torch.Tensor] = {}
-        for name in ("logprobs", "entropy", "values"):
-            if getattr(outputs, name):
-                spread[name] = torch.zeros(tokens, device=device)
-                if needed is not None:
-                    spread[name] = spread[name].index_copy(0, torch.from_numpy(needed).to(device), found[name])
-        columns: dict[str, torch.Tensor] = {}
-        for name in batch.columns:
-            column = batch[name]
-            if isinstance(column, Ragged):
-                if column.offsets is offsets or torch.equal(column.offsets, offsets):
-                    columns[name] = column.values.to(device)
-            elif isinstance(column, torch.Tensor):
-                columns[name] = column.to(device)
-        row_of = torch.repeat_interleave(torch.arange(len(batch)), offsets.diff(), output_size=tokens).to(device)
-        return TokenView(spread, columns, row_of, len(batch))
+        return token_view(batch, part.rows, needed, found, outputs, self.device)
 
     def _loss(self, name: str) -> Callable[..., LossValue]:
         if name not in self._losses:
@@ -214,8 +188,3 @@ def _backward(total: torch.Tensor, outputs: Mapping[str, torch.Tensor]) -> None:
     """Go back through the model even where the loss depends on nothing of it: the other ranks do."""
     through = sum((column.sum() for column in outputs.values()), start=torch.zeros((), device=total.device))
     (total + 0.0 * through.to(total.device)).backward()
-
-
-def _flat_ids(batch: Batch) -> npt.NDArray[np.int64]:
-    """The batch's token ids end to end, on the host."""
-    return batch.ragged("input_ids").values.cpu().numpy().astype(np.int64, copy=False)

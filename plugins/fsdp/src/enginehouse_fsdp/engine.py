@@ -11,7 +11,7 @@ import torch.distributed as dist
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.train import ALL, LossSpec, Metrics, Outputs
 from enginehouse.errors import EnginehouseError
-from enginehouse.modeling import checkpoint
+from enginehouse.modeling import checkpoint, export
 from enginehouse.modeling.files import parts_of
 from enginehouse.modeling.loading import quiet_transformers
 from enginehouse.modeling.memory import MemoryGuard
@@ -19,7 +19,7 @@ from enginehouse.modeling.ranks import Ranks, device_of
 from enginehouse.modeling.schedule import learning_rate
 from enginehouse.modeling.state import stored_names, unique_state
 from enginehouse.modeling.token_model import TokenModel
-from enginehouse_fsdp import adapters, export
+from enginehouse_fsdp import adapters
 from enginehouse_fsdp.axes import axis_sizes
 from enginehouse_fsdp.context_parallel import split_sequences
 from enginehouse_fsdp.offloading import HOST, TAGS, Offloading
@@ -83,7 +83,7 @@ class FSDPEngine:
             tokens_per_microbatch=options.tokens_per_microbatch,
             share_prompts=options.share_prompts == "auto",
             dtype=getattr(torch, model.dtype),
-            passes=self._most,
+            passes=self._ranks.largest,
             during=self._memory.during,
         )
         if options.context_parallel > 1:
@@ -119,12 +119,6 @@ class FSDPEngine:
         self._offloading.need(*TAGS, to="take a step")
         with self._memory.during("taking an optimizer step"):
             return self._built_optimizer().step()
-
-    def _most(self, own: int) -> int:
-        """The largest of all ranks' numbers."""
-        most = torch.tensor(own)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        return int(most)
 
     def _built_optimizer(self) -> ShardedAdamW:
         """The optimizer, made at first use: its state is twice as large as the model."""
@@ -221,7 +215,14 @@ class FSDPEngine:
             if failure is not None:
                 raise failure
             with quiet_transformers():
-                export.write_companions(directory, self._model, getattr(torch, self._spec.dtype), Path(self._spec.path))
+                export.write_companions(
+                    directory,
+                    self._model.config,
+                    self._model.generation_config if self._model.can_generate() else None,
+                    getattr(torch, self._spec.dtype),
+                    type(self._model).__name__,
+                    Path(self._spec.path),
+                )
 
         self._ranks.on_rank_zero(finish)
 

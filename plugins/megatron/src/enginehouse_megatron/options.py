@@ -2,8 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+from pydantic import Field
+
 from enginehouse.engines.options import TrainOptions
+from enginehouse_megatron.axes import axis_sizes
 
 
 class MegatronOptions(TrainOptions):
-    """Options of the `megatron` training engine; its own follow with the engine."""
+    """Options of the `megatron` training engine. `native` goes to megatron-core's `TransformerConfig`."""
+
+    tensor_parallel: int = Field(1, gt=0, description="Ranks that split each matrix; they see the same rows")
+    pipeline_parallel: int = Field(
+        1, gt=0, description="Ranks that hold one part of the layers each, one after another"
+    )
+    context_parallel: int = Field(
+        1, gt=0, description="Ranks that split each sequence, for long ones; they see the same rows"
+    )
+    sequence_parallel: bool = Field(
+        True, description="With tensor_parallel: split what lies between the split matrices by tokens, too"
+    )
+    recompute: Literal["none", "full"] = Field(
+        "none", description="full: keep only each layer's input and compute the rest again: less memory, more time"
+    )
+    architecture: str = Field(
+        "auto",
+        description="How the model's weights are called: auto: by its model_type; or module:NAME of an Architecture",
+    )
+
+    def check(self, processes: int) -> None:
+        """See `EngineOptions.check`: the axes asked for have to divide the processes."""
+        axis_sizes(processes, self)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enginehouse.plugin import TrainBackend, hookimpl
+from enginehouse.plugin import Layout, TrainBackend, capabilities, hookimpl
 
 enginehouse_protocol = "1.0"
 
@@ -12,11 +12,17 @@ def enginehouse_register_backends(register):
     register(
         TrainBackend(
             name="megatron",
-            summary="Megatron Core: tensor, pipeline, context and expert parallel training",
+            summary="Megatron Core: tensor, pipeline, context and data parallel training of dense decoders",
             engine="enginehouse_megatron.engine:MegatronEngine",
             options="enginehouse_megatron.options:MegatronOptions",
-            requires=("megatron-core>=0.16",),
-            unavailable="its engine comes in a later release of enginehouse-megatron; "
-            "until then use the built-in `torch` backend, which runs the same config",
+            capabilities={capabilities.PACKING, capabilities.RESHARD_CHECKPOINT},
+            requires=("torch>=2.9", "megatron-core>=0.16.1,<0.17"),
+            layouts=(
+                Layout("single"),
+                Layout("tp2", 2, {"tensor_parallel": 2, "sequence_parallel": False}),
+                Layout("pp2", 2, {"pipeline_parallel": 2}),
+                Layout("dp2", 2),
+                Layout("tp2-pp2", 4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
+            ),
         )
     )

@@ -14,7 +14,7 @@ from enginehouse.engines.model import TOKENIZER_COMPANIONS, TOKENIZER_FILES
 from enginehouse.engines.weights import pack_buckets
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import GenerationConfig, PreTrainedConfig
 
     from enginehouse.engines.weights import ParamMeta
 
@@ -81,13 +81,29 @@ def _complete(directory: Path, files: dict[str, str], total_bytes: int) -> None:
                 stale.unlink()
 
 
-def write_companions(directory: Path, model: PreTrainedModel, dtype: torch.dtype, source: Path) -> None:
-    """Write config and generation config, and copy the tokenizer of the directory the model came from."""
-    model.config.dtype = dtype
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(directory)
-    if model.can_generate() and model.generation_config is not None:
-        model.generation_config.save_pretrained(directory)
+def write_companions(
+    directory: Path,
+    config: PreTrainedConfig,
+    generation: GenerationConfig | None,
+    dtype: torch.dtype,
+    architecture: str,
+    source: Path,
+) -> None:
+    """Write config and generation config, and copy the tokenizer of the directory the model came from.
+
+    Args:
+        directory: exists.
+        config: the model's; it is told `dtype` and `architecture`.
+        generation: None: the model cannot generate, or has none.
+        dtype: of the weights that were written.
+        architecture: name of the model's class in transformers.
+        source: where the model came from.
+    """
+    config.dtype = dtype
+    config.architectures = [architecture]
+    config.save_pretrained(directory)
+    if generation is not None:
+        generation.save_pretrained(directory)
     for pattern in (*TOKENIZER_FILES, *TOKENIZER_COMPANIONS):
         for file in filter(Path.is_file, source.glob(pattern)):
             shutil.copyfile(file, directory / file.name)

@@ -1,0 +1,69 @@
+"""Between a batch and the tokens an engine computes: the batch's ids on the host, and the view a loss gets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from enginehouse.data import Ragged
+from enginehouse.engines.train import TokenView
+
+if TYPE_CHECKING:
+    from enginehouse.data import Batch
+    from enginehouse.engines.train import Outputs
+
+COLUMNS = ("logprobs", "entropy", "values")
+"""The per-token outputs there are."""
+
+
+def token_ids(batch: Batch) -> npt.NDArray[np.int64]:
+    """The batch's token ids end to end, on the host."""
+    return batch.ragged("input_ids").values.cpu().numpy().astype(np.int64, copy=False)
+
+
+def token_view(
+    batch: Batch,
+    rows: npt.NDArray[np.int64] | None,
+    needed: npt.NDArray[np.int64] | None,
+    found: Mapping[str, torch.Tensor],
+    outputs: Outputs,
+    device: torch.device,
+) -> TokenView:
+    """The loss's view of a micro-batch: its rows' columns, and what was found, spread over all their tokens.
+
+    Args:
+        batch: the whole batch.
+        rows: the micro-batch's rows, ascending; None: all.
+        needed: for each result, the index of its token in the batch's flat tokens; None: there is no result.
+        found: the results, float32 `(tokens,)` with a gradient, one column for each of `outputs`.
+        outputs: what was asked for; 0 where a token is not among the needed ones.
+        device: where the view lies.
+    """
+    offsets = batch.ragged("input_ids").offsets
+    if rows is not None:
+        batch = batch.take(rows)
+        whole, offsets = offsets.numpy(), batch.ragged("input_ids").offsets
+        if needed is not None:
+            row = np.searchsorted(whole, needed, side="right") - 1
+            needed = needed - whole[row] + offsets.numpy()[np.searchsorted(rows, row)]
+    tokens = int(offsets[-1])
+    spread: dict[str, torch.Tensor] = {}
+    for name in COLUMNS:
+        if getattr(outputs, name):
+            spread[name] = torch.zeros(tokens, device=device)
+            if needed is not None:
+                spread[name] = spread[name].index_copy(0, torch.from_numpy(needed).to(device), found[name])
+    columns: dict[str, torch.Tensor] = {}
+    for name in batch.columns:
+        column = batch[name]
+        if isinstance(column, Ragged):
+            if column.offsets is offsets or torch.equal(column.offsets, offsets):
+                columns[name] = column.values.to(device)
+        elif isinstance(column, torch.Tensor):
+            columns[name] = column.to(device)
+    row_of = torch.repeat_interleave(torch.arange(len(batch)), offsets.diff(), output_size=tokens).to(device)
+    return TokenView(spread, columns, row_of, len(batch))

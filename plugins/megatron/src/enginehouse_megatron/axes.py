@@ -1,0 +1,42 @@
+"""The axes that ranks are laid out along. Light to import: a config's options are checked against them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from enginehouse.errors import ConfigError
+
+if TYPE_CHECKING:
+    from enginehouse_megatron.options import MegatronOptions
+
+PIPELINE, DATA, CONTEXT, TENSOR = "pp", "dp", "cp", "tp"
+"""Outermost first: the order `tp-cp-ep-dp-pp` of megatron-core, which counts the first axis fastest."""
+
+
+def axis_sizes(world_size: int, options: MegatronOptions) -> dict[str, int]:
+    """How many ranks each axis has, outermost first, all four of them.
+
+    Raises:
+        ConfigError: the ranks cannot be divided so.
+    """
+    each = world_size
+    asked = (
+        ("tensor_parallel", options.tensor_parallel),
+        ("context_parallel", options.context_parallel),
+        ("pipeline_parallel", options.pipeline_parallel),
+    )
+    for name, ranks in asked:
+        if each % ranks:
+            divisors = [n for n in range(1, each + 1) if each % n == 0]
+            nearest = min(divisors, key=lambda n: (abs(n - ranks), -n))
+            raise ConfigError(
+                f"megatron: {name}={ranks} does not divide the {each} rank(s) there are for it; "
+                f"nearest that does: {name}={nearest}"
+            )
+        each //= ranks
+    return {
+        PIPELINE: options.pipeline_parallel,
+        DATA: each,
+        CONTEXT: options.context_parallel,
+        TENSOR: options.tensor_parallel,
+    }

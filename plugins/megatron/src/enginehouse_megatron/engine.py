@@ -1,0 +1,204 @@
+"""The `megatron` training engine: decoders on megatron-core, split by matrices, layers, sequences and data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from enginehouse_megatron import kernels
+
+# isort: split
+from megatron.core import parallel_state
+
+from enginehouse.data import Batch
+from enginehouse.engines.mesh import Mesh
+from enginehouse.engines.train import ALL, LossSpec, Metrics, Outputs
+from enginehouse.errors import ModelError
+from enginehouse.modeling import export
+from enginehouse.modeling.files import parts_of
+from enginehouse.modeling.loading import quiet_transformers
+from enginehouse.modeling.memory import MemoryGuard
+from enginehouse.modeling.ranks import Ranks, device_of
+from enginehouse.modeling.schedule import learning_rate
+from enginehouse_megatron import building, checkpoints, on_cpu, parallel, placing
+from enginehouse_megatron.architectures import Architecture, architecture_of
+from enginehouse_megatron.axes import PIPELINE, axis_sizes
+from enginehouse_megatron.computing import Computing
+from enginehouse_megatron.forms import Heads
+from enginehouse_megatron.training import Training
+from enginehouse_megatron.weights import SplitWeights
+
+if TYPE_CHECKING:
+    from enginehouse.engines.model import ModelSpec, ProcessContext
+    from enginehouse_megatron.options import MegatronOptions
+
+NEEDS_LESS = (
+    "a smaller tokens_per_microbatch",
+    "recompute=full",
+    "a larger tensor_parallel or pipeline_parallel: each rank holds a smaller part of the model",
+    "more processes (actor.processes): each holds a smaller part of the optimizer's state",
+)
+"""What makes this engine need less memory."""
+
+
+class MegatronEngine:
+    """`TrainEngine` on megatron-core (`enginehouse.engines.train`), one object a rank."""
+
+    mesh: Mesh
+
+    def setup(self, model: ModelSpec, options: MegatronOptions, context: ProcessContext) -> None:
+        """Join the ranks, build this rank's part of the model and read its weights into it.
+
+        Gradients and optimizer state are made when they are first needed.
+
+        Raises:
+            ModelError: the model cannot be loaded, or nobody said how its weights are called.
+            ConfigError: the schedule decays and `total_steps` is not set; ranks, model and layout do not fit; or a role
+                that shares these processes has another layout.
+        """
+        learning_rate(options.warmup_steps, options)
+        self._spec, self._options, self._context = model, options, context
+        if model.head != "causal_lm":
+            raise ModelError(
+                f"megatron: a model with head={model.head!r} is not done yet; use the fsdp or torch backend"
+            )
+        if model.dtype == "float16":
+            raise ModelError("megatron: float16 needs a scaled loss, which is not done yet; use bfloat16")
+        device = device_of(context)
+        sizes = axis_sizes(context.world_size, options)
+        self._config = building.model_config(model)
+        architecture = architecture_of(self._config.model_type, options.architecture)
+        on_cpu.adapt()
+        if context.rank == 0:
+            kernels.say_missing(device.type)
+        settings = building.transformer_config(self._config, architecture, model, options, sizes, device.type)
+        self._ranks = Ranks.join(context, alone=True)
+        parallel.join(sizes)
+        self.mesh = Mesh.of(sizes, context.rank, output={PIPELINE: sizes[PIPELINE] - 1})
+        self._sizes, self._settings = sizes, settings
+        self._memory = MemoryGuard(context, NEEDS_LESS)
+        with self._memory.during("building and loading the model"):
+            self._model = building.build(self._config, settings, device.type)
+            self._load(architecture)
+        self._called = building.computing(self._model, settings)
+        self._computing = Computing(
+            settings,
+            vocabulary=self._config.vocab_size,
+            device=device,
+            tokens_per_microbatch=options.tokens_per_microbatch,
+            ranks=self._ranks,
+            during=self._memory.during,
+        )
+        self._training: Training | None = None
+
+    def _load(self, architecture: Architecture) -> None:
+        """Read this rank's weights, and learn which tensors the other stages have; collective."""
+        settings = self._settings
+        groups = settings.num_query_groups or settings.num_attention_heads
+        self._heads = Heads(settings.num_attention_heads // groups, settings.kv_channels)
+        stored = placing.Checkpoint(Path(self._spec.path))
+        self._placed = placing.place(self._model, architecture, stored)
+        group = parallel_state.get_tensor_model_parallel_group()
+        placing.load(self._placed, stored, self._heads, group.rank(), group.size())
+        self._model.setup_embeddings_and_output_layer()  # once more: gives the last stage the tied embedding
+        of_ranks = self._ranks.gather(list(placing.described(self._placed)))
+        ranks = len(of_ranks) // self._sizes[PIPELINE]
+        self._stages = of_ranks[::ranks]  # a stage's ranks have the same tensors, and stand together
+
+    def forward(self, batch: Batch, outputs: Outputs) -> Batch | None:
+        """Compute `outputs` without gradients; only for the tokens of `loss_mask` where the batch has one.
+
+        None on ranks that another one answers for.
+        """
+        with self._memory.during(f"computing outputs of {len(batch)} rows"):
+            self._model.eval()
+            found = self._computing.forward(self._called, batch, outputs)
+        return found if self.mesh.is_output_rank else None
+
+    def forward_backward(self, batch: Batch, loss: LossSpec) -> Metrics:
+        """Accumulate the gradient of `loss`, which is computed from the tokens of `loss_mask` alone."""
+        with self._memory.during(f"computing gradients of {len(batch)} rows"):
+            training = self._built_training()
+            self._model.train()  # there is no dropout: what it changes is whether activations are recomputed
+            with training.model.no_sync():  # gradients are summed over ranks at the step
+                metrics, weight = self._computing.forward_backward(training.model, batch, loss)
+        answers = self.mesh.is_output_rank  # the others see the same rows: they are counted once
+        training.count(weight if answers else 0.0)
+        return metrics if answers else {}
+
+    def optim_step(self) -> Metrics:
+        """Normalise, clip and take one AdamW step; see `Training.step`."""
+        with self._memory.during("taking an optimizer step"):
+            return self._built_training().step()
+
+    def _built_training(self) -> Training:
+        """Gradients and optimizer, made at first use: several times as large as the model."""
+        if self._training is None:
+            self._training = Training(self._called, self._settings, self._options)
+        return self._training
+
+    # Weights and files
+
+    def weight_source(self) -> SplitWeights:
+        """The live weights under their Hugging Face names, tied ones once."""
+        return SplitWeights(self._placed, self._stages, self._heads, self._sizes, getattr(torch, self._spec.dtype))
+
+    def save(self, path: str, what: tuple[str, ...] = ALL) -> None:
+        """Write `"model"`, `"optimizer"` (with the schedule) and `"rng"`, whole or not at all; collective.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        checkpoints.save(path, self._state(what), self._ranks)
+
+    def load(self, path: str, what: tuple[str, ...] = ALL) -> None:
+        """Load what `save` wrote, in whatever layout; collective.
+
+        A rank the checkpoint has no random state of keeps its own.
+
+        Raises:
+            CheckpointError: it is missing, incomplete, damaged or of another model, or lacks a part.
+        """
+        checkpoints.load(path, self._state(what), self._ranks)
+
+    def _state(self, what: tuple[str, ...]) -> checkpoints.State:
+        parts = parts_of(what)
+        training = self._built_training() if "optimizer" in parts else self._training
+        config = self._config
+        shape = {
+            name: getattr(config, name)
+            for name in ("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
+        }
+        return checkpoints.State(self._model, training, parts, shape)
+
+    def export_hf(self, path: str) -> None:
+        """Write a Hugging Face directory, with the tokenizer of the directory the model came from; collective."""
+        directory, source = Path(path), Path(self._spec.path)
+        weights = self.weight_source()
+        self._ranks.on_rank_zero(lambda: directory.mkdir(parents=True, exist_ok=True))
+        failure = export.write_weights(directory, weights.metadata(), weights.iter_full(), writes=self._ranks.rank == 0)
+
+        def finish() -> None:
+            if failure is not None:
+                raise failure
+            from transformers import AutoConfig, GenerationConfig
+
+            with quiet_transformers():
+                config = AutoConfig.from_pretrained(str(source), trust_remote_code=self._spec.trust_remote_code)
+                generation = None
+                if (source / "generation_config.json").is_file():
+                    generation = GenerationConfig.from_pretrained(str(source))
+                (architecture, *_) = config.architectures or [""]
+                dtype = getattr(torch, self._spec.dtype)
+                export.write_companions(directory, config, generation, dtype, architecture, source)
+
+        self._ranks.on_rank_zero(finish)
+
+    def shutdown(self) -> None:
+        """Release the model and leave the process group."""
+        self._training = None
+        del self._model, self._called, self._computing, self._placed
+        parallel.leave()
+        self._ranks.leave()

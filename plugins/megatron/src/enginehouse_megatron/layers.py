@@ -1,0 +1,178 @@
+"""A decoder layer of torch's own operations, with the parameter names of the one made of transformer-engine modules.
+
+megatron-core's other layer, without transformer-engine, has other names, no packed sequences, no context parallelism
+and no norms under sequence parallelism. This one has them all, on a CPU and on a GPU, and a checkpoint fits either.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from enginehouse_megatron import kernels
+
+# isort: split
+from megatron.core import tensor_parallel
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+
+def decoder_layers(config: TransformerConfig, device: str, stage: int | None = None) -> Any:
+    """What a stage's layers are made of: transformer-engine on a GPU where it is installed, else torch's operations.
+
+    Args:
+        config: the model's.
+        device: `"cpu"` or `"cuda"`.
+        stage: which of this rank's parts of the pipeline; None: it has one.
+    """
+    if device == "cuda" and kernels.has_transformer_engine():
+        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
+    count = get_num_layers_to_build(config, vp_stage=stage)
+    return TransformerBlockSubmodules(layer_specs=[_layer(config)] * count, layer_norm=RMSNorm)
+
+
+def _layer(config: TransformerConfig) -> ModuleSpec:
+    norm = RMSNorm if config.qk_layernorm else IdentityOp
+    attention = SelfAttentionSubmodules(
+        linear_qkv=NormedColumnParallelLinear,
+        core_attention=Attention,
+        linear_proj=tensor_parallel.RowParallelLinear,
+        q_layernorm=norm,
+        k_layernorm=norm,
+    )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            self_attention=ModuleSpec(SelfAttention, {"attn_mask_type": AttnMaskType.causal}, attention),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=IdentityOp,  # it is in linear_fc1
+            mlp=ModuleSpec(
+                MLP,
+                submodules=MLPSubmodules(
+                    linear_fc1=NormedColumnParallelLinear, linear_fc2=tensor_parallel.RowParallelLinear
+                ),
+            ),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """`TENorm` with `normalization="RMSNorm"`."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **arguments: Any):
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=_device(config))
+        # finalize_model_grads sums what is marked so over the ranks that share a sequence.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class NormedColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
+    """`TELayerNormColumnParallelLinear`: a norm, then a linear layer split by its outputs."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **arguments: Any):
+        super().__init__(input_size, output_size, config=config, **arguments)
+        self.layer_norm_weight = torch.nn.Parameter(
+            torch.ones(input_size, dtype=config.params_dtype, device=_device(config))
+        )
+        self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **arguments: Any) -> Any:
+        """See `ColumnParallelLinear.forward`."""
+        eps = self.config.layernorm_epsilon
+        return super().forward(F.rms_norm(hidden, hidden.shape[-1:], self.layer_norm_weight, eps), *args, **arguments)
+
+
+class Attention(MegatronModule):
+    """`TEDotProductAttention` for packed rows: causal, with grouped keys and values.
+
+    Under context parallelism a rank has the chunks `r` and `2 * size - 1 - r` of each row, as megatron-core cuts them;
+    keys and values of the others are gathered.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **arguments: Any,
+    ):
+        super().__init__(config=config)
+        self._group = pg_collection.cp
+        self._scale = softmax_scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        """Attend within each row.
+
+        Args:
+            query: `(tokens, heads, size)`, this rank's.
+            key: `(tokens, groups, size)`.
+            value: `(tokens, groups, size)`.
+            attention_mask: unused: rows are causal.
+            attn_mask_type: unused.
+            attention_bias: unused.
+            packed_seq_params: where each row begins, over all context-parallel ranks.
+
+        Returns:
+            `(tokens, heads * size)`.
+        """
+        size, rank = self._group.size(), self._group.rank()
+        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+        tokens = len(query)
+        if size > 1:
+            gather = tensor_parallel.gather_from_sequence_parallel_region
+            key, value = (gather(one.contiguous(), group=self._group) for one in (key, value))
+        found, at = [], 0
+        for length in lengths:
+            own = length // size
+            places = [slice(other * tokens + at, other * tokens + at + own) for other in range(size)]
+            keys, values = (torch.cat([one[place] for place in places]) for one in (key, value))
+            allowed = None
+            if size > 1:
+                everywhere = torch.cat([positions(length, size, other) for other in range(size)]).to(query.device)
+                allowed = everywhere[None] <= positions(length, size, rank).to(query.device)[:, None]
+            attended = F.scaled_dot_product_attention(
+                *(one.transpose(0, 1)[None] for one in (query[at : at + own], keys, values)),
+                attn_mask=allowed,
+                is_causal=allowed is None,
+                scale=self._scale,
+                enable_gqa=True,
+            )
+            found.append(attended[0].transpose(0, 1))
+            at += own
+        return torch.cat(found).flatten(1)
+
+
+def positions(length: int, size: int, rank: int) -> torch.Tensor:
+    """Which positions of a row a context-parallel rank has, int64; `length` is a multiple of `2 * size`."""
+    if size == 1:
+        return torch.arange(length)
+    chunk = length // (2 * size)
+    last = 2 * size - 1 - rank
+    return torch.cat([torch.arange(rank * chunk, (rank + 1) * chunk), torch.arange(last * chunk, (last + 1) * chunk)])
+
+
+def _device(config: TransformerConfig) -> Any:
+    return "cpu" if config.use_cpu_initialization else torch.cuda.current_device()

@@ -1,0 +1,83 @@
+"""What megatron-core 0.16 needs to run on a CPU with gloo. Nothing here is done where there is a GPU.
+
+megatron-core is written for GPUs alone: it makes tensors on the device called "cuda", and asks `torch.cuda` for the
+current one. Each piece below says which lines it stands in for, and goes once these ask for the device of the model.
+What a CPU build of torch offers of `torch.cuda` only raises, so that replacing it takes nothing from anybody.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from enginehouse_megatron import kernels  # noqa: F401  before all else of megatron-core
+
+# isort: split
+from megatron.core import utils
+from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.tensor_parallel import random
+
+CPU = torch.device("cpu")
+
+NAMING_CUDA: tuple[Any, ...] = (
+    schedules.forward_backward_no_pipelining,  # schedules.py:596
+    schedules.forward_backward_pipelining_with_interleaving,  # schedules.py:983
+    schedules.forward_backward_pipelining_without_interleaving,  # schedules.py:2138
+    optimizer.MixedPrecisionOptimizer.__init__,  # optimizer.py:473, 481, 485
+    distrib_optimizer.DistributedOptimizer._build_model_and_main_param_groups,  # distrib_optimizer.py:361, 420, 433
+    distrib_optimizer.DistributedOptimizer.__init__,  # distrib_optimizer.py:582
+    clip_grads.get_grad_norm_fp32,  # clip_grads.py:90, 103, 115
+    clip_grads.clip_grad_by_total_norm_fp32,  # clip_grads.py:167, 174
+    utils.local_multi_tensor_l2_norm,  # utils.py:1207
+)
+"""Functions that say `device="cuda"`, or compare a tensor's type with `"torch.cuda.FloatTensor"`."""
+
+_done = False
+
+
+def adapt() -> None:
+    """Make megatron-core run on this process's CPU; nothing to do where there is a GPU, or a second time."""
+    global _done
+    if _done or torch.cuda.is_available():
+        return
+    _done = True
+    for function in NAMING_CUDA:
+        _say_cpu(function)
+    # Everywhere as `device=torch.cuda.current_device()`: rotary_pos_embedding.py:162, utils.py:631 (buffers of sequence
+    # parallelism), mappings.py:91, 141, p2p_communication.py:190, 313, param_and_grad_buffer.py:783, 800.
+    torch.cuda.current_device = lambda: CPU  # type: ignore[assignment,return-value]
+    # p2p_communication.py:242, 398, which wait for what gloo has done when `wait` returns.
+    torch.cuda.synchronize = lambda device=None: None
+    # language_module.py:244, of an embedding tied over pipeline stages.
+    torch.Tensor.cuda = lambda self, *args, **arguments: self  # type: ignore[method-assign,assignment]
+    # random.py:41 and 72, the states that recomputing activations puts back: a CPU has one generator.
+    random._get_cuda_rng_state = lambda *args, **arguments: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *args, **arguments: torch.set_rng_state(state)
+
+
+def _say_cpu(function: Callable[..., Any]) -> None:
+    """Replace the constants of a function, and of functions inside it, that name a GPU."""
+    function = getattr(function, "__func__", function)
+    while (wrapped := getattr(function, "__wrapped__", None)) is not None:
+        function = wrapped
+    function.__code__ = _without_cuda(function.__code__)
+
+
+def _without_cuda(code: types.CodeType) -> types.CodeType:
+    return code.replace(co_consts=tuple(_constant(constant) for constant in code.co_consts))
+
+
+def _constant(constant: Any) -> Any:
+    if isinstance(constant, types.CodeType):
+        return _without_cuda(constant)
+    if isinstance(constant, tuple):
+        return tuple(_constant(one) for one in constant)
+    if constant == "cuda":
+        return "cpu"
+    if isinstance(constant, str) and constant.startswith("torch.cuda.") and constant.endswith("Tensor"):
+        return "torch." + constant.removeprefix("torch.cuda.")
+    return constant

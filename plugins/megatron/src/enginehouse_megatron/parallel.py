@@ -1,0 +1,57 @@
+"""megatron-core's process groups, which it keeps in globals: one layout a process, shared by all roles in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from enginehouse_megatron import kernels  # noqa: F401  before all else of megatron-core
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
+
+from enginehouse.errors import ConfigError
+from enginehouse_megatron.axes import CONTEXT, PIPELINE, TENSOR
+
+_users: list[dict[str, int]] = []
+"""The layout of each engine in this process."""
+
+
+def join(sizes: Mapping[str, int]) -> None:
+    """Make the process groups of a layout, or share those of another role in this process; collective.
+
+    Args:
+        sizes: of each axis (`axis_sizes`).
+
+    Raises:
+        ConfigError: a role that shares these processes has another layout.
+    """
+    asked = dict(sizes)
+    if _users and _users[0] != asked:
+        raise ConfigError(
+            f"megatron: roles that share processes share a layout: one has {_said(_users[0])}, another {_said(asked)}; "
+            "give both the same options, or processes of their own"
+        )
+    if not _users:
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=asked[TENSOR],
+            pipeline_model_parallel_size=asked[PIPELINE],
+            context_parallel_size=asked[CONTEXT],
+        )
+        # There is no dropout, and weights are read, not drawn: the states of generators need not be told apart.
+        initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    _users.append(asked)
+
+
+def leave() -> None:
+    """Forget the groups once no role uses them; the process group itself is not ended."""
+    if _users:
+        _users.pop()
+        if not _users:
+            parallel_state.destroy_model_parallel()
+
+
+def _said(sizes: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis}{size}" for axis, size in sizes.items())

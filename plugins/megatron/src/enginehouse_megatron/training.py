@@ -1,0 +1,120 @@
+"""Gradients and optimizer: megatron-core's data-parallel buffers and distributed optimizer around a rank's part.
+
+Each data-parallel rank keeps the optimizer state, and in half precision the float32 copy, of its share of the
+parameters (Rajbhandari et al. 2020, stage 1). Gradients are summed over ranks once a step.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from enginehouse_megatron import kernels  # noqa: F401  before all else of megatron-core
+
+# isort: split
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+from enginehouse.modeling.schedule import learning_rate
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from enginehouse.engines.train import Metrics
+    from enginehouse_megatron.options import MegatronOptions
+
+
+class Training:
+    """What a rank needs to train its part of the model.
+
+    Args:
+        model: the part, as `building.computing` gave it; its parameters become views of one buffer.
+        settings: megatron-core's config of it.
+        options: learning rate, schedule and the rest.
+
+    Attributes:
+        model: what is called to compute with gradients.
+        optimizer: megatron-core's.
+        step_number: optimizer steps taken.
+    """
+
+    def __init__(self, model: torch.nn.Module, settings: TransformerConfig, options: MegatronOptions):
+        self._options = options
+        self.model = DistributedDataParallel(
+            settings,
+            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
+            model,
+        )
+        self.optimizer: ChainedOptimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=options.lr,
+                weight_decay=options.weight_decay,
+                adam_beta1=options.betas[0],
+                adam_beta2=options.betas[1],
+                adam_eps=options.eps,
+                clip_grad=options.max_grad_norm,
+                bf16=settings.bf16,
+                params_dtype=settings.params_dtype,
+                use_distributed_optimizer=True,
+            ),
+            [self.model],
+            config_overrides={},  # weight decay of every parameter, as every engine here has it
+        )
+        self._weight = 0.0
+        self.step_number = 0
+        self.clear()
+
+    def count(self, weight: float) -> None:
+        """Add to what the accumulated loss counts: the gradient of a step is divided by the sum over all ranks."""
+        self._weight += weight
+
+    def step(self) -> Metrics:
+        """Sum over ranks, normalise, clip, step, zero; collective.
+
+        Nothing changes but the gradients where their norm is not finite, or where no rank counted anything.
+        """
+        counted = torch.tensor(self._weight, dtype=torch.float64)
+        dist.all_reduce(counted)
+        weight = float(counted)
+        finalize_model_grads([self.model])
+        if weight:
+            self.model.scale_gradients(1.0 / weight)
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        lr = learning_rate(self.step_number, self._options)
+        finite = weight > 0 and norm < float("inf")  # False for nan
+        if finite:
+            for one in self.optimizer.chained_optimizers:
+                if parameters := one.get_parameters():
+                    clip_grad_by_total_norm_fp32(parameters, self._options.max_grad_norm, norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step_with_ready_grads()
+            self.step_number += 1
+        self.clear()
+        return {"grad_norm": norm, "lr": lr, "skipped": 0.0 if finite else 1.0}
+
+    def restored(self, step_number: int) -> None:
+        """Go on from `step_number` after the optimizer's state was loaded, with this run's own hyperparameters."""
+        self.step_number = step_number
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = self._options.weight_decay
+            group["betas"] = self._options.betas
+            group["eps"] = self._options.eps
+        for one in self.optimizer.chained_optimizers:
+            for state in one.optimizer.state.values():
+                if (
+                    "step" in state
+                ):  # distrib_optimizer.py:818 gives all parameters one tensor, which each then counts up
+                    state["step"] = torch.tensor(float(step_number))
+
+    def clear(self) -> None:
+        """Forget accumulated gradients."""
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self._weight = 0.0

@@ -1,0 +1,94 @@
+"""What cannot work is said before anything is built, with what would work."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from enginehouse.engines.model import ModelSpec, ProcessContext
+from enginehouse.errors import ConfigError, ModelError
+from enginehouse.testing.models import tiny_model
+from enginehouse_megatron.options import MegatronOptions
+
+
+def set_up(path: str, processes: int = 1, **options):
+    from enginehouse_megatron.engine import MegatronEngine
+
+    spec = ModelSpec(path=path)
+    MegatronEngine().setup(spec, MegatronOptions(**options), ProcessContext("actor", 0, processes))
+
+
+def changed(path: str, to: Path, **values) -> str:
+    """A model directory whose config says something else."""
+    to.mkdir()
+    for file in Path(path).iterdir():
+        (to / file.name).symlink_to(file)
+    (to / "config.json").unlink()
+    config = json.loads((Path(path) / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(config | values))
+    return str(to)
+
+
+@pytest.mark.parametrize(
+    ("processes", "options", "said"),
+    [
+        (6, {"tensor_parallel": 4}, r"tensor_parallel=4 does not divide the 6 rank.*nearest that does: .*=3"),
+        (4, {"tensor_parallel": 2, "pipeline_parallel": 4}, r"pipeline_parallel=4 does not divide the 2 .*=2"),
+        (3, {"context_parallel": 2}, "context_parallel=2 does not divide the 3"),
+    ],
+)
+def test_a_plan_refuses_axes_that_do_not_divide_the_processes(processes, options, said):
+    with pytest.raises(ConfigError, match=said):
+        MegatronOptions(**options).check(processes)
+
+
+@pytest.mark.parametrize(
+    ("processes", "options", "said"),
+    [
+        (8, {"tensor_parallel": 8}, r"tensor_parallel=8 does not divide the model's 4 key-value heads.*=4"),
+        (16, {"tensor_parallel": 16}, r"tensor_parallel=16 does not divide the model's 8 attention heads.*=8"),
+        (4, {"pipeline_parallel": 4}, r"pipeline_parallel=4 does not divide the model's 2 layers.*=2"),
+    ],
+)
+def test_a_layout_that_does_not_divide_the_model_names_the_nearest_that_does(processes, options, said):
+    with pytest.raises(ConfigError, match=said):
+        set_up(tiny_model("llama", False, heads=8, key_value_heads=4), processes, **options)
+
+
+def test_a_model_nobody_wrote_down_says_what_to_write(tmp_path):
+    path = changed(tiny_model("llama", False), tmp_path / "model", model_type="mistral")
+    with pytest.raises(ModelError, match=r"model_type 'mistral' \(known: llama, qwen2, qwen3\).*Architecture"):
+        set_up(path)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "kind 'yarn'"),
+        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"attention_bias": True}, "biases of all linear layers"),
+    ],
+)
+def test_a_model_that_computes_otherwise_is_refused(tmp_path, values, said):
+    with pytest.raises(ModelError, match=said):
+        set_up(changed(tiny_model("llama", False), tmp_path / "model", **values))
+
+
+def test_an_unknown_setting_is_refused():
+    with pytest.raises(ConfigError, match=r"TransformerConfig refuses .*no_such_setting"):
+        set_up(tiny_model("llama", False), native={"no_such_setting": 1})
+
+
+def test_missing_kernels_are_named_once(caplog):
+    from enginehouse_megatron import kernels
+
+    with caplog.at_level(logging.WARNING):
+        kernels.say_missing("cpu")
+        assert not caplog.records, "a CPU has no use of them"
+        kernels.say_missing("cuda")
+    (record,) = caplog.records
+    assert "transformer_engine" in record.getMessage()
+    assert "apex" in record.getMessage()
