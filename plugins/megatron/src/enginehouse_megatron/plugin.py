@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enginehouse.plugin import Layout, TrainBackend, capabilities, hookimpl
+from enginehouse.plugin import DispatchMode, Layout, TrainBackend, capabilities, hookimpl
 
 enginehouse_protocol = "1.0"
 
@@ -22,7 +22,22 @@ def enginehouse_register_backends(register):
                 Layout("tp2", 2, {"tensor_parallel": 2, "sequence_parallel": False}),
                 Layout("pp2", 2, {"pipeline_parallel": 2}),
                 Layout("dp2", 2),
+                Layout("cp2", 2, {"context_parallel": 2}),
                 Layout("tp2-pp2", 4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
             ),
+        )
+    )
+
+
+@hookimpl
+def enginehouse_register_dispatch_modes(register):
+    register(
+        DispatchMode(
+            name="megatron_compute",
+            summary="One entry of each argument for each data-parallel rank; a list of results of the last stage",
+            dispatch="enginehouse_megatron.dispatch:megatron_compute",
+            collect="list",
+            returning="enginehouse.controller.dispatch:output_ranks",
+            awaits_futures=True,
         )
     )
