@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from enginehouse.modeling.packing import Layout
 
 
-def check_outputs(model: PreTrainedModel, outputs: Outputs) -> None:
-    """Raise EnginehouseError if the model's head cannot give `outputs`."""
-    has_values = hasattr(model, VALUE_HEAD)
+def check_outputs(has_values: bool, outputs: Outputs) -> None:
+    """Raise EnginehouseError if a model's head, a value head or not, cannot give `outputs`."""
     if outputs.values and not has_values:
         raise EnginehouseError('values were asked of a model without a value head; set ModelSpec(head="value")')
     if has_values and (outputs.logprobs or outputs.entropy):

@@ -57,7 +57,7 @@ def load_model(spec: ModelSpec, device: torch.device | str) -> PreTrainedModel:
     if spec.head == "value":
         head = value_head(model, spec)
         with torch.no_grad():
-            head.weight.copy_(value_head_weight(model, spec))
+            head.weight.copy_(value_head_weight(_hidden_size(model), spec))
         model.add_module(VALUE_HEAD, head)
     return model.to(device).eval()
 
@@ -83,13 +83,12 @@ def value_head(model: PreTrainedModel, spec: ModelSpec) -> torch.nn.Linear:
     return torch.nn.Linear(_hidden_size(model), 1, bias=False, dtype=getattr(torch, spec.dtype))
 
 
-def value_head_weight(model: PreTrainedModel, spec: ModelSpec) -> torch.Tensor:
+def value_head_weight(hidden: int, spec: ModelSpec) -> torch.Tensor:
     """`(1, hidden)`: the checkpoint's if it has one, else normal with the standard deviation `1 / sqrt(hidden)`.
 
     Raises:
         ModelError: the checkpoint's has another shape.
     """
-    hidden = _hidden_size(model)
     stored = _stored_tensor(Path(spec.path), f"{VALUE_HEAD}.weight")
     if stored is None:
         return torch.randn(1, hidden, generator=torch.Generator().manual_seed(spec.seed)) / hidden**0.5

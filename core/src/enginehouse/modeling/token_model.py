@@ -19,6 +19,7 @@ import torch
 from enginehouse.data import Batch, Ragged, plan_microbatches
 from enginehouse.engines.train import LossSpec, LossValue, Mean, Metrics, Outputs, TokenView, merge_metrics
 from enginehouse.modeling.heads import ModelInput, check_outputs, token_outputs
+from enginehouse.modeling.loading import VALUE_HEAD
 from enginehouse.modeling.packing import Layout, Rows, lay_out, plan_trees
 from enginehouse.modeling.sharing import attention_cost, can_share_prompts
 from enginehouse.modeling.token_view import COLUMNS, token_ids, token_view
@@ -78,11 +79,12 @@ class TokenModel:
         self._attention_cost = attention_cost(model)
         self._passes = passes
         self._during = during
+        self._has_values = hasattr(model, VALUE_HEAD)
         self._losses: dict[str, Callable[..., LossValue]] = {}
 
     def forward(self, batch: Batch, outputs: Outputs) -> Batch:
         """Compute `outputs` without gradients, as `TrainEngine.forward` says."""
-        check_outputs(self.model, outputs)
+        check_outputs(self._has_values, outputs)
         ids = batch.ragged("input_ids")
         flat_ids = token_ids(batch)
         columns = {name: torch.zeros(len(flat_ids)) for name in COLUMNS if getattr(outputs, name)}
@@ -107,7 +109,7 @@ class TokenModel:
         Returns:
             Metrics, and the weight that the sum's mean divides by.
         """
-        check_outputs(self.model, loss.outputs)
+        check_outputs(self._has_values, loss.outputs)
         function = self._loss(loss.name)
         flat_ids = token_ids(batch)
         metrics: list[Metrics] = []

@@ -192,5 +192,5 @@ def _load(model: PreTrainedModel, spec: ModelSpec) -> None:
         dcp.load(own, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=not dist.is_initialized())
         if head is not None:
             assert isinstance(head, DTensor)
-            whole = value_head_weight(model, spec).float().to(head.device)
+            whole = value_head_weight(model.config.get_text_config().hidden_size, spec).float().to(head.device)
             head.copy_(distribute_tensor(whole, head.device_mesh, head.placements))

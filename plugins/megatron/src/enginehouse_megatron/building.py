@@ -19,7 +19,7 @@ from enginehouse.errors import ConfigError, ModelError
 from enginehouse.modeling.loading import model_directory, quiet_transformers
 from enginehouse_megatron.axes import CONTEXT, PIPELINE, TENSOR
 from enginehouse_megatron.layers import decoder_layers
-from enginehouse_megatron.selecting import select_positions
+from enginehouse_megatron.selecting import add_value_head, select_positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -120,7 +120,7 @@ def transformer_config(
         ) from error
 
 
-def build(config: PreTrainedConfig, settings: TransformerConfig, device: str) -> GPTModel:
+def build(config: PreTrainedConfig, settings: TransformerConfig, spec: ModelSpec, device: torch.device) -> GPTModel:
     """This rank's part of the model, with memory for its weights and nothing read.
 
     Half precision is computed in by a model of that dtype; megatron-core's optimizer has the float32 copy.
@@ -129,7 +129,7 @@ def build(config: PreTrainedConfig, settings: TransformerConfig, device: str) ->
     size = settings.tensor_model_parallel_size
     model = GPTModel(
         settings,
-        decoder_layers(settings, device),
+        decoder_layers(settings, device.type),
         vocab_size=-(-config.vocab_size // size) * size,
         max_sequence_length=config.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -141,6 +141,8 @@ def build(config: PreTrainedConfig, settings: TransformerConfig, device: str) ->
         rope_scaling_factor=rope.get("factor", 1.0),
     )
     select_positions(model, settings)
+    if spec.head == "value":
+        add_value_head(model, settings, device)
     return model.eval()
 
 

@@ -25,7 +25,7 @@ from megatron.core.utils import unwrap_model
 
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.train import LossSpec, LossValue, Mean, Metrics, Outputs, merge_metrics
-from enginehouse.errors import EnginehouseError
+from enginehouse.modeling.heads import check_outputs
 from enginehouse.modeling.packing import Rows
 from enginehouse.modeling.ranks import Ranks
 from enginehouse.modeling.token_view import COLUMNS, token_ids, token_view
@@ -45,6 +45,7 @@ class Computing:
     Args:
         settings: megatron-core's config of the model.
         vocabulary: how many tokens there are.
+        has_values: whether the model has a value head.
         device: where it computes.
         tokens_per_microbatch: most tokens of a micro-batch, a longer row excepted.
         ranks: all ranks.
@@ -56,6 +57,7 @@ class Computing:
         settings: TransformerConfig,
         *,
         vocabulary: int,
+        has_values: bool,
         device: torch.device,
         tokens_per_microbatch: int,
         ranks: Ranks,
@@ -63,6 +65,7 @@ class Computing:
     ):
         self._settings = settings
         self._vocabulary = vocabulary
+        self._has_values = has_values
         self._device = device
         self._budget = tokens_per_microbatch
         self._ranks = ranks
@@ -77,7 +80,7 @@ class Computing:
 
     def forward(self, model: torch.nn.Module, batch: Batch, outputs: Outputs) -> Batch | None:
         """Compute `outputs` without gradients; None where this rank is not on the last stage."""
-        _check_outputs(outputs)
+        check_outputs(self._has_values, outputs)
         ids = token_ids(batch)
         parts = self._parts(batch)
 
@@ -101,7 +104,7 @@ class Computing:
         Returns:
             Metrics, and the weight that the sum's mean divides by; nothing and 0 off the last stage.
         """
-        _check_outputs(loss.outputs)
+        check_outputs(self._has_values, loss.outputs)
         function = self._loss(loss.name)
         ids = token_ids(batch)
         metrics: list[Metrics] = []
@@ -229,6 +232,9 @@ class Computing:
     ) -> dict[str, torch.Tensor]:
         """The columns asked for, each float32 `(needed tokens,)`, the same on all ranks of a micro-batch."""
         _, predictor, which = self._own(packed)
+        needed = len(packed.needed)
+        if outputs.values:
+            return {"values": self._of_all(found[0, :, 0].float(), which, needed)}
         targets = torch.zeros(len(predictor), dtype=torch.int64)
         targets[: len(which)] = torch.from_numpy(ids[packed.needed[which]])
         rank, columns = self._tensor.rank(), found.shape[-1]
@@ -244,7 +250,7 @@ class Computing:
             columns_found["logprobs"] = logprobs
         if entropy is not None:
             columns_found["entropy"] = entropy
-        return {name: self._of_all(column, which, len(packed.needed)) for name, column in columns_found.items()}
+        return {name: self._of_all(column, which, needed) for name, column in columns_found.items()}
 
     def _of_all(self, column: torch.Tensor, which: np.ndarray, needed: int) -> torch.Tensor:
         """The results of all ranks that share the sequences, from this rank's."""
@@ -278,10 +284,3 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return gradients[0], None
-
-
-def _check_outputs(outputs: Outputs) -> None:
-    if outputs.values:
-        raise EnginehouseError("megatron: values were asked of a model without a value head")
-    if not outputs.temperature > 0:
-        raise EnginehouseError(f"temperature is {outputs.temperature}; logprobs need a temperature above 0")

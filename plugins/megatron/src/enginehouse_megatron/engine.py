@@ -18,7 +18,7 @@ from enginehouse.engines.train import ALL, LossSpec, Metrics, Outputs
 from enginehouse.errors import ModelError
 from enginehouse.modeling import export
 from enginehouse.modeling.files import parts_of
-from enginehouse.modeling.loading import quiet_transformers
+from enginehouse.modeling.loading import VALUE_HEAD, quiet_transformers, value_head_weight
 from enginehouse.modeling.memory import MemoryGuard
 from enginehouse.modeling.ranks import Ranks, device_of
 from enginehouse.modeling.schedule import learning_rate
@@ -60,10 +60,6 @@ class MegatronEngine:
         """
         learning_rate(options.warmup_steps, options)
         self._spec, self._options, self._context = model, options, context
-        if model.head != "causal_lm":
-            raise ModelError(
-                f"megatron: a model with head={model.head!r} is not done yet; use the fsdp or torch backend"
-            )
         if model.dtype == "float16":
             raise ModelError("megatron: float16 needs a scaled loss, which is not done yet; use bfloat16")
         device = device_of(context)
@@ -80,12 +76,13 @@ class MegatronEngine:
         self._sizes, self._settings = sizes, settings
         self._memory = MemoryGuard(context, NEEDS_LESS)
         with self._memory.during("building and loading the model"):
-            self._model = building.build(self._config, settings, device.type)
+            self._model = building.build(self._config, settings, model, device)
             self._load(architecture)
         self._called = building.computing(self._model, settings)
         self._computing = Computing(
             settings,
             vocabulary=self._config.vocab_size,
+            has_values=model.head == "value",
             device=device,
             tokens_per_microbatch=options.tokens_per_microbatch,
             ranks=self._ranks,
@@ -98,7 +95,10 @@ class MegatronEngine:
         settings = self._settings
         groups = settings.num_query_groups or settings.num_attention_heads
         self._heads = Heads(settings.num_attention_heads // groups, settings.kv_channels)
-        stored = placing.Checkpoint(Path(self._spec.path))
+        made = {}
+        if self._spec.head == "value":
+            made[f"{VALUE_HEAD}.weight"] = value_head_weight(settings.hidden_size, self._spec)
+        stored = placing.Checkpoint(Path(self._spec.path), made)
         self._placed = placing.place(self._model, architecture, stored)
         group = parallel_state.get_tensor_model_parallel_group()
         placing.load(self._placed, stored, self._heads, group.rank(), group.size())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,8 @@ from enginehouse_megatron import kernels  # noqa: F401  before all else of megat
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
 from enginehouse.errors import ModelError
-from enginehouse_megatron.forms import Form, Heads
+from enginehouse.modeling.loading import VALUE_HEAD
+from enginehouse_megatron.forms import Form, Heads, Whole
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -79,12 +80,14 @@ class Checkpoint:
 
     Args:
         path: the directory.
+        made: tensors that it need not hold, by name.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, made: Mapping[str, torch.Tensor]):
         from safetensors import safe_open
 
         self._path = path
+        self._made = made
         index = path / "model.safetensors.index.json"
         files = sorted(path.glob("*.safetensors"))
         if index.is_file():
@@ -92,22 +95,19 @@ class Checkpoint:
         self._opened = [safe_open(str(file), framework="pt") for file in files]
         self._file_of = {name: file for file in self._opened for name in file.keys()}  # noqa: SIM118
 
-    @property
-    def names(self) -> frozenset[str]:
-        """Names of all tensors."""
-        return frozenset(self._file_of)
-
     def shape(self, name: str) -> tuple[int, ...]:
         """The whole shape of a tensor.
 
         Raises:
             ModelError: there is no such tensor.
         """
+        if name in self._made:
+            return tuple(self._made[name].shape)
         return tuple(self._slice(name).get_shape())
 
     def read(self, name: str, region: Sequence[slice]) -> torch.Tensor:
         """A part of a tensor; no more of it is read."""
-        part: torch.Tensor = self._slice(name)[tuple(region)]
+        part: torch.Tensor = (self._made[name] if name in self._made else self._slice(name))[tuple(region)]
         return part
 
     def _slice(self, name: str) -> Any:
@@ -122,18 +122,19 @@ def place(model: GPTModel, architecture: Architecture, checkpoint: Checkpoint) -
     Raises:
         ModelError: the architecture does not say how a parameter is stored, or the checkpoint lacks a tensor.
     """
+    weights = {**architecture.weights, f"{VALUE_HEAD}.weight": Whole(f"{VALUE_HEAD}.weight", split=None)}
     first = next((layer.layer_number - 1 for layer in model.decoder.layers), 0)
     found = []
     for name, parameter in model.named_parameters():
         number = LAYER_NUMBER.search(name)
         layer = None if number is None else first + int(number.group())
         general = LAYER_NUMBER.sub("{layer}", name)
-        if general not in architecture.weights:
+        if general not in weights:
             raise ModelError(
                 f"megatron: the architecture does not say how {general!r} {tuple(parameter.shape)} is stored; add it "
                 "to `weights` of its Architecture (enginehouse_megatron.architectures)"
             )
-        form = architecture.weights[general]
+        form = weights[general]
         _mark_split(parameter, form)
         if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
             continue  # the last stage's copy; the first has it

@@ -15,7 +15,12 @@ def enginehouse_register_backends(register):
             summary="Megatron Core: tensor, pipeline, context and data parallel training of dense decoders",
             engine="enginehouse_megatron.engine:MegatronEngine",
             options="enginehouse_megatron.options:MegatronOptions",
-            capabilities={capabilities.PACKING, capabilities.RESHARD_CHECKPOINT},
+            capabilities={
+                capabilities.HALF_PRECISION,
+                capabilities.PACKING,
+                capabilities.RESHARD_CHECKPOINT,
+                capabilities.VALUE_HEAD,
+            },
             requires=("torch>=2.9", "megatron-core>=0.16.1,<0.17"),
             layouts=(
                 Layout("single"),

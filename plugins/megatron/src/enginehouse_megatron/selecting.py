@@ -15,15 +15,17 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from enginehouse.modeling.loading import VALUE_HEAD
+
 
 def select_positions(model: GPTModel, settings: TransformerConfig) -> None:
     """Give the output layer the positions that `only_at` names, of all ranks that share a sequence's tokens.
 
     It then has whole rows of the hidden state, as without sequence parallelism, though far fewer of them.
     """
-    layer = getattr(model, "output_layer", None)
-    if layer is None:
+    if not model.post_process:
         return
+    layer = model.output_layer
     gathers = settings.sequence_parallel
     layer.sequence_parallel = False
     layer.allreduce_dgrad = settings.tensor_model_parallel_size > 1
@@ -37,6 +39,25 @@ def select_positions(model: GPTModel, settings: TransformerConfig) -> None:
         return (hidden[model.needed_positions], *rest)
 
     layer.register_forward_pre_hook(select)
+
+
+def add_value_head(model: GPTModel, settings: TransformerConfig, device: object) -> None:
+    """Let the last stage give values, `(1, positions, 1)`, and leave the language model's own output layer untrained.
+
+    Every rank that splits matrices has the whole head and computes the same with it.
+    """
+    if not model.post_process:
+        return
+    head = torch.nn.Linear(settings.hidden_size, 1, bias=False, dtype=settings.params_dtype, device=device)
+    model.add_module(VALUE_HEAD, head)
+    layer = model.output_layer
+    if not model.share_embeddings_and_output_weights:
+        layer.weight.requires_grad_(False)
+
+    def forward(hidden: torch.Tensor, weight: object = None, runtime_gather_output: object = None) -> tuple:
+        return head(hidden), None
+
+    layer.forward = forward
 
 
 @contextlib.contextmanager
