@@ -82,6 +82,19 @@ def test_an_unknown_setting_is_refused():
         set_up(tiny_model("llama", False), native={"no_such_setting": 1})
 
 
+def test_roles_that_share_processes_share_a_layout():
+    from enginehouse_megatron import parallel
+    from enginehouse_megatron.engine import MegatronEngine
+
+    engine = MegatronEngine()
+    engine.setup(ModelSpec(path=tiny_model()), MegatronOptions(), ProcessContext("actor"))
+    try:
+        with pytest.raises(ConfigError, match="one has pp1 x dp1 x cp1 x tp1, another pp1 x dp1 x cp1 x tp2"):
+            parallel.join({"pp": 1, "dp": 1, "cp": 1, "tp": 2})
+    finally:
+        engine.shutdown()
+
+
 def test_missing_kernels_are_named_once(caplog):
     from enginehouse_megatron import kernels
 

@@ -303,10 +303,11 @@ def on_every_rank(ranks: Ranks, action: Callable[[], T]) -> T:
     Raises:
         CheckpointError: it failed on some rank; the same on all, so that none waits for one that has given up.
     """
-    value, failure = None, None
+    value: T | None = None
+    failure: BaseException | None = None
     try:
         value = action()
-    except Exception as error:
+    except (CheckpointException, Exception) as error:  # torch's is no Exception
         failure = error
     failures = ranks.gather(None if failure is None else (isinstance(failure, CheckpointError), _said(failure)))
     for rank, failed in enumerate(failures):

@@ -171,7 +171,7 @@ class MegatronEngine:
             name: getattr(config, name)
             for name in ("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
         }
-        return checkpoints.State(self._model, training, parts, shape)
+        return checkpoints.State(self._model, training, parts, {**shape, "head": self._spec.head})
 
     def export_hf(self, path: str) -> None:
         """Write a Hugging Face directory, with the tokenizer of the directory the model came from; collective."""
