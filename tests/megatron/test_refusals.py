@@ -69,6 +69,7 @@ def test_a_model_nobody_wrote_down_says_what_to_write(tmp_path):
     [
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "kind 'yarn'"),
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"sliding_window": 8}, "attention within a window"),
         ({"attention_bias": True}, "biases of all linear layers"),
     ],
 )

@@ -166,7 +166,7 @@ def _check_known(config: PreTrainedConfig, spec: ModelSpec) -> None:
         unknown = f"rotary embeddings of the kind {rope['rope_type']!r}"
     elif rope["rope_type"] == "llama3" and any(rope.get(name, right) != right for name, right in LLAMA3_ROPE.items()):
         unknown = f"rotary embeddings {rope}"
-    elif set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
+    elif _attends_within_a_window(config):
         unknown = "attention within a window"
     elif config.hidden_act != "silu":
         unknown = f"the activation {config.hidden_act!r}"
@@ -176,6 +176,11 @@ def _check_known(config: PreTrainedConfig, spec: ModelSpec) -> None:
         unknown = "rotary embeddings of a part of a head"
     if unknown:
         raise ModelError(f"megatron: the model in {spec.path!r} has {unknown}, which this engine does not do yet")
+
+
+def _attends_within_a_window(config: PreTrainedConfig) -> bool:
+    layers = getattr(config, "layer_types", None)
+    return set(layers) != {"full_attention"} if layers else bool(getattr(config, "sliding_window", None))
 
 
 def _check_divides(config: PreTrainedConfig, options: MegatronOptions) -> None:

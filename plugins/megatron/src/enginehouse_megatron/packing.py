@@ -53,7 +53,7 @@ def pack(rows: Rows, chosen: Sequence[int], members: Indices | None, *, each: in
         start, end = int(rows.starts[row]), int(rows.ends[row])
         length = -(-end // each) * each
         tokens.append(np.concatenate([np.arange(start, start + end), np.full(length - end, -1)]))
-        own = rows.needed[rows.needed_rows == row]
+        own = rows.needed[slice(*np.searchsorted(rows.needed_rows, (row, row + 1)))]
         predictor.append(own - start - 1 + at)
         needed.append(own)
         lengths.append(length)

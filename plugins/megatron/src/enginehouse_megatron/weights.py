@@ -99,8 +99,7 @@ class SplitWeights:
             parts: this rank's part of each, where it is on that stage.
         """
         sizes = [math.prod(one.shape) for one in stored]
-        device = torch.cuda.current_device() if dist.get_backend(self._pipeline) == "nccl" else "cpu"
-        buffer = torch.empty(sum(sizes), dtype=self._dtype, device=device)
+        buffer = torch.empty(sum(sizes), dtype=self._dtype, device=self._placed[0].parameter.device)
         wholes = [flat.view(one.shape) for one, flat in zip(stored, buffer.split(sizes), strict=True)]
         if parts is not None:
             self._join(stored, parts, wholes)
