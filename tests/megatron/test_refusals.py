@@ -38,6 +38,7 @@ def changed(path: str, to: Path, **values) -> str:
         (6, {"tensor_parallel": 4}, r"tensor_parallel=4 does not divide the 6 rank.*nearest that does: .*=3"),
         (4, {"tensor_parallel": 2, "pipeline_parallel": 4}, r"pipeline_parallel=4 does not divide the 2 .*=2"),
         (3, {"context_parallel": 2}, "context_parallel=2 does not divide the 3"),
+        (2, {"virtual_stages": 2}, "virtual_stages=2 .* there is no pipeline"),
     ],
 )
 def test_a_plan_refuses_axes_that_do_not_divide_the_processes(processes, options, said):
@@ -51,6 +52,11 @@ def test_a_plan_refuses_axes_that_do_not_divide_the_processes(processes, options
         (8, {"tensor_parallel": 8}, r"tensor_parallel=8 does not divide the model's 4 key-value heads.*=4"),
         (16, {"tensor_parallel": 16}, r"tensor_parallel=16 does not divide the model's 8 attention heads.*=8"),
         (4, {"pipeline_parallel": 4}, r"pipeline_parallel=4 does not divide the model's 2 layers.*=2"),
+        (
+            2,
+            {"pipeline_parallel": 2, "virtual_stages": 2},
+            r"virtual_stages=2 does not divide .* 1 layers of a pipeline",
+        ),
     ],
 )
 def test_a_layout_that_does_not_divide_the_model_names_the_nearest_that_does(processes, options, said):

@@ -17,8 +17,13 @@ def axis_sizes(world_size: int, options: MegatronOptions) -> dict[str, int]:
     """How many ranks each axis has, outermost first, all four of them.
 
     Raises:
-        ConfigError: the ranks cannot be divided so.
+        ConfigError: the ranks cannot be divided so, or a pipeline is spoken of that there is not.
     """
+    if options.virtual_stages > 1 and options.pipeline_parallel == 1:
+        raise ConfigError(
+            f"megatron: virtual_stages={options.virtual_stages} divides the layers of a pipeline rank, and there is no "
+            "pipeline: set pipeline_parallel, or leave virtual_stages at 1"
+        )
     each = world_size
     asked = (
         ("tensor_parallel", options.tensor_parallel),

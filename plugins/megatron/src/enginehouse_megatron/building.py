@@ -95,6 +95,10 @@ def transformer_config(
         "attention_dropout": 0.0,
         "tensor_model_parallel_size": sizes[TENSOR],
         "pipeline_model_parallel_size": sizes[PIPELINE],
+        "virtual_pipeline_model_parallel_size": options.virtual_stages if options.virtual_stages > 1 else None,
+        # Of two stages the defaults mix up what goes back and forth between them, without a word.
+        "overlap_p2p_comm": options.virtual_stages > 1,
+        "batch_p2p_comm": options.virtual_stages == 1,
         "context_parallel_size": sizes[CONTEXT],
         "sequence_parallel": options.sequence_parallel and sizes[TENSOR] > 1,
         "recompute_granularity": "full" if options.recompute == "full" else None,
@@ -120,25 +124,35 @@ def transformer_config(
         ) from error
 
 
-def build(config: PreTrainedConfig, settings: TransformerConfig, spec: ModelSpec, device: torch.device) -> GPTModel:
-    """This rank's part of the model, with memory for its weights and nothing read.
+def build(
+    config: PreTrainedConfig, settings: TransformerConfig, spec: ModelSpec, device: torch.device
+) -> list[GPTModel]:
+    """This rank's parts of the model, with memory for their weights and nothing read: one for each virtual stage.
 
     Half precision is computed in by a model of that dtype; megatron-core's optimizer has the float32 copy.
     """
+    count = settings.virtual_pipeline_model_parallel_size
+    return [_part(config, settings, spec, device, stage) for stage in ([None] if count is None else range(count))]
+
+
+def _part(
+    config: PreTrainedConfig, settings: TransformerConfig, spec: ModelSpec, device: torch.device, stage: int | None
+) -> GPTModel:
     rope = _rope(config)
     size = settings.tensor_model_parallel_size
     model = GPTModel(
         settings,
-        decoder_layers(settings, device.type),
+        decoder_layers(settings, device.type, stage),
         vocab_size=-(-config.vocab_size // size) * size,
         max_sequence_length=config.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         share_embeddings_and_output_weights=bool(config.tie_word_embeddings),
         position_embedding_type="rope",
         rotary_base=rope["rope_theta"],
         rope_scaling=rope["rope_type"] == "llama3",
         rope_scaling_factor=rope.get("factor", 1.0),
+        vp_stage=stage,
     )
     select_positions(model, settings)
     if spec.head == "value":
@@ -191,6 +205,7 @@ def _check_divides(config: PreTrainedConfig, options: MegatronOptions) -> None:
         ("tensor_parallel", _key_value_heads(config), tensor, "key-value heads"),
         ("tensor_parallel", config.intermediate_size, tensor, "columns of the feed-forward layers"),
         ("pipeline_parallel", config.num_hidden_layers, pipeline, "layers"),
+        ("virtual_stages", config.num_hidden_layers // pipeline, options.virtual_stages, "layers of a pipeline rank"),
     ):
         if count % ranks:
             divisors = [n for n in range(1, count + 1) if count % n == 0]

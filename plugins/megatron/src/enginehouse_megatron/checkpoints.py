@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,13 +41,13 @@ class State:
     """What a checkpoint is written from, or loaded into.
 
     Attributes:
-        model: this rank's part.
+        models: this rank's parts.
         training: its optimizer; None: none was made yet.
         parts: of `enginehouse.modeling.files.PARTS`, in that order.
         shape: names and sizes by which a checkpoint is known to be of this model.
     """
 
-    model: GPTModel
+    models: Sequence[GPTModel]
     training: Training | None
     parts: tuple[str, ...]
     shape: dict[str, Any]
@@ -108,7 +109,8 @@ def load(path: str, state: State, ranks: Ranks) -> None:
 
     def apply() -> None:
         if "model" in state.parts:
-            state.model.load_state_dict(found["model"])
+            for stage, model in enumerate(state.models):
+                model.load_state_dict(found["model"][str(stage)])
         if state.training is not None and "optimizer" in state.parts:
             state.training.optimizer.load_state_dict(found["optimizer"])
             state.training.restored(said["step"])
@@ -154,7 +156,7 @@ def _sharded(state: State, ranks: Ranks, *, loading: bool, random_state: bool = 
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
     content: dict[str, Any] = {}
-    model = state.model.sharded_state_dict(metadata=form)
+    model = {str(stage): model.sharded_state_dict(metadata=form) for stage, model in enumerate(state.models)}
     if "optimizer" in state.parts and state.training is not None:
         _make_moments(state.training)
         content["optimizer"] = state.training.optimizer.sharded_state_dict(model, is_loading=loading, metadata=form)

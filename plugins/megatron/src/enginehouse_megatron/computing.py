@@ -78,7 +78,7 @@ class Computing:
         self._each = 2 * context if context > 1 else 1
         self._whole = self._each * (tensor if settings.sequence_parallel else 1)
 
-    def forward(self, model: torch.nn.Module, batch: Batch, outputs: Outputs) -> Batch | None:
+    def forward(self, models: Sequence[torch.nn.Module], batch: Batch, outputs: Outputs) -> Batch | None:
         """Compute `outputs` without gradients; None where this rank is not on the last stage."""
         check_outputs(self._has_values, outputs)
         ids = token_ids(batch)
@@ -88,7 +88,7 @@ class Computing:
             return packed, self._outputs(packed, found, ids, outputs)
 
         with torch.no_grad():
-            results = self._run(model, parts, ids, step, forward_only=True)
+            results = self._run(models, parts, ids, step, forward_only=True)
         if not self._is_last:
             return None
         columns = {name: torch.zeros(len(ids)) for name in COLUMNS if getattr(outputs, name)}
@@ -98,7 +98,9 @@ class Computing:
         offsets = batch.ragged("input_ids").offsets
         return Batch({name: Ragged(values, offsets) for name, values in columns.items()})
 
-    def forward_backward(self, model: torch.nn.Module, batch: Batch, loss: LossSpec) -> tuple[Metrics, float]:
+    def forward_backward(
+        self, models: Sequence[torch.nn.Module], batch: Batch, loss: LossSpec
+    ) -> tuple[Metrics, float]:
         """Accumulate the gradient of the summed `loss`, computed from the tokens of `loss_mask` alone.
 
         Returns:
@@ -124,7 +126,7 @@ class Computing:
             # The second is megatron-core's count of tokens: gradients are divided at the step, by the loss's weight.
             return total, torch.zeros((), dtype=torch.int), {}
 
-        self._run(model, self._parts(batch), ids, step, forward_only=False)
+        self._run(models, self._parts(batch), ids, step, forward_only=False)
         return merge_metrics(metrics), sum(weights)
 
     def _parts(self, batch: Batch) -> list[Packed]:
@@ -133,11 +135,13 @@ class Computing:
         rows = Rows.of(batch.ragged("input_ids").offsets.numpy(), mask)
         parts = plan(rows, self._budget, each=self._each, whole=self._whole)
         most = self._ranks.largest(max(len(parts), 1))
+        if self._settings.virtual_pipeline_model_parallel_size is not None:  # its schedule goes by groups of as many
+            most += -most % self._settings.pipeline_model_parallel_size
         return [*parts, *[nothing(self._whole)] * (most - len(parts))]
 
     def _run(
         self,
-        model: torch.nn.Module,
+        models: Sequence[torch.nn.Module],
         parts: Sequence[Packed],
         ids: np.ndarray,
         step: Callable[[Packed, torch.Tensor], Any],
@@ -147,7 +151,7 @@ class Computing:
         """Run all micro-batches through the pipeline.
 
         Args:
-            model: this rank's part, as it is to be called.
+            models: this rank's parts, as they are to be called.
             parts: the micro-batches.
             ids: the batch's flat token ids.
             step: on the last stage: given a micro-batch and the model's output, what is collected, or with gradients
@@ -157,10 +161,10 @@ class Computing:
         Returns:
             What was collected, a micro-batch an entry; nothing off the last stage.
         """
-        inner: GPTModel = unwrap_model(model)
 
         def forward_step(coming: Iterator[Packed], called: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
             packed = next(coming)
+            inner: GPTModel = unwrap_model(called)
             with self._during(self._said("a forward pass", packed)):
                 found = self._call(called, inner, packed, ids)
             return found, lambda output, non_loss_data=False: step(packed, output)
@@ -172,8 +176,8 @@ class Computing:
         ):
             results: list[Any] = get_forward_backward_func()(
                 forward_step_func=forward_step,
-                data_iterator=iter(parts),
-                model=[model],
+                data_iterator=[iter(parts) for _ in models],
+                model=list(models),
                 num_microbatches=len(parts),
                 seq_length=largest,
                 micro_batch_size=1,

@@ -71,14 +71,14 @@ class MegatronEngine:
             kernels.say_missing(device.type)
         settings = building.transformer_config(self._config, architecture, model, options, sizes, device.type)
         self._ranks = Ranks.join(context, alone=True)
-        parallel.join(sizes)
+        parallel.join(sizes, options.virtual_stages)
         self.mesh = Mesh.of(sizes, context.rank, output={PIPELINE: sizes[PIPELINE] - 1})
         self._sizes, self._settings = sizes, settings
         self._memory = MemoryGuard(context, NEEDS_LESS)
         with self._memory.during("building and loading the model"):
-            self._model = building.build(self._config, settings, model, device)
+            self._models = building.build(self._config, settings, model, device)
             self._load(architecture)
-        self._called = building.computing(self._model, settings)
+        self._called = [building.computing(part, settings) for part in self._models]
         self._computing = Computing(
             settings,
             vocabulary=self._config.vocab_size,
@@ -99,10 +99,11 @@ class MegatronEngine:
         if self._spec.head == "value":
             made[f"{VALUE_HEAD}.weight"] = value_head_weight(settings.hidden_size, self._spec)
         stored = placing.Checkpoint(Path(self._spec.path), made)
-        self._placed = placing.place(self._model, architecture, stored)
+        self._placed = [one for part in self._models for one in placing.place(part, architecture, stored)]
         group = parallel_state.get_tensor_model_parallel_group()
         placing.load(self._placed, stored, self._heads, group.rank(), group.size())
-        self._model.setup_embeddings_and_output_layer()  # once more: gives the last stage the tied embedding
+        for part in self._models:
+            part.setup_embeddings_and_output_layer()  # once more: gives the last stage the tied embedding
         of_ranks = self._ranks.gather(list(placing.described(self._placed)))
         ranks = len(of_ranks) // self._sizes[PIPELINE]
         self._stages = of_ranks[::ranks]  # a stage's ranks have the same tensors, and stand together
@@ -113,7 +114,8 @@ class MegatronEngine:
         None on ranks that another one answers for.
         """
         with self._memory.during(f"computing outputs of {len(batch)} rows"):
-            self._model.eval()
+            for part in self._models:
+                part.eval()
             found = self._computing.forward(self._called, batch, outputs)
         return found if self.mesh.is_output_rank else None
 
@@ -121,9 +123,10 @@ class MegatronEngine:
         """Accumulate the gradient of `loss`, which is computed from the tokens of `loss_mask` alone."""
         with self._memory.during(f"computing gradients of {len(batch)} rows"):
             training = self._built_training()
-            self._model.train()  # there is no dropout: what it changes is whether activations are recomputed
-            with training.model.no_sync():  # gradients are summed over ranks at the step
-                metrics, weight = self._computing.forward_backward(training.model, batch, loss)
+            for part in self._models:
+                part.train()  # there is no dropout: what it changes is whether activations are recomputed
+            with training.accumulating():
+                metrics, weight = self._computing.forward_backward(training.models, batch, loss)
         answers = self.mesh.is_output_rank  # the others see the same rows: they are counted once
         training.count(weight if answers else 0.0)
         return metrics if answers else {}
@@ -171,7 +174,7 @@ class MegatronEngine:
             name: getattr(config, name)
             for name in ("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
         }
-        return checkpoints.State(self._model, training, parts, {**shape, "head": self._spec.head})
+        return checkpoints.State(self._models, training, parts, {**shape, "head": self._spec.head})
 
     def export_hf(self, path: str) -> None:
         """Write a Hugging Face directory, with the tokenizer of the directory the model came from; collective."""
@@ -199,6 +202,6 @@ class MegatronEngine:
     def shutdown(self) -> None:
         """Release the model and leave the process group."""
         self._training = None
-        del self._model, self._called, self._computing, self._placed
+        del self._models, self._called, self._computing, self._placed
         parallel.leave()
         self._ranks.leave()

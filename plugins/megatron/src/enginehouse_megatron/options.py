@@ -17,6 +17,9 @@ class MegatronOptions(TrainOptions):
     pipeline_parallel: int = Field(
         1, gt=0, description="Ranks that hold one part of the layers each, one after another"
     )
+    virtual_stages: int = Field(
+        1, gt=0, description="Parts of the layers each pipeline rank holds: shorter waits, more communication"
+    )
     context_parallel: int = Field(
         1, gt=0, description="Ranks that split each sequence, for long ones; they see the same rows"
     )

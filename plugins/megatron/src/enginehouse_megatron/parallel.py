@@ -17,16 +17,17 @@ _users: list[dict[str, int]] = []
 """The layout of each engine in this process."""
 
 
-def join(sizes: Mapping[str, int]) -> None:
+def join(sizes: Mapping[str, int], virtual_stages: int = 1) -> None:
     """Make the process groups of a layout, or share those of another role in this process; collective.
 
     Args:
         sizes: of each axis (`axis_sizes`).
+        virtual_stages: parts of the layers that each pipeline rank holds.
 
     Raises:
         ConfigError: a role that shares these processes has another layout.
     """
-    asked = dict(sizes)
+    asked = dict(sizes) | ({"virtual": virtual_stages} if virtual_stages > 1 else {})
     if _users and _users[0] != asked:
         raise ConfigError(
             f"megatron: roles that share processes share a layout: one has {_said(_users[0])}, another {_said(asked)}; "
@@ -38,6 +39,7 @@ def join(sizes: Mapping[str, int]) -> None:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=asked[TENSOR],
             pipeline_model_parallel_size=asked[PIPELINE],
+            virtual_pipeline_model_parallel_size=virtual_stages if virtual_stages > 1 else None,
             context_parallel_size=asked[CONTEXT],
         )
         # There is no dropout, and weights are read, not drawn: the states of generators need not be told apart.

@@ -6,6 +6,8 @@ parameters (Rajbhandari et al. 2020, stage 1). Gradients are summed over ranks o
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,23 +34,26 @@ class Training:
     """What a rank needs to train its part of the model.
 
     Args:
-        model: the part, as `building.computing` gave it; its parameters become views of one buffer.
+        models: the parts, as `building.computing` gave them; their parameters become views of buffers.
         settings: megatron-core's config of it.
         options: learning rate, schedule and the rest.
 
     Attributes:
-        model: what is called to compute with gradients.
+        models: what is called to compute with gradients, one for each virtual stage.
         optimizer: megatron-core's.
         step_number: optimizer steps taken.
     """
 
-    def __init__(self, model: torch.nn.Module, settings: TransformerConfig, options: MegatronOptions):
+    def __init__(self, models: Sequence[torch.nn.Module], settings: TransformerConfig, options: MegatronOptions):
         self._options = options
-        self.model = DistributedDataParallel(
-            settings,
-            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
-            model,
-        )
+        self.models = [
+            DistributedDataParallel(
+                settings,
+                DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
+                model,
+            )
+            for model in models
+        ]
         self.optimizer: ChainedOptimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -62,12 +67,20 @@ class Training:
                 params_dtype=settings.params_dtype,
                 use_distributed_optimizer=True,
             ),
-            [self.model],
+            self.models,
             config_overrides={},  # weight decay of every parameter, as every engine here has it
         )
         self._weight = 0.0
         self.step_number = 0
         self.clear()
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Within, gradients are added up and not summed over ranks: that is done once, at the step."""
+        with contextlib.ExitStack() as stack:
+            for model in self.models:
+                stack.enter_context(model.no_sync())
+            yield
 
     def count(self, weight: float) -> None:
         """Add to what the accumulated loss counts: the gradient of a step is divided by the sum over all ranks."""
@@ -81,9 +94,10 @@ class Training:
         counted = torch.tensor(self._weight, dtype=torch.float64)
         dist.all_reduce(counted)
         weight = float(counted)
-        finalize_model_grads([self.model])
+        finalize_model_grads(self.models)
         if weight:
-            self.model.scale_gradients(1.0 / weight)
+            for model in self.models:
+                model.scale_gradients(1.0 / weight)
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
         lr = learning_rate(self.step_number, self._options)
@@ -115,6 +129,7 @@ class Training:
 
     def clear(self) -> None:
         """Forget accumulated gradients."""
-        self.model.zero_grad_buffer()
+        for model in self.models:
+            model.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._weight = 0.0
