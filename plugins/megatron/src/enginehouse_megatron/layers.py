@@ -138,31 +138,64 @@ class Attention(MegatronModule):
         Returns:
             `(tokens, heads * size)`.
         """
+        lengths = packed_seq_params.cu_seqlens_q.diff()
+        attended = (
+            self._alone(query, key, value, lengths)
+            if self._group.size() == 1
+            else self._split(query, key, value, lengths.tolist())
+        )
+        return attended.flatten(1)
+
+    def _alone(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: torch.Tensor
+    ) -> torch.Tensor:
+        """Rows that lie here whole: those of like length side by side, padded to at most twice their tokens."""
+        row = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+        within = torch.arange(len(row), device=row.device) - (lengths.cumsum(0) - lengths)[row]
+        likeness = (lengths.clamp(min=1) - 1).log2().floor()
+        found, where = [], []
+        for one in likeness.unique():
+            chosen = likeness == one
+            number = chosen.cumsum(0) - 1
+            longest = int(lengths[chosen].max())
+            tokens = chosen[row].nonzero()[:, 0]
+            place = number[row[tokens]] * longest + within[tokens]
+            room = int(chosen.sum()) * longest
+            spread = (
+                part.new_zeros(room, *part.shape[1:]).index_copy(0, place, part[tokens]) for part in (query, key, value)
+            )
+            attended = F.scaled_dot_product_attention(
+                *(part.unflatten(0, (-1, longest)).transpose(1, 2) for part in spread),
+                is_causal=True,  # padding stands after what attends
+                scale=self._scale,
+                enable_gqa=True,
+            )
+            found.append(attended.transpose(1, 2).flatten(0, 1)[place])
+            where.append(tokens)
+        return torch.cat(found)[torch.cat(where).argsort()]
+
+    def _split(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        """Rows of which each rank has two chunks."""
         size, rank = self._group.size(), self._group.rank()
-        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
         tokens = len(query)
-        if size > 1:
-            gather = tensor_parallel.gather_from_sequence_parallel_region
-            key, value = (gather(one.contiguous(), group=self._group) for one in (key, value))
+        gather = tensor_parallel.gather_from_sequence_parallel_region
+        key, value = (gather(one.contiguous(), group=self._group) for one in (key, value))
         found, at = [], 0
         for length in lengths:
             own = length // size
             places = [slice(other * tokens + at, other * tokens + at + own) for other in range(size)]
             keys, values = (torch.cat([one[place] for place in places]) for one in (key, value))
-            allowed = None
-            if size > 1:
-                everywhere = torch.cat([positions(length, size, other) for other in range(size)]).to(query.device)
-                allowed = everywhere[None] <= positions(length, size, rank).to(query.device)[:, None]
+            everywhere = torch.cat([positions(length, size, other) for other in range(size)]).to(query.device)
+            allowed = everywhere[None] <= positions(length, size, rank).to(query.device)[:, None]
             attended = F.scaled_dot_product_attention(
                 *(one.transpose(0, 1)[None] for one in (query[at : at + own], keys, values)),
                 attn_mask=allowed,
-                is_causal=allowed is None,
                 scale=self._scale,
                 enable_gqa=True,
             )
             found.append(attended[0].transpose(0, 1))
             at += own
-        return torch.cat(found).flatten(1)
+        return torch.cat(found)
 
 
 def positions(length: int, size: int, rank: int) -> torch.Tensor:
