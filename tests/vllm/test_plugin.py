@@ -55,9 +55,14 @@ def test_an_argument_that_the_backend_sets_itself_is_refused(name):
 
 
 def test_logprobs_that_no_trainer_can_be_compared_with_are_a_surprise():
-    assert VLLMOptions().surprises() == ()
+    assert list(VLLMOptions(openai_endpoint="loopback").surprises()) == []
     (said,) = VLLMOptions(truncated_logprobs="renormalized").surprises()
     assert "mismatch/*" in said
+
+
+def test_an_endpoint_that_others_reach_is_a_surprise():
+    (said,) = VLLMOptions(openai_endpoint="node").surprises()
+    assert "VLLM_API_KEY" in said
 
 
 def test_other_arguments_of_vllm_are_taken_as_they_are():

@@ -42,6 +42,9 @@ MUTANTS = [
 ]
 ALSO = {"SamplesRepeated": {"ends"}}
 """What may fail besides, by chance: few different samples may hold no end of the text."""
+TRIES = 3
+"""How often a check may look for what it is to find: what an engine does in the wrong order it may, on a busy machine,
+do in the right one by chance (a request that should wait for an update comes after it)."""
 LIFE = {"killed", "unloadable", "update_untied", "update_experts"}
 """Checks that need an engine, or a process, of their own: run on the mutants made for them."""
 
@@ -62,6 +65,9 @@ def test_what_is_broken_is_found_and_nothing_else(certifier, name, broken):
     certifier.record = mutant(name)
     planned = [case for case in cases(certifier.record) if case.check.name in broken or case.check.name not in LIFE]
     results = [certifier.run(case) for case in planned]
+    for _ in range(TRIES - 1):
+        missed = broken - {result.name for result in results if result.outcome == "failed"}
+        results += [certifier.run(case) for case in planned if case.check.name in missed]
     found = {result.name for result in results if result.outcome == "failed"}
     assert broken <= found <= broken | ALSO.get(name, set()), [
         (result.name, result.measured, result.detail) for result in results if result.outcome == "failed"

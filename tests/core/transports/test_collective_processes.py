@@ -8,7 +8,7 @@ import signal
 import socket
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import pytest
@@ -148,20 +148,40 @@ def test_a_receiver_finds_no_sender_where_none_is():
 
 
 def test_only_the_receivers_of_a_session_are_let_in_and_each_once():
-    with opened(receivers=1) as (sender, plan):
-        for stranger in (replace(plan, session="another"), replace(plan, receivers=2)):
+    with opened(receivers=2) as (sender, plan):
+        for stranger in (replace(plan, session="another"), replace(plan, receivers=3)):
             with pytest.raises(WeightSyncError, match="not let in"):
-                CollectiveTransport().connect(stranger, "recv", 0 if stranger.receivers == 1 else 1)
-        receiver = CollectiveTransport().connect(plan, "recv", 0)
+                CollectiveTransport().connect(stranger, "recv", stranger.receivers - 1)
+        receivers = [CollectiveTransport().connect(plan, "recv", 0)]
         with pytest.raises(WeightSyncError, match="has a replica 0 already"):
             CollectiveTransport().connect(plan, "recv", 0)
+        receivers.append(CollectiveTransport().connect(plan, "recv", 1))
         weights = random_weights(MODEL, 1)
-        with ThreadPoolExecutor(1) as threads:
-            sending = threads.submit(sender.send, 1, list(weights.items()), SECONDS)
-            arrived = {name: t.clone() for chunk in receiver.recv(1, SECONDS) for name, t in chunk.tensors}
-            sending.result(SECONDS)
-        assert bytes_of(arrived) == bytes_of(weights)
-        receiver.close()
+
+        def received(receiver):
+            return {name: t.clone() for chunk in receiver.recv(1, SECONDS) for name, t in chunk.tensors}
+
+        with ThreadPoolExecutor(2) as threads:
+            arriving = [threads.submit(received, receiver) for receiver in receivers]
+            sender.send(1, list(weights.items()), SECONDS)
+            assert [bytes_of(one.result(SECONDS)) == bytes_of(weights) for one in arriving] == [True, True]
+        with pytest.raises(WeightSyncError, match="cannot connect"):  # all are there: nobody else is listened to
+            CollectiveTransport().connect(plan, "recv", 1)
+        for receiver in receivers:
+            receiver.close()
+
+
+def test_a_stranger_who_speaks_slowly_is_not_listened_to_for_longer(monkeypatch):
+    monkeypatch.setattr(collective, "GREETING_SECONDS", 0.5)
+    with opened(receivers=1) as (_, plan), socket.create_connection(("localhost", int(plan.address[10:]))) as stranger:
+        stranger.settimeout(0.05)
+        answer, spoken = None, 0
+        while answer is None and spoken < SECONDS / 0.05:
+            stranger.sendall(b" ")
+            spoken += 1
+            with suppress(TimeoutError):
+                answer = stranger.recv(1)
+        assert answer == b"", "hung up on, though it goes on speaking"
 
 
 def test_a_bucket_of_another_version_is_refused(monkeypatch):

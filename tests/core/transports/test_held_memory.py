@@ -232,6 +232,19 @@ def test_a_release_is_for_good_and_both_may_be_said_twice():
         assert len(made.areas()) == 1, "a hold that was refused holds nothing"
 
 
+def test_what_is_held_stays_held_however_late_it_is_said_again():
+    with house() as made:
+        found = memories(made, 1)
+        for memory in found:
+            memory.hold()
+        assert made.update(2)
+        for memory in found:
+            memory.hold()
+        assert made.update(3)
+        assert [bytes_in(memory) == BYTES[1] for memory in found] == [True, True]
+        del found, memory
+
+
 def test_what_is_held_outlives_the_connection():
     with house() as made:
         whole(made, 1, "commit", "commit")

@@ -187,6 +187,8 @@ def drawn_by_group(
     All of it is asked for at once, so that engines fill their batches as if it were one call; where completions are
     short it is one call. `seconds` is how long a rank took for what it drew of the piece.
     """
+    if not len(batch):
+        return
     ranks = group.world_size
     size = -(-len(batch) // (pieces_each(sampling.max_tokens, fewest=1) * ranks)) * ranks  # as many rows for each
     waiting = {}

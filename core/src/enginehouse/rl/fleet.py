@@ -268,6 +268,8 @@ class RolloutFleet:
             with self._lock:
                 self._drawings.append(drawing)
             yield from drawing.pieces()
+        except GeneratorExit:
+            raise
         except BaseException:
             self._hurried = True  # whatever still runs in the replicas is of no use
             raise

@@ -97,6 +97,7 @@ class AreaHold:
         self._ledger = ledger
         self._words = words
         self._at = line, words.popleft()
+        self._held = False
         self._released = False
 
     def hold(self) -> None:
@@ -105,11 +106,14 @@ class AreaHold:
         The sender says that an update has begun and then looks who holds what. Here it is the other way round, so that
         one of the two sees the other, whoever comes first.
         """
+        if self._held and not self._released:
+            return
         self._ledger[self._at] = self._area.serial
         self._ledger.fence()
         if self._released or self._ledger.begun != self._version:
             self._ledger[self._at] = 0
             raise WeightUpdateAborted(f"weight update {self._version} is over: what arrived cannot be held any more")
+        self._held = True
 
     def release(self) -> None:
         """See `HostMemory`."""

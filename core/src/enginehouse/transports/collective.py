@@ -107,10 +107,12 @@ class CollectiveSender(Sender):
 
     def _accept(self) -> None:
         with self._listener:
-            while not self._gate.broken:
+            while not self._gate.broken and not self._all_there():
                 try:
                     line = Line(self._listener.accept()[0])
                 except OSError as error:  # too many open files, perhaps
+                    if self._gate.broken or self._all_there():
+                        break
                     log.warning("a rollout replica's connection could not be taken: %s", error)
                     time.sleep(PAUSE_SECONDS)
                     continue
@@ -130,7 +132,17 @@ class CollectiveSender(Sender):
             self._taken[index] = (-1, 0)
             line.say({"aborted": gate.aborted})
             gate.changed.notify_all()
+        if self._all_there():
+            self._stop_listening()
         line.listen(lambda message: self._heard(index, message), lambda: self._lost(index))
+
+    def _stop_listening(self) -> None:
+        """Close the port: nobody is let in any more."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+            return
+        with suppress(OSError):  # where that does not wake `accept`
+            socket.create_connection(("127.0.0.1", self.port), GREETING_SECONDS).close()
 
     def _heard(self, index: int, message: dict[str, Any]) -> None:
         with self._gate.changed:
@@ -262,8 +274,7 @@ class CollectiveSender(Sender):
         self._gate.close()
         for line in list(self._lines.values()):
             line.close()
-        with suppress(OSError):  # `accept` is not woken by a `close`
-            socket.create_connection(("localhost", self.port), GREETING_SECONDS).close()
+        self._stop_listening()
         if self._group is not None:
             self._group.leave()
             self._group.ended(ENDING_SECONDS)
@@ -303,6 +314,8 @@ class CollectiveReceiver:
 
     def _heard(self, message: dict[str, Any]) -> None:
         with self._gate.changed:
+            if self._gate.broken:
+                return
             if "aborted" in message:
                 self._gate.abort(message["aborted"])
             elif "note" in message:

@@ -30,7 +30,9 @@ class Line:
     """
 
     def __init__(self, connection: socket.socket):
+        connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # between updates it may be silent for long
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SAYING_SECONDS, 0))
         self._connection = connection
         self._reading = connection.makefile("rb")
@@ -47,13 +49,19 @@ class Line:
 
     def hear(self, seconds: float | None) -> dict[str, Any] | None:
         """The next message; None where the other end is gone, or says nothing for so long, or nonsense."""
+        limit = None if seconds is None else threading.Timer(seconds, self.close)  # of all, not of each byte
+        if limit is not None:
+            limit.daemon = True
+            limit.start()
         try:
-            self._connection.settimeout(seconds)
             said = self._reading.readline(LONGEST_MESSAGE)
             message = json.loads(said) if said.endswith(b"\n") else None
             return message if isinstance(message, dict) else None
         except (OSError, ValueError):
             return None
+        finally:
+            if limit is not None:
+                limit.cancel()
 
     def listen(self, heard: Callable[[dict[str, Any]], None], ended: Callable[[], None]) -> None:
         """Have each message heard, one after the other, on a thread of its own; then `ended` is called once."""

@@ -52,13 +52,19 @@ class VLLMOptions(RolloutOptions):
 
     def surprises(self) -> Sequence[str]:
         """See `EngineOptions.surprises`."""
-        if self.truncated_logprobs == "exact":
-            return ()
-        return (
-            "truncated_logprobs is renormalized: under top_p or top_k the rollout's logprobs are those of the kept "
-            "tokens only. The trainer's are not, so mismatch/* and, with algorithm.old_logprobs=rollout, the ratio "
-            "of the policies compare what differs",
-        )
+        found = []
+        if self.truncated_logprobs == "renormalized":
+            found.append(
+                "truncated_logprobs is renormalized: under top_p or top_k the rollout's logprobs are those of the kept "
+                "tokens only. The trainer's are not, so mismatch/* and, with algorithm.old_logprobs=rollout, the ratio "
+                "of the policies compare what differs"
+            )
+        if self.openai_endpoint == "node":
+            found.append(
+                "openai_endpoint is node: everyone who reaches the rollout's nodes can use the model, unless "
+                "VLLM_API_KEY is in the workers' environment"
+            )
+        return found
 
     @field_validator("native")
     @classmethod

@@ -44,11 +44,12 @@ def _follow() -> None:
     if parent is None:
         return
     parent.join()
-    # Those beneath too, which may be ended before they get to it.
-    for pid in (os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))):
-        for path in mapped_by_name(pid):
-            with suppress(FileNotFoundError):  # another process of the replica was first
-                path.unlink()
+    with suppress(psutil.Error):
+        # Those beneath too, which may be ended before they get to it.
+        for pid in (os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))):
+            for path in mapped_by_name(pid):
+                with suppress(OSError):  # another process of the replica was first
+                    path.unlink()
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)

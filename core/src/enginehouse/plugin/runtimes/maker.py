@@ -83,7 +83,6 @@ def end_left_step(name: str) -> None:
                 os.killpg(process.pid, number)
             with suppress(psutil.TimeoutExpired):
                 process.wait(END_SECONDS)
-                return
 
 
 def _path(name: str) -> Path:

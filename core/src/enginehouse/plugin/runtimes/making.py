@@ -215,9 +215,9 @@ def _variables() -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
+    """End a step, and what it started, which may outlive it."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
         with suppress(subprocess.TimeoutExpired):
             process.wait(END_SECONDS)
-            return
