@@ -46,6 +46,8 @@ T = TypeVar("T")
 
 SHUTDOWN_SECONDS = 10.0
 """How long vLLM's processes may take to end before they are killed."""
+ENDING_SECONDS = 10.0
+"""How long a process that is ending may take to be gone: giving its memory back takes time on a busy machine."""
 
 CPU_KV_CACHE_MIB = 1024
 
@@ -503,13 +505,14 @@ class VLLMRollout:
             task.cancel()
 
     def _lives(self) -> bool:
-        return all(process.is_alive() for process in self._processes)
+        """Whether vLLM's processes run. One that ends closes its files, which `_died` tells, before it can be asked."""
+        return not self._died.done() and all(process.is_alive() for process in self._processes)
 
     def _death(self) -> str:
         """What is known of vLLM's end."""
         for process in self._processes:
             if self._died.done():  # how it ended is known a moment after that it did
-                process.join(1.0)
+                process.join(ENDING_SECONDS)
         ended = [
             f"process {process.pid} {_ending(process.exitcode)}"
             for process in self._processes
