@@ -36,11 +36,12 @@ def updated_replica(
     spec = WorkerSpec(UpdatedReplica).options(
         python=runtime.python, env={**runtime.env, **(env or {})}, distributed=False
     )
-    group = WorkerGroup(ResourcePool([1]), spec, name="vllm", timeout=SECONDS)
+    pool = ResourcePool([1])
     try:
-        yield Acts(group, group.call("launch", path, dtype, **options)[0])
+        with WorkerGroup(pool, spec, name="vllm", timeout=SECONDS) as group:
+            yield Acts(group, group.call("launch", path, dtype, **options)[0])
     finally:
-        group.shutdown()
+        pool.shutdown()
 
 
 def close_to(logprobs: Sequence[float], expected: torch.Tensor, tolerance: float = 2e-4) -> bool:

@@ -43,10 +43,11 @@ def replica(ray_cluster, runtime):
         from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec
 
         spec = WorkerSpec(VLLMReplica).options(python=runtime.python, env=dict(runtime.env), distributed=False)
-        group = WorkerGroup(ResourcePool([1]), spec, name="vllm", timeout=SECONDS)
+        pool = ResourcePool([1])
         try:
-            yield group
+            with WorkerGroup(pool, spec, name="vllm", timeout=SECONDS) as group:
+                yield group
         finally:
-            group.shutdown()
+            pool.shutdown()
 
     return started

@@ -6,6 +6,7 @@ each pool that is not merged or split from others; these only look at it.
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import weakref
@@ -210,8 +211,8 @@ class Reservation:
                     )
                 if state == "LOST":  # news of the node came before news of its bundles
                     time.sleep(POLL_SECONDS)
-                else:
-                    group.wait(timeout_seconds=min(left, 1.0))
+                elif not group.wait(timeout_seconds=min(left, 1.0)):
+                    gc.collect()  # what nobody uses any more may still be reserved by pools that refer to each other
 
     def _refuse_the_impossible(self) -> None:
         """Say at once what a cluster of one node, started here, can never give."""

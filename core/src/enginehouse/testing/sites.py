@@ -56,6 +56,7 @@ class TrainSite:
 
     def __init__(self) -> None:
         self._groups: dict[tuple[int, str], WorkerGroup] = {}
+        self._pools: dict[tuple[int, str], ResourcePool] = {}
         self._cluster: Cluster | None = None
         self._models = {name: model_path(name) for name in MODELS}
 
@@ -67,7 +68,10 @@ class TrainSite:
         """See `Site`."""
         for group in self._groups.values():
             group.shutdown()
+        for pool in self._pools.values():
+            pool.shutdown()
         self._groups.clear()
+        self._pools.clear()
         if self._cluster is not None:
             self._cluster.shutdown()
 
@@ -92,13 +96,16 @@ class TrainSite:
 
     def _started(self, backend: str, processes: int, device: Any) -> WorkerGroup:
         pool = ResourcePool([processes], gpus_per_process=int(device == "cuda"), name=f"{processes}-{device}")
+        self._pools[processes, device] = pool
         spec = WorkerSpec(EngineUnderTest)
         return WorkerGroup(pool, spec, name=f"{backend}-{processes}", device=device, timeout=ACT_SECONDS)
 
     def _end(self, key: tuple[int, str]) -> None:
-        group = self._groups.pop(key, None)
+        group, pool = self._groups.pop(key, None), self._pools.pop(key, None)
         if group is not None:
             group.shutdown(timeout=0.1)
+        if pool is not None:
+            pool.shutdown()
 
 
 class RolloutSite:
@@ -114,6 +121,7 @@ class RolloutSite:
         self._spec = WorkerSpec(ReplicaUnderTest).options(python=python, env=dict(env) or None, distributed=False)
         self._device: Device = device
         self._group: WorkerGroup | None = None
+        self._pool: ResourcePool | None = None
         self._layout: Layout | None = None
         self._made_for: tuple[str, str, str | None] | None = None  # engine, layout and model of what is launched
         self._cluster: Cluster | None = None
@@ -173,17 +181,20 @@ class RolloutSite:
     def _running(self, backend: str, layout: Layout) -> WorkerGroup:
         if self._group is None:
             gpus = layout.processes if self._device == "cuda" else 0
-            pool = ResourcePool([1], gpus_per_process=gpus, name=f"rollout-{self._device}")
+            self._pool = ResourcePool([1], gpus_per_process=gpus, name=f"rollout-{self._device}")
             self._group = WorkerGroup(
-                pool, self._spec, name=f"{backend}-rollout", device=self._device, timeout=ROLLOUT_ACT_SECONDS
+                self._pool, self._spec, name=f"{backend}-rollout", device=self._device, timeout=ROLLOUT_ACT_SECONDS
             )
             self._layout = layout
         return self._group
 
     def _end(self) -> None:
         group, self._group, self._made_for = self._group, None, None
+        pool, self._pool = self._pool, None
         if group is not None:
             group.shutdown(timeout=END_SECONDS)
+        if pool is not None:
+            pool.shutdown()
 
 
 class TransportSite:
