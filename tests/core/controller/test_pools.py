@@ -152,19 +152,6 @@ def test_a_group_that_is_dropped_frees_its_place(closing):
     assert closing(_accumulators(pool, "second")).add(2) == [2]
 
 
-def test_pools_that_only_refer_to_each_other_give_way(closing):
-    gc.disable()  # nothing else collects them
-    try:
-        first, second = ResourcePool([8]), ResourcePool([8])
-        first.occupy("first")
-        second.occupy("second")
-        first.other, second.other = second, first
-        del first, second
-        assert closing(ResourcePool([16], timeout=60.0)).occupy("third") is not None
-    finally:
-        gc.enable()
-
-
 def test_a_group_that_cannot_be_built_gives_its_place_back(closing):
     pool = closing(ResourcePool([1], cpus_per_process=0.25))
     with pytest.raises(ControllerError, match="no such thing"):
