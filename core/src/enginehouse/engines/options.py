@@ -10,6 +10,28 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from enginehouse.errors import ConfigError
+
+
+def check_divides(option: str, wanted: int, count: int, what: str) -> None:
+    """See that a layout's option divides a number.
+
+    Args:
+        option: its name, after the backend's: `"fsdp: tensor_parallel"`.
+        wanted: its value, at least 1.
+        count: what it has to divide.
+        what: `count` in words.
+
+    Raises:
+        ConfigError: it does not; the message names the nearest value that does, the larger of two.
+    """
+    if count % wanted:
+        divisors = [n for n in range(1, count + 1) if count % n == 0]
+        nearest = min(divisors, key=lambda n: (abs(n - wanted), -n))
+        raise ConfigError(
+            f"{option}={wanted} does not divide {what}; nearest that does: {option.rpartition(' ')[2]}={nearest}"
+        )
+
 
 class EngineOptions(BaseModel):
     """What all engines take."""

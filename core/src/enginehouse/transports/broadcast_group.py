@@ -144,5 +144,5 @@ def heading(buffer: torch.Tensor) -> tuple[int, int]:
     """Version and number of the bucket that a buffer holds."""
     import torch
 
-    version, bucket = buffer[:16].cpu().view(torch.int64).tolist()
+    version, bucket = buffer[:16].view(torch.int64).tolist()
     return version, bucket

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from enginehouse.engines.options import check_divides
 from enginehouse.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,13 +28,7 @@ def axis_sizes(world_size: int, options: FSDPOptions) -> dict[str, int]:
         )
     each = world_size // options.replicas
     for name, ranks in (("tensor_parallel", options.tensor_parallel), ("context_parallel", options.context_parallel)):
-        if each % ranks:
-            divisors = [n for n in range(1, each + 1) if each % n == 0]
-            nearest = min(divisors, key=lambda n: (abs(n - ranks), -n))
-            raise ConfigError(
-                f"fsdp: {name}={ranks} does not divide the {each} rank(s) there are for it; "
-                f"nearest that does: {name}={nearest}"
-            )
+        check_divides(f"fsdp: {name}", ranks, each, f"the {each} rank(s) there are for it")
         each //= ranks
     if options.lora is not None and options.tensor_parallel > 1:
         raise ConfigError(

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
+from enginehouse.engines.options import check_divides
 from enginehouse.errors import ConfigError
 from enginehouse.modeling.heads import ModelInput, token_outputs
 from enginehouse.modeling.sharing import attends_to_all
@@ -39,13 +40,8 @@ def check_sequence_split(model: PreTrainedModel, context_parallel: int, tensor_p
         )
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     each = heads // tensor_parallel
-    if each % context_parallel:
-        possible = [n for n in range(1, each + 1) if each % n == 0]
-        nearest = min(possible, key=lambda n: (abs(n - context_parallel), -n))
-        raise ConfigError(
-            f"{asked} does not divide the {each} key-value head(s) that each rank of {type(model).__name__} has; "
-            f"nearest that does: context_parallel={nearest}"
-        )
+    held = f"the {each} key-value head(s) that each rank of {type(model).__name__} has"
+    check_divides("fsdp: context_parallel", context_parallel, each, held)
 
 
 def split_sequences(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from enginehouse.engines.options import check_divides
 from enginehouse.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,13 +32,7 @@ def axis_sizes(world_size: int, options: MegatronOptions) -> dict[str, int]:
         ("pipeline_parallel", options.pipeline_parallel),
     )
     for name, ranks in asked:
-        if each % ranks:
-            divisors = [n for n in range(1, each + 1) if each % n == 0]
-            nearest = min(divisors, key=lambda n: (abs(n - ranks), -n))
-            raise ConfigError(
-                f"megatron: {name}={ranks} does not divide the {each} rank(s) there are for it; "
-                f"nearest that does: {name}={nearest}"
-            )
+        check_divides(f"megatron: {name}", ranks, each, f"the {each} rank(s) there are for it")
         each //= ranks
     return {
         PIPELINE: options.pipeline_parallel,

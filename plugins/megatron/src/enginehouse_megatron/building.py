@@ -15,6 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from enginehouse.engines.options import check_divides
 from enginehouse.errors import ConfigError, ModelError
 from enginehouse.modeling.loading import model_directory, quiet_transformers
 from enginehouse_megatron.axes import CONTEXT, PIPELINE, TENSOR
@@ -207,13 +208,7 @@ def _check_divides(config: PreTrainedConfig, options: MegatronOptions) -> None:
         ("pipeline_parallel", config.num_hidden_layers, pipeline, "layers"),
         ("virtual_stages", config.num_hidden_layers // pipeline, options.virtual_stages, "layers of a pipeline rank"),
     ):
-        if count % ranks:
-            divisors = [n for n in range(1, count + 1) if count % n == 0]
-            nearest = min(divisors, key=lambda n: (abs(n - ranks), -n))
-            raise ConfigError(
-                f"megatron: {name}={ranks} does not divide the model's {count} {what}; "
-                f"nearest that does: {name}={nearest}"
-            )
+        check_divides(f"megatron: {name}", ranks, count, f"the model's {count} {what}")
 
 
 def _key_value_heads(config: PreTrainedConfig) -> int:
