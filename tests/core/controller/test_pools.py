@@ -152,6 +152,18 @@ def test_a_group_that_is_dropped_frees_its_place(closing):
     assert closing(_accumulators(pool, "second")).add(2) == [2]
 
 
+def test_a_pool_takes_the_place_of_one_that_only_itself_refers_to(closing):
+    forgotten = ResourcePool([1], cpus_per_process=9, name="forgotten")
+    forgotten.occupy("group")
+    forgotten.itself = forgotten  # in a cycle, as a pool is that an error's traceback refers to
+    gc.disable()
+    try:
+        del forgotten
+        closing(ResourcePool([1], cpus_per_process=9, name="next", timeout=20)).occupy("group")
+    finally:
+        gc.enable()
+
+
 def test_a_group_that_cannot_be_built_gives_its_place_back(closing):
     pool = closing(ResourcePool([1], cpus_per_process=0.25))
     with pytest.raises(ControllerError, match="no such thing"):

@@ -169,7 +169,7 @@ class RolloutEngine(Protocol):
         ...
 
     async def update_weights(self, chunk: WeightChunk) -> None:
-        """Stage some parameters. The chunk's tensors are valid only during the call: copy them.
+        """Stage some parameters. The chunk's tensors are valid only during the call, unless its `memory` is held.
 
         Raises:
             WeightSyncError: unknown name, wrong shape or dtype.
