@@ -16,10 +16,12 @@ from enginehouse_megatron.options import MegatronOptions
 STEPS = 3
 
 
-def trained(rank: int, world_size: int, path: str, saved: str, options: dict[str, Any]) -> dict[str, Any]:
+def trained(
+    rank: int, world_size: int, path: str, saved: str, options: dict[str, Any], device: str = "cpu"
+) -> dict[str, Any]:
     """Logprobs of all tokens where this rank gives them; weights after some steps; whether a checkpoint brings them."""
     engine = MegatronEngine()
-    context = ProcessContext("actor", rank, world_size, rank)
+    context = ProcessContext("actor", rank, world_size, rank, device=device)
     engine.setup(ModelSpec(path=path), MegatronOptions(**TRAINING, tokens_per_microbatch=40, **options), context)
     scored = engine.forward(batch().drop(["loss_mask"]), Outputs())
     for number in range(STEPS):
@@ -27,11 +29,11 @@ def trained(rank: int, world_size: int, path: str, saved: str, options: dict[str
             engine.save(saved)
         engine.forward_backward(batch(), POLICY)
         engine.optim_step()
-    weights = {name: tensor.clone() for name, tensor in engine.weight_source().iter_full()}
+    weights = {name: tensor.to("cpu", copy=True) for name, tensor in engine.weight_source().iter_full()}
     engine.load(saved)
     engine.forward_backward(batch(), POLICY)
     engine.optim_step()
-    again = dict(engine.weight_source().iter_full())
+    again = {name: tensor.to("cpu", copy=True) for name, tensor in engine.weight_source().iter_full()}
     engine.shutdown()
     return {
         "logprobs": None if scored is None else scored.ragged("logprobs").values,
