@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,9 +11,14 @@ import torch
 from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.engines.train import Outputs
 from enginehouse.testing.checks.train.reference import TRAINING
-from enginehouse.testing.problem import POLICY, batch
+from enginehouse.testing.problem import POLICY, batch, cut
+from enginehouse_fsdp.engine import FSDPEngine
+from enginehouse_fsdp.options import FSDPOptions
 from enginehouse_megatron.engine import MegatronEngine
 from enginehouse_megatron.options import MegatronOptions
+
+# isort: split
+from megatron.core.models.gpt import GPTModel
 
 STEPS = 3
 
@@ -40,3 +47,84 @@ def trained(
         "weights": weights,
         "goes on alike": all(torch.equal(again[name], weight) for name, weight in weights.items()),
     }
+
+
+ENGINES: dict[str, Any] = {"megatron": (MegatronEngine, MegatronOptions), "fsdp": (FSDPEngine, FSDPOptions)}
+
+
+def _set_up(backend: str, path: str, rank: int, world_size: int, **options: Any) -> Any:
+    make, typed = ENGINES[backend]
+    engine = make()
+    context = ProcessContext("actor", rank, world_size, rank)
+    engine.setup(ModelSpec(path=path), typed(**{**TRAINING, "tokens_per_microbatch": 40, **options}), context)
+    return engine
+
+
+def _step(engine: Any) -> None:
+    rows = len(batch())
+    size = engine.mesh.dp_size
+    sizes = [rows // size] * (size - 1)
+    engine.forward_backward(cut(batch(), [*sizes, rows - sum(sizes)])[engine.mesh.dp_rank], POLICY)
+    engine.optim_step()
+
+
+def _weights(engine: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.weight_source().iter_full()}
+
+
+def written(rank: int, world_size: int, path: str, saved: str, exported: str, options: dict[str, Any]) -> Any:
+    """Saves a checkpoint and exports the model after a step; returns the weights after the next one."""
+    engine = _set_up("megatron", path, rank, world_size, **options)
+    _step(engine)
+    engine.save(saved)
+    engine.export_hf(exported)
+    _step(engine)
+    weights = _weights(engine)
+    engine.shutdown()
+    return weights
+
+
+def gone_on(rank: int, world_size: int, backend: str, path: str, saved: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Logprobs of all tokens where this rank gives them, and weights after a step; from a checkpoint if there is one."""
+    engine = _set_up(backend, path, rank, world_size, **options)
+    if saved:
+        engine.load(saved)
+    scored = engine.forward(batch().drop(["loss_mask"]), Outputs())
+    _step(engine)
+    weights = _weights(engine)
+    engine.shutdown()
+    return {"logprobs": None if scored is None else scored.ragged("logprobs").values, "weights": weights}
+
+
+def dealt(
+    rank: int, world_size: int, path: str, options: dict[str, Any], sizes: list[int], budget: int
+) -> dict[str, Any]:
+    """How often the model ran for a step, and the weights after it.
+
+    Args:
+        sizes: rows of each data-parallel rank.
+        budget: most tokens of a micro-batch.
+    """
+    engine = _set_up("megatron", path, rank, world_size, tokens_per_microbatch=budget, **options)
+    with _counting_passes() as passes:
+        engine.forward_backward(cut(batch(), sizes)[engine.mesh.dp_rank], POLICY)
+    engine.optim_step()
+    weights = _weights(engine)
+    engine.shutdown()
+    return {"passes": len(passes), "weights": weights}
+
+
+@contextlib.contextmanager
+def _counting_passes() -> Iterator[list[None]]:
+    """A list with an entry for each forward pass of a model of megatron-core."""
+    passes: list[None] = []
+
+    def note(module: torch.nn.Module, *given: object) -> None:
+        if isinstance(module, GPTModel):
+            passes.append(None)
+
+    handle = torch.nn.modules.module.register_module_forward_hook(note)
+    try:
+        yield passes
+    finally:
+        handle.remove()

@@ -26,7 +26,8 @@ def config(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     described = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "float32"}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(described))
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(described | heads))
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"")
     (tmp_path / "train.jsonl").write_text('{"prompt": "a"}\n' * 64)
@@ -63,6 +64,15 @@ def test_a_run_on_fsdp_is_planned_without_torch(config):
     [
         ([f"{OPTIONS}.replicas=3"], "4 rank(s) cannot hold 3 replicas: replicas must divide the number of ranks"),
         ([f"{OPTIONS}.tensor_parallel=3"], "nearest that does: tensor_parallel="),
+        ([f"{OPTIONS}.tensor_parallel=4"], "does not divide the model's 2 key-value heads; nearest that does: tensor_"),
+        (
+            [f"{OPTIONS}.context_parallel=4"],
+            "does not divide the 2 key-value head(s) of a rank; nearest that does: co",
+        ),
+        (
+            [f"{OPTIONS}.tensor_parallel=2", f"{OPTIONS}.context_parallel=2"],
+            "context_parallel=2 does not divide the 1 key-value head(s) of a rank; nearest that does: context_",
+        ),
         ([f"{OPTIONS}.replica=2"], f"unknown key '{OPTIONS}.replica': did you mean 'replicas'?"),
         ([f"{OPTIONS}.lora.rnk=2"], f"unknown key '{OPTIONS}.lora.rnk': did you mean 'rank'?"),
         ([f"{OPTIONS}.reduce_dtype=float16"], "expected one of 'float32' or 'bfloat16', got the string 'float16'"),
@@ -86,3 +96,13 @@ def test_without_its_package_the_way_to_install_it_is_said(config):
     loaded = load_config(config, ["reward.function=builtins:len", *FSDP], Config)
     with pytest.raises(UserError, match=r"'fsdp' is not installed\. Try: pip install \S+fsdp"):
         plan(loaded, plugins=manager, config_path=config)
+
+
+def test_models_that_are_taken_to_split_heads_do_so_by_their_own_plan():
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from enginehouse_fsdp.axes import SPLIT_BY_HEADS
+
+    for model_type in SPLIT_BY_HEADS:
+        rules = CONFIG_MAPPING[model_type].base_model_tp_plan
+        assert {rules[f"layers.*.self_attn.{one}_proj"] for one in "qkv"} == {"colwise"}, model_type

@@ -144,7 +144,12 @@ def test_links_of_the_pages_lead_somewhere():
 # docs/from-verl.md
 
 ROOMS = ("enginehouse.controller", "enginehouse.data", "enginehouse.plugin", "enginehouse.plugin.hookspecs")
-ROOMS += ("enginehouse.engines", "enginehouse.engines.mesh", "enginehouse.engines.model")
+ROOMS += (
+    "enginehouse.engines",
+    "enginehouse.engines.mesh",
+    "enginehouse.engines.model",
+    "enginehouse_megatron.dispatch",
+)
 PLACEHOLDERS = {"a", "b", "A", "f", "g", "pool", "spec", "batch"}
 """Names in a call that stand for the reader's own."""
 

@@ -50,8 +50,8 @@ def chapter(number: int) -> Path:
     return found
 
 
-def test_there_are_four_chapters_and_the_readme_links_them_all():
-    assert [path.name[:9] for path in CHAPTERS] == [f"chapter_{number}" for number in (1, 2, 3, 4)]
+def test_there_are_five_chapters_and_the_readme_links_them_all():
+    assert [path.name[:9] for path in CHAPTERS] == [f"chapter_{number}" for number in (1, 2, 3, 4, 5)]
     readme = (TUTORIAL / "README.md").read_text()
     assert all(f"({path.name})" in readme for path in CHAPTERS)
 
@@ -119,3 +119,16 @@ def test_chapter_4_computes_what_the_whole_layer_computes(said):
     assert all(float(difference) < 1e-5 for difference in differences)
     assert text.count("rows [0, 1, 2, 3, 4, 5]") == 4, "every rank of one replica sees all rows"
     assert text.count("rows [0, 1, 2]\n") == text.count("rows [3, 4, 5]\n") == 2, "two replicas share them"
+
+
+@pytest.mark.slow
+def test_chapter_5_computes_with_megatron_what_the_whole_layers_compute(said):
+    text = said(chapter(5))
+    sizes = ["4 ranks: tp 2, pp 1, dp 2, cp 1", "4 ranks: tp 2, pp 2, dp 1, cp 1"]
+    assert re.findall(r"^\d ranks: .*$", text, re.MULTILINE) == sizes
+    assert text.count("264192 parameters: linear_fc1.weight (688, 256), linear_fc2.weight (256, 344)") == 4
+    differences = re.findall(r"largest difference from (?:the|both) whole layers?: (\S+)", text)
+    assert len(differences) == 3
+    assert all(float(difference) < 1e-5 for difference in differences)
+    assert "has 1 entries for 2 data-parallel rank(s)" in text
+    assert "Warning" not in text, "Megatron-core is kept quiet"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel
@@ -139,6 +140,32 @@ def typed_options(
         for surprise in options.surprises():
             findings.note(f"{key}.engine.options: {surprise}")
     return {} if options is None else options.model_dump()
+
+
+def check_model(
+    findings: Findings,
+    record: Backend | None,
+    options: Mapping[str, Any],
+    model: Mapping[str, Any],
+    key: str,
+    path_key: str = "model.path",
+) -> None:
+    """Check a backend's options against a model; nothing after a problem with either.
+
+    Args:
+        options: as `typed_options` gives them.
+        model: `config.json`.
+        key: config key of the role: `"actor"`.
+        path_key: the config key that names the model.
+    """
+    if record is None or not options or not model:
+        return
+    typed = resolve(record.options)(**options)
+    if isinstance(typed, EngineOptions):
+        try:
+            typed.check_model(model.get("text_config") or model)
+        except UserError as error:
+            findings.refuse(f"{key}.engine.options, {path_key}: {error} (options of backend {record.name!r})")
 
 
 def scheduled_options(

@@ -23,6 +23,7 @@ from enginehouse.config.arithmetic import (
 )
 from enginehouse.config.backends import (
     check_capabilities,
+    check_model,
     choose_colocation,
     choose_interpreter,
     choose_transport,
@@ -161,6 +162,10 @@ def plan(
     transport, reason = choose_transport(findings, setting.plugins, config, train, rollout, setting.device, colocated)
 
     model = setting.model(config)
+    check_model(findings, train, actor_options, model, "actor")
+    check_model(findings, rollout, rollout_options, model, "rollout")
+    if uses_reference and config.reference.path:
+        check_model(findings, train, actor_options, setting.reference, "actor", "reference.path")
     check_batches(findings, config, setting.plugins)
     check_placement(findings, config, setting.device, colocated)
     check_lengths(findings, config, rollout_options, model)
@@ -211,6 +216,7 @@ def plan_sft(
     actor_options = scheduled_options(findings, train, config.actor.engine, processes, config.train.steps)
     interpreters = {"actor": setting.interpreter(train, config.actor.engine, "actor")}
     model = setting.model(config)
+    check_model(findings, train, actor_options, model, "actor")
     check_rows(findings, config)
     check_cluster(findings, config.cluster, processes, processes, setting.device)
     rows = 0
@@ -248,6 +254,7 @@ class _Setting:
         extend_path(self.python_path)
         self.device, self.device_reason = pick_device(config.cluster.device)
         self.findings = Findings()
+        self.reference: Mapping[str, Any] = {}
 
     def common(self, facts: Facts, directory: Path, backends: Sequence[Backend | None]) -> dict[str, Any]:
         """Fields that every plan has."""
@@ -272,7 +279,10 @@ class _Setting:
         )
 
     def model(self, config: Config | SFTConfig) -> Mapping[str, Any]:
-        """Check the model and what goes with it; returns its `config.json`, empty after a problem."""
+        """Check the model and what goes with it; returns its `config.json`, empty after a problem.
+
+        `reference` is that of a reference model of its own from then on.
+        """
         model: Mapping[str, Any] = {}
         path = config.model.path
         with self.findings.collecting():
@@ -281,7 +291,7 @@ class _Setting:
                 raise ConfigError(f"data.chat_template is true, but the tokenizer in {path} has no chat template")
         if isinstance(config, Config) and config.reference.path:
             with self.findings.collecting():
-                _check_reference(config.reference.path, model)
+                self.reference = _read_reference(config.reference.path, model)
             if not config.algorithm.kl.coefficient:
                 self.findings.note("reference.path is set, but algorithm.kl.coefficient is 0: no reference model runs")
         return model
@@ -329,13 +339,15 @@ class _Setting:
         return ""
 
 
-def _check_reference(path: str, model: Mapping[str, Any]) -> None:
-    sizes = model.get("vocab_size"), read_model(path, "reference.path").get("vocab_size")
+def _read_reference(path: str, model: Mapping[str, Any]) -> Mapping[str, Any]:
+    reference = read_model(path, "reference.path")
+    sizes = model.get("vocab_size"), reference.get("vocab_size")
     if None not in sizes and sizes[0] != sizes[1]:
         raise ModelError(
             f"reference.path: {path} has a vocabulary of {sizes[1]} tokens, model.path one of {sizes[0]}: a reference "
             "scores the actor's tokens, so the two have to share a tokenizer"
         )
+    return reference
 
 
 def _prompts(findings: Findings, config: Config) -> tuple[int, list[str] | None]:

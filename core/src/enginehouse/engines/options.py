@@ -5,7 +5,7 @@ Light to import: the config checks options before any engine is imported.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -50,6 +50,20 @@ class EngineOptions(BaseModel):
 
         Raises:
             ConfigError: they do not fit; the message begins with the option and says what would.
+        """
+
+    def check_model(self, config: Mapping[str, Any]) -> None:
+        """Check the options against a model; called by `plan`, before any process starts.
+
+        A backend whose options depend on the model overrides it. It imports no engine either, so it sees less than the
+        engine: what is not here is for the engine to check.
+
+        Args:
+            config: what the checkpoint's `config.json` says of the decoder, as it stands there (`text_config`, where
+                the model has more than a decoder). Keys may be missing: their defaults are those of the model's class.
+
+        Raises:
+            UserError: they do not fit; the message begins with the option, or names the model, and says what would.
         """
 
     def surprises(self) -> Sequence[str]:

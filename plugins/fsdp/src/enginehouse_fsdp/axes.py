@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from enginehouse.engines.options import check_divides
 from enginehouse.errors import ConfigError
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
     from enginehouse_fsdp.options import FSDPOptions
 
 REPLICATE, SHARD, CONTEXT, TENSOR = "dp_replicate", "dp_shard", "cp", "tp"
+
+SPLIT_BY_HEADS = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
+"""Models (`model_type`) whose tensor-parallel plan splits queries, keys and values by heads."""
 
 
 def axis_sizes(world_size: int, options: FSDPOptions) -> dict[str, int]:
@@ -37,3 +41,26 @@ def axis_sizes(world_size: int, options: FSDPOptions) -> dict[str, int]:
         )
     asked[SHARD] = world_size // math.prod(asked.values())
     return {axis: asked[axis] for axis in (REPLICATE, SHARD, CONTEXT, TENSOR) if axis == SHARD or asked[axis] > 1}
+
+
+def check_heads(config: Mapping[str, Any], options: FSDPOptions) -> None:
+    """See that the axes divide a model's heads, as far as that shows without the model.
+
+    Args:
+        config: the model's; what it does not say is not checked.
+        options: the engine's.
+
+    Raises:
+        ConfigError: they do not; the message names the nearest number that does.
+    """
+    tensor = options.tensor_parallel
+    heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if config.get("model_type") in SPLIT_BY_HEADS:
+        for count, what in ((heads, "attention heads"), (groups, "key-value heads")):
+            if count:
+                check_divides("fsdp: tensor_parallel", tensor, count, f"the model's {count} {what}")
+    if groups and options.context_parallel > 1:
+        each = groups // tensor
+        check_divides(
+            "fsdp: context_parallel", options.context_parallel, each, f"the {each} key-value head(s) of a rank"
+        )

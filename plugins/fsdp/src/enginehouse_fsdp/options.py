@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import Field
 
 from enginehouse.engines.options import LoraOptions, TrainOptions
-from enginehouse_fsdp.axes import axis_sizes
+from enginehouse_fsdp.axes import axis_sizes, check_heads
 
 
 class FSDPOptions(TrainOptions):
@@ -47,3 +48,7 @@ class FSDPOptions(TrainOptions):
     def check(self, processes: int) -> None:
         """See `EngineOptions.check`: the axes asked for have to divide the processes."""
         axis_sizes(processes, self)
+
+    def check_model(self, config: Mapping[str, Any]) -> None:
+        """See `EngineOptions.check_model`: the axes asked for have to divide the heads."""
+        check_heads(config, self)

@@ -23,6 +23,7 @@ from typing import Any
 
 from enginehouse.errors import ModelError
 from enginehouse.plugin.records import resolve
+from enginehouse_megatron.fitting import named_architecture
 from enginehouse_megatron.forms import Form, Grouped, Stacked, Whole
 
 LAYER = "model.layers.{layer}."
@@ -80,9 +81,6 @@ QWEN3 = Architecture(
 )
 """Yang et al. 2025: Llama's with norms of each head's queries and keys."""
 
-ARCHITECTURES: dict[str, Architecture] = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
-"""By `model_type` in config.json."""
-
 
 def architecture_of(model_type: str, asked: str) -> Architecture:
     """The architecture that a model is of.
@@ -95,17 +93,7 @@ def architecture_of(model_type: str, asked: str) -> Architecture:
         ModelError: there is none for the model; the message says what to write.
         ResolveError: `asked` leads nowhere.
     """
-    if asked != "auto":
-        found = resolve(asked)
-        if not isinstance(found, Architecture):
-            raise ModelError(f"megatron: architecture={asked!r} is a {type(found).__name__}, not an Architecture")
-        return found
-    if model_type not in ARCHITECTURES:
-        raise ModelError(
-            f"megatron: no architecture is known for model_type {model_type!r} (known: {', '.join(ARCHITECTURES)}). "
-            "Write one: a value of enginehouse_megatron.architectures.Architecture, which maps megatron-core's names "
-            "of parameters to those in the checkpoint, and name it as module:NAME in the option `architecture`; if its "
-            "weights are called as those of a known one, that is enough: architecture="
-            "enginehouse_megatron.architectures:LLAMA"
-        )
-    return ARCHITECTURES[model_type]
+    found = resolve(named_architecture(model_type, asked))
+    if not isinstance(found, Architecture):
+        raise ModelError(f"megatron: architecture={asked!r} is a {type(found).__name__}, not an Architecture")
+    return found

@@ -15,10 +15,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from enginehouse.engines.options import check_divides
 from enginehouse.errors import ConfigError, ModelError
 from enginehouse.modeling.loading import model_directory, quiet_transformers
 from enginehouse_megatron.axes import CONTEXT, PIPELINE, TENSOR
+from enginehouse_megatron.fitting import check_divided
 from enginehouse_megatron.layers import decoder_layers
 from enginehouse_megatron.selecting import add_value_head, select_positions
 
@@ -78,7 +78,7 @@ def transformer_config(
         ConfigError: the layout does not divide the model, or `native` is refused.
     """
     _check_known(config, spec)
-    _check_divides(config, options)
+    check_divided(config.to_dict() | {"num_key_value_heads": _key_value_heads(config)}, options)
     dtype = getattr(torch, spec.dtype)
     arguments: dict[str, Any] = {
         "num_layers": config.num_hidden_layers,
@@ -196,19 +196,6 @@ def _check_known(config: PreTrainedConfig, spec: ModelSpec) -> None:
 def _attends_within_a_window(config: PreTrainedConfig) -> bool:
     layers = getattr(config, "layer_types", None)
     return set(layers) != {"full_attention"} if layers else bool(getattr(config, "sliding_window", None))
-
-
-def _check_divides(config: PreTrainedConfig, options: MegatronOptions) -> None:
-    """Raise ConfigError where a layout does not divide the model."""
-    tensor, pipeline = options.tensor_parallel, options.pipeline_parallel
-    for name, count, ranks, what in (
-        ("tensor_parallel", config.num_attention_heads, tensor, "attention heads"),
-        ("tensor_parallel", _key_value_heads(config), tensor, "key-value heads"),
-        ("tensor_parallel", config.intermediate_size, tensor, "columns of the feed-forward layers"),
-        ("pipeline_parallel", config.num_hidden_layers, pipeline, "layers"),
-        ("virtual_stages", config.num_hidden_layers // pipeline, options.virtual_stages, "layers of a pipeline rank"),
-    ):
-        check_divides(f"megatron: {name}", ranks, count, f"the model's {count} {what}")
 
 
 def _key_value_heads(config: PreTrainedConfig) -> int:

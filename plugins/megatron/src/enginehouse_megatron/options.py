@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import Field
 
 from enginehouse.engines.options import TrainOptions
 from enginehouse_megatron.axes import axis_sizes
+from enginehouse_megatron.fitting import check_divided, named_architecture
 
 
 class MegatronOptions(TrainOptions):
@@ -37,3 +39,9 @@ class MegatronOptions(TrainOptions):
     def check(self, processes: int) -> None:
         """See `EngineOptions.check`: the axes asked for have to divide the processes."""
         axis_sizes(processes, self)
+
+    def check_model(self, config: Mapping[str, Any]) -> None:
+        """See `EngineOptions.check_model`: its architecture has to be known, and the axes to divide it."""
+        if "model_type" in config:
+            named_architecture(config["model_type"], self.architecture)
+        check_divided(config, self)

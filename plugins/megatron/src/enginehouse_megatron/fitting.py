@@ -1,0 +1,64 @@
+"""Whether a model fits: its architecture is known, and the layout divides it. Light: a config is checked with it.
+
+The engine asks the same, of the config with all defaults, and more (`building`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from enginehouse.engines.options import check_divides
+from enginehouse.errors import ModelError
+
+if TYPE_CHECKING:
+    from enginehouse_megatron.options import MegatronOptions
+
+ARCHITECTURES = {name: f"enginehouse_megatron.architectures:{name.upper()}" for name in ("llama", "qwen2", "qwen3")}
+"""The architectures that come along, by `model_type` in config.json."""
+
+
+def named_architecture(model_type: str, asked: str) -> str:
+    """Where the architecture of a model is, as `"module:NAME"`.
+
+    Args:
+        model_type: as in its config.json.
+        asked: the option `architecture`.
+
+    Raises:
+        ModelError: there is none for the model; the message says what to write.
+    """
+    if asked != "auto":
+        return asked
+    if model_type not in ARCHITECTURES:
+        raise ModelError(
+            f"megatron: no architecture is known for model_type {model_type!r} (known: {', '.join(ARCHITECTURES)}). "
+            "Write one: a value of enginehouse_megatron.architectures.Architecture, which maps megatron-core's names "
+            "of parameters to those in the checkpoint, and name it as module:NAME in the option `architecture`; if its "
+            "weights are called as those of a known one, that is enough: architecture="
+            "enginehouse_megatron.architectures:LLAMA"
+        )
+    return ARCHITECTURES[model_type]
+
+
+def check_divided(config: Mapping[str, Any], options: MegatronOptions) -> None:
+    """See that a layout divides a model.
+
+    Args:
+        config: the model's; what it does not say is not checked.
+        options: the engine's.
+
+    Raises:
+        ConfigError: it does not; the message names the nearest value that does.
+    """
+    tensor, pipeline = options.tensor_parallel, options.pipeline_parallel
+    layers = config.get("num_hidden_layers")
+    for name, count, ranks, what in (
+        ("tensor_parallel", config.get("num_attention_heads"), tensor, "attention heads"),
+        ("tensor_parallel", config.get("num_key_value_heads"), tensor, "key-value heads"),
+        ("tensor_parallel", config.get("intermediate_size"), tensor, "columns of the feed-forward layers"),
+        ("pipeline_parallel", layers, pipeline, "layers"),
+        ("virtual_stages", layers and layers // pipeline, options.virtual_stages, "layers of a pipeline rank"),
+    ):
+        if count:
+            check_divides(f"megatron: {name}", ranks, count, f"the model's {count} {what}")
