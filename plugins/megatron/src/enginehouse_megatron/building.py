@@ -78,7 +78,9 @@ def transformer_config(
         ConfigError: the layout does not divide the model, or `native` is refused.
     """
     _check_known(config, spec)
-    _check_divides(config, options)
+    experts = {} if architecture.experts is None else dict(architecture.experts(config))
+    _check_divides(config, options, experts)
+    _check_experts(spec, options, experts)
     dtype = getattr(torch, spec.dtype)
     arguments: dict[str, Any] = {
         "num_layers": config.num_hidden_layers,
@@ -101,6 +103,8 @@ def transformer_config(
         "overlap_p2p_comm": options.virtual_stages > 1,
         "batch_p2p_comm": options.virtual_stages == 1,
         "context_parallel_size": sizes[CONTEXT],
+        "expert_model_parallel_size": options.expert_parallel,
+        "expert_tensor_parallel_size": 1,
         "sequence_parallel": options.sequence_parallel and sizes[TENSOR] > 1,
         "recompute_granularity": "full" if options.recompute == "full" else None,
         "recompute_method": "uniform" if options.recompute == "full" else None,
@@ -113,8 +117,11 @@ def transformer_config(
         "pipeline_dtype": dtype,
         "variable_seq_lengths": True,  # micro-batches differ in length
         "moe_token_dispatcher_type": "alltoall",  # what variable lengths ask for, of dense models as well
+        "moe_grouped_gemm": bool(experts),  # else transformer-engine's experts have other names
+        "moe_router_load_balancing_type": "none",  # as every engine here: the loss is what was asked for, and no more
         "calculate_per_token_loss": True,  # gradients are sums: what they are divided by is known at the step
         **architecture.settings,
+        **experts,
         **options.native,
     }
     try:
@@ -198,17 +205,34 @@ def _attends_within_a_window(config: PreTrainedConfig) -> bool:
     return set(layers) != {"full_attention"} if layers else bool(getattr(config, "sliding_window", None))
 
 
-def _check_divides(config: PreTrainedConfig, options: MegatronOptions) -> None:
+def _check_divides(config: PreTrainedConfig, options: MegatronOptions, experts: Mapping[str, Any]) -> None:
     """Raise ConfigError where a layout does not divide the model."""
     tensor, pipeline = options.tensor_parallel, options.pipeline_parallel
+    # The width of what there is none of is in a config all the same.
+    width = 0 if experts.get("moe_layer_freq") == 1 else config.intermediate_size
     for name, count, ranks, what in (
         ("tensor_parallel", config.num_attention_heads, tensor, "attention heads"),
         ("tensor_parallel", _key_value_heads(config), tensor, "key-value heads"),
-        ("tensor_parallel", config.intermediate_size, tensor, "columns of the feed-forward layers"),
+        ("tensor_parallel", width, tensor, "columns of the feed-forward layers"),
+        ("expert_parallel", experts.get("num_moe_experts", 0), options.expert_parallel, "experts"),
         ("pipeline_parallel", config.num_hidden_layers, pipeline, "layers"),
         ("virtual_stages", config.num_hidden_layers // pipeline, options.virtual_stages, "layers of a pipeline rank"),
     ):
         check_divides(f"megatron: {name}", ranks, count, f"the model's {count} {what}")
+
+
+def _check_experts(spec: ModelSpec, options: MegatronOptions, experts: Mapping[str, Any]) -> None:
+    """Raise ConfigError for options that a model with, or without, experts cannot have."""
+    if options.expert_parallel > 1 and not experts:
+        raise ConfigError(
+            f"megatron: expert_parallel={options.expert_parallel} shares out experts, and the model in {spec.path!r} "
+            "has none: leave it at 1; ranks that no option takes split the rows"
+        )
+    if experts and options.tensor_parallel > 1 and not options.sequence_parallel:
+        raise ConfigError(
+            f"megatron: tensor_parallel={options.tensor_parallel} of a model with experts needs "
+            "sequence_parallel=true: else each rank would send the same tokens to the experts"
+        )
 
 
 def _key_value_heads(config: PreTrainedConfig) -> int:

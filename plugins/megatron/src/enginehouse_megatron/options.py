@@ -23,6 +23,11 @@ class MegatronOptions(TrainOptions):
     context_parallel: int = Field(
         1, gt=0, description="Ranks that split each sequence, for long ones; they see the same rows"
     )
+    expert_parallel: int = Field(
+        1,
+        gt=0,
+        description="Ranks that share out each layer's experts, whatever else they split",
+    )
     sequence_parallel: bool = Field(
         True, description="With tensor_parallel: split what lies between the split matrices by tokens, too"
     )
