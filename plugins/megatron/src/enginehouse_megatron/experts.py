@@ -53,9 +53,8 @@ class GroupedLinear(torch.nn.Module):
             `(tokens, output_size)`, and no bias.
         """
         weights = (getattr(self, f"weight{expert}") for expert in range(self._count))
-        return torch.cat(
-            [F.linear(own, weight) for own, weight in zip(tokens.split(counts), weights, strict=True)]
-        ), None
+        found = [F.linear(own, weight) for own, weight in zip(tokens.split(counts), weights, strict=True)]
+        return torch.cat(found), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
