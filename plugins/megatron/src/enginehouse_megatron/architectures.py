@@ -120,7 +120,27 @@ QWEN3_MOE = Architecture(
 )
 """Yang et al. 2025: some layers, or all, with experts in place of Qwen3's feed-forward part."""
 
-ARCHITECTURES: dict[str, Architecture] = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "qwen3_moe": QWEN3_MOE}
+
+def _experts_of_mixtral(config: PreTrainedConfig) -> dict[str, Any]:
+    return {
+        "num_moe_experts": config.num_local_experts,
+        "moe_ffn_hidden_size": config.intermediate_size,
+        "moe_router_topk": config.num_experts_per_tok,
+    }
+
+
+MIXTRAL = Architecture(
+    weights={**LLAMA.weights, **_experts("block_sparse_moe", "w1", "w3", "w2")}, experts=_experts_of_mixtral
+)
+"""Jiang et al. 2024: Llama's with experts in every layer."""
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": LLAMA,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
+    "mixtral": MIXTRAL,
+}
 """By `model_type` in config.json."""
 
 

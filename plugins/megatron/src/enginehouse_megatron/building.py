@@ -209,7 +209,7 @@ def _check_divides(config: PreTrainedConfig, options: MegatronOptions, experts: 
     """Raise ConfigError where a layout does not divide the model."""
     tensor, pipeline = options.tensor_parallel, options.pipeline_parallel
     # The width of what there is none of is in a config all the same.
-    width = 0 if experts.get("moe_layer_freq") == 1 else config.intermediate_size
+    width = 0 if experts and experts.get("moe_layer_freq", 1) == 1 else config.intermediate_size
     for name, count, ranks, what in (
         ("tensor_parallel", config.num_attention_heads, tensor, "attention heads"),
         ("tensor_parallel", _key_value_heads(config), tensor, "key-value heads"),

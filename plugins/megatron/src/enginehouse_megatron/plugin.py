@@ -31,7 +31,7 @@ def enginehouse_register_backends(register):
                 Layout("cp2", 2, {"context_parallel": 2}),
                 Layout("tp2-pp2", 4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
                 Layout("ep2", 2, {"expert_parallel": 2}, only=(capabilities.EXPERTS,)),
-                Layout("tp2-ep2", 2, {"tensor_parallel": 2, "expert_parallel": 2}, only=(capabilities.EXPERTS,)),
+                Layout("tp2-ep2", 4, {"tensor_parallel": 2, "expert_parallel": 2}, only=(capabilities.EXPERTS,)),
                 Layout("pp2-ep2", 4, {"pipeline_parallel": 2, "expert_parallel": 2}, only=(capabilities.EXPERTS,)),
             ),
         )
