@@ -128,3 +128,22 @@ def _counting_passes() -> Iterator[list[None]]:
         yield passes
     finally:
         handle.remove()
+
+
+def held(rank: int, world_size: int, path: str, options: dict[str, Any]) -> dict[str, Any]:
+    """What this rank has of the weights, by what it says and by what is in its model."""
+    engine = MegatronEngine()
+    engine.setup(ModelSpec(path=path), MegatronOptions(**options), ProcessContext("actor", rank, world_size, rank))
+    source = engine.weight_source()
+    found = {
+        "metadata": source.metadata(),
+        "local": [name for name, _ in source.iter_local()],
+        "expert numbers": sum(
+            parameter.numel()
+            for part in engine._models
+            for name, parameter in part.named_parameters()
+            if ".experts." in name
+        ),
+    }
+    engine.shutdown()
+    return found

@@ -27,12 +27,11 @@ def save(tmp_path):
             vocab_size=VOCABULARY_SIZE,
             hidden_size=32,
             intermediate_size=96,
-            num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=128,
             initializer_range=0.2,
-            **values,
+            **{"num_hidden_layers": 2} | values,
         )
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -64,16 +63,20 @@ def assert_scores_as_transformers_does(engine, path):
         assert (scored.ragged(name).values - right).abs().max() < 1e-5
 
 
-def test_a_model_with_biases_of_queries_keys_and_values(save):
-    from transformers import Qwen2Config
-
-    path = save(Qwen2Config, tie_word_embeddings=True)
+def assert_is_as_transformers(path):
+    """The model scores as in transformers, and gives its weights as they are stored."""
     with engine_of(path) as engine:
         assert_scores_as_transformers_does(engine, path)
         given = dict(engine.weight_source().iter_full())
     weights = Oracle(path).weights()
     assert given.keys() == weights.keys()
     assert all(torch.equal(given[name], weight) for name, weight in weights.items())
+
+
+def test_a_model_with_biases_of_queries_keys_and_values(save):
+    from transformers import Qwen2Config
+
+    assert_is_as_transformers(save(Qwen2Config, tie_word_embeddings=True))
 
 
 def test_a_model_nobody_wrote_down_runs_by_naming_its_architecture(save):
@@ -98,6 +101,29 @@ def test_rotary_embeddings_of_llama_3(save):
     path = save(LlamaConfig, rope_parameters=rope, tie_word_embeddings=False)
     with engine_of(path) as engine:
         assert_scores_as_transformers_does(engine, path)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"norm_topk_prob": True},
+        {"norm_topk_prob": False, "num_experts_per_tok": 3},
+        {"num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": True},
+        {"num_hidden_layers": 3, "decoder_sparse_step": 2},
+    ],
+    ids=str,
+)
+def test_a_mixture_of_experts_with_or_without_dense_layers(save, values):
+    from transformers import Qwen3MoeConfig
+
+    experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+    assert_is_as_transformers(save(Qwen3MoeConfig, **(experts | values)))
+
+
+def test_mixtral(save):
+    from transformers import MixtralConfig
+
+    assert_is_as_transformers(save(MixtralConfig, num_local_experts=4, num_experts_per_tok=2, sliding_window=None))
 
 
 def test_recomputing_activations_changes_no_gradient(save):

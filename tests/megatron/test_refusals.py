@@ -10,7 +10,7 @@ import pytest
 
 from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.errors import ConfigError, ModelError
-from enginehouse.testing.models import tiny_model
+from enginehouse.testing.models import tiny_experts, tiny_model
 from enginehouse_megatron.options import MegatronOptions
 
 
@@ -39,6 +39,7 @@ def changed(path: str, to: Path, **values) -> str:
         (4, {"tensor_parallel": 2, "pipeline_parallel": 4}, r"pipeline_parallel=4 does not divide the 2 .*=2"),
         (3, {"context_parallel": 2}, "context_parallel=2 does not divide the 3"),
         (2, {"virtual_stages": 2}, "virtual_stages=2 .* there is no pipeline"),
+        (4, {"pipeline_parallel": 2, "expert_parallel": 4}, r"expert_parallel=4 does not divide the 2 .*stage.*=2"),
     ],
 )
 def test_a_plan_refuses_axes_that_do_not_divide_the_processes(processes, options, said):
@@ -64,9 +65,34 @@ def test_a_layout_that_does_not_divide_the_model_names_the_nearest_that_does(pro
         set_up(tiny_model("llama", False, heads=8, key_value_heads=4), processes, **options)
 
 
+@pytest.mark.parametrize(
+    ("processes", "options", "said"),
+    [
+        (3, {"expert_parallel": 3}, r"expert_parallel=3 does not divide the model's 4 experts.*=4"),
+        (2, {"tensor_parallel": 2, "sequence_parallel": False}, "experts needs sequence_parallel=true"),
+    ],
+)
+def test_a_layout_that_cannot_hold_experts_says_what_can(processes, options, said):
+    with pytest.raises(ConfigError, match=said):
+        set_up(tiny_experts(), processes, **options)
+
+
+def test_there_is_nothing_to_share_out_in_a_model_without_experts():
+    with pytest.raises(ConfigError, match=r"expert_parallel=2 shares out experts, and the model in '.*' has none"):
+        set_up(tiny_model(), 2, expert_parallel=2)
+
+
+def test_a_mixture_of_experts_nobody_wrote_down_says_what_to_write(tmp_path):
+    path = changed(tiny_experts(), tmp_path / "model", model_type="olmoe")
+    with pytest.raises(ModelError, match=r"model_type 'olmoe' \(known: .*qwen3_moe.*\).*Architecture"):
+        set_up(path)
+
+
 def test_a_model_nobody_wrote_down_says_what_to_write(tmp_path):
     path = changed(tiny_model("llama", False), tmp_path / "model", model_type="mistral")
-    with pytest.raises(ModelError, match=r"model_type 'mistral' \(known: llama, qwen2, qwen3\).*Architecture"):
+    with pytest.raises(
+        ModelError, match=r"model_type 'mistral' \(known: llama, qwen2, qwen3, qwen3_moe, mixtral\).*Architecture"
+    ):
         set_up(path)
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+# Training and rollout engines
+EXPERTS = "experts"
+"""Trains mixtures of experts; serves them, and updates their weights."""
+
 # Training engines
 OFFLOAD = "offload"
 """`offload` and `onload` move state to host memory and back."""
@@ -31,8 +35,6 @@ SLEEP = "sleep"
 """`sleep` and `wake_up` free and take back accelerator memory."""
 WEIGHT_CHECKSUMS = "weight_checksums"
 """`weight_state` reports checksums of the weights as served."""
-EXPERTS = "experts"
-"""Serves mixtures of experts, and updates their weights."""
 COLOCATES = "colocates"
 """May live in a process with a training engine: it leaves threads, seeds and devices of the process as they are."""
 OPENAI_ENDPOINT = "openai_endpoint"

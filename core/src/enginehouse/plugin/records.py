@@ -50,12 +50,15 @@ class Layout:
         processes: number of ranks.
         options: the backend's own options that make the layout, beside those every check sets.
         without: declared capabilities that this layout lacks; `certify` lists them as not declared.
+        only: capabilities that are all it is checked for, where it serves nothing else: a layout that splits experts
+            runs no model without any. Empty: what every engine does, and all that is declared.
     """
 
     name: str
     processes: int = 1
     options: Mapping[str, Any] = field(default_factory=dict)
     without: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         given = "".join(f", {name}={value}" for name, value in self.options.items())

@@ -7,7 +7,7 @@ suite runs, and turns what was seen into one number that may not exceed the tole
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -67,6 +67,7 @@ class Check:
         judge: `judge(*seen)`, one list for each act, with one `Seen` for each rank.
         between: the second act runs in another layout than the first, with another number of processes.
         device: `"cuda"`: not run where there is no GPU for each process.
+        also: another capability that it takes; empty: none.
     """
 
     name: str
@@ -77,6 +78,11 @@ class Check:
     judge: Judge
     between: bool = False
     device: Literal["cpu", "cuda"] = "cpu"
+    also: str = ""
+
+    def declared(self, capabilities: Collection[str]) -> bool:
+        """Whether it is to be passed by who declares these."""
+        return all(name in (PROTOCOL, "", *capabilities) for name in (self.capability, self.also))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

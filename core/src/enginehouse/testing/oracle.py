@@ -40,8 +40,8 @@ class Oracle:
             yield "value_head.weight", self.value_head
 
     def weights(self) -> Weights:
-        """A copy of all parameters; tied ones once."""
-        found = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+        """A copy of all parameters, as a checkpoint stores them; tied ones once."""
+        found = self._stored({name: parameter.detach().clone() for name, parameter in self.model.named_parameters()})
         if self.value_head is not None:
             found["value_head.weight"] = self.value_head.detach().clone()
         return found
@@ -99,10 +99,18 @@ class Oracle:
         return total / counted
 
     def gradients(self, batch: Batch) -> tuple[float, Weights]:
-        """The loss, and its gradient by parameter."""
+        """The loss, and its gradient by parameter, as a checkpoint stores them."""
         names, parameters = zip(*self.named_parameters(), strict=True)
         loss = self.loss(batch)
-        return float(loss.detach()), dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+        gradients = dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+        return float(loss.detach()), self._stored(gradients)
+
+    def _stored(self, found: Weights) -> Weights:
+        """Experts apart, where transformers runs them as one tensor."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        stored: Weights = revert_weight_conversion(self.model, found)
+        return stored
 
     def train(self, batch: Batch, steps: int, options: dict[str, Any]) -> list[dict[str, float]]:
         """Take optimizer steps on the same batch.

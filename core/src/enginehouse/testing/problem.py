@@ -12,7 +12,7 @@ import torch
 
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.train import LossSpec, LossValue, Mean, Outputs, TokenView
-from enginehouse.testing.models import VOCABULARY_SIZE, tiny_model
+from enginehouse.testing.models import VOCABULARY_SIZE, tiny_experts, tiny_model
 
 ROWS = 16
 TEMPERATURE = 0.7
@@ -24,10 +24,15 @@ SQUARED_ERROR = LossSpec("enginehouse.testing.problem:squared_error", {}, Output
 NOT_FINITE = LossSpec("enginehouse.testing.problem:not_finite")
 
 MODELS = ("tied", "untied")
+"""What every engine is checked with; where one model is enough, with the first."""
+EXPERTS = ("experts",)
+"""The same of the capability `experts`."""
 
 
 def model_path(name: str) -> str:
-    """A tiny model: `"tied"` of Qwen3's shape, `"untied"` of Llama's; each dimension is a multiple of 4."""
+    """A tiny model: `"tied"` of Qwen3's shape, `"untied"` of Llama's, each dimension a multiple of 4; `"experts"`."""
+    if name == "experts":
+        return tiny_experts()
     if name == "tied":
         return tiny_model("qwen3", True, heads=8, key_value_heads=4)
     return tiny_model("llama", False, heads=8, key_value_heads=4)

@@ -57,10 +57,13 @@ def cases(
     places = _named("layout", layouts, layouts_of(record), f"{record.kind} {record.name!r}")
     found = []
     for check in chosen:
-        if check.capability != PROTOCOL and check.capability not in record.capabilities:
+        if not check.declared(record.capabilities):
             continue
-        wanted: Iterable[tuple[Layout, ...]] = pairs(places) if check.between else [(place,) for place in places]
-        found += [Case(check, place) for place in wanted if not _lacks(check, place)]
+        own = [place for place in places if not _lacks(check, place)]
+        # What is laid out for this alone comes first: checkpoints are carried between few pairs.
+        own_first = sorted(own, key=lambda place: not place.only)
+        wanted: Iterable[tuple[Layout, ...]] = pairs(own_first) if check.between else [(place,) for place in own]
+        found += [Case(check, place) for place in wanted]
     if isinstance(record, RolloutBackend):  # an engine is launched for each layout
         found.sort(key=lambda case: places.index(case.layouts[0]))
     return found
@@ -76,12 +79,12 @@ def undeclared(
         Case(check, (place,)).result("not declared", detail=f"layout {place.name} is without {check.capability!r}")
         for check in chosen
         for place in places
-        if check.capability in record.capabilities and _lacks(check, (place,))
+        if check.capability in record.capabilities and check.declared(record.capabilities) and _lacks(check, place)
     ]
     return lacking + [
-        Case(check, ()).result("not declared", detail=f"{record.name} does not declare {check.capability!r}")
+        Case(check, ()).result("not declared", detail=f"{record.name} does not declare {_missing(check, record)!r}")
         for check in chosen
-        if check.capability != PROTOCOL and check.capability not in record.capabilities
+        if not check.declared(record.capabilities)
     ]
 
 
@@ -220,8 +223,14 @@ def certify(
     return certificate
 
 
-def _lacks(check: Check, layouts: Sequence[Layout]) -> bool:
-    return any(check.capability in layout.without for layout in layouts)
+def _lacks(check: Check, layout: Layout) -> bool:
+    """Whether a layout is without a capability that a check takes, or is not for such checks."""
+    lacking = {check.capability, check.also} & set(layout.without)
+    return bool(lacking) or bool(layout.only and check.capability not in layout.only)
+
+
+def _missing(check: Check, record: Backend | Transport) -> str:
+    return next(name for name in (check.capability, check.also) if name not in (PROTOCOL, "", *record.capabilities))
 
 
 def _missing_gpus(case: Case) -> str:

@@ -17,14 +17,17 @@ with the engine's option `architecture: my_models:MINE`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from enginehouse.errors import ModelError
 from enginehouse.plugin.records import resolve
 from enginehouse_megatron.fitting import named_architecture
 from enginehouse_megatron.forms import Form, Grouped, Stacked, Whole
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 LAYER = "model.layers.{layer}."
 DECODER = "decoder.layers.{layer}."
@@ -35,12 +38,15 @@ class Architecture:
     """A decoder of megatron-core's `GPTModel` under its Hugging Face names.
 
     Attributes:
-        weights: by megatron-core's name of a parameter, how it is stored; `{layer}` for the number of the layer.
+        weights: by megatron-core's name of a parameter, how it is stored; `{layer}` for the number of the layer, and
+            `{expert}` for that of the expert.
         settings: arguments of `TransformerConfig` beside those that every config of transformers tells.
+        experts: of a mixture of experts, those that its config of transformers tells of them; None: it has none.
     """
 
     weights: Mapping[str, Form]
     settings: Mapping[str, Any] = field(default_factory=dict)
+    experts: Callable[[PreTrainedConfig], Mapping[str, Any]] | None = None
 
 
 LLAMA = Architecture(
@@ -80,6 +86,54 @@ QWEN3 = Architecture(
     settings={"qk_layernorm": True},
 )
 """Yang et al. 2025: Llama's with norms of each head's queries and keys."""
+
+
+def _experts_of_qwen3(config: PreTrainedConfig) -> dict[str, Any]:
+    layers = range(config.num_hidden_layers)
+    sparse = [layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0 for layer in layers]
+    return {
+        "num_moe_experts": config.num_experts,
+        "moe_ffn_hidden_size": config.moe_intermediate_size,
+        "moe_router_topk": config.num_experts_per_tok,
+        # A softmax over the chosen experts alone is that over all of them, normalised once more.
+        "moe_router_pre_softmax": not config.norm_topk_prob,
+        "moe_layer_freq": 1 if all(sparse) else [int(one) for one in sparse],
+    }
+
+
+def _experts(block: str, gate: str, up: str, down: str) -> dict[str, Form]:
+    """How a layer with experts is stored, under the names of its block and of an expert's matrices."""
+    expert = f"{LAYER}{block}.experts.{{expert}}."
+    return {
+        f"{DECODER}pre_mlp_layernorm.weight": Whole(f"{LAYER}post_attention_layernorm.weight", split=None),
+        f"{DECODER}mlp.router.weight": Whole(f"{LAYER}{block}.gate.weight", split=None),
+        f"{DECODER}mlp.experts.linear_fc1.weight{{expert}}": Stacked(
+            (f"{expert}{gate}.weight", f"{expert}{up}.weight"), split=None
+        ),
+        f"{DECODER}mlp.experts.linear_fc2.weight{{expert}}": Whole(f"{expert}{down}.weight", split=None),
+    }
+
+
+QWEN3_MOE = Architecture(
+    weights={**QWEN3.weights, **_experts("mlp", "gate_proj", "up_proj", "down_proj")},
+    settings=QWEN3.settings,
+    experts=_experts_of_qwen3,
+)
+"""Yang et al. 2025: some layers, or all, with experts in place of Qwen3's feed-forward part."""
+
+
+def _experts_of_mixtral(config: PreTrainedConfig) -> dict[str, Any]:
+    return {
+        "num_moe_experts": config.num_local_experts,
+        "moe_ffn_hidden_size": config.intermediate_size,
+        "moe_router_topk": config.num_experts_per_tok,
+    }
+
+
+MIXTRAL = Architecture(
+    weights={**LLAMA.weights, **_experts("block_sparse_moe", "w1", "w3", "w2")}, experts=_experts_of_mixtral
+)
+"""Jiang et al. 2024: Llama's with experts in every layer."""
 
 
 def architecture_of(model_type: str, asked: str) -> Architecture:

@@ -17,6 +17,9 @@ PIPELINE, DATA, CONTEXT, TENSOR = "pp", "dp", "cp", "tp"
 def axis_sizes(world_size: int, options: MegatronOptions) -> dict[str, int]:
     """How many ranks each axis has, outermost first, all four of them.
 
+    Experts are no axis of their own: `expert_parallel` neighbours of a pipeline stage share them out, whatever else
+    they split, and as many such groups as a stage has hold the same.
+
     Raises:
         ConfigError: the ranks cannot be divided so, or a pipeline is spoken of that there is not.
     """
@@ -34,6 +37,12 @@ def axis_sizes(world_size: int, options: MegatronOptions) -> dict[str, int]:
     for name, ranks in asked:
         check_divides(f"megatron: {name}", ranks, each, f"the {each} rank(s) there are for it")
         each //= ranks
+    check_divides(
+        "megatron: expert_parallel",
+        options.expert_parallel,
+        stage := world_size // options.pipeline_parallel,
+        f"the {stage} rank(s) of a pipeline stage",
+    )
     return {
         PIPELINE: options.pipeline_parallel,
         DATA: each,

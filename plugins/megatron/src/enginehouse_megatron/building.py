@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from enginehouse.errors import ConfigError, ModelError
 from enginehouse.modeling.loading import model_directory, quiet_transformers
 from enginehouse_megatron.axes import CONTEXT, PIPELINE, TENSOR
-from enginehouse_megatron.fitting import check_divided
+from enginehouse_megatron.fitting import check_divided, check_experts
 from enginehouse_megatron.layers import decoder_layers
 from enginehouse_megatron.selecting import add_value_head, select_positions
 
@@ -78,7 +78,8 @@ def transformer_config(
         ConfigError: the layout does not divide the model, or `native` is refused.
     """
     _check_known(config, spec)
-    check_divided(config.to_dict() | {"num_key_value_heads": _key_value_heads(config)}, options)
+    experts = {} if architecture.experts is None else dict(architecture.experts(config))
+    _check_divides(config, options, experts)
     dtype = getattr(torch, spec.dtype)
     arguments: dict[str, Any] = {
         "num_layers": config.num_hidden_layers,
@@ -101,6 +102,8 @@ def transformer_config(
         "overlap_p2p_comm": options.virtual_stages > 1,
         "batch_p2p_comm": options.virtual_stages == 1,
         "context_parallel_size": sizes[CONTEXT],
+        "expert_model_parallel_size": options.expert_parallel,
+        "expert_tensor_parallel_size": 1,
         "sequence_parallel": options.sequence_parallel and sizes[TENSOR] > 1,
         "recompute_granularity": "full" if options.recompute == "full" else None,
         "recompute_method": "uniform" if options.recompute == "full" else None,
@@ -113,8 +116,11 @@ def transformer_config(
         "pipeline_dtype": dtype,
         "variable_seq_lengths": True,  # micro-batches differ in length
         "moe_token_dispatcher_type": "alltoall",  # what variable lengths ask for, of dense models as well
+        "moe_grouped_gemm": bool(experts),  # else transformer-engine's experts have other names
+        "moe_router_load_balancing_type": "none",  # as every engine here: the loss is what was asked for, and no more
         "calculate_per_token_loss": True,  # gradients are sums: what they are divided by is known at the step
         **architecture.settings,
+        **experts,
         **options.native,
     }
     try:
@@ -196,6 +202,15 @@ def _check_known(config: PreTrainedConfig, spec: ModelSpec) -> None:
 def _attends_within_a_window(config: PreTrainedConfig) -> bool:
     layers = getattr(config, "layer_types", None)
     return set(layers) != {"full_attention"} if layers else bool(getattr(config, "sliding_window", None))
+
+
+def _check_divides(config: PreTrainedConfig, options: MegatronOptions, experts: Mapping[str, Any]) -> None:
+    """Raise ConfigError where a layout does not divide the model."""
+    said = config.to_dict() | {"num_key_value_heads": _key_value_heads(config)}
+    if experts and experts.get("moe_layer_freq", 1) == 1:
+        said["intermediate_size"] = None  # the width of what there is none of
+    check_divided(said, options)
+    check_experts(experts.get("num_moe_experts", 0), options)
 
 
 def _key_value_heads(config: PreTrainedConfig) -> int:

@@ -71,7 +71,7 @@ class MegatronEngine:
             kernels.say_missing(device.type)
         settings = building.transformer_config(self._config, architecture, model, options, sizes, device.type)
         self._ranks = Ranks.join(context, alone=True)
-        parallel.join(sizes, options.virtual_stages)
+        parallel.join(sizes, options.virtual_stages, options.expert_parallel)
         self.mesh = Mesh.of(sizes, context.rank, output={PIPELINE: sizes[PIPELINE] - 1})
         self._sizes, self._settings = sizes, settings
         self._memory = MemoryGuard(context, NEEDS_LESS)
@@ -91,7 +91,7 @@ class MegatronEngine:
         self._training: Training | None = None
 
     def _load(self, architecture: Architecture) -> None:
-        """Read this rank's weights, and learn which tensors the other stages have; collective."""
+        """Read this rank's weights, and learn which tensors the others have; collective."""
         settings = self._settings
         groups = settings.num_query_groups or settings.num_attention_heads
         self._heads = Heads(settings.num_attention_heads // groups, settings.kv_channels)
@@ -106,7 +106,9 @@ class MegatronEngine:
             part.setup_embeddings_and_output_layer()  # once more: gives the last stage the tied embedding
         of_ranks = self._ranks.gather(list(placing.described(self._placed)))
         ranks = len(of_ranks) // self._sizes[PIPELINE]
-        self._stages = of_ranks[::ranks]  # a stage's ranks have the same tensors, and stand together
+        sharing = self._options.expert_parallel
+        # A stage's ranks stand together, and have the same tensors but for the experts that neighbours share out.
+        self._stages = [placing.of_stage(of_ranks[first : first + sharing]) for first in range(0, len(of_ranks), ranks)]
 
     def forward(self, batch: Batch, outputs: Outputs) -> Batch | None:
         """Compute `outputs` without gradients; only for the tokens of `loss_mask` where the batch has one.
@@ -174,7 +176,8 @@ class MegatronEngine:
             name: getattr(config, name)
             for name in ("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
         }
-        return checkpoints.State(self._models, training, parts, {**shape, "head": self._spec.head})
+        shape |= {"experts": self._settings.num_moe_experts, "head": self._spec.head}
+        return checkpoints.State(self._models, training, parts, shape)
 
     def export_hf(self, path: str) -> None:
         """Write a Hugging Face directory, with the tokenizer of the directory the model came from; collective."""

@@ -9,12 +9,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.engines.options import check_divides
-from enginehouse.errors import ModelError
+from enginehouse.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from enginehouse_megatron.options import MegatronOptions
 
-ARCHITECTURES = {name: f"enginehouse_megatron.architectures:{name.upper()}" for name in ("llama", "qwen2", "qwen3")}
+ARCHITECTURES = {
+    name: f"enginehouse_megatron.architectures:{name.upper()}"
+    for name in ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+}
 """The architectures that come along, by `model_type` in config.json."""
 
 
@@ -62,3 +65,33 @@ def check_divided(config: Mapping[str, Any], options: MegatronOptions) -> None:
     ):
         if count:
             check_divides(f"megatron: {name}", ranks, count, f"the model's {count} {what}")
+
+
+def number_of_experts(config: Mapping[str, Any]) -> int:
+    """How many experts a layer has, in a model of an architecture that comes along."""
+    return config.get("num_experts") or config.get("num_local_experts") or 0
+
+
+def check_experts(experts: int, options: MegatronOptions) -> None:
+    """See that a layout fits a model's experts.
+
+    Args:
+        experts: how many a layer has, 0 where there are none.
+        options: the engine's.
+
+    Raises:
+        ConfigError: it does not; the message says what does.
+    """
+    if not experts:
+        if options.expert_parallel > 1:
+            raise ConfigError(
+                f"megatron: expert_parallel={options.expert_parallel} shares out experts, and the model has none: leave "
+                "it at 1; ranks that no option takes split the rows"
+            )
+        return
+    check_divides("megatron: expert_parallel", options.expert_parallel, experts, f"the model's {experts} experts")
+    if options.tensor_parallel > 1 and not options.sequence_parallel:
+        raise ConfigError(
+            f"megatron: tensor_parallel={options.tensor_parallel} of a model with experts needs "
+            "sequence_parallel=true: else each rank would send the same tokens to the experts"
+        )

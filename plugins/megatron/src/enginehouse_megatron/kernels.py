@@ -28,6 +28,10 @@ with warnings.catch_warnings(action="ignore"):  # "Transformer Engine and Apex a
     import megatron.core.dist_checkpointing
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.optimizer  # noqa: F401
+    from megatron.core.transformer.moe import moe_utils
+
+if not hasattr(moe_utils, "te_general_gemm"):
+    moe_utils.te_general_gemm = None  # moe_utils.py:1192 asks for it, and only importing transformer-engine defines it
 
 __all__ = ["has_transformer_engine", "missing", "say_missing"]
 

@@ -25,7 +25,13 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+
+from enginehouse_megatron.experts import experts_layer
 
 
 def decoder_layers(config: TransformerConfig, device: str, stage: int | None = None) -> Any:
@@ -38,11 +44,19 @@ def decoder_layers(config: TransformerConfig, device: str, stage: int | None = N
     """
     if device == "cuda" and kernels.has_transformer_engine():
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
-    count = get_num_layers_to_build(config, vp_stage=stage)
-    return TransformerBlockSubmodules(layer_specs=[_layer(config)] * count, layer_norm=RMSNorm)
+    first = get_transformer_layer_offset(config, vp_stage=stage)
+    numbers = range(first, first + get_num_layers_to_build(config, vp_stage=stage))
+    specs = [_layer(config, with_experts=_has_experts(config, number)) for number in numbers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 
-def _layer(config: TransformerConfig) -> ModuleSpec:
+def _has_experts(config: TransformerConfig, layer: int) -> bool:
+    """Whether a layer, counted from 0, has experts."""
+    which = config.moe_layer_freq
+    return config.num_moe_experts is not None and bool(which[layer] if isinstance(which, list) else layer % which == 0)
+
+
+def _layer(config: TransformerConfig, *, with_experts: bool) -> ModuleSpec:
     norm = RMSNorm if config.qk_layernorm else IdentityOp
     attention = SelfAttentionSubmodules(
         linear_qkv=NormedColumnParallelLinear,
@@ -56,8 +70,10 @@ def _layer(config: TransformerConfig) -> ModuleSpec:
         submodules=TransformerLayerSubmodules(
             self_attention=ModuleSpec(SelfAttention, {"attn_mask_type": AttnMaskType.causal}, attention),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=IdentityOp,  # it is in linear_fc1
-            mlp=ModuleSpec(
+            pre_mlp_layernorm=RMSNorm if with_experts else IdentityOp,  # it is in linear_fc1
+            mlp=experts_layer()
+            if with_experts
+            else ModuleSpec(
                 MLP,
                 submodules=MLPSubmodules(
                     linear_fc1=NormedColumnParallelLinear, linear_fc2=tensor_parallel.RowParallelLinear

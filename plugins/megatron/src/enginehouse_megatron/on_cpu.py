@@ -20,6 +20,8 @@ from megatron.core import utils
 from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 CPU = torch.device("cpu")
 
@@ -57,6 +59,22 @@ def adapt() -> None:
     # random.py:41 and 72, the states that recomputing activations puts back: a CPU has one generator.
     random._get_cuda_rng_state = lambda *args, **arguments: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **arguments: torch.set_rng_state(state)
+    # router.py:531, which is compiled: on a CPU that takes seconds to minutes, for a few additions.
+    TopKRouter._apply_expert_bias = TopKRouter._apply_expert_bias._torchdynamo_orig_callable
+    # token_dispatcher.py:445, where it makes the stream that `_splits_as_lists` has no use of.
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = "none"
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = _splits_as_lists
+
+
+def _splits_as_lists(
+    self: MoEAlltoAllTokenDispatcher, point: str, tokens_per_expert: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """Stands in for token_dispatcher.py:862, which copies to the CPU what all-to-all takes as plain numbers."""
+    if point == self.cuda_dtoh_point and not self.drop_and_pad:
+        for name in ("input_splits", "output_splits", "output_splits_tp"):
+            if (splits := getattr(self, name)) is not None:
+                setattr(self, name, splits.tolist())
+    return tokens_per_expert
 
 
 def _say_cpu(function: Callable[..., Any]) -> None:

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from enginehouse.engines.options import TrainOptions
 from enginehouse_megatron.axes import axis_sizes
-from enginehouse_megatron.fitting import check_divided, named_architecture
+from enginehouse_megatron.fitting import check_divided, check_experts, named_architecture, number_of_experts
 
 
 class MegatronOptions(TrainOptions):
@@ -24,6 +24,11 @@ class MegatronOptions(TrainOptions):
     )
     context_parallel: int = Field(
         1, gt=0, description="Ranks that split each sequence, for long ones; they see the same rows"
+    )
+    expert_parallel: int = Field(
+        1,
+        gt=0,
+        description="Ranks that share out each layer's experts, whatever else they split",
     )
     sequence_parallel: bool = Field(
         True, description="With tensor_parallel: split what lies between the split matrices by tokens, too"
@@ -44,4 +49,8 @@ class MegatronOptions(TrainOptions):
         """See `EngineOptions.check_model`: its architecture has to be known, and the axes to divide it."""
         if "model_type" in config:
             named_architecture(config["model_type"], self.architecture)
-        check_divided(config, self)
+        experts = number_of_experts(config)
+        # Which layers have none, and so a feed-forward part to divide, the engine knows.
+        check_divided(config if not experts else {**config, "intermediate_size": None}, self)
+        if self.architecture == "auto":  # else its experts may be counted under another name
+            check_experts(experts, self)

@@ -17,17 +17,19 @@ _users: list[dict[str, int]] = []
 """The layout of each engine in this process."""
 
 
-def join(sizes: Mapping[str, int], virtual_stages: int = 1) -> None:
+def join(sizes: Mapping[str, int], virtual_stages: int = 1, expert_parallel: int = 1) -> None:
     """Make the process groups of a layout, or share those of another role in this process; collective.
 
     Args:
         sizes: of each axis (`axis_sizes`).
         virtual_stages: parts of the layers that each pipeline rank holds.
+        expert_parallel: ranks that share out the experts.
 
     Raises:
         ConfigError: a role that shares these processes has another layout.
     """
-    asked = dict(sizes) | ({"virtual": virtual_stages} if virtual_stages > 1 else {})
+    beside = {"virtual": virtual_stages, "ep": expert_parallel}
+    asked = dict(sizes) | {name: size for name, size in beside.items() if size > 1}
     if _users and _users[0] != asked:
         raise ConfigError(
             f"megatron: roles that share processes share a layout: one has {_said(_users[0])}, another {_said(asked)}; "
@@ -41,6 +43,8 @@ def join(sizes: Mapping[str, int], virtual_stages: int = 1) -> None:
             pipeline_model_parallel_size=asked[PIPELINE],
             virtual_pipeline_model_parallel_size=virtual_stages if virtual_stages > 1 else None,
             context_parallel_size=asked[CONTEXT],
+            expert_model_parallel_size=expert_parallel,
+            expert_tensor_parallel_size=1,
         )
         # There is no dropout, and weights are read, not drawn: the states of generators need not be told apart.
         initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)

@@ -14,6 +14,7 @@ import torch
 from enginehouse_megatron import kernels  # noqa: F401  before all else of megatron-core
 
 # isort: split
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
 from enginehouse.errors import ModelError
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from enginehouse_megatron.architectures import Architecture
 
 LAYER_NUMBER = re.compile(r"(?<=decoder\.layers\.)\d+")
+EXPERT_NUMBER = re.compile(r"(?<=\.mlp\.experts\.linear_fc[12]\.weight)\d+$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +38,13 @@ class Stored:
         name: its name.
         shape: its whole shape.
         split: by which dimension tensor parallelism splits it; None: every rank has the whole.
+        holder: which of the ranks that share out experts has this one; None: it is of no expert, and all have it.
     """
 
     name: str
     shape: tuple[int, ...]
     split: int | None
+    holder: int | None = None
 
     def region(self, rank: int, size: int) -> tuple[slice, ...]:
         """The part that rank `rank` of `size` has: blocks, the last ones smaller where they do not divide."""
@@ -124,33 +128,47 @@ def place(model: GPTModel, architecture: Architecture, checkpoint: Checkpoint) -
     """
     weights = {**architecture.weights, f"{VALUE_HEAD}.weight": Whole(f"{VALUE_HEAD}.weight", split=None)}
     first = next((layer.layer_number - 1 for layer in model.decoder.layers), 0)
+    group = parallel_state.get_expert_model_parallel_group()
+    experts_each = (model.config.num_moe_experts or 0) // group.size()
     found = []
     for name, parameter in model.named_parameters():
-        number = LAYER_NUMBER.search(name)
-        layer = None if number is None else first + int(number.group())
-        general = LAYER_NUMBER.sub("{layer}", name)
+        layer = _number(LAYER_NUMBER, name, first)
+        expert = _number(EXPERT_NUMBER, name, group.rank() * experts_each)
+        general = EXPERT_NUMBER.sub("{expert}", LAYER_NUMBER.sub("{layer}", name))
         if general not in weights:
             raise ModelError(
                 f"megatron: the architecture does not say how {general!r} {tuple(parameter.shape)} is stored; add it "
                 "to `weights` of its Architecture (enginehouse_megatron.architectures)"
             )
         form = weights[general]
-        _mark_split(parameter, form)
+        _mark_split(parameter, form, is_expert=expert is not None)
         if name == "output_layer.weight" and model.share_embeddings_and_output_weights:
             continue  # the last stage's copy; the first has it
-        names = [stored.format(layer=layer) for stored in form.stored]
-        stored = tuple(Stored(name, checkpoint.shape(name), form.split) for name in names)
+        names = [stored.format(layer=layer, expert=expert) for stored in form.stored]
+        holder = None if expert is None else group.rank()
+        stored = tuple(Stored(name, checkpoint.shape(name), form.split, holder) for name in names)
         found.append(Placed(parameter, form, stored))
     return found
 
 
-def _mark_split(parameter: torch.nn.Parameter, form: Form) -> None:
+def _number(pattern: re.Pattern[str], name: str, first: int) -> int | None:
+    """Which of all it is, where a name counts from this rank's first."""
+    number = pattern.search(name)
+    return None if number is None else first + int(number.group())
+
+
+def _mark_split(parameter: torch.nn.Parameter, form: Form, *, is_expert: bool) -> None:
     """Say of a parameter that each rank has another part of it, so that a norm counts them all.
 
-    megatron-core does where it draws first values (layers.py:131, 250), and here none are drawn.
+    megatron-core does where it draws first values (layers.py:131, 250), and here none are drawn. An expert's counts
+    the tokens of every rank, those that split matrices as well, and its gradient is summed over all that hold it:
+    megatron-core sees to that with `allreduce=False`, which it says only where experts are shared out
+    (transformer_engine.py:1551). Said always, a checkpoint has the same two optimizers in every layout.
     """
-    if form.split is not None and not getattr(parameter, "tensor_model_parallel", False):
-        set_tensor_model_parallel_attributes(parameter, True, form.split, 1)
+    if is_expert:
+        parameter.allreduce = False  # type: ignore[attr-defined]
+    if (is_expert or form.split is not None) and not getattr(parameter, "tensor_model_parallel", False):
+        set_tensor_model_parallel_attributes(parameter, True, form.split or 0, 1)
 
 
 def load(placed: Sequence[Placed], checkpoint: Checkpoint, heads: Heads, rank: int, size: int) -> None:
@@ -186,3 +204,12 @@ def described(placed: Sequence[Placed]) -> Iterator[Stored]:
     """The stored tensors of parameters, in their order."""
     for one in placed:
         yield from one.stored
+
+
+def of_stage(of_ranks: Sequence[Sequence[Stored]]) -> list[Stored]:
+    """All stored tensors of a stage, those that several ranks have once; in every rank's own order.
+
+    Args:
+        of_ranks: those of each of the ranks that share out the experts; the same but for these.
+    """
+    return [one for alike in zip(*of_ranks, strict=True) for one in dict.fromkeys(alike)]

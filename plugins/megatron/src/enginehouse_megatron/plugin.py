@@ -12,10 +12,11 @@ def enginehouse_register_backends(register):
     register(
         TrainBackend(
             name="megatron",
-            summary="Megatron Core: tensor, pipeline, context and data parallel training of dense decoders",
+            summary="Megatron Core: tensor, pipeline, context, expert and data parallel training of decoders",
             engine="enginehouse_megatron.engine:MegatronEngine",
             options="enginehouse_megatron.options:MegatronOptions",
             capabilities={
+                capabilities.EXPERTS,
                 capabilities.HALF_PRECISION,
                 capabilities.PACKING,
                 capabilities.RESHARD_CHECKPOINT,
@@ -24,11 +25,14 @@ def enginehouse_register_backends(register):
             requires=("torch>=2.9", "megatron-core>=0.16.1,<0.17"),
             layouts=(
                 Layout("single"),
-                Layout("tp2", 2, {"tensor_parallel": 2, "sequence_parallel": False}),
+                Layout("tp2", 2, {"tensor_parallel": 2, "sequence_parallel": False}, without=(capabilities.EXPERTS,)),
                 Layout("pp2", 2, {"pipeline_parallel": 2}),
                 Layout("dp2", 2),
                 Layout("cp2", 2, {"context_parallel": 2}),
                 Layout("tp2-pp2", 4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
+                Layout("ep2", 2, {"expert_parallel": 2}, only=(capabilities.EXPERTS,)),
+                Layout("tp2-ep2", 4, {"tensor_parallel": 2, "expert_parallel": 2}, only=(capabilities.EXPERTS,)),
+                Layout("pp2-ep2", 4, {"pipeline_parallel": 2, "expert_parallel": 2}, only=(capabilities.EXPERTS,)),
             ),
         )
     )

@@ -15,7 +15,7 @@ from enginehouse_megatron import kernels  # noqa: F401  before all else of megat
 from megatron.core import parallel_state
 
 from enginehouse.engines.weights import ParamMeta, pack_buckets
-from enginehouse_megatron.axes import CONTEXT, DATA, TENSOR
+from enginehouse_megatron.axes import PIPELINE, TENSOR
 from enginehouse_megatron.placing import Placed, Stored
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class SplitWeights:
 
     Args:
         placed: this rank's parameters.
-        stages: the stored tensors of each pipeline stage, in the order of its parameters.
+        stages: the stored tensors of each pipeline stage, in an order that is that of each rank's own parameters.
         heads: sizes of the attention.
         sizes: of each axis (`axis_sizes`).
         dtype: of the weights.
@@ -54,23 +54,28 @@ class SplitWeights:
         self._tensors = [(stage, stored) for stage, own in enumerate(stages) for stored in own]
         self._stage = parallel_state.get_pipeline_model_parallel_rank()
         self._tensor = parallel_state.get_tensor_model_parallel_group()
+        self._experts = parallel_state.get_expert_model_parallel_group()
         self._pipeline = parallel_state.get_pipeline_model_parallel_group()
 
     def metadata(self) -> list[ParamMeta]:
         """All parameters, stage after stage; tied ones once."""
-        replicas = self._sizes[DATA] * self._sizes[CONTEXT]
-        ranks = replicas * self._sizes[TENSOR]
-        return [
-            ParamMeta(
-                name=stored.name,
-                dtype=str(self._dtype).removeprefix("torch."),
-                shape=stored.shape,
-                owners=tuple(range(stage * ranks, (stage + 1) * ranks)),
-                mesh_shape=(replicas, self._sizes[TENSOR]),
-                placements=("R", "R" if stored.split is None else f"S{stored.split}"),
-            )
-            for stage, stored in self._tensors
-        ]
+        return [self._described(stage, stored) for stage, stored in self._tensors]
+
+    def _described(self, stage: int, stored: Stored) -> ParamMeta:
+        ranks = math.prod(self._sizes.values()) // self._sizes[PIPELINE]
+        owners = tuple(range(stage * ranks, (stage + 1) * ranks))
+        tensor = self._sizes[TENSOR]
+        mesh_shape: tuple[int, ...] = (ranks // tensor, tensor)
+        placements: tuple[str, ...] = ("R", "R" if stored.split is None else f"S{stored.split}")
+        if stored.holder is not None:
+            owners = owners[stored.holder :: self._experts.size()]
+            mesh_shape, placements = (len(owners),), ("R",)
+        dtype = str(self._dtype).removeprefix("torch.")
+        return ParamMeta(stored.name, dtype, stored.shape, owners, mesh_shape, placements)
+
+    def _has(self, stored: Stored) -> bool:
+        """Whether this rank has (a part of) a tensor of its stage."""
+        return stored.holder in (None, self._experts.rank())
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield this rank's part of each tensor of its stage."""
@@ -85,18 +90,19 @@ class SplitWeights:
             members = [self._tensors[index] for index in bucket]
             for stage in sorted({stage for stage, _ in members}):
                 stored = [one for number, one in members if number == stage]
-                parts = [next(local)[1] for _ in stored] if stage == self._stage else None
+                here = stage == self._stage
+                parts = [next(local)[1] if self._has(one) else None for one in stored] if here else None
                 yield from self._whole(stage, stored, parts)
 
     def _whole(
-        self, stage: int, stored: Sequence[Stored], parts: Sequence[torch.Tensor] | None
+        self, stage: int, stored: Sequence[Stored], parts: Sequence[torch.Tensor | None] | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors of a stage, on every rank.
 
         Args:
             stage: whose they are.
             stored: the tensors.
-            parts: this rank's part of each, where it is on that stage.
+            parts: this rank's part of each, None where it has none, if it is on that stage.
         """
         sizes = [math.prod(one.shape) for one in stored]
         buffer = torch.empty(sum(sizes), dtype=self._dtype, device=self._placed[0].parameter.device)
@@ -107,26 +113,49 @@ class SplitWeights:
             dist.broadcast(buffer, dist.get_global_rank(self._pipeline, stage), group=self._pipeline)
         yield from zip((one.name for one in stored), wholes, strict=True)
 
-    def _join(self, stored: Sequence[Stored], parts: Sequence[torch.Tensor], wholes: Sequence[torch.Tensor]) -> None:
-        """Fill whole tensors from the parts of the ranks that split them; collective over these."""
-        ranks = self._tensor.size()
-        split = [
-            (one, part, whole)
-            for one, part, whole in zip(stored, parts, wholes, strict=True)
-            if one.split is not None and ranks > 1
-        ]
-        rooms = [math.prod(place.stop - place.start for place in one.region(0, ranks)) for one, _, _ in split]
+    def _join(
+        self, stored: Sequence[Stored], parts: Sequence[torch.Tensor | None], wholes: Sequence[torch.Tensor]
+    ) -> None:
+        """Fill whole tensors from the parts of the ranks that split them, or share them out; collective over these."""
+        split, dealt = [], []
         for one, part, whole in zip(stored, parts, wholes, strict=True):
-            if one.split is None or ranks == 1:
+            if one.split is not None and self._tensor.size() > 1:
+                split.append((one, part, whole))
+            elif one.holder is not None and self._experts.size() > 1:
+                dealt.append((one, part, whole))
+            else:
                 whole.copy_(part)
-        if not split:
-            return
-        sent = wholes[0].new_zeros(sum(rooms))
-        for room, (_, part, _) in zip(sent.split(rooms), split, strict=True):
-            room[: part.numel()].copy_(part.reshape(-1))
-        got = sent.new_empty(ranks, len(sent))
-        dist.all_gather_into_tensor(got.view(-1), sent, group=self._tensor)
-        for rank, of_rank in enumerate(got):
-            for room, (one, _, whole) in zip(of_rank.split(rooms), split, strict=True):
-                target = whole[one.region(rank, ranks)]
-                target.copy_(room[: target.numel()].view(target.shape))
+        ranks = self._tensor.size()
+        places = [[whole[one.region(rank, ranks)] for one, _, whole in split] for rank in range(ranks)]
+        _exchange([part for _, part, _ in split], places, self._tensor)
+        places = [[whole for one, _, whole in dealt if one.holder == rank] for rank in range(self._experts.size())]
+        _exchange([part for _, part, _ in dealt if part is not None], places, self._experts)
+
+
+def _exchange(own: Sequence[torch.Tensor], places: Sequence[Sequence[torch.Tensor]], group: dist.ProcessGroup) -> None:
+    """Give every rank of a group what each of them has; collective over it, unless there is nothing.
+
+    Args:
+        own: what this rank has.
+        places: for each rank, where what it has is written, in that order and those shapes.
+        group: the ranks.
+    """
+    longest = max(sum(place.numel() for place in of_rank) for of_rank in places)
+    if not longest:
+        return
+    sent = next(place for of_rank in places for place in of_rank).new_zeros(longest)
+    for room, part in zip(_rooms(sent, own), own, strict=True):
+        room.copy_(part)
+    got = sent.new_empty(len(places), longest)
+    dist.all_gather_into_tensor(got.view(-1), sent, group=group)
+    for of_rank, received in zip(places, got, strict=True):
+        for place, room in zip(of_rank, _rooms(received, of_rank), strict=True):
+            place.copy_(room)
+
+
+def _rooms(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Views of a flat tensor in the shapes of others, one after another."""
+    at = 0
+    for one in like:
+        yield flat[at : at + one.numel()].view(one.shape)
+        at += one.numel()

@@ -9,6 +9,7 @@ from enginehouse.testing.check import Check
 from enginehouse.testing.checks.train import (
     adapters,
     checkpoints,
+    experts,
     gradients,
     half_precision,
     offload,
@@ -24,6 +25,7 @@ CHECKS: tuple[Check, ...] = (
     *training.CHECKS,
     *weights.CHECKS,
     *checkpoints.CHECKS,
+    *experts.CHECKS,
     *value_head.CHECKS,
     *half_precision.CHECKS,
     *offload.CHECKS,

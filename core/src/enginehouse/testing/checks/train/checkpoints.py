@@ -33,8 +33,9 @@ def _begin(rank: Rank, engine: Any) -> None:
         step(engine, shard)
 
 
-def _save(rank: Rank) -> dict[str, Any]:
-    with rank.engine("tied", **TRAINING) as engine:
+def save(rank: Rank, model: str = "tied") -> dict[str, Any]:
+    """Train, save, and go on."""
+    with rank.engine(model, **TRAINING) as engine:
         _begin(rank, engine)
         engine.save(rank.path("saved"))
         return _going_on(rank, engine)
@@ -49,21 +50,24 @@ def _save_in_background(rank: Rank) -> dict[str, Any]:
         return found
 
 
-def _load(rank: Rank) -> dict[str, Any]:
+def load(rank: Rank, model: str = "tied") -> dict[str, Any]:
+    """Load, and go on."""
     torch.manual_seed(1000)
-    with rank.engine("tied", **TRAINING) as engine:
+    with rank.engine(model, **TRAINING) as engine:
         engine.load(rank.path("saved"))
         return _going_on(rank, engine)
 
 
-def _judge(saved: list[Seen], loaded: list[Seen]) -> Measured:
+def judge(saved: list[Seen], loaded: list[Seen]) -> Measured:
+    """Whether it goes on as what was saved, in the same layout."""
     for rank, (before, after) in enumerate(zip(saved, loaded, strict=True)):
         if not torch.equal(before.value["drawn"], after.value["drawn"]):
             return Measured(float("inf"), f"rank {rank} draws other random numbers after loading")
-    return _judge_training(saved, loaded)
+    return judge_training(saved, loaded)
 
 
-def _judge_training(saved: list[Seen], loaded: list[Seen]) -> Measured:
+def judge_training(saved: list[Seen], loaded: list[Seen]) -> Measured:
+    """Whether it goes on as what was saved."""
     right = saved[0].value
     measured = []
     for rank, one in enumerate(loaded):
@@ -83,16 +87,16 @@ CHECKS = (
         claim="An engine that loads a checkpoint goes on as the one that saved it: weights, optimizer, schedule, "
         "random numbers of every rank",
         tolerance=TOLERANCE,
-        acts=(_save, _load),
-        judge=_judge,
+        acts=(save, load),
+        judge=judge,
     ),
     Check(
         name="reshard_checkpoint",
         capability=capabilities.RESHARD_CHECKPOINT,
         claim="A checkpoint goes on alike with another number of ranks",
         tolerance=TOLERANCE,
-        acts=(_save, _load),
-        judge=_judge_training,
+        acts=(save, load),
+        judge=judge_training,
         between=True,
     ),
     Check(
@@ -100,7 +104,7 @@ CHECKS = (
         capability=capabilities.BACKGROUND_SAVE,
         claim="A checkpoint written while training goes on holds the state it was asked for at",
         tolerance=TOLERANCE,
-        acts=(_save_in_background, _load),
-        judge=_judge,
+        acts=(_save_in_background, load),
+        judge=judge,
     ),
 )

@@ -7,6 +7,7 @@ the rounding of a float32 weight.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,9 +33,10 @@ def read_gradients(before: dict[str, torch.Tensor], after: dict[str, torch.Tenso
     return found
 
 
-def _one_step(rank: Rank) -> dict[str, Any]:
+def one_step(rank: Rank, models: Sequence[str] = MODELS) -> dict[str, Any]:
+    """The gradients of one step."""
     found = {}
-    for model in MODELS:
+    for model in models:
         with rank.engine(model, **READING) as engine:
             before = weights_of(engine)
             engine.forward_backward(rank.shard(engine, batch()), POLICY)
@@ -43,10 +45,11 @@ def _one_step(rank: Rank) -> dict[str, Any]:
     return found
 
 
-def _judge(seen: list[Seen]) -> Measured:
+def judge(seen: list[Seen], models: Sequence[str] = MODELS) -> Measured:
+    """Against the oracle's."""
     measured = []
     for rank, one in enumerate(seen):
-        for model in MODELS:
+        for model in models:
             found = relative_to_norm(one.value[model], reference.gradients(model)[1])
             measured.append(Measured(found.error, f"{found.detail}; {model} model, rank {rank}"))
     return larger(*measured)
@@ -86,8 +89,8 @@ CHECKS = (
         capability=PROTOCOL,
         claim="The gradient of one step is the oracle's on every rank; relative to its norm",
         tolerance=1e-5,
-        acts=(_one_step,),
-        judge=_judge,
+        acts=(one_step,),
+        judge=judge,
     ),
     Check(
         name="cut_independence",

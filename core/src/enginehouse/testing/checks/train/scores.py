@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from enginehouse.engines.train import Outputs
@@ -12,9 +14,10 @@ from enginehouse.testing.problem import MODELS, TEMPERATURE, batch
 from enginehouse.testing.rank import Rank
 
 
-def _score(rank: Rank) -> dict[tuple[str, float, bool], dict[str, torch.Tensor]]:
+def score(rank: Rank, models: Sequence[str] = MODELS) -> dict[tuple[str, float, bool], dict[str, torch.Tensor]]:
+    """Logprobs and entropy of this rank's rows."""
     found = {}
-    for model in MODELS:
+    for model in models:
         with rank.engine(model) as engine:
             shard = rank.shard(engine, batch())
             for temperature in (1.0, TEMPERATURE):
@@ -27,11 +30,12 @@ def _score(rank: Rank) -> dict[tuple[str, float, bool], dict[str, torch.Tensor]]
     return found
 
 
-def _judge(seen: list[Seen]) -> Measured:
+def judge(seen: list[Seen], models: Sequence[str] = MODELS) -> Measured:
+    """Against the oracle's."""
     parts = outputs_of(seen)
     mask = batch().ragged("loss_mask").values
     measured = []
-    for model in MODELS:
+    for model in models:
         for temperature in (1.0, TEMPERATURE):
             right = reference.scores(model, temperature)
             for masked in (False, True):
@@ -52,7 +56,7 @@ CHECKS = (
         claim="Logprobs and entropy of each token are the oracle's, at any temperature, with and without a loss mask; "
         "relative to the largest",
         tolerance=1e-5,
-        acts=(_score,),
-        judge=_judge,
+        acts=(score,),
+        judge=judge,
     ),
 )

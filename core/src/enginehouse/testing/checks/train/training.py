@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from enginehouse.engines.train import Mean, merge_metrics
@@ -18,9 +19,10 @@ def step(engine: Any, shard: Any, loss: Any = POLICY) -> tuple[dict, dict]:
     return dict(engine.forward_backward(shard, loss)), dict(engine.optim_step())
 
 
-def _train(rank: Rank) -> dict[str, Any]:
+def train(rank: Rank, models: Sequence[str] = MODELS) -> dict[str, Any]:
+    """Figures of each step, and the weights after the last."""
     found = {}
-    for model in MODELS:
+    for model in models:
         with rank.engine(model, **TRAINING) as engine:
             shard = rank.shard(engine, batch())
             figures = [step(engine, shard) for _ in range(STEPS)]
@@ -28,26 +30,29 @@ def _train(rank: Rank) -> dict[str, Any]:
     return found
 
 
-def _judge_weights(seen: list[Seen]) -> Measured:
+def judge_weights(seen: list[Seen], models: Sequence[str] = MODELS) -> Measured:
+    """Against the oracle's."""
     measured = []
-    for model in MODELS:
+    for model in models:
         for rank, one in enumerate(seen):
             found = largest_difference(one.value[model][1], reference.trained(model)[1])
             measured.append(Measured(found.error, f"{found.detail}; {model} model, rank {rank}"))
     return larger(*measured)
 
 
-def _judge_figures(seen: list[Seen]) -> Measured:
+def judge_figures(seen: list[Seen], models: Sequence[str] = MODELS) -> Measured:
+    """Against the oracle's."""
     measured = []
-    right = reference.trained("tied")[0]
+    model = models[0]
+    right = reference.trained(model)[0]
     for number in range(STEPS):
-        merged = merge_metrics(value["tied"][0][number][0] for value in outputs_of(seen))
+        merged = merge_metrics(value[model][0][number][0] for value in outputs_of(seen))
         loss = merged.get("loss")
         if not isinstance(loss, Mean):
             return Measured(float("inf"), "forward_backward returns no Mean 'loss'")
         measured.append(relative(loss.value, right[number]["loss"], f"loss of step {number}"))
         for one in seen:
-            stepped = one.value["tied"][0][number][1]
+            stepped = one.value[model][0][number][1]
             if missing := {"grad_norm", "lr", "skipped"} - stepped.keys():
                 return Measured(float("inf"), f"optim_step returns no {sorted(missing)[0]!r}")
             measured += [
@@ -89,16 +94,16 @@ CHECKS = (
         capability=PROTOCOL,
         claim=f"Weights after {STEPS} steps with warm-up, schedule, clipping and weight decay are the oracle's",
         tolerance=1e-4,
-        acts=(_train,),
-        judge=_judge_weights,
+        acts=(train,),
+        judge=judge_weights,
     ),
     Check(
         name="metrics",
         capability=PROTOCOL,
         claim="Loss, gradient norm and learning rate of each step are the oracle's; relative",
         tolerance=1e-4,
-        acts=(_train,),
-        judge=_judge_figures,
+        acts=(train,),
+        judge=judge_figures,
     ),
     Check(
         name="skips_nonfinite",

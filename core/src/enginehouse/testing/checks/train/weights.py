@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,10 @@ def stored_tensors(directory: str) -> dict[str, torch.Tensor]:
     return found
 
 
-def _read(rank: Rank) -> dict[str, Any]:
+def read(rank: Rank, models: Sequence[str] = MODELS) -> dict[str, Any]:
+    """Metadata and weights, whole and this rank's parts."""
     found = {}
-    for model in MODELS:
+    for model in models:
         with rank.engine(model) as engine:
             source = engine.weight_source()
             local = {name: tensor.detach().cpu().clone() for name, tensor in source.iter_local()}
@@ -38,9 +40,10 @@ def _read(rank: Rank) -> dict[str, Any]:
     return found
 
 
-def _judge_weights(seen: list[Seen]) -> Measured:
+def judge_weights(seen: list[Seen], models: Sequence[str] = MODELS) -> Measured:
+    """Against the checkpoint's."""
     measured = [Measured(0.0)]
-    for model in MODELS:
+    for model in models:
         right = stored_tensors(model_path(model))
         first = seen[0].value[model][0]
         for rank, one in enumerate(seen):
@@ -98,9 +101,10 @@ def _joined(
     return torch.cat(parts, dim=int(placements[0][1:]))
 
 
-def _export(rank: Rank) -> dict[str, Any]:
+def export(rank: Rank, models: Sequence[str] = MODELS) -> dict[str, Any]:
+    """Weights after training and logprobs of this rank's rows; on rank 0 what an export holds."""
     found = {}
-    for model in MODELS:
+    for model in models:
         with rank.engine(model, **TRAINING) as engine:
             shard = rank.shard(engine, batch())
             for _ in range(2):
@@ -120,9 +124,10 @@ def _rescored(directory: str) -> torch.Tensor:
     return Oracle(directory).scores(batch(), masked=False)["logprobs"]
 
 
-def _judge_export(seen: list[Seen]) -> Measured:
+def judge_export(seen: list[Seen], models: Sequence[str] = MODELS) -> Measured:
+    """The export against the weights, and what transformers makes of it against the engine."""
     measured = []
-    for model in MODELS:
+    for model in models:
         exported, rescored = seen[0].value[f"{model} exported"]
         for one in seen:
             bits = same_bits(exported, one.value[model][0], f"{model} model, export against weights")
@@ -139,15 +144,15 @@ CHECKS = (
         capability=PROTOCOL,
         claim="At start the weights are the checkpoint's, bit for bit, on each rank, whole and put together from parts",
         tolerance=EXACT,
-        acts=(_read,),
-        judge=_judge_weights,
+        acts=(read,),
+        judge=judge_weights,
     ),
     Check(
         name="export",
         capability=PROTOCOL,
         claim="After training the export equals the weights bit for bit, and transformers scores with it as the engine",
         tolerance=1e-5,
-        acts=(_export,),
-        judge=_judge_export,
+        acts=(export,),
+        judge=judge_export,
     ),
 )

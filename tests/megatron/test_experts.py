@@ -1,0 +1,90 @@
+"""Experts shared out over ranks, beside what the conformance suite's models and layouts show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from megatron_train_cases import STEPS, held, trained
+from rank_processes import rank_processes
+
+from enginehouse.testing.checks.train.reference import TRAINING
+from enginehouse.testing.comparison import largest_difference
+from enginehouse.testing.models import VOCABULARY_SIZE, char_tokenizer
+from enginehouse.testing.oracle import Oracle
+from enginehouse.testing.problem import batch
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def run_ranks():
+    with rank_processes("enginehouse_megatron.engine", "enginehouse.testing.oracle") as run:
+        yield run
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model whose last layer has no experts, and whose chosen experts' weights sum to one."""
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+    directory: Path = tmp_path_factory.mktemp("experts")
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY_SIZE,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=24,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    char_tokenizer().save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.mark.parametrize(
+    ("processes", "options"),
+    [
+        (2, {"expert_parallel": 2, "recompute": "full"}),
+        (2, {"expert_parallel": 2, "context_parallel": 2}),
+        (4, {"expert_parallel": 2, "pipeline_parallel": 2}),  # the last stage has no experts
+        (4, {"expert_parallel": 2, "tensor_parallel": 2}),  # two groups of ranks with the same experts
+    ],
+    ids=str,
+)
+def test_shared_out_experts_train_as_transformers_does(run_ranks, tmp_path, path, processes, options):
+    oracle = Oracle(path)
+    scores = oracle.scores(batch(), masked=False)
+    oracle.train(batch(), STEPS, TRAINING)
+    ranks = run_ranks(processes, trained, path, str(tmp_path / "saved"), options)
+    answers = [rank["logprobs"] for rank in ranks if rank["logprobs"] is not None]
+    assert answers
+    for logprobs in answers:
+        assert (logprobs - scores["logprobs"]).abs().max() < 1e-5
+    for rank in ranks:
+        assert largest_difference(rank["weights"], oracle.weights()).error < 1e-4
+        assert rank["goes on alike"]
+
+
+def test_a_rank_holds_its_own_experts_and_no_others(run_ranks, path):
+    ranks = run_ranks(4, held, path, {"expert_parallel": 2, "tensor_parallel": 2})
+    experts = {meta.name: meta for meta in ranks[0]["metadata"] if ".mlp.experts." in meta.name}
+    assert len(experts) == 4 * 3
+    for name, meta in experts.items():
+        number = int(name.split(".experts.")[1].split(".")[0])
+        assert meta.owners == ((0, 2) if number < 2 else (1, 3))
+        for rank, one in enumerate(ranks):
+            assert (name in one["local"]) == (rank in meta.owners)
+    for one in ranks:
+        assert one["expert numbers"] * 2 == sum(torch.Size(meta.shape).numel() for meta in experts.values())
