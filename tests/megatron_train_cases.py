@@ -85,7 +85,7 @@ def written(rank: int, world_size: int, path: str, saved: str, exported: str, op
 
 
 def gone_on(rank: int, world_size: int, backend: str, path: str, saved: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Logprobs of all tokens where this rank gives them, and weights after a step; from a checkpoint if there is one."""
+    """Logprobs where this rank gives them, and weights after a step; from a checkpoint if one is named."""
     engine = _set_up(backend, path, rank, world_size, **options)
     if saved:
         engine.load(saved)

@@ -85,8 +85,8 @@ def check_experts(experts: int, options: MegatronOptions) -> None:
     if not experts:
         if options.expert_parallel > 1:
             raise ConfigError(
-                f"megatron: expert_parallel={options.expert_parallel} shares out experts, and the model has none: leave "
-                "it at 1; ranks that no option takes split the rows"
+                f"megatron: expert_parallel={options.expert_parallel} shares out experts, and the model has none: "
+                "leave it at 1; ranks that no option takes split the rows"
             )
         return
     check_divides("megatron: expert_parallel", options.expert_parallel, experts, f"the model's {experts} experts")
