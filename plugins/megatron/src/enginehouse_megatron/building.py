@@ -80,7 +80,7 @@ def transformer_config(
     _check_known(config, spec)
     experts = {} if architecture.experts is None else dict(architecture.experts(config))
     _check_divides(config, options, experts)
-    _check_experts(spec, options, experts)
+    _check_experts(config, spec, options, experts)
     dtype = getattr(torch, spec.dtype)
     arguments: dict[str, Any] = {
         "num_layers": config.num_hidden_layers,
@@ -221,7 +221,9 @@ def _check_divides(config: PreTrainedConfig, options: MegatronOptions, experts: 
         check_divides(f"megatron: {name}", ranks, count, f"the model's {count} {what}")
 
 
-def _check_experts(spec: ModelSpec, options: MegatronOptions, experts: Mapping[str, Any]) -> None:
+def _check_experts(
+    config: PreTrainedConfig, spec: ModelSpec, options: MegatronOptions, experts: Mapping[str, Any]
+) -> None:
     """Raise ConfigError for options that a model with, or without, experts cannot have."""
     if options.expert_parallel > 1 and not experts:
         raise ConfigError(
@@ -233,6 +235,17 @@ def _check_experts(spec: ModelSpec, options: MegatronOptions, experts: Mapping[s
             f"megatron: tensor_parallel={options.tensor_parallel} of a model with experts needs "
             "sequence_parallel=true: else each rank would send the same tokens to the experts"
         )
+    which = experts.get("moe_layer_freq")
+    if isinstance(which, list):
+        ranks, each = options.pipeline_parallel, len(which) // (options.pipeline_parallel * options.virtual_stages)
+        for rank in range(ranks):
+            if not any(has for layer, has in enumerate(which) if layer // each % ranks == rank):
+                # distrib_optimizer.py:642 saves no optimizer of experts where there are none.
+                raise ConfigError(
+                    f"megatron: pipeline_parallel={ranks} leaves rank {rank} of a pipeline without a layer that has "
+                    f"experts (in the model in {spec.path!r} these are the layers "
+                    f"{[layer for layer, has in enumerate(which) if has]}); use fewer pipeline ranks"
+                )
 
 
 def _key_value_heads(config: PreTrainedConfig) -> int:
