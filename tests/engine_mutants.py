@@ -76,6 +76,15 @@ class SwappedNames(TorchTrainEngine):
         one.data, other.data = other.data, one.data
 
 
+class SwappedExperts(TorchTrainEngine):
+    """Gives two experts' matrices under each other's names."""
+
+    ONE, OTHER = (f"model.layers.1.mlp.experts.{expert}.down_proj.weight" for expert in (0, 3))
+
+    def weight_source(self):
+        return Renamed(super().weight_source(), {self.ONE: self.OTHER, self.OTHER: self.ONE})
+
+
 class Renamed:
     """A weight source under other names."""
 

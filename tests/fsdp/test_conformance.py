@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import pytest
 
+from enginehouse.plugin import capabilities
 from enginehouse.testing import TrainEngineSuite
+from enginehouse.testing.checks import checks_of
+
+OF_EXPERTS = tuple(check.name for check in checks_of("train") if check.capability == capabilities.EXPERTS)
 
 
 @pytest.mark.slow
 class TestFSDP(TrainEngineSuite):
     backend = "fsdp"
     layouts = ("single", "shard2", "shard4", "replicas2-shard2", "tp2", "cp2")
+    checks = tuple(check.name for check in checks_of("train") if check.name not in OF_EXPERTS)
+
+
+@pytest.mark.slow
+class TestExperts(TrainEngineSuite):
+    backend = "fsdp"
+    layouts = ("shard2", "shard4")
+    checks = OF_EXPERTS
 
 
 @pytest.mark.slow

@@ -4,9 +4,23 @@ from __future__ import annotations
 
 import pytest
 
+from enginehouse.plugin import capabilities
 from enginehouse.testing import TrainEngineSuite
+from enginehouse.testing.checks import checks_of
+
+OF_EXPERTS = tuple(check.name for check in checks_of("train") if check.capability == capabilities.EXPERTS)
 
 
 @pytest.mark.slow
 class TestMegatron(TrainEngineSuite):
     backend = "megatron"
+    checks = tuple(check.name for check in checks_of("train") if check.name not in OF_EXPERTS)
+
+
+@pytest.mark.slow
+class TestExperts(TrainEngineSuite):
+    """How rows, sequences and layers are split is the same with experts: of those layouts, where tokens differ."""
+
+    backend = "megatron"
+    layouts = ("single", "tp2-pp2", "ep2", "tp2-ep2", "pp2-ep2")
+    checks = OF_EXPERTS

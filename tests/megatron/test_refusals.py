@@ -77,6 +77,12 @@ def test_a_layout_that_cannot_hold_experts_says_what_can(processes, options, sai
         set_up(tiny_experts(), processes, **options)
 
 
+def test_a_pipeline_rank_without_experts_is_refused(tmp_path):
+    path = changed(tiny_experts(), tmp_path / "model", mlp_only_layers=[1])
+    with pytest.raises(ConfigError, match=r"leaves rank 1 .* without a layer that has experts .* the layers \[0\]"):
+        set_up(path, 2, pipeline_parallel=2)
+
+
 def test_there_is_nothing_to_share_out_in_a_model_without_experts():
     with pytest.raises(ConfigError, match=r"expert_parallel=2 shares out experts, and the model has none"):
         set_up(tiny_model(), 2, expert_parallel=2)

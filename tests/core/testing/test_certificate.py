@@ -79,6 +79,22 @@ def test_a_layout_may_lack_a_capability_the_backend_has():
     assert [(one.layout, one.outcome) for one in undeclared(record, checks=["lora"])] == [("split", "not declared")]
 
 
+def test_a_layout_may_be_for_one_capability_alone():
+    layouts = (Layout("whole"), Layout("experts2", 2, only=(capabilities.EXPERTS,)))
+    found = cases(backend({capabilities.EXPERTS, capabilities.VALUE_HEAD}, layouts))
+    here = {case.check.capability for case in found if case.layout == "experts2"}
+    assert here == {capabilities.EXPERTS}
+    assert "logprobs" in {case.check.name for case in found if case.layout == "whole"}
+
+
+def test_checkpoints_of_experts_go_first_between_layouts_that_share_them_out():
+    layouts = (Layout("one"), Layout("two", 2), Layout("experts2", 2, only=(capabilities.EXPERTS,)))
+    both = {capabilities.EXPERTS, capabilities.RESHARD_CHECKPOINT}
+    between = {case.layout for case in cases(backend(both, layouts), checks=["experts_reshard_checkpoint"])}
+    assert {"experts2 -> one", "one -> experts2"} <= between
+    assert not cases(backend({capabilities.EXPERTS}, layouts), checks=["experts_reshard_checkpoint"])
+
+
 def test_checkpoints_go_between_layouts_of_different_sizes_alone():
     layouts = (Layout("a"), Layout("b", 2), Layout("c", 2, {"x": 1}), Layout("d", 4))
     between = [

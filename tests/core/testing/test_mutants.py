@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from enginehouse.plugin import TrainBackend, plugins
+from enginehouse.plugin import TrainBackend, capabilities, plugins
 from enginehouse.testing.running import Certifier, cases
 
 pytestmark = pytest.mark.slow
@@ -33,13 +33,13 @@ MUTANTS = [
 ]
 
 
-def mutant(name: str) -> TrainBackend:
+def mutant(name: str, *only: str) -> TrainBackend:
     whole = plugins().get(TrainBackend, "torch")
     return TrainBackend(
         name=name,
         engine=f"engine_mutants:{name}",
         options=whole.options,
-        capabilities=whole.capabilities,
+        capabilities=frozenset(only) or whole.capabilities - {capabilities.EXPERTS},
         layouts=whole.layouts,
     )
 
@@ -58,6 +58,13 @@ def test_what_is_broken_is_found_and_nothing_else(certifier, name, layout, broke
         (result.name, result.measured, result.detail) for result in results if result.outcome == "failed"
     ]
     assert "passed" in {result.outcome for result in results}
+
+
+def test_experts_that_are_mixed_up_are_found_where_a_model_has_any(certifier):
+    certifier.record = mutant("SwappedExperts", capabilities.EXPERTS)
+    results = {case.check.name: certifier.run(case) for case in cases(certifier.record, ["single"])}
+    failed = {name for name, result in results.items() if result.outcome == "failed"}
+    assert failed == {"experts_weights", "experts_export", "experts_gradients", "experts_training"}
 
 
 def test_a_check_that_raises_is_a_failed_one_with_the_error_and_the_next_one_runs(certifier):

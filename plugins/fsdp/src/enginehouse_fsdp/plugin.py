@@ -17,6 +17,7 @@ def enginehouse_register_backends(register):
             options="enginehouse_fsdp.options:FSDPOptions",
             capabilities={
                 capabilities.BACKGROUND_SAVE,
+                capabilities.EXPERTS,
                 capabilities.HALF_PRECISION,
                 capabilities.LORA,
                 capabilities.OFFLOAD,
@@ -29,8 +30,8 @@ def enginehouse_register_backends(register):
                 Layout("shard2", 2),
                 Layout("shard4", 4),
                 Layout("replicas2-shard2", 4, {"replicas": 2}),
-                Layout("tp2", 2, {"tensor_parallel": 2}, without=(capabilities.LORA,)),
-                Layout("shard2-tp2", 4, {"tensor_parallel": 2}, without=(capabilities.LORA,)),
+                Layout("tp2", 2, {"tensor_parallel": 2}, without=(capabilities.EXPERTS, capabilities.LORA)),
+                Layout("shard2-tp2", 4, {"tensor_parallel": 2}, without=(capabilities.EXPERTS, capabilities.LORA)),
                 Layout("cp2", 2, {"context_parallel": 2}),
                 Layout("shard2-cp2", 4, {"context_parallel": 2}),
             ),

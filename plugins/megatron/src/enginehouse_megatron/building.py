@@ -79,7 +79,7 @@ def transformer_config(
     """
     _check_known(config, spec)
     experts = {} if architecture.experts is None else dict(architecture.experts(config))
-    _check_divides(config, options, experts)
+    _check_layout(config, options, experts)
     dtype = getattr(torch, spec.dtype)
     arguments: dict[str, Any] = {
         "num_layers": config.num_hidden_layers,
@@ -204,13 +204,24 @@ def _attends_within_a_window(config: PreTrainedConfig) -> bool:
     return set(layers) != {"full_attention"} if layers else bool(getattr(config, "sliding_window", None))
 
 
-def _check_divides(config: PreTrainedConfig, options: MegatronOptions, experts: Mapping[str, Any]) -> None:
-    """Raise ConfigError where a layout does not divide the model."""
+def _check_layout(config: PreTrainedConfig, options: MegatronOptions, experts: Mapping[str, Any]) -> None:
+    """Raise ConfigError where a layout does not fit the model."""
     said = config.to_dict() | {"num_key_value_heads": _key_value_heads(config)}
     if experts and experts.get("moe_layer_freq", 1) == 1:
         said["intermediate_size"] = None  # the width of what there is none of
     check_divided(said, options)
     check_experts(experts.get("num_moe_experts", 0), options)
+    which = experts.get("moe_layer_freq")
+    if isinstance(which, list):
+        ranks, each = options.pipeline_parallel, len(which) // (options.pipeline_parallel * options.virtual_stages)
+        for rank in range(ranks):
+            if not any(has for layer, has in enumerate(which) if layer // each % ranks == rank):
+                # distrib_optimizer.py:642 saves no optimizer of experts where there are none.
+                raise ConfigError(
+                    f"megatron: pipeline_parallel={ranks} leaves rank {rank} of a pipeline without a layer that has "
+                    f"experts (these are the layers {[layer for layer, has in enumerate(which) if has]}); use fewer "
+                    "pipeline ranks"
+                )
 
 
 def _key_value_heads(config: PreTrainedConfig) -> int:

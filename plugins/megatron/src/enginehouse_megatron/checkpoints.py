@@ -67,7 +67,7 @@ def save(path: str, state: State, ranks: Ranks) -> None:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
 
-    def write() -> None:
+    def describe() -> dict[str, Any]:
         content = _sharded(state, ranks, loading=False)
         content[SAID] = {
             "parts": list(state.parts),
@@ -75,12 +75,16 @@ def save(path: str, state: State, ranks: Ranks) -> None:
             "ranks": ranks.world_size,
             "shape": state.shape,
         }
+        return content
+
+    def write() -> None:
         with warnings.catch_warnings(action="ignore"):
             dist_checkpointing.save(content, str(partial), sharded_strategy=_InProcess("torch_dist", 1))
 
     try:
-        for action in (prepare, write):
-            on_every_rank(ranks, action)
+        on_every_rank(ranks, prepare)
+        content = on_every_rank(ranks, describe)  # apart: who writes waits for the others
+        on_every_rank(ranks, write)
         on_every_rank(ranks, lambda: move_into_place(partial, target) if ranks.rank == 0 else None)
     except CheckpointError as error:
         if ranks.rank == 0:

@@ -25,7 +25,7 @@ def enginehouse_register_backends(register):
             summary="Plain PyTorch, data parallel: any Hugging Face causal LM, on CPU or GPU",
             engine="enginehouse.backends.torch.train:TorchTrainEngine",
             options="enginehouse.backends.torch.options:TorchTrainOptions",
-            capabilities={VALUE_HEAD, RESHARD_CHECKPOINT, HALF_PRECISION},
+            capabilities={EXPERTS, VALUE_HEAD, RESHARD_CHECKPOINT, HALF_PRECISION},
             layouts=(Layout("single"), Layout("dp2", 2), Layout("dp4", 4)),
         )
     )
