@@ -26,7 +26,7 @@ class Move:
         parameter: its index in the plan's parameters.
         source: rank that sends it.
         target: rank that needs it.
-        region: which part of the whole parameter; never empty.
+        region: which part of the whole parameter; empty only where the whole is.
         nbytes: its bytes.
     """
 
@@ -99,6 +99,7 @@ def plan_reshard(
                 [source.name],
             )
         element = DTYPE_BYTES[source.dtype]
+        whole = tuple((0, length) for length in source.shape)
         for wanted, receivers in wanting.holders(target).items():
             needed += volume(wanted) * element * len(receivers)
             for held, holders in holding.holders(source).items():
@@ -108,6 +109,9 @@ def plan_reshard(
                     sender = min(holders, key=sent.__getitem__)
                     sent[sender] += nbytes
                     moves.append(Move(index, sender, receiver, region, nbytes))
+            if not volume(whole):  # that it has come is told all the same
+                sender = min(next(iter(holding.holders(source).values())), key=sent.__getitem__)
+                moves += [Move(index, sender, receiver, whole, 0) for receiver in receivers]
     return ReshardPlan(tuple(moves), needed)
 
 
