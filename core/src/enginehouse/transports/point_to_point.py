@@ -225,16 +225,16 @@ class PointToPointReceiver:
         self._plan = plan
         self._gate = Gate()
         targets = targets_of(plan)
-        self._bucket_of = bucket_of_each(plan)
+        bucket_of = bucket_of_each(plan)
         self._held: dict[int, Region] = {}  # what this replica is to hold, by the parameter's index
         for number, target in enumerate(targets):
             region = held_by(target, index)
             if region is not None:
                 self._held[number] = region
         self._moves = {number: move for number, move in enumerate(resharding(plan).moves) if move.target == index}
-        self._counts = [0] * len(plan.buckets)
-        for move in self._moves.values():
-            self._counts[self._bucket_of[move.parameter]] += 1
+        self._moves_in: list[list[int]] = [[] for _ in plan.buckets]
+        for number, move in self._moves.items():
+            self._moves_in[bucket_of[move.parameter]].append(number)
         self._noted: dict[int, int] = {}  # by rank: newest version of which it knows that it was taken here
         self._arrival: Arrival | None = None
         self._lines: dict[int, Line] = {}
@@ -275,7 +275,7 @@ class PointToPointReceiver:
             before = self._arrival
             # A rank may still be writing what is late of an update that failed.
             slots = before.slots if before is not None and before.whole else self._new_slots()
-            self._arrival = Arrival(version, slots, self._counts)
+            self._arrival = Arrival(version, slots, [len(moves) for moves in self._moves_in])
             self._gate.begun = version
         if version < self._gate.begun or self._arrival is None:
             return None
@@ -385,12 +385,12 @@ class PointToPointReceiver:
 
     def _parts_in(self, bucket: int, tensors: dict[str, torch.Tensor]) -> dict[str, list[tuple[str, torch.Tensor]]]:
         """Of the parameters of a bucket that come in parts: these, as they arrived."""
-        parts: dict[str, list[tuple[str, torch.Tensor]]] = {}
-        for move in self._moves.values():
-            if self._bucket_of[move.parameter] == bucket:
-                parameter = self._plan.parameters[move.parameter]
-                view = tensors[parameter.name][within(move.region, self._held[move.parameter])]
-                parts.setdefault(parameter.name, []).append((part_name(parameter, move.region), view))
+        parts: dict[str, list[tuple[str, torch.Tensor]]] = {name: [] for name in tensors}
+        for number in self._moves_in[bucket]:
+            move = self._moves[number]
+            parameter = self._plan.parameters[move.parameter]
+            view = tensors[parameter.name][within(move.region, self._held[move.parameter])]
+            parts[parameter.name].append((part_name(parameter, move.region), view))
         return {name: found for name, found in parts.items() if [part for part, _ in found] != [name]}
 
     def _check(self, version: int) -> None:
