@@ -190,6 +190,11 @@ def shape_of(region: Region) -> tuple[int, ...]:
     return tuple(end - begin for begin, end in region)
 
 
+def at(region: Region) -> tuple[slice, ...]:
+    """A part as an index of the whole tensor."""
+    return tuple(slice(begin, end) for begin, end in region)
+
+
 def within(region: Region, part: Region) -> tuple[slice, ...]:
     """A region of the whole as an index of a tensor that holds `part` of it."""
     return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(region, part, strict=True))
