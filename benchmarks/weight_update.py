@@ -95,7 +95,7 @@ def measure(
     }
     described = {
         "train": train, "rollout": engine, "transport": transport, "ranks": ranks, "replicas": replicas,
-        "gigabytes": gigabytes,
+        "gigabytes": gigabytes, "gigabytes_moved": None if report.bytes_moved is None else report.bytes_moved / 1e9,
     }  # fmt: skip
     return {"metrics": metrics, "sides": rows(found, gigabytes), **described}
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 
 import torch
 
 from enginehouse.controller import register
 from enginehouse.engines.rollout import PauseMode
+from enginehouse.engines.weights import ArrivedSums
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
 
 CHANGE = 1.0 + 2.0**-20
@@ -60,9 +60,7 @@ class TimedTrainWorker(TrainWorker):
 class TimedRolloutWorker(RolloutWorker):
     """A replica that notes when an update was staged and when it was served."""
 
-    async def receive_weights(
-        self, version: int, deadline_seconds: float, pause: PauseMode = "wait"
-    ) -> Mapping[str, str]:
+    async def receive_weights(self, version: int, deadline_seconds: float, pause: PauseMode = "wait") -> ArrivedSums:
         """See `RolloutWorker`."""
         sums = await super().receive_weights(version, deadline_seconds, pause)
         self._staged = time.monotonic()

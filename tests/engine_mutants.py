@@ -111,6 +111,17 @@ class WrongMetadata(TorchTrainEngine):
         return source
 
 
+class PartsElsewhere(TorchTrainEngine):
+    """Gives other rows as a rank's own than metadata say."""
+
+    def weight_source(self):
+        source = super().weight_source()
+        local = source.iter_local
+        source.iter_full = lambda: local()
+        source.iter_local = lambda: ((name, tensor.roll(1, 0)) for name, tensor in local())
+        return source
+
+
 class UnsavedRandomState(TorchTrainEngine):
     """Forgets the random state of a checkpoint."""
 

@@ -6,6 +6,7 @@ import torch
 
 from enginehouse.engines.weights import WeightChunk, WeightSyncError
 from enginehouse.transports.inproc import InprocTransport
+from enginehouse.transports.point_to_point import PointToPointTransport
 from enginehouse.transports.shared_memory import SharedMemoryTransport
 
 LEFT = []
@@ -166,6 +167,36 @@ class HoldsForgotten(SharedMemoryTransport):
     def connect(self, plan, side, index):
         made = super().connect(plan, side, index)
         return made if side == "send" else self.session(made)
+
+
+class PartsMutant(PointToPointTransport):
+    session = Session
+
+    def connect(self, plan, side, index):
+        made = self.session(super().connect(plan, side, index))
+        if side == "send":
+            made.sends_parts = True
+            made.port = getattr(made.right, "port", 0)
+        made.several = plan.senders > 1
+        return made
+
+
+class PartsMisplaced(PartsMutant):
+    """Of several ranks each sends its rows one further."""
+
+    class session(Session):
+        def send(self, version, weights, deadline_seconds):
+            rolled = ((n, t.roll(1, 0) if self.several and t.numel() else t) for n, t in weights)
+            return self.right.send(version, rolled, deadline_seconds)
+
+
+class PartsUnsaid(PartsMutant):
+    """Does not say in which parts a parameter came."""
+
+    class session(Session):
+        def recv(self, version, deadline_seconds):
+            for chunk in self.right.recv(version, deadline_seconds):
+                yield WeightChunk(chunk.tensors)
 
 
 class SegmentLeft(SharedMemoryTransport):

@@ -343,6 +343,7 @@ def test_roles_that_may_sit_on_several_hosts_get_a_transport_that_reaches(make: 
     assert any("shows only at the start" in note for note in joined.notes)
     named = make("cluster.address=x", "rollout.placement=separate", "weights.transport=shared_memory")
     assert named.transport == "shared_memory"
+    assert make("rollout.placement=separate", "weights.transport=point_to_point").transport == "point_to_point"
     assert make("cluster.address=x", "rollout.placement=colocated").transport == "inproc"
 
 

@@ -20,6 +20,7 @@ MUTANTS = [
     ("StaleExport", "single", {"export"}),
     ("SwappedNames", "single", {"weights", "export", *GRADIENT} - {"metrics"}),
     ("WrongMetadata", "single", {"weights"}),
+    ("PartsElsewhere", "single", {"weights"}),
     ("UnsavedRandomState", "single", {"checkpoint"}),
     ("ScheduleBegunAnew", "single", {"checkpoint"}),
     ("OptimizerLost", "single", {"checkpoint"}),

@@ -15,3 +15,7 @@ class TestSharedMemory(WeightTransportSuite):
 
 class TestCollective(WeightTransportSuite):
     transport = "collective"
+
+
+class TestPointToPoint(WeightTransportSuite):
+    transport = "point_to_point"

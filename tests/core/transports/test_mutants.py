@@ -17,10 +17,10 @@ NEXT = {
 """Checks that end with a whole update."""
 
 MUTANTS = [
-    ("Corrupting", {"exact", *NEXT}),
-    ("OrderLost", {"awkward_tensors", "exact", *NEXT}),
+    ("Corrupting", {"exact", "several_ranks", *NEXT}),
+    ("OrderLost", {"awkward_tensors", "exact", "several_ranks", *NEXT}),
     ("StridesIgnored", {"awkward_tensors"}),
-    ("SumsOfOthers", {"exact"}),
+    ("SumsOfOthers", {"exact", "several_ranks"}),
     ("BucketsJoined", {"two_buckets"}),
     ("AbortForgotten", {"abort", "abort_before", "sender_fails"}),
     ("AbortLasts", {"abort", "abort_before", "sender_fails"}),
@@ -30,7 +30,18 @@ MUTANTS = [
     ("IdleLeavesThem", {"idle_rank"}),
     ("HoldsForgotten", {"held"}),
     ("SegmentLeft", {"nothing_left"}),
+    ("PartsMisplaced", {"several_ranks"}),
+    ("PartsUnsaid", {"several_ranks"}),
 ]
+
+
+REACHES = {
+    "HoldsForgotten": "same_host",
+    "SegmentLeft": "same_host",
+    "PartsMisplaced": "cross_host",
+    "PartsUnsaid": "cross_host",
+}
+"""Of mutants of other transports than `inproc`."""
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +54,7 @@ def soon_and_nothing_left(monkeypatch):
 
 @pytest.mark.parametrize(("name", "broken"), MUTANTS, ids=[name for name, _ in MUTANTS])
 def test_what_is_broken_is_found_and_nothing_else(name, broken):
-    reach = "same_host" if name in ("HoldsForgotten", "SegmentLeft") else "same_process"
+    reach = REACHES.get(name, "same_process")
     record = Transport(name=name, transport=f"transport_mutants:{name}", capabilities={reach})
     with Certifier(record) as certifier:
         results = [certifier.run(case) for case in cases(record)]

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from enginehouse.engines.weights import WeightSyncError, WeightTransport, address_of, checksum
 from enginehouse.transports.collective import CollectiveTransport
 from enginehouse.transports.inproc import InprocTransport
+from enginehouse.transports.point_to_point import PointToPointTransport
 from enginehouse.transports.shared_memory import SharedMemoryTransport
 
 from .weights import DTYPES, MODEL, bytes_of, metadata, random_weights
 
-TRANSPORTS = [InprocTransport, SharedMemoryTransport, CollectiveTransport]
+TRANSPORTS = [InprocTransport, SharedMemoryTransport, CollectiveTransport, PointToPointTransport]
 SECONDS = 20.0
 
 
@@ -60,7 +61,7 @@ def receive(session, version, seconds=SECONDS):
     return {name: t.clone() for chunk in session.recv(version, seconds) for name, t in chunk.tensors}
 
 
-@pytest.fixture(params=TRANSPORTS, ids=["inproc", "shared_memory", "collective"])
+@pytest.fixture(params=TRANSPORTS, ids=["inproc", "shared_memory", "collective", "point_to_point"])
 def transport(request):
     return request.param()
 

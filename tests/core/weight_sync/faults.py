@@ -204,6 +204,8 @@ class HalfWayTrainWorker(TrainWorker):
                         raise RuntimeError("gathering failed")
                     yield item
 
+            iter_local = iter_full  # of one rank
+
         self.engine = Failing()
         try:
             return super().send_weights(version, deadline_seconds)

@@ -50,4 +50,22 @@ def test_an_engine_is_told_the_checksums_that_were_taken_here_and_not_those_of_a
             return await receiver.receive(1, 30.0, "wait")
 
     sums = asyncio.run(received())
-    assert sums == engine.given == {name: checksum(tensor) for name, tensor in tensors.items()}
+    assert sums.sent == sums.parameters == engine.given == {name: checksum(tensor) for name, tensor in tensors.items()}
+
+
+def test_a_parameter_that_came_in_parts_is_summed_as_they_left_and_as_a_whole():
+    whole = torch.arange(12.0).view(4, 3)
+    meta = ParamMeta("a", "float32", (4, 3))
+    parts = {"a": [("a[0:4, 0:2]", whole[:, :2]), ("a[0:4, 2:3]", whole[:, 2:])]}
+    chunk = WeightChunk([("a", whole)], {"a": "claimed"}, parts=parts)
+    engine = Keeping()
+
+    async def received():
+        with ThreadPoolExecutor(1) as thread:
+            receiver = WeightReceiver(engine, "here", thread)
+            receiver.connect(TransferPlan("any", (meta,), ((0,),), 64, 1, "session"), Delivering(chunk))
+            return await receiver.receive(1, 30.0, "wait")
+
+    sums = asyncio.run(received())
+    assert sums.parameters == engine.given == {"a": checksum(whole)}
+    assert sums.sent == {"a[0:4, 0:2]": checksum(whole[:, :2]), "a[0:4, 2:3]": checksum(whole[:, 2:])}

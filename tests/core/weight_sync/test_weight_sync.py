@@ -13,7 +13,7 @@ from enginehouse.engines.weights import WeightSyncError
 from . import faults
 from .roles_for_tests import DEMONSTRATIONS, GREEDY, PROMPTS, open_house
 
-TRANSPORTS = ["inproc", "shared_memory"]
+TRANSPORTS = ["inproc", "shared_memory", "point_to_point"]
 
 
 @pytest.fixture(params=TRANSPORTS)

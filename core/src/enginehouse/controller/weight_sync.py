@@ -3,8 +3,10 @@
     pause -> start -> send || receive -> compare bytes -> finish -> compare what is served -> (effect) -> resume
 
 *Bytes*: each parameter's checksum before it left is compared with its checksum where it arrived, before any replica
-lets go of the old version. *Version*: each replica then says which version it serves, and with which checksums; none
-answers a request with the new version before all have said it.
+lets go of the old version; where it leaves in parts, from several ranks, each part's, and the checksums of the whole
+parameters put together of them are compared among the replicas.
+*Version*: each replica then says which version it serves, and with which checksums; none answers a request with the new
+version before all have said it.
 *Effect*: at the first update and every so often, a few fixed token sequences are scored by each replica and by the
 trainer: engines exist that hold the right bytes and compute with others.
 
@@ -78,12 +80,16 @@ class SyncReport:
         seconds: from the first call until the last replica was verified; its resumption is not waited for.
         nbytes: bytes of the weights, counted once.
         effect: mean absolute difference in nats of the replica that differs most, where it was checked.
+        bytes_moved: what the update brought to the replicas in all, in bytes, where the transport says it.
+        bytes_minimum: the least that could have been, where the transport says it.
     """
 
     version: int
     seconds: float
     nbytes: int
     effect: float | None
+    bytes_moved: int | None = None
+    bytes_minimum: int | None = None
 
 
 class WeightSync:
@@ -147,7 +153,7 @@ class WeightSync:
         self._receivers = receivers
         parameters = self._call(self._train, "weight_metadata")
         plan = load_transport(self._transport).prepare(
-            parameters, receivers.world_size, uuid.uuid4().hex, self._bucket_bytes
+            parameters, receivers.world_size, uuid.uuid4().hex, self._bucket_bytes, self._train.world_size
         )
         self._plan = plan = replace(plan, transport=self._transport)
         self._nbytes = sum(parameter.nbytes for parameter in parameters)
@@ -203,7 +209,9 @@ class WeightSync:
                 log.warning("weight update %d begins anew without what was lost: %s", version, _first_line(error))
         self._updates += 1
         self._served = version, sent
-        return SyncReport(version, time.perf_counter() - begun, self._nbytes, effect)
+        plan = self._plan
+        moved = (None, None) if plan is None else (plan.bytes_moved, plan.bytes_minimum)
+        return SyncReport(version, time.perf_counter() - begun, self._nbytes, effect, *moved)
 
     def catch_up(self, returned: Members) -> None:
         """Make replicas that came back serve the version that the others serve, verified in all three ways.
@@ -264,18 +272,20 @@ class WeightSync:
     # The stages
 
     def _transfer(self, version: int) -> Mapping[str, str]:
-        """Pause, send and receive, and compare bytes; returns each parameter's checksum before it left."""
+        """Pause, send and receive, and compare bytes; returns each parameter's checksum as it left and arrived."""
         receiving = self._begin(self._receivers, "receive_weights", version, self._timeout)
         sending = self._begin(self._train, "send_weights", version, self._timeout)
         self._in_flight = (sending, receiving)
         arrived = _both(receiving, sending)
-        every_rank = [sums for sums in sending.result() if sums]
-        sent: Mapping[str, str] = every_rank[0] if every_rank else {}
-        for sums in every_rank[1:]:
-            compare_checksums(sent, sums, "another training rank, which holds other weights than rank 0")
-        for replica, sums in enumerate(arrived):
-            compare_checksums(sent, sums, self._name(replica))
-        return sent
+        sent: dict[str, str] = {}
+        for rank, sums in enumerate(sending.result()):
+            again = {name: sent[name] for name in sums if name in sent}
+            compare_checksums(again, {name: sums[name] for name in again}, self._another_rank(rank))
+            sent |= sums
+        for replica, found in enumerate(arrived):
+            compare_checksums(sent, found.sent, self._name(replica))
+            compare_checksums(arrived[0].parameters, found.parameters, f"{self._name(replica)}, put together,")
+        return arrived[0].parameters if arrived else sent
 
     def _commit(self, version: int, sent: Mapping[str, str], check: bool = False) -> float | None:
         """Serve the new version, verified; returns the effect check's figure where one is due."""
@@ -363,6 +373,9 @@ class WeightSync:
 
     def _call(self, group: WorkerGroup | Members, method: str, *args: Any, timeout: float | None = None) -> Any:
         return self._begin(group, method, *args, timeout=timeout).result()
+
+    def _another_rank(self, rank: int) -> str:
+        return f"another training rank, {rank}, which holds other weights than one before it"
 
     def _name(self, replica: int) -> str:
         members = self._receivers.members if isinstance(self._receivers, Members) else None

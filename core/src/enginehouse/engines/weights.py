@@ -54,14 +54,18 @@ class WeightUpdateAborted(WeightSyncError):
 
 @dataclass(frozen=True, slots=True)
 class ParamMeta:
-    """One parameter as the training side holds it.
+    """One parameter as a side of an update holds it.
+
+    `owners` lie on the mesh row by row, the last axis quickest. The axes split the parameter one after another, each
+    what those before it left of a dimension: n indices over an axis of size k make blocks of ceil(n / k), of which the
+    last may be smaller or empty (as `torch.chunk` cuts). `enginehouse.engines.resharding.held_by` is this rule.
 
     Attributes:
         name: its Hugging Face name.
         dtype: torch dtype name, `"float32"`.
         shape: its full shape.
-        owners: ranks that hold (a part of) it; empty: every rank holds the whole.
-        mesh_shape: sizes of the mesh axes it is placed on; empty where it is not sharded.
+        owners: ranks that hold (a part of) it, each once; empty: every rank holds the whole.
+        mesh_shape: sizes of the mesh axes it is placed on; empty: every owner holds the whole.
         placements: one for each mesh axis: `"R"` (replicated) or `"S0"`, `"S1"`, ... (sharded on that dimension).
     """
 
@@ -99,13 +103,18 @@ class WeightSource(Protocol):
         ...
 
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield this rank's own part of each parameter it holds; no communication."""
+        """Yield this rank's own part of each parameter it is an owner of, in the order of `metadata`.
+
+        Its part is the region that the metadata say (`ParamMeta`), an empty tensor where that is empty. No
+        communication, but where the weights are made of several ranks' parts (adapters merged into them): so all ranks
+        must exhaust it together.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class WeightChunk:
-    """Some parameters of an update, whole.
+    """Some parameters of an update, whole, or a receiver's parts of them where it asked for parts.
 
     Attributes:
         tensors: name and tensor, which may view a transport's buffer.
@@ -113,11 +122,28 @@ class WeightChunk:
         memory: where the tensors lie, if that is memory which other processes of this host can map. An engine that
             holds it need not copy; one that does not has copied when it asks for the next chunk. Chunks of one update
             that lie in one piece of memory have one object.
+        parts: of each parameter that came in parts, these: the name under which the sender's end returns the checksum
+            of what left, and a view of what arrived.
     """
 
     tensors: Sequence[tuple[str, torch.Tensor]]
     checksums: Mapping[str, str] = field(default_factory=dict)
     memory: HostMemory | None = None
+    parts: Mapping[str, Sequence[tuple[str, torch.Tensor]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivedSums:
+    """What arrived at a replica.
+
+    Attributes:
+        parameters: `checksum` of each parameter, by name.
+        sent: `checksum` of each of the parts in which they came, by the names under which the senders return theirs;
+            a parameter that came whole is a part of its own.
+    """
+
+    parameters: Mapping[str, str]
+    sent: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +184,12 @@ class TransferPlan:
         bucket_bytes: size of the largest bucket, with every parameter aligned to `ALIGNMENT`.
         receivers: number of rollout replicas.
         session: names the connection; unique for a run.
-        address: where receivers connect to the sender, `host:port`, where they do (`ListeningSession`).
+        senders: number of training ranks.
+        targets: `parameters` as the receivers are to hold them, `owners` their numbers; empty: each the whole.
+        bytes_moved: what an update brings to the receivers in all, in bytes; None where the transport cannot say.
+        bytes_minimum: the least that could, as long as no two of them share memory; None as above.
+        addresses: by training rank, where receivers connect to it, `host:port`; empty where they do not
+            (`ListeningSession`).
     """
 
     transport: str
@@ -167,11 +198,19 @@ class TransferPlan:
     bucket_bytes: int
     receivers: int
     session: str
-    address: str = ""
+    senders: int = 1
+    targets: tuple[ParamMeta, ...] = ()
+    bytes_moved: int | None = None
+    bytes_minimum: int | None = None
+    addresses: tuple[str, ...] = ()
 
     def reached(self, addresses: Iterable[str | None]) -> TransferPlan:
-        """The plan for receivers, once the senders have said where they are (`address_of`)."""
-        return replace(self, address=next(filter(None, addresses), ""))
+        """The plan for receivers, once the training ranks, in their order, have said where they are (`address_of`)."""
+        return replace(self, addresses=tuple(address or "" for address in addresses))
+
+    def address(self, rank: int) -> str:
+        """Where receivers connect to a training rank; empty where they do not, or it has not said so."""
+        return self.addresses[rank] if rank < len(self.addresses) else ""
 
 
 @runtime_checkable
@@ -181,18 +220,19 @@ class TransportSession(Protocol):
     def send(
         self, version: int, weights: Iterable[tuple[str, torch.Tensor]], deadline_seconds: float
     ) -> dict[str, str]:
-        """Send every parameter of the plan, in its order; on a rank that is not the sender only exhaust `weights`.
+        """Send every parameter of the plan, in its order; on a rank that does not send only exhaust `weights`.
 
         `weights` is exhausted in every case, since giving it may be collective. Returns once every receiver took
         everything, so that the caller may change the tensors.
 
         Args:
             version: larger than that of any update before, whole or aborted.
-            weights: name and whole tensor, on any device.
+            weights: name and tensor, on any device: what `weights_for` takes of the training engine.
             deadline_seconds: for the update as a whole.
 
         Returns:
-            The checksum of each parameter as it was before it left; empty on a rank that does not send.
+            The checksum of each parameter as it was before it left; of each part, where the plan has parameters leave
+            in parts (`part_name`). Empty on a rank that does not send. What two ranks send under one name is the same.
 
         Raises:
             WeightSyncError: a receiver did not take a bucket within the deadline, the update was aborted, or
@@ -242,11 +282,42 @@ def address_of(session: TransportSession, host: str) -> str:
 
 
 @runtime_checkable
+class PartsSession(Protocol):
+    """A sender's end on a training rank that sends what it holds itself: a transport's own choice.
+
+    Attributes:
+        sends_parts: whether `send` takes the rank's own parts (`WeightSource.iter_local`), on every rank.
+    """
+
+    sends_parts: bool
+
+
+def weights_for(session: TransportSession, source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a training rank gives a sender's end: whole parameters, or its own parts where the transport sends these."""
+    if isinstance(session, PartsSession) and session.sends_parts:
+        return source.iter_local()
+    return source.iter_full()
+
+
+@runtime_checkable
 class WeightTransport(Protocol):
     """A way to move weights from a train mesh to rollout replicas."""
 
-    def prepare(self, parameters: Sequence[ParamMeta], receivers: int, session: str, bucket_bytes: int) -> TransferPlan:
-        """Plan the transfer from metadata alone; pure."""
+    def prepare(
+        self, parameters: Sequence[ParamMeta], receivers: int, session: str, bucket_bytes: int, senders: int = 1
+    ) -> TransferPlan:
+        """Plan the transfer from metadata alone; pure.
+
+        Args:
+            parameters: as the training ranks hold them.
+            receivers: number of rollout replicas.
+            session: names the connection.
+            bucket_bytes: most bytes to travel at once, but for larger parameters.
+            senders: number of training ranks.
+
+        Raises:
+            WeightSyncError: the metadata contradict themselves.
+        """
         ...
 
     def connect(self, plan: TransferPlan, side: str, index: int) -> TransportSession:

@@ -13,7 +13,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from typing import Any
@@ -27,12 +27,14 @@ from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.rollout import Health, PauseMode, RolloutEngine, SamplingParams
 from enginehouse.engines.train import ALL, LossSpec, Max, Mean, Metrics, Outputs, TrainEngine, merge_metrics
 from enginehouse.engines.weights import (
+    ArrivedSums,
     ParamMeta,
     TransferPlan,
     TransportSession,
     WeightState,
     WeightSyncError,
     address_of,
+    weights_for,
 )
 from enginehouse.errors import EnginehouseError
 from enginehouse.plugin import Backend, capabilities, plugins, resolve
@@ -137,11 +139,11 @@ class TrainWorker(Worker):
         """Send the current weights as `version`.
 
         Returns:
-            The checksum of each parameter before it left; empty on a rank that does not send.
+            The checksum of each parameter, or part of one, before it left; empty on a rank that does not send.
         """
         if self._session is None:
             raise WeightSyncError(f"{self.context} was asked for weights before a transport was connected")
-        return self._session.send(version, self.engine.weight_source().iter_full(), deadline_seconds)
+        return self._session.send(version, weights_for(self._session, self.engine.weight_source()), deadline_seconds)
 
     @register
     async def abort_weights(self, version: int) -> None:
@@ -326,13 +328,11 @@ class RolloutWorker(Worker):
         self.weights.connect(plan, load_transport(plan.transport).connect(plan, "recv", place))
 
     @register(urgent=True)
-    async def receive_weights(
-        self, version: int, deadline_seconds: float, pause: PauseMode = "wait"
-    ) -> Mapping[str, str]:
+    async def receive_weights(self, version: int, deadline_seconds: float, pause: PauseMode = "wait") -> ArrivedSums:
         """Pause, and stage what arrives as `version` beside what is served.
 
         Returns:
-            The checksum of each parameter as it arrived.
+            The checksums of what arrived.
 
         Raises:
             WeightSyncError: it did not arrive whole; the old version is served again.

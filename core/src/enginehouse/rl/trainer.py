@@ -191,8 +191,11 @@ class Trainer(Loop):
         self.version += 1
         report = self.roles.sync.sync(self.version)
         plugins().observe("weights_updated", run=self, version=report.version, seconds=report.seconds)
-        effect = {} if report.effect is None else {"weights/effect": report.effect}
-        return {"weights/mib": report.nbytes / 2**20, **effect}
+        figures = {"weights/mib": report.nbytes / 2**20}
+        for name, nbytes in (("moved", report.bytes_moved), ("minimum", report.bytes_minimum)):
+            if nbytes is not None:
+                figures[f"weights/mib_{name}"] = nbytes / 2**20
+        return figures if report.effect is None else {**figures, "weights/effect": report.effect}
 
     def validate(self, step: int) -> None:
         """Sample one response for each held-out prompt, as in training, and log the mean reward."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
 from enginehouse.engines.rollout import PauseMode, RolloutEngine
 from enginehouse.engines.weights import (
+    ArrivedSums,
     TransferPlan,
     TransportSession,
     WeightChunk,
@@ -67,8 +68,8 @@ class WeightReceiver:
         if session is not None:
             session.close()
 
-    async def receive(self, version: int, deadline_seconds: float, pause: PauseMode) -> Mapping[str, str]:
-        """Pause the engine and stage `version`; returns the checksum of each parameter as it arrived.
+    async def receive(self, version: int, deadline_seconds: float, pause: PauseMode) -> ArrivedSums:
+        """Pause the engine and stage `version`; returns the checksums of what arrived.
 
         Raises:
             WeightSyncError: it did not arrive whole. The engine has resumed the version it had.
@@ -95,10 +96,11 @@ class WeightReceiver:
 
     async def _take(
         self, chunks: Iterator[WeightChunk], version: int, plan: TransferPlan, pause: PauseMode
-    ) -> Mapping[str, str]:
+    ) -> ArrivedSums:
         await self._engine.pause(pause)
         await self._engine.start_weight_update(as_update(plan, version))
         sums: dict[str, str] = {}
+        sent: dict[str, str] = {}  # under the names by which it left
 
         def take() -> WeightChunk | None:
             chunk = next(chunks, None)
@@ -106,12 +108,15 @@ class WeightReceiver:
                 return None
             arrived = {name: checksum(tensor) for name, tensor in chunk.tensors}
             sums.update(arrived)
+            for name, whole in arrived.items():
+                parts = chunk.parts.get(name)
+                sent.update({name: whole} if parts is None else {part: checksum(view) for part, view in parts})
             return replace(chunk, checksums=arrived)
 
         while (chunk := await self._on_thread(take)) is not None:
             await self._engine.update_weights(chunk)
         self._staged = WeightState(version, sums)
-        return sums
+        return ArrivedSums(parameters=sums, sent=sent)
 
     async def _on_thread(self, function: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)

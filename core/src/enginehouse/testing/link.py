@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from enginehouse.engines.resharding import at, parts_of
 from enginehouse.engines.weights import (
     DTYPE_BYTES,
     ParamMeta,
@@ -20,6 +21,7 @@ from enginehouse.engines.weights import (
     TransportSession,
     WeightTransport,
     address_of,
+    weights_for,
 )
 from enginehouse.plugin import Transport, capabilities, resolve
 
@@ -58,7 +60,11 @@ class Link:
 
     def connect(self, weights: Mapping[str, torch.Tensor], bucket_bytes: int = 1024) -> Connection:
         """Open both ends, planned for weights of these shapes. A context manager."""
-        return Connection(self, weights, bucket_bytes)
+        return Connection(self, announced(weights), self.senders, bucket_bytes)
+
+    def connect_ranks(self, parameters: Sequence[ParamMeta], ranks: int, bucket_bytes: int = 1024) -> Connection:
+        """Open both ends for several training ranks, which hold the parameters as these metadata say."""
+        return Connection(self, parameters, max(ranks, self.senders), bucket_bytes)
 
     def transport(self) -> WeightTransport:
         """A new object of the transport."""
@@ -79,14 +85,14 @@ class Link:
 class Connection:
     """Both ends of a transport, each send and receive on a thread of its own."""
 
-    def __init__(self, link: Link, weights: Mapping[str, torch.Tensor], bucket_bytes: int):
+    def __init__(self, link: Link, parameters: Sequence[ParamMeta], ranks: int, bucket_bytes: int):
         transport = link.transport()
         self.seconds = link.seconds
-        self.plan: TransferPlan = transport.prepare(announced(weights), link.receivers, uuid.uuid4().hex, bucket_bytes)
-        self.senders = [transport.connect(self.plan, "send", index) for index in range(link.senders)]
+        self.plan: TransferPlan = transport.prepare(parameters, link.receivers, uuid.uuid4().hex, bucket_bytes, ranks)
+        self.senders = [transport.connect(self.plan, "send", index) for index in range(ranks)]
         reached = self.plan.reached(address_of(each, "127.0.0.1") for each in self.senders)
         self.receivers = [transport.connect(reached, "recv", index) for index in range(link.receivers)]
-        self.threads = ThreadPoolExecutor(link.senders + link.receivers)
+        self.threads = ThreadPoolExecutor(ranks + link.receivers)
 
     def __enter__(self) -> Connection:
         return self
@@ -109,6 +115,13 @@ class Connection:
         """Each receiver's buckets, begun to be read."""
         return [self.threads.submit(received, each, version, seconds or self.seconds) for each in self.receivers]
 
+    def sending_held(self, version: int, weights: Weights) -> list[Future[dict[str, str]]]:
+        """Each training rank's send, begun, of what it holds or of the wholes, as its end asks."""
+        return [
+            self.threads.submit(each.send, version, weights_for(each, Held(self.plan, rank, weights)), self.seconds)
+            for rank, each in enumerate(self.senders)
+        ]
+
     def update(
         self, version: int, weights: Weights
     ) -> tuple[list[list[list[tuple[str, torch.Tensor]]]], dict[str, str]]:
@@ -117,6 +130,28 @@ class Connection:
         arrived = [one.result(self.seconds) for one in receiving]
         sums = [one.result(self.seconds) for one in sending]
         return arrived, sums[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Made-up weights as one training rank holds them: a `WeightSource`."""
+
+    plan: TransferPlan
+    rank: int
+    weights: Weights
+
+    def metadata(self) -> list[ParamMeta]:
+        """See `WeightSource`."""
+        return list(self.plan.parameters)
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `WeightSource`."""
+        return iter(self.weights.items())
+
+    def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `WeightSource`."""
+        for parameter, region in parts_of(self.plan.parameters, self.rank):
+            yield parameter.name, self.weights[parameter.name][at(region)]
 
 
 def received(session: TransportSession, version: int, seconds: float) -> list[list[tuple[str, torch.Tensor]]]:

@@ -16,7 +16,7 @@ BUCKET_BYTES = 64 << 20
 
 
 def plan_transfer(
-    transport: str, parameters: Sequence[ParamMeta], receivers: int, session: str, bucket_bytes: int
+    transport: str, parameters: Sequence[ParamMeta], receivers: int, session: str, bucket_bytes: int, senders: int = 1
 ) -> TransferPlan:
     """Plan a transfer in buckets of whole parameters, each of at most `bucket_bytes` where its parameters allow."""
     buckets = pack_buckets(parameters, bucket_bytes)
@@ -27,6 +27,7 @@ def plan_transfer(
         bucket_bytes=max((sum(parameters[i].aligned_nbytes for i in bucket) for bucket in buckets), default=0),
         receivers=receivers,
         session=session,
+        senders=senders,
     )
 
 
@@ -55,12 +56,24 @@ def views(
 def in_plan_order(
     plan: TransferPlan, weights: Iterator[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[ParamMeta, torch.Tensor]]:
-    """Yield `weights`, each checked to be what the plan says comes next.
+    """Yield whole `weights`, each checked to be what the plan says comes next.
 
     Raises:
         WeightSyncError: another name, shape or dtype than planned, too few parameters or too many.
     """
-    for parameter in plan.parameters:
+    for (parameter, _), tensor in as_announced(((one, one.shape) for one in plan.parameters), weights):
+        yield parameter, tensor
+
+
+def as_announced(
+    expected: Iterable[tuple[ParamMeta, tuple[int, ...]]], weights: Iterator[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[tuple[ParamMeta, tuple[int, ...]], torch.Tensor]]:
+    """Yield `weights`, each checked to be the parameter, and to have the shape, that comes next.
+
+    Raises:
+        WeightSyncError: another name, shape or dtype, too few parameters or too many.
+    """
+    for parameter, shape in expected:
         name, tensor = next(weights, (None, None))
         if name is None or tensor is None:
             raise WeightSyncError(
@@ -68,13 +81,13 @@ def in_plan_order(
                 [parameter.name],
             )
         dtype = str(tensor.dtype).removeprefix("torch.")
-        if (name, dtype, tuple(tensor.shape)) != (parameter.name, parameter.dtype, parameter.shape):
+        if (name, dtype, tuple(tensor.shape)) != (parameter.name, parameter.dtype, shape):
             raise WeightSyncError(
                 f"the training engine gave {name!r} ({dtype}, shape {tuple(tensor.shape)}) where its metadata announce "
-                f"{parameter.name!r} ({parameter.dtype}, shape {parameter.shape})",
+                f"{parameter.name!r} ({parameter.dtype}, shape {shape})",
                 [parameter.name],
             )
-        yield parameter, tensor
+        yield (parameter, shape), tensor
     extra = next(weights, None)
     if extra is not None:
         raise WeightSyncError(f"the training engine gave {extra[0]!r}, which its metadata do not announce", [extra[0]])

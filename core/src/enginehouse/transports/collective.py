@@ -12,14 +12,8 @@ know how far the others came.
 
 from __future__ import annotations
 
-import hmac
-import logging
-import socket
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.engines.host_memory import side_by_side
@@ -37,20 +31,12 @@ from enginehouse.transports.broadcast_group import SLOTS, BroadcastGroup, head, 
 from enginehouse.transports.buckets import in_plan_order, parameters_of, plan_transfer, views
 from enginehouse.transports.deadline import Deadline
 from enginehouse.transports.gate import Gate
-from enginehouse.transports.line import Line
 from enginehouse.transports.noticeboard import Noticeboard
+from enginehouse.transports.reception import Reception, join
 from enginehouse.transports.sender import IdleSender, Sender
 
 if TYPE_CHECKING:
     import torch
-
-log = logging.getLogger(__name__)
-
-GREETING_SECONDS = 15.0
-"""How long it may take to connect, and the other end to say who it is."""
-
-PAUSE_SECONDS = 0.2
-"""After a connection that could not be taken."""
 
 ENDING_SECONDS = 1.0
 """How long `close` waits for a group's thread. One that another rank keeps longer ends by itself."""
@@ -59,15 +45,17 @@ ENDING_SECONDS = 1.0
 class CollectiveTransport:
     """Broadcasts weights to rollout replicas on any hosts, through `torch.distributed`."""
 
-    def prepare(self, parameters: Sequence[ParamMeta], receivers: int, session: str, bucket_bytes: int) -> TransferPlan:
+    def prepare(
+        self, parameters: Sequence[ParamMeta], receivers: int, session: str, bucket_bytes: int, senders: int = 1
+    ) -> TransferPlan:
         """See `WeightTransport`."""
-        return plan_transfer("collective", parameters, receivers, session, bucket_bytes)
+        return plan_transfer("collective", parameters, receivers, session, bucket_bytes, senders)
 
     def connect(self, plan: TransferPlan, side: str, index: int) -> TransportSession:
         """See `WeightTransport`.
 
         Raises:
-            WeightSyncError: the sender cannot be reached at `plan.address`, or is another run's.
+            WeightSyncError: the sender cannot be reached at its address, or is another run's.
         """
         if side == "send":
             return CollectiveSender(plan) if index == 0 else IdleSender()
@@ -96,88 +84,20 @@ class CollectiveSender(Sender):
         self._plan = plan
         self._gate = Gate()
         self._board = Noticeboard(self._gate, self._pass_on)
-        self._lines: dict[int, Line] = {}
-        self._gone: list[int] = []  # receivers that are not there any more
-        self._taken: dict[int, tuple[int, int]] = {}  # by receiver: version, buckets of it that were taken
         self._group: BroadcastGroup | None = None
         self._groups = 0
-        self._listener = _listen()
-        self.port: int = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, name="weights-accept", daemon=True).start()
-
-    def _accept(self) -> None:
-        with self._listener:
-            while not self._gate.broken and not self._all_there():
-                try:
-                    line = Line(self._listener.accept()[0])
-                except OSError as error:  # too many open files, perhaps
-                    if self._gate.broken or self._all_there():
-                        break
-                    log.warning("a rollout replica's connection could not be taken: %s", error)
-                    time.sleep(PAUSE_SECONDS)
-                    continue
-                threading.Thread(target=self._greet, args=(line,), name="weights-greet", daemon=True).start()
-
-    def _greet(self, line: Line) -> None:
-        """Let a receiver in, if it is one of this session's."""
-        said = line.hear(GREETING_SECONDS) or {}
-        index: int = said.get("receiver", -1)
-        known = hmac.compare_digest(str(said.get("session")).encode(), self._plan.session.encode())
-        gate = self._gate
-        with gate.changed:
-            if not known or index not in range(self._plan.receivers) or index in self._lines or gate.broken:
-                line.close()
-                return
-            self._lines[index] = line
-            self._taken[index] = (-1, 0)
-            line.say({"aborted": gate.aborted})
-            gate.changed.notify_all()
-        if self._all_there():
-            self._stop_listening()
-        line.listen(lambda message: self._heard(index, message), lambda: self._lost(index))
-
-    def _stop_listening(self) -> None:
-        """Close the port: nobody is let in any more."""
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-            return
-        with suppress(OSError):  # where that does not wake `accept`
-            socket.create_connection(("127.0.0.1", self.port), GREETING_SECONDS).close()
+        self._reception = Reception(self._gate, plan, range(plan.receivers), self._heard)
+        self.port: int = self._reception.port
 
     def _heard(self, index: int, message: dict[str, Any]) -> None:
-        with self._gate.changed:
-            if "aborted" in message:
-                self._abort(message["aborted"])
-            elif "note" in message:
-                self._board.put(message["note"], bytes.fromhex(message["value"]))
-                self._tell(message)
-            else:
-                self._taken[index] = (message["version"], message["taken"])
-                self._gate.changed.notify_all()
-                if message["taken"] == len(self._plan.buckets):
-                    self._lines[index].say({"noted": message["version"]})
-
-    def _lost(self, index: int) -> None:
-        """A receiver is gone, or closed its end. An update of which it has taken everything can do without it."""
-        with self._gate.changed:
-            self._gone.append(index)
-            if self._taken[index] < (self._gate.begun, len(self._plan.buckets)):
-                self._break_off()
-
-    def _break_off(self) -> None:
-        gone = ", ".join(map(str, self._gone))
-        self._gate.close(f"rollout replica {gone} is gone, or closed the connection")
+        self._board.put(message["note"], bytes.fromhex(message["value"]))
+        self._reception.tell(message)
 
     def _pass_on(self, name: str, value: bytes) -> None:
-        self._tell({"note": name, "value": value.hex()})
+        self._reception.tell({"note": name, "value": value.hex()})
 
     def _send(self, version: int, source: Iterator[tuple[str, torch.Tensor]], deadline: Deadline) -> dict[str, str]:
-        gate = self._gate
-        with gate.changed:
-            if self._gone:
-                self._break_off()
-            gate.begin(version)
-            gate.wait(self._all_there, version, deadline, self._absent)
+        self._reception.begin(version, deadline)
         if not self._plan.buckets:
             return self._send_nothing(version, source, deadline)
         group = self._group = self._group or self._new_group(deadline)
@@ -220,61 +140,38 @@ class CollectiveSender(Sender):
     def _begin(self, version: int, group: int, deadline: Deadline) -> None:
         with self._gate.changed:
             self._gate.check(version)
-            self._tell({"version": version, "group": group, "seconds": deadline.left})
+            self._reception.tell({"version": version, "group": group, "seconds": deadline.left})
 
     def _new_group(self, deadline: Deadline) -> BroadcastGroup:
         self._groups += 1
         size, nbytes = 1 + self._plan.receivers, room(self._plan.bucket_bytes)
-        own_host = next(iter(self._lines.values())).own_host  # as the receivers know it
+        own_host = next(iter(self._reception.lines.values())).own_host  # as the receivers know it
         return BroadcastGroup(self._board, own_host, 0, size, self._groups, nbytes, deadline)
 
     def _wake(self, moved: Future[None]) -> None:
         with self._gate.changed:
             self._gate.changed.notify_all()
 
-    def _all_there(self) -> bool:
-        return len(self._lines) == self._plan.receivers
-
-    def _absent(self) -> str:
-        absent = [str(index) for index in range(self._plan.receivers) if index not in self._lines]
-        return f"rollout replica {', '.join(absent)} did not connect"
-
     def _wait_taken(self, moved: list[Future[None]], version: int, deadline: Deadline) -> None:
         """Wait until every receiver has taken the first buckets, whose broadcasts are given."""
-
-        def behind() -> list[str]:
-            return [str(index) for index, taken in sorted(self._taken.items()) if taken < (version, len(moved))]
+        reception, count = self._reception, len(moved)
 
         def missing() -> str:
-            return (
-                f"rollout replica {', '.join(behind())} did not take bucket {len(moved)} of {len(self._plan.buckets)}"
-            )
+            return reception.missing(version, count)
 
         with self._gate.changed:
             for last in moved[-1:]:  # they end in order, and what follows a failure fails
                 await_moved(self._gate, last, version, deadline, missing)
-            self._gate.wait(lambda: not (moved and behind()), version, deadline, missing)
-
-    def _tell(self, message: dict[str, Any]) -> None:
-        for line in self._lines.values():
-            line.say(message)
+            self._gate.wait(lambda: not (count and reception.behind(version, count)), version, deadline, missing)
 
     def abort(self, version: int) -> None:
         """See `TransportSession`."""
         with self._gate.changed:
-            self._abort(version)
-
-    def _abort(self, version: int) -> None:
-        if version > self._gate.aborted:
-            self._gate.abort(version)
-            self._tell({"aborted": version})
+            self._reception.abort(version)
 
     def close(self) -> None:
         """See `TransportSession`."""
-        self._gate.close()
-        for line in list(self._lines.values()):
-            line.close()
-        self._stop_listening()
+        self._reception.close()
         if self._group is not None:
             self._group.leave()
             self._group.ended(ENDING_SECONDS)
@@ -292,24 +189,8 @@ class CollectiveReceiver:
         self._group: BroadcastGroup | None = None
         self._arriving: list[Future[None]] = []  # the buckets of the newest update, those to come included
         self._limit = Deadline(0.0)  # of the newest update
-        host, _, port = plan.address.rpartition(":")
-        try:
-            line = Line(socket.create_connection((host, int(port)), GREETING_SECONDS))
-        except (OSError, ValueError) as error:
-            raise WeightSyncError(
-                f"rollout replica {index} cannot connect to training rank 0 at {plan.address!r}: {error}. "
-                "Transport 'collective' needs hosts that reach each other, on any port."
-            ) from error
-        line.say({"session": plan.session, "receiver": index})
-        welcome = line.hear(GREETING_SECONDS)
-        if welcome is None:
-            line.close()
-            raise WeightSyncError(
-                f"rollout replica {index} was not let in by what waits at {plan.address}: that is not this session's "
-                f"training rank 0, or has a replica {index} already"
-            )
+        line, self._gate.aborted = join(plan, index, 0)
         self._line = line
-        self._gate.aborted = welcome["aborted"]
         line.listen(self._heard, lambda: self._gate.close("training rank 0 is gone, or closed the connection"))
 
     def _heard(self, message: dict[str, Any]) -> None:
@@ -423,13 +304,6 @@ class CollectiveReceiver:
         if group is not None:
             group.leave()
             group.ended(ENDING_SECONDS)
-
-
-def _listen() -> socket.socket:
-    """A socket that waits for connections on a free port, of every address this host has."""
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
 
 
 def await_moved(gate: Gate, moved: Future[None], version: int, deadline: Deadline, missing: Callable[[], str]) -> None:

@@ -34,9 +34,11 @@ _mailboxes_lock = threading.Lock()
 class InprocTransport:
     """Passes tensors by reference between a training rank and the rollout replica of the same number and process."""
 
-    def prepare(self, parameters: Sequence[ParamMeta], receivers: int, session: str, bucket_bytes: int) -> TransferPlan:
+    def prepare(
+        self, parameters: Sequence[ParamMeta], receivers: int, session: str, bucket_bytes: int, senders: int = 1
+    ) -> TransferPlan:
         """See `WeightTransport`."""
-        return plan_transfer("inproc", parameters, receivers, session, bucket_bytes)
+        return plan_transfer("inproc", parameters, receivers, session, bucket_bytes, senders)
 
     def connect(self, plan: TransferPlan, side: str, index: int) -> TransportSession:
         """See `WeightTransport`.

@@ -78,6 +78,15 @@ class Line:
 
         threading.Thread(target=reading, name="weights-line", daemon=True).start()
 
+    def release(self) -> socket.socket:
+        """The connection itself, for bytes and without a limit for sending; the line is not used any more.
+
+        What the other end sent behind a message that was heard may be lost: it is to send nothing before it is sent to.
+        """
+        self._reading.close()
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 0))
+        return self._connection
+
     def close(self) -> None:
         """End the connection for both sides. May be called twice, and from any thread."""
         with suppress(OSError):

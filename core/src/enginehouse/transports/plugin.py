@@ -36,6 +36,14 @@ def enginehouse_register_transports(register):
             capabilities={CROSS_HOST},
         )
     )
+    register(
+        Transport(
+            name="point_to_point",
+            summary="Between hosts, each training rank's own parts straight to the replicas that need them",
+            transport="enginehouse.transports.point_to_point:PointToPointTransport",
+            capabilities={CROSS_HOST},
+        )
+    )
 
 
 @hookimpl(trylast=True)

@@ -54,9 +54,11 @@ AHEAD = 2
 class SharedMemoryTransport:
     """Writes weights once into memory that all rollout replicas of the host read."""
 
-    def prepare(self, parameters: Sequence[ParamMeta], receivers: int, session: str, bucket_bytes: int) -> TransferPlan:
+    def prepare(
+        self, parameters: Sequence[ParamMeta], receivers: int, session: str, bucket_bytes: int, senders: int = 1
+    ) -> TransferPlan:
         """See `WeightTransport`."""
-        return plan_transfer("shared_memory", parameters, receivers, session, bucket_bytes)
+        return plan_transfer("shared_memory", parameters, receivers, session, bucket_bytes, senders)
 
     def connect(self, plan: TransferPlan, side: str, index: int) -> TransportSession:
         """See `WeightTransport`.

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from enginehouse.engines.resharding import at, check_layout, parts_of
 from enginehouse.engines.train import Outputs
-from enginehouse.testing.check import EXACT, PROTOCOL, Check, Measured, Seen, outputs_of
+from enginehouse.engines.weights import ParamMeta, WeightSyncError
+from enginehouse.testing.check import EXACT, PROTOCOL, Check, Measured, Seen, outputs_of, wrong
 from enginehouse.testing.checks.train.reference import TRAINING
 from enginehouse.testing.checks.train.training import step
 from enginehouse.testing.comparison import larger, largest_difference, same_bits
 from enginehouse.testing.oracle import Oracle
 from enginehouse.testing.problem import MODELS, batch, model_path
 from enginehouse.testing.rank import Rank, weights_of
+
+Weights = dict[str, torch.Tensor]
 
 
 def stored_tensors(directory: str) -> dict[str, torch.Tensor]:
@@ -56,49 +59,21 @@ def judge_weights(seen: list[Seen], models: Sequence[str] = MODELS) -> Measured:
             if described != given:
                 return Measured(float("inf"), f"{where}: iter_full does not give what metadata say, in their order")
             measured.append(same_bits(full, right, f"{where}: against the checkpoint"))
-        together = {
-            meta.name: _together(meta, {rank: one.value[model][2] for rank, one in enumerate(seen)}) for meta in first
-        }
-        if None in together.values():
-            bad = next(name for name, tensor in together.items() if tensor is None)
-            return Measured(float("inf"), f"{model} model: the parts of {bad} do not fit its placements")
-        measured.append(same_bits({n: t for n, t in together.items() if t is not None}, right, "parts put together"))
+            measured.append(_parts(metadata, rank, len(seen), full, one.value[model][2], where))
     return larger(*measured)
 
 
-def _together(meta: Any, local: dict[int, dict[str, torch.Tensor]]) -> torch.Tensor | None:
-    """A parameter put together from the ranks' parts, as its placements say; None where they do not fit.
-
-    `owners` lie on the mesh row by row; what an earlier axis splits, a later one splits again.
-    """
-    if not meta.owners:
-        parts = [of_rank.get(meta.name) for of_rank in local.values()]
-        whole = parts[0]
-        return whole if whole is not None and all(p is not None and torch.equal(p, whole) for p in parts) else None
-    if math.prod(meta.mesh_shape) != len(meta.owners):
-        # Owners without a mesh: each holds the whole.
-        parts = [local[rank].get(meta.name) for rank in meta.owners]
-        return parts[0] if not meta.mesh_shape else None
-    try:
-        return _joined(meta.name, list(meta.owners), list(meta.mesh_shape), list(meta.placements), local)
-    except (KeyError, RuntimeError):
-        return None
-
-
-def _joined(
-    name: str, owners: list[int], sizes: list[int], placements: list[str], local: dict[int, dict[str, torch.Tensor]]
-) -> torch.Tensor:
-    if not sizes:
-        return local[owners[0]][name]
-    width = len(owners) // sizes[0]
-    parts = [
-        _joined(name, owners[i * width : (i + 1) * width], sizes[1:], placements[1:], local) for i in range(sizes[0])
-    ]
-    if placements[0] == "R":
-        if not all(torch.equal(part, parts[0]) for part in parts):
-            raise RuntimeError("replicas differ")
-        return parts[0]
-    return torch.cat(parts, dim=int(placements[0][1:]))
+def _parts(metadata: Sequence[ParamMeta], rank: int, ranks: int, full: Weights, local: Weights, where: str) -> Measured:
+    """Whether what a rank gives as its own is what the metadata say it holds, and in their order."""
+    for meta in metadata:
+        try:
+            check_layout(meta, ranks)
+        except WeightSyncError as error:
+            return wrong(f"{where}: {error}")
+    held = {meta.name: full[meta.name][at(region)] for meta, region in parts_of(metadata, rank)}
+    if list(local) != list(held):
+        return wrong(f"{where}: iter_local gives {list(local)}, its metadata say {list(held)}")
+    return same_bits(local, held, f"{where}: iter_local against the regions of its metadata")
 
 
 def export(rank: Rank, models: Sequence[str] = MODELS) -> dict[str, Any]:
@@ -142,7 +117,7 @@ CHECKS = (
     Check(
         name="weights",
         capability=PROTOCOL,
-        claim="At start the weights are the checkpoint's, bit for bit, on each rank, whole and put together from parts",
+        claim="At start the weights are the checkpoint's, bit for bit; each rank's own parts are where metadata say",
         tolerance=EXACT,
         acts=(read,),
         judge=judge_weights,

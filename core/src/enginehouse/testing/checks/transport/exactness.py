@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from enginehouse.engines.host_memory import HostMemory, private_copy
 from enginehouse.engines.weights import TransportSession, checksum
 from enginehouse.testing.check import EXACT, PROTOCOL, Check, Measured, Seen, wrong
-from enginehouse.testing.link import Link, Weights, bits, left_over, random_weights
+from enginehouse.testing.link import Link, Weights, announced, bits, left_over, random_weights
 
 Arrived = list[list[list[tuple[str, torch.Tensor]]]]
 BUCKETS = (1, 512, 4096, 1 << 24)
@@ -50,6 +51,56 @@ def _exact(link: Link) -> str:
                 if [[len(bucket) for bucket in buckets] for buckets in arrived] != [planned] * link.receivers:
                     return f"version {version}: parameters arrived in other buckets than the plan's"
     return ""
+
+
+LAYOUTS = (
+    ((1, 0, 2, 3), (2, 2), ("S0", "R")),
+    ((2, 3), (2,), ("S1",)),
+    ((0, 1, 2, 3), (2, 2), ("S0", "S0")),
+    ((3,), (), ()),
+    ((), (), ()),
+)
+"""Owners, mesh and placements on four training ranks."""
+
+
+def _ranks(link: Link) -> str:
+    """Parameters of two dimensions, one in each layout, and one without elements in each."""
+    shapes = [(shape, "float32") for shape in ((7, 5), (0, 3)) for _ in LAYOUTS]
+    parameters = [
+        replace(one, owners=owners, mesh_shape=mesh, placements=placements)
+        for one, (owners, mesh, placements) in zip(announced(random_weights(0, shapes)), 2 * LAYOUTS, strict=True)
+    ]
+    with link.connect_ranks(parameters, 4, 256) as connection:
+        for version in (1, 2):
+            sent = random_weights(version, shapes)
+            sending = connection.sending_held(version, sent)
+            arriving = [connection.threads.submit(_with_sums, one, version, link) for one in connection.receivers]
+            arrived = [one.result(link.seconds) for one in arriving]
+            left: dict[str, str] = {}
+            for one in sending:
+                sums = one.result(link.seconds)
+                if differing := [name for name in sums if left.get(name, sums[name]) != sums[name]]:
+                    return f"version {version}: two ranks sent {differing[0]}, with other bytes"
+                left |= sums
+            if said := unlike([buckets for buckets, _ in arrived], sent):
+                return f"version {version}: {said}"
+            for index, (_, sums) in enumerate(arrived):
+                if sums != left:
+                    return f"version {version}: what receiver {index} got has not the names and sums of what left"
+    return ""
+
+
+def _with_sums(
+    session: TransportSession, version: int, link: Link
+) -> tuple[list[list[tuple[str, torch.Tensor]]], dict[str, str]]:
+    """Copies of what arrives, bucket by bucket, and the checksums of the parts in which it came."""
+    buckets: list[list[tuple[str, torch.Tensor]]] = []
+    sums: dict[str, str] = {}
+    for chunk in session.recv(version, link.seconds):
+        buckets.append([(name, tensor.clone()) for name, tensor in chunk.tensors])
+        for name, tensor in chunk.tensors:
+            sums |= {part: checksum(view) for part, view in chunk.parts.get(name, [(name, tensor)])}
+    return buckets, sums
 
 
 def _awkward(link: Link) -> str:
@@ -167,6 +218,14 @@ CHECKS = (
         claim="Every dtype and shape arrives bit for bit at each receiver, in the plan's order and buckets, each time",
         tolerance=EXACT,
         acts=(_exact,),
+        judge=judge,
+    ),
+    Check(
+        name="several_ranks",
+        capability=PROTOCOL,
+        claim="Weights of which four training ranks hold parts arrive whole, under the checksums of what left",
+        tolerance=EXACT,
+        acts=(_ranks,),
         judge=judge,
     ),
     Check(

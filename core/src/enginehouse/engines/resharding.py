@@ -1,0 +1,213 @@
+"""Who sends which part of a parameter to whom, where both sides hold parameters in parts: pure arithmetic on metadata.
+
+A target gets what it needs straight from ranks that hold it, each element once, so nothing is gathered on the way
+(HybridFlow, Sheng et al. 2024, section 5, does the same between two layouts of one group of GPUs). Ranks that hold the
+same part take turns: each part is sent by the one that has sent least so far.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from enginehouse.engines.weights import DTYPE_BYTES, ParamMeta, WeightSyncError
+
+Region = tuple[tuple[int, int], ...]
+"""A part of a tensor: of each dimension the first index and the one after the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A part of a parameter that one rank sends to another.
+
+    Attributes:
+        parameter: its index in the plan's parameters.
+        source: rank that sends it.
+        target: rank that needs it.
+        region: which part of the whole parameter; empty only where the whole is.
+        nbytes: its bytes.
+    """
+
+    parameter: int
+    source: int
+    target: int
+    region: Region
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class ReshardPlan:
+    """The moves that bring parameters from one layout to another.
+
+    Attributes:
+        moves: in the order of the parameters.
+        bytes_minimum: what targets must receive at least, as none of them shares memory with a source or another
+            target: the bytes of each one's own parts.
+    """
+
+    moves: tuple[Move, ...]
+    bytes_minimum: int
+
+    @cached_property
+    def bytes_moved(self) -> int:
+        """Bytes of all moves together."""
+        return sum(move.nbytes for move in self.moves)
+
+    @cached_property
+    def bytes_sent(self) -> Mapping[int, int]:
+        """Bytes that each rank sends, by source rank; ranks that send none are left out."""
+        sent: dict[int, int] = {}
+        for move in self.moves:
+            sent[move.source] = sent.get(move.source, 0) + move.nbytes
+        return dict(sorted(sent.items()))
+
+    def __str__(self) -> str:
+        most = max(self.bytes_sent.values(), default=0)
+        return (
+            f"{len(self.moves)} moves from {len(self.bytes_sent)} ranks, {self.bytes_moved / 2**20:.1f} MiB "
+            f"(at least {self.bytes_minimum / 2**20:.1f} MiB), {most / 2**20:.1f} MiB of them from one rank"
+        )
+
+
+def plan_reshard(
+    sources: Sequence[ParamMeta], targets: Sequence[ParamMeta], source_ranks: int, target_ranks: int
+) -> ReshardPlan:
+    """Plan the moves by which every target rank gets the parts that its metadata say it holds, and nothing twice.
+
+    Args:
+        sources: the parameters as the sending side holds them.
+        targets: the same parameters, in the same order, as the receiving side is to hold them.
+        source_ranks: number of ranks that may send.
+        target_ranks: number of ranks that receive.
+
+    Raises:
+        WeightSyncError: the two sides' parameters are not the same, or metadata contradict themselves.
+    """
+    moves: list[Move] = []
+    needed = 0
+    sent = dict.fromkeys(range(source_ranks), 0)
+    if len(sources) != len(targets):
+        raise WeightSyncError(f"one side has {len(sources)} parameters, the other {len(targets)}")
+    holding, wanting = _Layouts(source_ranks), _Layouts(target_ranks)
+    for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
+        if (source.name, source.dtype, source.shape) != (target.name, target.dtype, target.shape):
+            raise WeightSyncError(
+                f"parameter {index} is {source.name!r} ({source.dtype}, shape {source.shape}) on one side and "
+                f"{target.name!r} ({target.dtype}, shape {target.shape}) on the other",
+                [source.name],
+            )
+        element = DTYPE_BYTES[source.dtype]
+        whole = tuple((0, length) for length in source.shape)
+        for wanted, receivers in wanting.holders(target).items():
+            needed += volume(wanted) * element * len(receivers)
+            for held, holders in holding.holders(source).items():
+                region = overlap(held, wanted)
+                nbytes = volume(region) * element
+                for receiver in receivers if nbytes else ():
+                    sender = min(holders, key=sent.__getitem__)
+                    sent[sender] += nbytes
+                    moves.append(Move(index, sender, receiver, region, nbytes))
+            if not volume(whole):  # that it has come is told all the same
+                sender = min(next(iter(holding.holders(source).values())), key=sent.__getitem__)
+                moves += [Move(index, sender, receiver, whole, 0) for receiver in receivers]
+    return ReshardPlan(tuple(moves), needed)
+
+
+class _Layouts:
+    """Which ranks hold which region, worked out once for all parameters of one shape and placement."""
+
+    def __init__(self, ranks: int):
+        self._ranks = ranks
+        self._found: dict[tuple[object, ...], dict[Region, list[int]]] = {}
+
+    def holders(self, parameter: ParamMeta) -> dict[Region, list[int]]:
+        """The ranks of each region that is held."""
+        key = (parameter.shape, parameter.owners, parameter.mesh_shape, parameter.placements)
+        if key not in self._found:
+            check_layout(parameter, self._ranks)
+            found: dict[Region, list[int]] = {}
+            for rank in parameter.owners or range(self._ranks):
+                region = held_by(parameter, rank)
+                assert region is not None  # an owner
+                found.setdefault(region, []).append(rank)
+            self._found[key] = found
+        return self._found[key]
+
+
+def check_layout(parameter: ParamMeta, ranks: int) -> None:
+    """See that metadata describe a layout over so many ranks.
+
+    Raises:
+        WeightSyncError: owners that are no ranks or named twice, a mesh of another size than there are owners, or
+            placements that are not one for each axis, `"R"` or `"S"` with a dimension the parameter has.
+    """
+    owners, mesh, placements = parameter.owners, parameter.mesh_shape, parameter.placements
+    dimensions = {"R", *(f"S{dimension}" for dimension in range(len(parameter.shape)))}
+    if not set(owners) <= set(range(ranks)) or len(set(owners)) < len(owners):
+        wrong = f"owners {owners} are not different ranks of {ranks}"
+    elif mesh and math.prod(mesh) != len(owners):
+        wrong = f"a mesh of {mesh} has another size than its {len(owners)} owners"
+    elif len(placements) != len(mesh) or not set(placements) <= dimensions:
+        wrong = f"placements {placements} do not fit a mesh of {mesh} and the shape {parameter.shape}"
+    else:
+        return
+    raise WeightSyncError(f"the metadata of {parameter.name!r} contradict themselves: {wrong}", [parameter.name])
+
+
+def held_by(parameter: ParamMeta, rank: int) -> Region | None:
+    """Which part of a parameter a rank holds, by the rule of `ParamMeta`; None where it is not among the owners."""
+    bounds = [(0, length) for length in parameter.shape]
+    if not parameter.owners:
+        return tuple(bounds)
+    if rank not in parameter.owners:
+        return None
+    place, width = parameter.owners.index(rank), len(parameter.owners)
+    for size, placement in zip(parameter.mesh_shape, parameter.placements, strict=True):
+        width //= size
+        at, place = divmod(place, width)
+        if placement != "R":
+            dimension = int(placement[1:])
+            begin, end = bounds[dimension]
+            most = -(-(end - begin) // size)
+            bounds[dimension] = min(begin + at * most, end), min(begin + (at + 1) * most, end)
+    return tuple(bounds)
+
+
+def overlap(one: Region, other: Region) -> Region:
+    """What two parts of a tensor have in common; empty dimensions where that is nothing."""
+    return tuple((max(a, c), max(max(a, c), min(b, d))) for (a, b), (c, d) in zip(one, other, strict=True))
+
+
+def volume(region: Region) -> int:
+    """Number of elements of a part."""
+    return math.prod(end - begin for begin, end in region)
+
+
+def shape_of(region: Region) -> tuple[int, ...]:
+    """The shape of a part."""
+    return tuple(end - begin for begin, end in region)
+
+
+def at(region: Region) -> tuple[slice, ...]:
+    """A part as an index of the whole tensor."""
+    return tuple(slice(begin, end) for begin, end in region)
+
+
+def within(region: Region, part: Region) -> tuple[slice, ...]:
+    """A region of the whole as an index of a tensor that holds `part` of it."""
+    return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(region, part, strict=True))
+
+
+def part_name(parameter: ParamMeta, region: Region) -> str:
+    """What a part is called where checksums are compared: the parameter's name, with the indices unless it is whole."""
+    if shape_of(region) == parameter.shape:
+        return parameter.name
+    return f"{parameter.name}[{', '.join(f'{begin}:{end}' for begin, end in region)}]"
+
+
+def parts_of(parameters: Iterable[ParamMeta], rank: int) -> list[tuple[ParamMeta, Region]]:
+    """What a rank holds, in order: each parameter it is an owner of, and which part."""
+    found = ((parameter, held_by(parameter, rank)) for parameter in parameters)
+    return [(parameter, region) for parameter, region in found if region is not None]
