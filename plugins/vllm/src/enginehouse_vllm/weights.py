@@ -6,9 +6,9 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.engines.model import ModelSpec
+from enginehouse.engines.reports import Reports
 from enginehouse.engines.weights import WeightChunk, WeightState, WeightSyncError, WeightUpdate
 from enginehouse.modeling.staging import StagedWeights, Version
-from enginehouse_vllm.reports import Reports
 
 if TYPE_CHECKING:
     from vllm import AsyncLLMEngine
@@ -86,7 +86,7 @@ class VLLMWeights:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         if self._reports is None:
-            reports = Reports(llm.vllm_config.parallel_config.world_size)
+            reports = Reports(llm.vllm_config.parallel_config.world_size, "vllm")
             request = WeightTransferInitRequest({"reports": reports.path})
             await self._told(llm.init_weight_transfer_engine(request), "prepare for weight updates")
             self._reports = reports
