@@ -11,7 +11,8 @@ from typing import Any
 from enginehouse.engines.model import ModelSpec
 from enginehouse.errors import ConfigError, ModelError
 from enginehouse_sglang.http import Refused
-from enginehouse_sglang.server import SGLangFailed, SGLangServer
+from enginehouse_sglang.process import SGLangFailed
+from enginehouse_sglang.server import SGLangServer
 
 log = logging.getLogger(__name__)
 

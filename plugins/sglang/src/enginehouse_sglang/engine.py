@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import itertools
 import json
 import secrets
@@ -26,10 +27,12 @@ from enginehouse.engines.weights import WeightChunk, WeightState, WeightUpdate
 from enginehouse.errors import ConfigError, EnginehouseError, ModelError
 from enginehouse_sglang.arguments import CONTEXT_MARGIN, environment, server_arguments
 from enginehouse_sglang.attaching import attach
+from enginehouse_sglang.http import Refused
+from enginehouse_sglang.on_cpu.torchvision import declare_operators
 from enginehouse_sglang.options import SGLangOptions
 from enginehouse_sglang.process import ServerProcess, SGLangFailed, free_port
 from enginehouse_sglang.rows import Drawing, drawings, result
-from enginehouse_sglang.server import Refused, SGLangServer
+from enginehouse_sglang.server import SGLangServer
 from enginehouse_sglang.weights import SGLangWeights
 
 LOOK_SECONDS = 0.2
@@ -113,7 +116,7 @@ class SGLangRollout:
         self._vocabulary = int(self._config.get("text_config", self._config)["vocab_size"])
         self._ends = _end_ids(model.path, self._config)
         self._weights = SGLangWeights(model, self._where)
-        await asyncio.to_thread(self._weights.learn)
+        await asyncio.to_thread(self._learn, context)
         try:
             settings = await (self._attach if options.endpoint else self._start)(model, options, context)
             self._ranks = int(settings.get("tp_size") or 1)
@@ -128,6 +131,11 @@ class SGLangRollout:
             raise
         url = f"{self.server.address.url}/v1" if options.openai_endpoint else None
         return Endpoint(f"sglang {settings.get('version')}", url, self._max_model_tokens)
+
+    def _learn(self, context: ProcessContext) -> None:
+        if context.device == "cpu" and importlib.util.find_spec("torchvision") is not None:
+            declare_operators()  # transformers, which is asked, imports it too
+        self._weights.learn()
 
     async def _start(self, model: ModelSpec, options: SGLangOptions, context: ProcessContext) -> dict[str, Any]:
         host = context.node if options.openai_endpoint == "node" else "127.0.0.1"
@@ -233,13 +241,15 @@ class SGLangRollout:
         """Draw some requests of the same sampling, and hand out what came of them."""
         try:
             await self._draw(sampling, [one for call in calls for one in call.drawn])
-        except Refused:
+        except Refused as error:
             if len(calls) > 1:  # of one of them, which is to be the only one to suffer
                 await asyncio.gather(*(self._serve(sampling, [call]) for call in calls))
                 return
-            _settle(calls, lambda call: EnginehouseError(f"request {call.request.id!r}: {error}"))
+            why = str(error)
+            _settle(calls, lambda call: EnginehouseError(f"request {call.request.id!r}: {why}"))
         except BaseException as error:
-            _settle(calls, lambda call: error)
+            failure = error
+            _settle(calls, lambda call: failure)
             if not isinstance(error, Exception):
                 raise
         else:
@@ -278,11 +288,11 @@ class SGLangRollout:
             await asyncio.sleep(0)
 
     async def _end(self, calls: Sequence[_Call]) -> None:
-        """Tell SGLang to end requests, until they have ended: it does not know of one that is still on its way to it."""
+        """Tell SGLang to end requests, until they have ended: one may still be on its way to it."""
         server = self.server
-        rids = [f"{one.rid}-{one.begun}" for call in calls for one in call.drawn]
         wait = LOOK_SECONDS
         while not all(call.done.done() for call in calls):
+            rids = [f"{one.rid}-{one.begun}" for call in calls for one in call.drawn]
             for begin in range(0, len(rids), 64):
                 await asyncio.gather(*(server.abort(rid) for rid in rids[begin : begin + 64]))
             await asyncio.wait([call.done for call in calls], timeout=wait)

@@ -32,7 +32,7 @@ OURS = {
     "skip_tokenizer_init": "nothing: the tokenizer is loaded if the model has one",
     "custom_weight_loader": "nothing: weights come by the run's transport",
     "weight_version": "nothing: versions are counted by the run",
-    "speculative_algorithm": "nothing: with speculative decoding SGLang's logprobs and seeds are not those promised here",
+    "speculative_algorithm": "nothing: its logprobs and seeds are not those promised here",
 }
 """Arguments of SGLang's server that this backend sets itself, and what decides each."""
 
@@ -43,8 +43,8 @@ class SGLangOptions(RolloutOptions):
 
     endpoint: list[str] = Field(
         default_factory=list,
-        description="URLs of SGLang servers that run already, one for each replica: they are used and updated, and left "
-        "running; unset: each replica starts a server of its own",
+        description="URLs of SGLang servers that run already, one for each replica: used, updated and left running; "
+        "unset: each replica starts a server of its own",
     )
     tensor_parallel: int = Field(1, gt=0, description="Processes that a replica's model is split over")
     kv_cache_mib: int | None = Field(
@@ -57,8 +57,8 @@ class SGLangOptions(RolloutOptions):
     )
     openai_endpoint: Literal["loopback", "node"] | None = Field(
         None,
-        description="Say where the server answers OpenAI clients: at 127.0.0.1 (loopback) or the node's address (node), "
-        "which others on the network reach; unset: it answers this run alone",
+        description="Answer OpenAI clients too, at a port of 127.0.0.1 (loopback) or the node's address (node), which "
+        "others on the network reach; unset: the server answers this run alone",
     )
 
     def check(self, processes: int) -> None:
@@ -112,7 +112,5 @@ class SGLangOptions(RolloutOptions):
         if self.endpoint:
             for name in ("tensor_parallel", "kv_cache_mib", "openai_endpoint", "native"):
                 if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
-                    raise ValueError(
-                        f"{name} says how a server is started, and endpoint names servers that run already"
-                    )
+                    raise ValueError(f"{name} is for starting a server, and endpoint names servers that run already")
         return self

@@ -11,25 +11,21 @@ import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from enginehouse_sglang.http import Address, NoAnswer, Refused
+from enginehouse_sglang.http import Address, NoAnswer
 from enginehouse_sglang.process import ServerProcess, SGLangFailed
 
 Row = Mapping[str, Any]
 """One sequence to generate: `input_ids`, `sampling_params`, `logprob_start_len`, `rid`."""
 
 CONTROL = frozenset(
-    [
+    {
         "/abort_request",
         "/pause_generation",
         "/continue_generation",
         "/begin_weight_update",
         "/end_weight_update",
-        "/flush_cache",
         "/update_weights_from_tensor",
-        "/update_weight_version",
-        "/release_memory_occupation",
-        "/resume_memory_occupation",
-    ]
+    }
 )
 """What SGLang asks the administrator's key for, where there is one."""
 
@@ -131,10 +127,3 @@ class SGLangServer:
     async def end_update(self) -> None:
         """All weights are there."""
         await self.ask("POST", "/end_weight_update", {})
-
-    async def call_version(self, version: int) -> None:
-        """Give the weights it serves a number."""
-        await self.ask("POST", "/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
-
-
-__all__ = ["CONTROL", "Refused", "Row", "SGLangFailed", "SGLangServer"]
