@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enginehouse.plugin import Layout, RolloutBackend, hookimpl
+from enginehouse.plugin import Layout, RequirementSet, RolloutBackend, hookimpl
 from enginehouse.plugin.capabilities import EXPERTS, OPENAI_ENDPOINT, PAUSE_KEEP, PROMPT_LOGPROBS, SEED, STOP_STRINGS
 
 enginehouse_protocol = "1.0"
@@ -18,6 +18,12 @@ def enginehouse_register_backends(register):
             options="enginehouse_sglang.options:SGLangOptions",
             capabilities={EXPERTS, STOP_STRINGS, SEED, PROMPT_LOGPROBS, PAUSE_KEEP, OPENAI_ENDPOINT},
             requires=("sglang>=0.5.21,<0.6",),
+            runtimes={
+                "cpu": RequirementSet(
+                    lock="enginehouse_sglang:cpu.lock", module="sglang", prepare="enginehouse_sglang.on_cpu:adapt"
+                ),
+                "cuda": RequirementSet(requirements=("sglang>=0.5.21,<0.6",), module="sglang"),
+            },
             layouts=(
                 Layout("single", options={"kv_cache_mib": 64, "openai_endpoint": "loopback"}),
                 Layout("tp2", options={"kv_cache_mib": 64, "tensor_parallel": 2}, without=(OPENAI_ENDPOINT,)),
