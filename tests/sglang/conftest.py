@@ -55,7 +55,6 @@ class ByHand:
 @pytest.fixture(scope="session")
 def served(runtime, tmp_path_factory):
     """Call it with a model's directory for a server of it, which ends with the `with` statement."""
-    from enginehouse_sglang.arguments import CPU_ENVIRONMENT
     from enginehouse_sglang.process import free_port
 
     @contextlib.contextmanager
@@ -68,7 +67,7 @@ def served(runtime, tmp_path_factory):
         ]  # fmt: skip
         log = tmp_path_factory.mktemp("server") / "log"
         with log.open("wb") as output:
-            environment = {**os.environ, **runtime.env, **CPU_ENVIRONMENT, "HF_HUB_OFFLINE": "1"}
+            environment = {**os.environ, **runtime.env, "HF_HUB_OFFLINE": "1"}
             process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
         server = ByHand(f"http://127.0.0.1:{port}", process)
         try:

@@ -20,18 +20,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # models are directories
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by the margin; requests are checked against the model's own
 }
-
-CPU_ENVIRONMENT = {
-    "SGLANG_USE_CPU_ENGINE": "1",
-    # Each sequence's attention is a call of its own: OpenMP's threads would wait for one another more than they work.
-    "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-}
-
-
-def environment(device: str) -> dict[str, str]:
-    """Variables of the server's processes."""
-    return {**ENVIRONMENT, **(CPU_ENVIRONMENT if device == "cpu" else {})}
+"""Variables of the server's processes, beside those of the worker."""
 
 
 def server_arguments(
