@@ -83,3 +83,24 @@ def served(runtime, tmp_path_factory):
             process.wait()
 
     return started
+
+
+@pytest.fixture(scope="session")
+def replica(ray_cluster, runtime):
+    """Call it for a worker process that holds an `SGLangReplica`, and that ends with the `with` statement."""
+
+    @contextlib.contextmanager
+    def started() -> Iterator:
+        from sglang_acts import SGLangReplica
+
+        from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec
+
+        spec = WorkerSpec(SGLangReplica).options(python=runtime.python, env=dict(runtime.env), distributed=False)
+        pool = ResourcePool([1])
+        try:
+            with WorkerGroup(pool, spec, name="sglang", timeout=START_SECONDS) as group:
+                yield group
+        finally:
+            pool.shutdown()
+
+    return started
