@@ -1,4 +1,4 @@
-"""What tests have an SGLang replica do, in a process of the runtime's interpreter: only core and the plugin are imported.
+"""What tests have an SGLang replica do, under the interpreter of its runtime: only core and the plugin are imported.
 
 An act is an async function of a launched engine; it returns plain data, and tests judge it in the driver.
 """
