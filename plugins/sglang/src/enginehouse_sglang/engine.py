@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import itertools
 import json
+import os
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -146,7 +147,7 @@ class SGLangRollout:
         admin_key = secrets.token_urlsafe(24)
         arguments = server_arguments(model, self._config, options, context, self._has_tokenizer)
         arguments |= {"host": host, "port": port, "admin_api_key": admin_key}
-        key = None if options.openai_endpoint else admin_key  # SGLang takes its user's own from nowhere else
+        key = os.environ.get("SGLANG_API_KEY") if options.openai_endpoint else admin_key
         if key:
             arguments["api_key"] = key
         process = ServerProcess(arguments, ENVIRONMENT, self._where)

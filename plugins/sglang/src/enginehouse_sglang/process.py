@@ -116,8 +116,9 @@ class ServerProcess:
             SGLangFailed: it does.
         """
         task = asyncio.ensure_future(call)
+        either: set[asyncio.Future[Any]] = {task, self.died}
         try:
-            await asyncio.wait({task, self.died}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise SGLangFailed(self.death())
             return task.result()
