@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +21,18 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # models are directories
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # by the margin; requests are checked against the model's own
 }
-"""Variables of the server's processes, beside those of the worker."""
+
+BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
+"""SGLang's variable with the cores of each rank on a CPU. Unset, it has no more ranks than the host has NUMA nodes."""
+
+
+def environment(options: SGLangOptions, context: ProcessContext) -> dict[str, str]:
+    """Variables of the server's processes, beside those of the worker."""
+    found = dict(ENVIRONMENT)
+    if context.device == "cpu" and options.tensor_parallel > 1 and BINDING not in os.environ:
+        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        found[BINDING] = "|".join([cores] * options.tensor_parallel)
+    return found
 
 
 def server_arguments(

@@ -26,7 +26,7 @@ from enginehouse.engines.rollout import (
 from enginehouse.engines.train import ALL
 from enginehouse.engines.weights import WeightChunk, WeightState, WeightUpdate
 from enginehouse.errors import ConfigError, EnginehouseError, ModelError
-from enginehouse_sglang.arguments import CONTEXT_MARGIN, ENVIRONMENT, server_arguments
+from enginehouse_sglang.arguments import CONTEXT_MARGIN, environment, server_arguments
 from enginehouse_sglang.attaching import attach
 from enginehouse_sglang.http import Refused
 from enginehouse_sglang.on_cpu.torchvision import declare_operators
@@ -150,7 +150,7 @@ class SGLangRollout:
         key = os.environ.get("SGLANG_API_KEY") if options.openai_endpoint else admin_key
         if key:
             arguments["api_key"] = key
-        process = ServerProcess(arguments, ENVIRONMENT, self._where)
+        process = ServerProcess(arguments, environment(options, context), self._where)
         shown = f"[{host}]" if ":" in host else host
         server = self._server = SGLangServer(f"http://{shown}:{port}", self._where, process, key, admin_key)
         while not await self._answers(server):
