@@ -34,6 +34,7 @@ from enginehouse_sglang.options import SGLangOptions
 from enginehouse_sglang.process import ServerProcess, SGLangFailed, free_port
 from enginehouse_sglang.rows import Drawing, drawings, result
 from enginehouse_sglang.server import SGLangServer
+from enginehouse_sglang.turns import Kind, Turns, kind_of
 from enginehouse_sglang.weights import SGLangWeights
 
 LOOK_SECONDS = 0.2
@@ -78,6 +79,7 @@ class SGLangRollout:
         self._new: list[_Call] = []  # not handed over yet: of this turn of the loop, or come while paused
         self._scheduled = False
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._turns = Turns()
         self._paused = False
         self._held = False
 
@@ -241,7 +243,8 @@ class SGLangRollout:
     async def _serve(self, sampling: SamplingParams, calls: Sequence[_Call]) -> None:
         """Draw some requests of the same sampling, and hand out what came of them."""
         try:
-            await self._draw(sampling, [one for call in calls for one in call.drawn])
+            kind = kind_of(sampling, any(call.request.sampling.seed is not None for call in calls))
+            await self._draw(sampling, kind, [one for call in calls for one in call.drawn])
         except Refused as error:
             if len(calls) > 1:  # of one of them, which is to be the only one to suffer
                 await asyncio.gather(*(self._serve(sampling, [call]) for call in calls))
@@ -256,11 +259,12 @@ class SGLangRollout:
         else:
             _settle(calls, lambda call: result(call.request, call.drawn))
 
-    async def _draw(self, sampling: SamplingParams, drawn: Sequence[Drawing]) -> None:
+    async def _draw(self, sampling: SamplingParams, kind: Kind | None, drawn: Sequence[Drawing]) -> None:
         ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._ends)
         missing = list(drawn)
         while missing:
-            answers = await self.server.generate([one.row(sampling, ends) for one in missing])
+            async with self._turns.of(kind):
+                answers = await self.server.generate([one.row(sampling, ends) for one in missing])
             served = self._weights.version
             ended = [one.take(answer, sampling, ends, served) for one, answer in zip(missing, answers, strict=True)]
             missing = [one for one, over in zip(missing, ended, strict=True) if not over]
