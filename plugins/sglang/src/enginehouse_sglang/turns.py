@@ -1,7 +1,8 @@
 """Which requests may be drawn beside each other, so that a seed gives the same tokens whatever runs beside.
 
-SGLang draws a whole batch in one of two ways: by token ids, or, where any row of it has `top_p`, `top_k` or is greedy, by
-ranks of likelihood (0.5.23, `Sampler._sample_from_probs`). A seeded row gets other tokens in the one than in the other.
+SGLang draws a whole batch in one of two ways: by token ids, or, where any row of it has `top_p`, `top_k` or is greedy,
+by ranks of likelihood (0.5.23, `Sampler._sample_from_probs`). A seeded row gets other tokens in the one than in the
+other.
 """
 
 from __future__ import annotations
