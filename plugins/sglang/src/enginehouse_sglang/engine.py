@@ -156,7 +156,7 @@ class SGLangRollout:
         shown = f"[{host}]" if ":" in host else host
         server = self._server = SGLangServer(f"http://{shown}:{port}", self._where, process, key, admin_key)
         while not await self._answers(server):
-            await process.outlived(asyncio.sleep(LOOK_SECONDS))
+            await asyncio.wait([process.died], timeout=LOOK_SECONDS)
         return await server.settings()
 
     async def _answers(self, server: SGLangServer) -> bool:
