@@ -39,6 +39,7 @@ test: $(VENV)/.developer  ## run every test: the quick ones first
 
 runtimes: $(VENV)/.developer  ## make the Python environments of engines that need one of their own
 	$(BIN)/enginehouse runtime create vllm --variant cpu
+	$(BIN)/enginehouse runtime create sglang --variant cpu
 
 lint: $(VENV)/.developer  ## style, types and the one-way arrows between packages
 	$(BIN)/ruff check .

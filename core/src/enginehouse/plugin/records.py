@@ -73,11 +73,14 @@ class RequirementSet:
         requirements: requirement strings, resolved by pip.
         lock: `"package:file"`, a file in a package that pins everything; installed as it is, without resolving.
         module: the engine's top-level module, imported once when the runtime is made; empty: none.
+        prepare: `"module:function"` of the plugin, called before `module` is imported, in the same process; for an
+            engine that cannot be imported by itself there. Empty: none.
     """
 
     requirements: tuple[str, ...] = ()
     lock: str = ""
     module: str = ""
+    prepare: str = ""
 
     def __str__(self) -> str:
         return f"all that {self.lock} pins" if self.lock else ", ".join(self.requirements)

@@ -34,6 +34,7 @@ class Recipe:
         python: implementation and minor version, as this process's: `"cpython 3.11"`.
         platform: `sysconfig.get_platform()`.
         ray: version of Ray, the driver's own.
+        prepare: `"module:function"` of the plugin, called before the engine's module is imported; empty: none.
     """
 
     backend: str
@@ -44,11 +45,13 @@ class Recipe:
     python: str
     platform: str
     ray: str
+    prepare: str = ""
 
     @property
     def key(self) -> str:
-        """Stands for all of it; hexadecimal."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+        """Stands for all that is installed; hexadecimal."""
+        installed = {name: value for name, value in asdict(self).items() if name != "prepare"}
+        return hashlib.sha256(json.dumps(installed, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def name(self) -> str:
@@ -81,6 +84,7 @@ def recipe(record: Backend, variant: str) -> Recipe:
         python=python_of_this_process(),
         platform=sysconfig.get_platform(),
         ray=ray,
+        prepare=wanted.prepare,
     )
 
 

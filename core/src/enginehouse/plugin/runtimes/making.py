@@ -23,6 +23,7 @@ from enginehouse.plugin.requirements import installed_version
 from enginehouse.plugin.runtimes.errors import MakingError
 from enginehouse.plugin.runtimes.ingredients import Recipe
 from enginehouse.plugin.runtimes.maker import END_SECONDS, end_left_step, forget_maker, maker_of, note_maker
+from enginehouse.plugin.runtimes.overlay import make_overlay
 from enginehouse.plugin.runtimes.store import Manifest, Runtime, clear, folder, has_module, held, runtime_at
 
 Progress = Callable[[str, str], None]
@@ -39,6 +40,9 @@ WAIT_SECONDS = 2 * STEP_SECONDS
 
 _IMPORT = """
 import importlib, json, sys
+of, _, function = sys.argv[2].partition(":")
+if of:
+    getattr(importlib.import_module(of), function)()
 module = importlib.import_module(sys.argv[1])
 print()
 print(json.dumps(str(getattr(module, "__version__", "unknown"))))
@@ -121,7 +125,8 @@ def _make(path: Path, wanted: Recipe, steps: _Steps) -> None:
     steps.run("install what enginehouse needs" if within else "install", [*pip, *within, "-r", str(written)])
     versions = {}
     if wanted.module:
-        said = steps.run(f"import {wanted.module}", [python, "-c", _IMPORT, wanted.module])
+        overlay = str(make_overlay().path) if wanted.prepare else None
+        said = steps.run(f"import {wanted.module}", [python, "-c", _IMPORT, wanted.module, wanted.prepare], overlay)
         versions["engine"] = json.loads(said[-1])
     packages = [str(runtime_at(path).packages)]
     for name in ("ray", "torch", "transformers"):
@@ -160,8 +165,13 @@ class _Steps:
         self._progress = progress
         self._since = time.time()
 
-    def run(self, step: str, command: Sequence[str]) -> list[str]:
+    def run(self, step: str, command: Sequence[str], path: str | None = None) -> list[str]:
         """Run a command to its end; returns the lines it said.
+
+        Args:
+            step: what it does, in words.
+            command: the command.
+            path: a folder it imports from, before its own; None: none.
 
         Raises:
             MakingError: it failed, or did not end within `STEP_SECONDS`.
@@ -172,7 +182,7 @@ class _Steps:
         said: list[str] = []
         # a session of its own: Ctrl-C reaches this process alone, which then ends the step with all it started
         process = subprocess.Popen(
-            command, cwd=self._path, env=_variables(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            command, cwd=self._path, env=_variables(path), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
         )  # fmt: skip
         note_maker(self._path.name, self._since, process.pid)
@@ -208,10 +218,11 @@ class _Steps:
         return said
 
 
-def _variables() -> dict[str, str]:
+def _variables(path: str | None) -> dict[str, str]:
     """The environment of a step: without what would send pip, or an import, to another environment."""
     astray = ("PYTHONPATH", "PYTHONHOME", "PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "VIRTUAL_ENV")
-    return {name: value for name, value in os.environ.items() if name not in astray}
+    kept = {name: value for name, value in os.environ.items() if name not in astray}
+    return kept if path is None else kept | {"PYTHONPATH": path}
 
 
 def _end(process: subprocess.Popen[str]) -> None:

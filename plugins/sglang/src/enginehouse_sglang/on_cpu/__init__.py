@@ -1,0 +1,62 @@
+"""What SGLang 0.5.21 to 0.5.23 need to run on a CPU. Nothing here is done where they run on a GPU.
+
+SGLang imports packages everywhere that are made for GPUs alone, and calls them where there is one. What stands in for
+them can be imported and says its name when it is called: `NotOnCPU`. It is put in only for what is not installed, in
+processes of `enginehouse_sglang.serve`, and nowhere else.
+
+* `triton.py` stands in for triton. Goes once SGLang imports it only where it is used.
+* `sgl_kernel.py` stands in for sgl-kernel. Goes once there is a build of it for CPUs on the package index.
+* `torchvision.py` declares operators of torchvision. Goes once its wheel on the package index loads beside a torch for
+  CPUs.
+* `seeds.py` makes a request's seed count. Goes once SGLang takes `torch_native` for deterministic inference.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from enginehouse.plugin.runtimes import variant_here
+
+CPU_ENGINE = "SGLANG_USE_CPU_ENGINE"
+"""SGLang's own switch: it takes this machine for a CPU where it is 1. Processes that SGLang starts inherit it."""
+
+VARIABLES = {
+    CPU_ENGINE: "1",
+    # Each sequence's attention is a call of its own: OpenMP's threads would wait for one another more than they work.
+    "OMP_NUM_THREADS": "1",
+    # The sampler with seeds is compiled with a C++ compiler at its first call, which takes minutes, if there is one.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+"""Environment variables of SGLang's processes on a CPU; what the environment has already stays."""
+
+
+class NotOnCPU(NotImplementedError):
+    """Something of SGLang was called that needs a GPU."""
+
+    def __init__(self, name: str):
+        package = name.partition(".")[0]
+        super().__init__(
+            f"{name} was called, and this is a CPU: {package} needs a GPU, and in its place is a stand-in of "
+            "enginehouse-sglang that can only be imported. What called it (see the traceback) cannot be used here"
+        )
+
+
+def is_cpu(arguments: Sequence[str]) -> bool:
+    """Whether SGLang's server runs on a CPU with these arguments: by its switch, `--device`, or for want of a GPU."""
+    if CPU_ENGINE in os.environ:
+        return os.environ[CPU_ENGINE] == "1"
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        if before == "--device" or argument.startswith("--device="):
+            return argument.removeprefix("--device=") == "cpu"
+    return variant_here() == "cpu"
+
+
+def adapt() -> None:
+    """Make SGLang run on this process's CPU; nothing to do a second time. Before SGLang or torch is imported."""
+    from enginehouse_sglang.on_cpu import seeds, stand_ins
+
+    for name, value in VARIABLES.items():
+        os.environ.setdefault(name, value)
+    stand_ins.put_in()
+    seeds.make_count()
