@@ -484,6 +484,6 @@ def test_an_engine_for_validations_that_cannot_be_is_refused(make: Callable[...,
     assert said in refusal(make, "evaluation.engine.backend=torch", *overrides)
 
 
-def test_a_backend_for_validations_that_is_not_there_is_named_by_its_key(make: Callable[..., Plan]):
+def test_a_backend_for_validations_that_is_not_there_is_named_by_its_key(make: Callable[..., Plan], project: Project):
     with pytest.raises(PluginLookupError, match=r"evaluation\.engine\.backend: "):
-        make("evaluation.engine.backend=no_such", f"data.validation={__file__}")
+        make("evaluation.engine.backend=no_such", f"data.validation={project.root / 'train.jsonl'}")

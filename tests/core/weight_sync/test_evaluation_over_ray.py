@@ -1,4 +1,4 @@
-"""Weights for an engine of its own for validations: the version the rollout serves, verified, and nothing in its way."""
+"""Weights for an engine of its own for validations: what the rollout serves, verified, and nothing in its way."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_it_serves_what_the_rollout_serves_at_each_validation(house):
 
 
 def test_it_gets_nothing_once_the_trainer_has_gone_on(house):
-    actor, rollout, evaluation, sync = house
+    actor, _, evaluation, sync = house
     sync.sync(1)
     sync.bring(evaluation, "shared_memory")
     actor.update(DEMONSTRATIONS, LossSpec("supervised"))
