@@ -13,7 +13,17 @@ from enginehouse.plugin.runtimes import Interpreter, NoRuntime, choose_runtime
 @pytest.fixture(scope="session")
 def vllm_runtime() -> Interpreter:
     """The interpreter of vLLM's runtime."""
-    record = plugins().get("rollout", "vllm", elsewhere=True)
+    return _runtime_of("vllm")
+
+
+@pytest.fixture(scope="session")
+def sglang_runtime() -> Interpreter:
+    """The interpreter of SGLang's runtime."""
+    return _runtime_of("sglang")
+
+
+def _runtime_of(backend: str) -> Interpreter:
+    record = plugins().get("rollout", backend, elsewhere=True)
     try:
         return choose_runtime(record)
     except NoRuntime as error:

@@ -457,3 +457,34 @@ def test_planning_imports_neither_torch_nor_ray(project: Project):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+# Evaluation
+
+
+def test_validations_are_answered_by_the_rollout_unless_an_engine_is_named(make: Callable[..., Plan], project: Project):
+    validation = f"data.validation={project.root / 'train.jsonl'}"
+    assert make(validation).evaluation is None
+    planned = make(validation, "evaluation.engine.backend=torch")
+    assert planned.evaluation is not None
+    assert (planned.evaluation.backend, planned.evaluation.transport) == ("torch", "shared_memory")
+    assert planned.evaluation.effect_checked
+    assert set(planned.interpreters) == {"actor", "rollout", "evaluation"}
+    assert dict(planned.facts)["evaluation"].startswith("1 replica of torch, in a process of its own")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ((), "evaluation.engine is set, but there is no file to validate on (data.validation)"),
+        (("cluster.launcher=inline",), "evaluation.engine wants a process of its own, and an inline run has one"),
+        (("evaluation.engine.options={no_such: 1}",), "evaluation.engine.options.no_such"),
+    ],
+)
+def test_an_engine_for_validations_that_cannot_be_is_refused(make: Callable[..., Plan], overrides: Any, said: str):
+    assert said in refusal(make, "evaluation.engine.backend=torch", *overrides)
+
+
+def test_a_backend_for_validations_that_is_not_there_is_named_by_its_key(make: Callable[..., Plan], project: Project):
+    with pytest.raises(PluginLookupError, match=r"evaluation\.engine\.backend: "):
+        make("evaluation.engine.backend=no_such", f"data.validation={project.root / 'train.jsonl'}")

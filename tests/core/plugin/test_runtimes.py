@@ -9,6 +9,7 @@ import re
 import stat
 import subprocess
 import sys
+import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -342,6 +343,24 @@ def test_an_engine_that_cannot_be_imported_fails_the_making():
     with pytest.raises(MakingError, match="the step 'import no_such_engine' failed"):
         make_runtime(dataclasses.replace(small(), module="no_such_engine"))
     assert installed_runtimes() == []
+
+
+def test_an_engine_that_cannot_be_imported_by_itself_is_prepared_for_first(distributions: Any):
+    source = """
+        import sys, types
+        def stand_in():
+            sys.modules["no_such_engine"] = types.SimpleNamespace(__version__="2.1")
+        """
+    plugin = distributions.add("swift", source)
+    (distributions.site / f"{plugin}.py").write_text(textwrap.dedent(source))  # core is not there to import from
+    prepared = dataclasses.replace(small(), module="no_such_engine", prepare=f"{plugin}:stand_in")
+    made = make_runtime(prepared)
+    assert made.manifest is not None
+    assert made.manifest.versions["engine"] == "2.1"
+
+
+def test_how_an_engines_import_is_prepared_makes_no_other_runtime():
+    assert dataclasses.replace(small(), prepare="swift:stand_in").key == small().key
 
 
 def test_an_interruption_leaves_nothing_that_passes_for_whole():

@@ -67,6 +67,8 @@ def run_plan(plan: Plan | SFTPlan, build: Callable[[RunDirectory, Progress], Tra
             trainer = build(run, progress)
             run.open()
             run.record.update(actor_options=plan.actor_options, rollout_options=getattr(plan, "rollout_options", None))
+            if evaluation := getattr(plan, "evaluation", None):
+                run.record.update(evaluation_options=evaluation.options)
             stack.callback(_trace_calls(run))
             trainer.run()
     except (KeyboardInterrupt, SystemExit):  # ray's own handler of SIGTERM exits

@@ -68,12 +68,21 @@ def check_rows(findings: Findings, config: SFTConfig) -> None:
 def check_placement(findings: Findings, config: Config, device: str, colocated: bool) -> None:
     """Check that the roles fit beside each other; `colocated` is whether the rollout lives in the actor's processes."""
     actor, rollout = config.actor.processes, config.rollout.replicas
+    evaluation = int(config.evaluation.engine is not None)
+    if evaluation and config.cluster.launcher == "inline":
+        findings.refuse(
+            "evaluation.engine wants a process of its own, and an inline run has one for all roles; leave it unset, or "
+            "set cluster.launcher=ray"
+        )
+    if evaluation and not config.data.validation:
+        findings.refuse("evaluation.engine is set, but there is no file to validate on (data.validation)")
     if colocated and actor != rollout and config.cluster.launcher != "inline":
         findings.refuse(
             "rollout.placement is colocated: each replica lives in a process of the actor, so rollout.replicas "
             f"({rollout}) has to equal actor.processes ({actor}); or set rollout.placement=separate"
         )
-    check_cluster(findings, config.cluster, max(actor, rollout), actor if colocated else actor + rollout, device)
+    processes = (actor if colocated else actor + rollout) + evaluation
+    check_cluster(findings, config.cluster, max(actor, rollout), processes, device)
 
 
 def check_cluster(findings: Findings, cluster: Cluster, largest: int, processes: int, device: str) -> None:
@@ -97,13 +106,16 @@ def check_cluster(findings: Findings, cluster: Cluster, largest: int, processes:
 
 
 def check_lengths(
-    findings: Findings, config: Config, rollout_options: Mapping[str, Any], model: Mapping[str, Any]
+    findings: Findings, config: Config, options: Mapping[str, Mapping[str, Any]], model: Mapping[str, Any]
 ) -> None:
-    """Check that a prompt and a response fit into the model and the rollout engine, where their limits are known."""
-    limits = {
-        "the model's positions (max_position_embeddings)": model.get("max_position_embeddings"),
-        "rollout.engine.options.max_model_tokens": rollout_options.get("max_model_tokens"),
-    }
+    """Check that a prompt and a response fit into the model and each engine that generates, where limits are known.
+
+    Args:
+        options: of the engines, by role.
+        model: the model's `config.json`.
+    """
+    limits = {"the model's positions (max_position_embeddings)": model.get("max_position_embeddings")}
+    limits |= {f"{role}.engine.options.max_model_tokens": one.get("max_model_tokens") for role, one in options.items()}
     known = [(limit, name) for name, limit in limits.items() if isinstance(limit, int)]
     if not known:
         return

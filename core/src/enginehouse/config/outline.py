@@ -9,6 +9,7 @@ from enginehouse.config.arithmetic import samples_per_step
 from enginehouse.plugin.runtimes import CURRENT
 
 if TYPE_CHECKING:
+    from enginehouse.config.plan import EvaluationPlan
     from enginehouse.config.schema import Config, Model, SFTConfig
     from enginehouse.plugin.runtimes import Interpreter
 
@@ -23,6 +24,7 @@ def outline_rl(
     effect_check_every: int,
     colocated: bool,
     interpreters: Mapping[str, Interpreter],
+    evaluation: EvaluationPlan | None = None,
 ) -> Facts:
     """A reinforcement-learning run.
 
@@ -33,6 +35,7 @@ def outline_rl(
         effect_check_every: updates between checks of their effect; 0 for none.
         colocated: whether the rollout lives in the actor's processes.
         interpreters: what each role's workers run under.
+        evaluation: what answers the validation prompts, where that is not the rollout.
     """
     checked = (
         f"their effect checked every {effect_check_every} updates" if effect_check_every else "their effect unchecked"
@@ -41,6 +44,7 @@ def outline_rl(
         ("model", _model(config.model, model)),
         ("actor", f"{_count(config.actor.processes, 'process')} of {config.actor.engine.backend}"),
         ("rollout", _rollout(config, colocated)),
+        *([("evaluation", _evaluation(evaluation))] if evaluation else []),
         ("reference", _reference(config)),
         ("runtimes", _runtimes(interpreters)),
         ("weights", f"by {transport}; {checked}"),
@@ -83,6 +87,14 @@ def _rollout(config: Config, colocated: bool) -> str:
     rollout = config.rollout
     where = "in the actor's processes" if colocated else "in processes of their own"
     return f"{_count(rollout.replicas, 'replica')} of {rollout.engine.backend}, {where}"
+
+
+def _evaluation(evaluation: EvaluationPlan) -> str:
+    checked = "checked each time" if evaluation.effect_checked else "unchecked"
+    return (
+        f"1 replica of {evaluation.backend}, in a process of its own; weights by {evaluation.transport} before each "
+        f"validation, their effect {checked}"
+    )
 
 
 def _reference(config: Config) -> str:

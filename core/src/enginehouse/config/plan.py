@@ -63,7 +63,7 @@ class RunPlan:
         python_path: directories that workers import the user's own functions from.
         distributions: distributions of the backends used, for the record of versions.
         actor_options: the training backend's options, checked and complete, as plain data.
-        interpreters: what each role's workers run under, by role: `"actor"`, `"rollout"`.
+        interpreters: what each role's workers run under, by role: `"actor"`, `"rollout"`, `"evaluation"`.
         facts: what the run will do, as `(label, sentence)`.
         notes: what the user may not have expected.
         resumed: the checkpoint the run goes on from; None for a run that starts.
@@ -87,6 +87,23 @@ class RunPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvaluationPlan:
+    """An engine of its own for validations.
+
+    Attributes:
+        backend: name of a rollout backend.
+        options: its options, as plain data.
+        transport: name of the weight transport.
+        effect_checked: whether the effect of its weights is compared with the trainer's at each validation.
+    """
+
+    backend: str
+    options: dict[str, Any]
+    transport: str
+    effect_checked: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan(RunPlan):
     """A reinforcement-learning run, checked.
 
@@ -100,6 +117,7 @@ class Plan(RunPlan):
         effect_check_every: `weights.effect_check_every`; 0 where the rollout backend cannot score prompts.
         reward: `"module:function"`.
         advantage: `"module:function"`.
+        evaluation: what answers the validation prompts; None: the rollout.
     """
 
     config: Config
@@ -111,6 +129,7 @@ class Plan(RunPlan):
     effect_check_every: int
     reward: str
     advantage: str
+    evaluation: EvaluationPlan | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +180,8 @@ def plan(
     colocated = choose_colocation(findings, config, rollout, interpreters["actor"], interpreters["rollout"])
     transport, reason = choose_transport(findings, setting.plugins, config, train, rollout, setting.device, colocated)
 
+    evaluator, evaluation = setting.evaluation(config, train, interpreters)
+
     model = setting.model(config)
     check_model(findings, train, actor_options, model, "actor")
     check_model(findings, rollout, rollout_options, model, "rollout")
@@ -168,7 +189,8 @@ def plan(
         check_model(findings, train, actor_options, setting.reference, "actor", "reference.path")
     check_batches(findings, config, setting.plugins)
     check_placement(findings, config, setting.device, colocated)
-    check_lengths(findings, config, rollout_options, model)
+    generating = {"rollout": rollout_options} | ({"evaluation": evaluation.options} if evaluation else {})
+    check_lengths(findings, config, generating, model)
     prompts, columns = _prompts(findings, config)
     reward = setting.reward(config, columns)
     advantage = setting.function(
@@ -186,7 +208,8 @@ def plan(
         }
     )
     findings.raise_problems(setting.source)
-    facts = outline_rl(config, model, prompts, f"{transport} ({reason})", effect_check_every, colocated, interpreters)
+    by = f"{transport} ({reason})"
+    facts = outline_rl(config, model, prompts, by, effect_check_every, colocated, interpreters, evaluation)
     return Plan(
         config=config,
         rollout_options=rollout_options,
@@ -197,9 +220,10 @@ def plan(
         effect_check_every=effect_check_every,
         reward=reward,
         advantage=advantage,
+        evaluation=evaluation,
         actor_options=actor_options,
         interpreters=interpreters,
-        **setting.common(facts, directory, (train, rollout)),
+        **setting.common(facts, directory, (train, rollout, evaluator)),
     )
 
 
@@ -276,6 +300,27 @@ class _Setting:
         """What the workers of a role run under; `key` is the role's in the config."""
         return choose_interpreter(
             self.findings, self.plugins, record, engine, key, self.config.cluster.launcher, self.device
+        )
+
+    def evaluation(
+        self, config: Config, train: TrainBackend | None, interpreters: dict[str, Interpreter]
+    ) -> tuple[RolloutBackend | None, EvaluationPlan | None]:
+        """Check the engine for validations, and add its interpreter to the others; None twice where it is the rollout.
+
+        Args:
+            train: the actor's backend.
+            interpreters: by role.
+        """
+        findings, engine = self.findings, config.evaluation.engine
+        if engine is None:
+            return None, None
+        record = find_backend(findings, self.plugins, RolloutBackend, engine, "evaluation", self.device)
+        interpreters["evaluation"] = self.interpreter(record, engine, "evaluation")
+        return record, EvaluationPlan(
+            backend=engine.backend,
+            options=typed_options(findings, record, engine, "evaluation", 1),
+            transport=choose_transport(findings, self.plugins, config, train, record, self.device, False)[0],
+            effect_checked=bool(check_capabilities(findings, config, record)),
         )
 
     def model(self, config: Config | SFTConfig) -> Mapping[str, Any]:

@@ -90,6 +90,16 @@ class Rollout(Section):
     sampling: Sampling = Field(default_factory=Sampling)
 
 
+class Evaluation(Section):
+    """What answers the validation prompts."""
+
+    engine: Engine | None = Field(
+        default=None,
+        description="A rollout backend, in a process of its own that gets the weights, verified, before each "
+        "validation; unset: the rollout",
+    )
+
+
 class Reference(Section):
     """The frozen model a KL term holds the policy near to, on the actor's backend. It runs only for a KL term."""
 
@@ -209,6 +219,7 @@ class Config(Section):
     reward: Reward
     actor: Actor = Field(default_factory=Actor)
     rollout: Rollout = Field(default_factory=Rollout)
+    evaluation: Evaluation = Field(default_factory=Evaluation)
     reference: Reference = Field(default_factory=Reference)
     algorithm: Algorithm = Field(default_factory=Algorithm)
     weights: Weights = Field(default_factory=Weights)

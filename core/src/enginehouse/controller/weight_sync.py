@@ -12,7 +12,7 @@ trainer: engines exist that hold the right bytes and compute with others.
 
 Where replicas can be lost one by one (`Replicas`), one that dies before it has all the bytes is left out and the update
 is sent again to the others; one that dies later is left out. One that came back gets the version that is served
-(`catch_up`), or the next one.
+(`catch_up`), or the next one. So do replicas of another engine that serve beside those of the rollout (`bring`).
 
 The worker methods called here are those of `enginehouse.rl.roles`; any worker class that has them will do.
 """
@@ -145,17 +145,17 @@ class WeightSync:
                 the last update.
         """
         self._await_resumption()
-        self._connect(self._receivers if self._replicas is None else self._replicas.members())
+        self._connect(self._rollout if isinstance(self._rollout, WorkerGroup) else self._rollout.members())
         self._open = True
 
-    def _connect(self, receivers: WorkerGroup | Members | None) -> None:
-        assert receivers is not None
+    def _connect(self, receivers: WorkerGroup | Members, transport: str = "") -> None:
         self._receivers = receivers
+        transport = transport or self._transport
         parameters = self._call(self._train, "weight_metadata")
-        plan = load_transport(self._transport).prepare(
+        plan = load_transport(transport).prepare(
             parameters, receivers.world_size, uuid.uuid4().hex, self._bucket_bytes, self._train.world_size
         )
-        self._plan = plan = replace(plan, transport=self._transport)
+        self._plan = plan = replace(plan, transport=transport)
         self._nbytes = sum(parameter.nbytes for parameter in parameters)
         self._updates = 0
         try:
@@ -167,7 +167,7 @@ class WeightSync:
                 self._call(receivers, "connect_weights", plan)
         except Exception as error:
             self._disconnect()
-            raise _explained(error, f"weight transport {self._transport!r} could not be connected") from error
+            raise _explained(error, f"weight transport {transport!r} could not be connected") from error
 
     def sync(self, version: int) -> SyncReport:
         """Make every replica serve the trainer's current weights as `version`.
@@ -198,7 +198,8 @@ class WeightSync:
                 self._follow_membership()
                 sent = self._transfer(version)
                 staged = True
-                effect = self._commit(version, sent)
+                check = bool(self._every and self._probe) and self._updates % self._every == 0
+                effect = self._commit(version, sent, self._replicas, check)
                 break
             except BaseException as error:
                 self._abort(version)
@@ -222,22 +223,40 @@ class WeightSync:
         Raises:
             WeightSyncError: they do not serve it, and wait for the next update.
         """
+        self._bring(returned, self._transport, True, self._replicas, "a returned replica")
+
+    def bring(self, replicas: Replicas, transport: str, check: bool = True) -> None:
+        """Make replicas of another engine serve the version that the rollout serves, verified in all three ways.
+
+        Not while the trainer's weights change. The next `sync` goes to the rollout again.
+
+        Args:
+            replicas: beside those of the rollout.
+            transport: name of the weight transport to them, or `"module:Class"`.
+            check: whether the effect is compared; a backend that cannot score prompts has none to compare.
+
+        Raises:
+            WeightSyncError: they do not serve it.
+        """
+        self._bring(replicas.members(), transport, check, replicas, replicas.name)
+
+    def _bring(self, members: Members, transport: str, check: bool, replicas: Replicas | None, whom: str) -> None:
         if self._served is None:
-            raise WeightSyncError("there is no version to catch up with: no weight update has succeeded")
+            raise WeightSyncError(f"there is no version to bring to {whom}: no weight update has succeeded")
         self._await_resumption()
         version, sums = self._served
         self._in_flight = ()
         try:
-            self._connect(returned)
+            self._connect(members, transport)
             sent = self._transfer(version)
             compare_checksums(sums, sent, f"the trainer, whose weights are not those of version {version} any more,")
-            self._commit(version, sent, check=True)
+            self._commit(version, sent, replicas, check and bool(self._every and self._probe))
             self._await_resumption()
         except BaseException as error:
             self._abort(version)
             if not isinstance(error, Exception):
                 raise
-            raise _explained(error, f"weight version {version} could not be brought to a returned replica") from error
+            raise _explained(error, f"weight version {version} could not be brought to {whom}") from error
 
     def close(self) -> None:
         """Close both ends, as far as they still can be reached. What goes wrong is logged: there is nothing to lose."""
@@ -259,9 +278,11 @@ class WeightSync:
 
     def _follow_membership(self) -> None:
         """Connect anew where replicas were lost or came back since the last time."""
-        if self._replicas is None:
+        if isinstance(self._rollout, WorkerGroup):
+            if self._receivers is not self._rollout:  # others got the version that is served since
+                self._connect(self._rollout)
             return
-        now = self._replicas.members()
+        now = self._rollout.members()
         if self._plan is None or not isinstance(self._receivers, Members) or now.members != self._receivers.members:
             self._connect(now)
 
@@ -287,17 +308,16 @@ class WeightSync:
             compare_checksums(arrived[0].parameters, found.parameters, f"{self._name(replica)}, put together,")
         return arrived[0].parameters if arrived else sent
 
-    def _commit(self, version: int, sent: Mapping[str, str], check: bool = False) -> float | None:
-        """Serve the new version, verified; returns the effect check's figure where one is due."""
-        check = bool(self._every and self._probe) and (check or self._updates % self._every == 0)
+    def _commit(self, version: int, sent: Mapping[str, str], replicas: Replicas | None, check: bool) -> float | None:
+        """Serve the new version, verified; returns the effect's figure if it is to be checked."""
         states: list[WeightState | None] = self._of_those_left("commit_weights", version).result()
         for replica, state in enumerate(states):
             if state is not None:
                 verify_state(state, version, sent, self._name(replica))
         effect = self._effect(version) if check else None
         self._resuming = version, self._of_those_left("resume_weights", version)
-        if self._replicas is not None and isinstance(self._receivers, Members):
-            self._replicas.confirmed(self._receivers, version)
+        if replicas is not None and isinstance(self._receivers, Members):
+            replicas.confirmed(self._receivers, version)
         return effect
 
     def _of_those_left(self, method: str, *args: Any) -> Future | Gathered:
@@ -378,8 +398,9 @@ class WeightSync:
         return f"another training rank, {rank}, which holds other weights than one before it"
 
     def _name(self, replica: int) -> str:
-        members = self._receivers.members if isinstance(self._receivers, Members) else None
-        return f"{self._rollout.name} replica {replica if members is None else members[replica].number}"
+        if isinstance(self._receivers, Members):
+            return f"{self._receivers.name} replica {self._receivers.members[replica].number}"
+        return f"{self._rollout.name} replica {replica}"
 
 
 def _both(waited: Future | Gathered, other: Future | Gathered) -> Any:

@@ -31,6 +31,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Evaluation:
+    """What answers validation prompts where that is not the rollout.
+
+    Attributes:
+        fleet: its one replica.
+        transport: name of the weight transport.
+        effect_checked: whether the effect of its weights is compared with the trainer's.
+    """
+
+    fleet: RolloutFleet
+    transport: str
+    effect_checked: bool
+
+
+@dataclass(frozen=True)
 class Roles:
     """The worker groups of a run."""
 
@@ -38,11 +53,13 @@ class Roles:
     rollout: WorkerGroup | RolloutFleet
     reference: WorkerGroup | None
     sync: WeightSync
+    evaluation: Evaluation | None = None
 
     def describe(self) -> dict[str, Any]:
         """For reports: each role's processes and what they run."""
         groups = {"actor": self.actor, "rollout": self.rollout, "reference": self.reference}
-        return {name: group.call("describe") for name, group in groups.items() if group is not None}
+        described = {name: group.call("describe") for name, group in groups.items() if group is not None}
+        return described | ({"evaluation": self.evaluation.fleet.describe()} if self.evaluation else {})
 
     def generate_each(
         self, batch: Batch, sampling: SamplingParams, seed: int | None = None
@@ -51,6 +68,15 @@ class Roles:
         if isinstance(self.rollout, RolloutFleet):
             return self.rollout.generate_each(batch, sampling, seed)
         return drawn_by_group(self.rollout, batch, sampling, seed)
+
+    def validate_each(
+        self, batch: Batch, sampling: SamplingParams, seed: int | None = None
+    ) -> Iterator[tuple[range, Batch]]:
+        """As `generate_each`, by what answers validation prompts, which first gets the weights that are served."""
+        if self.evaluation is None:
+            return self.generate_each(batch, sampling, seed)
+        self.sync.bring(self.evaluation.fleet, self.evaluation.transport, check=self.evaluation.effect_checked)
+        return self.evaluation.fleet.generate_each(batch, sampling, seed)
 
     def rollout_metrics(self) -> dict[str, float]:
         """What happened to the rollout replicas in a step, where they are a fleet."""
@@ -96,8 +122,9 @@ def place(plan: Plan, probe: Sequence[Sequence[int]]) -> Iterator[Roles]:
         if config.cluster.launcher == "ray":
             stack.enter_context(start_ray(config.cluster.address))
         groups = stack.enter_context(_colocated(plan, specs, config.actor.processes))
-        replicas = groups["rollout"] if colocated else _fleet(plan, rollout, stack)
+        replicas = groups["rollout"] if colocated else _fleet(plan, rollout, stack, config.rollout.replicas)
         replicas.launch()
+        evaluation = _evaluation(plan, stack)
         sync = WeightSync(
             groups["actor"],
             replicas,
@@ -112,7 +139,7 @@ def place(plan: Plan, probe: Sequence[Sequence[int]]) -> Iterator[Roles]:
         stack.callback(sync.close)
         if isinstance(replicas, RolloutFleet):
             replicas.catch_up = sync.catch_up
-        yield Roles(groups["actor"], replicas, groups.get("reference"), sync)
+        yield Roles(groups["actor"], replicas, groups.get("reference"), sync, evaluation)
 
 
 @contextmanager
@@ -150,12 +177,24 @@ def _colocated(plan: Plan | SFTPlan, specs: dict[str, WorkerSpec], processes: in
         pool.shutdown()
 
 
-def _fleet(plan: Plan, spec: WorkerSpec, stack: ExitStack) -> RolloutFleet:
+def _evaluation(plan: Plan, stack: ExitStack) -> Evaluation | None:
+    """The engine of its own for validations, launched, if there is to be one."""
+    if (planned := plan.evaluation) is None:
+        return None
+    model = _model_spec(plan.config.model, plan.config.model.path)
+    spec = WorkerSpec(RolloutWorker, planned.backend, model, planned.options)
+    fleet = _fleet(plan, _under(plan.interpreters["evaluation"], spec), stack, 1, "evaluation")
+    fleet.launch()
+    return Evaluation(fleet, planned.transport, planned.effect_checked)
+
+
+def _fleet(plan: Plan, spec: WorkerSpec, stack: ExitStack, replicas: int, name: str = "rollout") -> RolloutFleet:
     """Replicas in processes of their own, which the stack ends."""
     cluster = plan.config.cluster
     fleet = RolloutFleet(
         spec,
-        plan.config.rollout.replicas,
+        replicas,
+        name=name,
         launcher=cluster.launcher,
         gpus_per_process=int(plan.device == "cuda"),
         timeout=cluster.call_timeout_seconds,

@@ -6,7 +6,7 @@ What runs where is decided elsewhere (`enginehouse.rl.placement`), what an algor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +30,12 @@ if TYPE_CHECKING:
     from enginehouse.config.plan import Plan
     from enginehouse.config.schema import Config
     from enginehouse.data import Batch, Ragged
+    from enginehouse.engines.rollout import SamplingParams
     from enginehouse.engines.train import Outputs
     from enginehouse.runs import Progress, RunDirectory
+
+Draw = Callable[["Batch", "SamplingParams", int], Iterator[tuple[range, "Batch"]]]
+"""Draws samples by somebody; `Roles.generate_each` is one."""
 
 PROBE_SEQUENCES = 4
 """Prompts that trainer and rollout both score when the effect of a weight update is checked."""
@@ -141,9 +145,12 @@ class Trainer(Loop):
 
     def generate(self, prompts: Batch, samples_per_prompt: int, step: int) -> Batch:
         """Draw responses from the rollout replicas; see `RolloutWorker.generate` for the columns."""
+        return self._drawn(self.roles.generate_each, prompts, samples_per_prompt, step)
+
+    def _drawn(self, draw: Draw, prompts: Batch, samples_per_prompt: int, step: int) -> Batch:
         parameters = sampling_params(self.config.rollout.sampling, samples_per_prompt)
         asked = prompts.select(["prompt_ids"]).with_columns(prompt_index=torch.arange(len(prompts)))
-        pieces = self.roles.generate_each(asked, parameters, seed=(self.config.train.seed << 32) + step)
+        pieces = draw(asked, parameters, (self.config.train.seed << 32) + step)
         wanted = len(asked) * parameters.n
         return in_order(self.progress.counted(pieces, "samples", wanted, lambda piece: len(piece[1])))
 
@@ -202,7 +209,7 @@ class Trainer(Loop):
         if self.validation is None:
             return
         with self.clock.phase("validate"):
-            samples = self.generate(self.validation, 1, (1 << 31) + step)
+            samples = self._drawn(self.roles.validate_each, self.validation, 1, (1 << 31) + step)
             samples = with_rewards(samples, self.validation, self.tokenizer, self.rewards)
         metrics = {"validation/reward": samples["reward"].mean().item()}
         self.run_directory.log_validation(step, metrics)
