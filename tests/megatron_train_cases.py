@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from enginehouse.data import Batch, Ragged
 from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.engines.train import Outputs
 from enginehouse.testing.checks.train.reference import TRAINING
+from enginehouse.testing.models import PAD_ID
 from enginehouse.testing.problem import POLICY, batch, cut
 from enginehouse_fsdp.engine import FSDPEngine
 from enginehouse_fsdp.options import FSDPOptions
@@ -85,7 +87,11 @@ def written(rank: int, world_size: int, path: str, saved: str, exported: str, op
 
 
 def gone_on(rank: int, world_size: int, backend: str, path: str, saved: str, options: dict[str, Any]) -> dict[str, Any]:
+<<<<<<< ours
     """Logprobs where this rank gives them, and weights after a step; from a checkpoint if one is named."""
+=======
+    """Logprobs of all tokens where this rank gives them, and weights after a step; from a checkpoint if any."""
+>>>>>>> theirs
     engine = _set_up(backend, path, rank, world_size, **options)
     if saved:
         engine.load(saved)
@@ -112,6 +118,23 @@ def dealt(
     weights = _weights(engine)
     engine.shutdown()
     return {"passes": len(passes), "weights": weights}
+
+
+def with_padding() -> Batch:
+    """The batch, with the padding token drawn in the midst of rows."""
+    ids = batch().ragged("input_ids")
+    drawn = torch.where(ids.values % 5 == 0, PAD_ID, ids.values)
+    return batch().with_columns(input_ids=Ragged(drawn, ids.offsets))
+
+
+def taught_padding(rank: int, world_size: int, path: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Weights after a step on rows in which padding was drawn."""
+    engine = _set_up("megatron", path, rank, world_size, **options)
+    engine.forward_backward(with_padding(), POLICY)
+    engine.optim_step()
+    weights = _weights(engine)
+    engine.shutdown()
+    return weights
 
 
 @contextlib.contextmanager

@@ -1,13 +1,15 @@
-"""The quickstart on the `megatron` backend: it learns, and goes on in another layout."""
+"""The quickstart on the `megatron` backend: it learns in each layout, goes on in another, and as fsdp does."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 
 from .conftest import Start
 from .run_process import RunProcess
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 MEGATRON = (
     "actor.engine.backend=megatron",
@@ -39,3 +41,56 @@ def test_it_learns_split_by_matrices_and_goes_on_split_by_layers(start: Start, w
     assert sum(rewards[-5:]) / 5 > 0.25, rewards
     # Rollout and trainer score the same tokens with the same weights in either layout.
     assert all(line["mismatch/absolute_max"] < 1e-4 for line in run.metrics)
+
+
+STEPS = 25
+FROM_SCRATCH = (
+    "data.validation=null",
+    "train.validate_every=0",
+    "actor.engine.options.schedule=constant",
+)
+LAYOUTS = {
+    "pp2": ("actor.processes=2", "rollout.replicas=2", "actor.engine.options.pipeline_parallel=2"),
+    "tp2-dp2": ("actor.processes=4", "rollout.replicas=4", "actor.engine.options.tensor_parallel=2"),
+    "tp2-vllm": ("actor.processes=2", "rollout.engine.backend=vllm", "actor.engine.options.tensor_parallel=2"),
+}
+
+
+@pytest.fixture(scope="module")
+def learned(start: Start, warmed_up: RunProcess) -> Callable[[str], RunProcess]:
+    """Runs the quickstart in a layout, once, and returns the run at its end."""
+    runs: dict[str, RunProcess] = {}
+
+    def run(layout: str) -> RunProcess:
+        if layout not in runs:
+            overrides = (*FROM_SCRATCH, f"train.steps={STEPS}", *LAYOUTS[layout])
+            runs[layout] = start("train", "actor.engine.backend=megatron", *overrides, name=f"megatron-{layout}")
+            ended = runs[layout].finish(600)
+            assert ended.code == 0, ended.err
+            assert ended.err == ""
+        return runs[layout]
+
+    return run
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_it_learns_from_scratch_in_a_layout(learned, layout: str):
+    metrics = learned(layout).metrics
+    rewards = [line["reward/mean"] for line in metrics]
+    assert len(rewards) == STEPS
+    assert sum(rewards[:5]) / 5 < 0.1
+    assert sum(rewards[-5:]) / 5 > 0.2, rewards
+    assert max(line["mismatch/absolute_max"] for line in metrics) < 1e-4
+
+
+def test_the_first_steps_have_the_rewards_that_fsdp_has_from_the_same_seed(start: Start, learned):
+    run = start(
+        "train", "actor.engine.backend=fsdp", *FROM_SCRATCH, "actor.processes=2", "rollout.replicas=2", "train.steps=5"
+    )
+    ended = run.finish()
+    assert ended.code == 0, ended.err
+    for ours, theirs in zip(learned("pp2").metrics[:5], run.metrics, strict=True):
+        assert ours["reward/mean"] == theirs["reward/mean"], "the same samples, to the last token"
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+        for name in ("loss", "policy_kl", "ratio", "clip_fraction"):
+            assert ours[name] == pytest.approx(theirs[name], abs=1e-5), name

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron_train_cases import dealt, gone_on, written
+from megatron_train_cases import dealt, gone_on, taught_padding, with_padding, written
 from rank_processes import rank_processes
 
 from enginehouse.testing.checks.train.reference import TRAINING
@@ -78,3 +78,17 @@ def test_ranks_with_few_tokens_run_as_often_as_others_and_nothing_depends_on_it(
     assert (passes == {1}) == (budget == 4096)
     for one in found:
         assert largest_difference(one["weights"], expected).error < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(1, {}), (2, {"tensor_parallel": 2}), (2, {"tensor_parallel": 2, "sequence_parallel": False})],
+    ids=["alone", "tp2", "tp2 without sequence parallelism"],
+)
+def test_a_padding_token_that_was_drawn_teaches_its_embedding_no_more_than_in_transformers(run_ranks, ranks, options):
+    """Its embedding is zero, where a norm's gradient is a thousand times any other."""
+    tied = tiny_model()
+    oracle = Oracle(tied)
+    oracle.train(with_padding(), 1, TRAINING)
+    for weights in run_ranks(ranks, taught_padding, tied, options):
+        assert largest_difference(weights, oracle.weights()).error < 1e-4

@@ -20,7 +20,7 @@ from enginehouse.modeling.loading import model_directory, quiet_transformers
 from enginehouse_megatron.axes import CONTEXT, PIPELINE, TENSOR
 from enginehouse_megatron.fitting import check_divided, check_experts
 from enginehouse_megatron.layers import decoder_layers
-from enginehouse_megatron.selecting import add_value_head, select_positions
+from enginehouse_megatron.selecting import add_value_head, keep_padding, select_positions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -162,6 +162,7 @@ def _part(
         vp_stage=stage,
     )
     select_positions(model, settings)
+    keep_padding(model, getattr(config, "pad_token_id", None))
     if spec.head == "value":
         add_value_head(model, settings, device)
     return model.eval()

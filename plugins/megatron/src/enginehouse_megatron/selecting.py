@@ -1,4 +1,4 @@
-"""Logits at the positions that are needed, and at no others."""
+"""What a `GPTModel` gives and learns from: logits where they are needed alone, nothing from looking padding up."""
 
 from __future__ import annotations
 
@@ -39,6 +39,29 @@ def select_positions(model: GPTModel, settings: TransformerConfig) -> None:
         return (hidden[model.needed_positions], *rest)
 
     layer.register_forward_pre_hook(select)
+
+
+def keep_padding(model: GPTModel, padding: int | None) -> None:
+    """Give the embedding of the padding token no gradient where it is looked up, as `torch.nn.Embedding` does.
+
+    A policy may draw that token. Its embedding is often zero, where a norm's gradient is the largest there is: one such
+    token would decide a step's direction.
+
+    Args:
+        model: on whichever stage.
+        padding: the token's id; None: there is none.
+    """
+    if not model.pre_process or padding is None:
+        return
+    group = parallel_state.get_tensor_model_parallel_group()
+
+    def keep(module: torch.nn.Module, args: tuple[torch.Tensor, ...], found: torch.Tensor) -> torch.Tensor:
+        (ids,) = args
+        if module.reduce_scatter_embeddings:  # `(tokens of this rank, batch, hidden)`; else batch first
+            ids = ids.t().chunk(group.size())[group.rank()]
+        return torch.where((ids == padding)[..., None], found.detach(), found)
+
+    model.embedding.word_embeddings.register_forward_hook(keep)
 
 
 def add_value_head(model: GPTModel, settings: TransformerConfig, device: object) -> None:
