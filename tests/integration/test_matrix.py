@@ -9,7 +9,7 @@ import pytest
 
 from .run_process import RunProcess
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ARGUMENTS = (
     "matrix",
@@ -37,13 +37,13 @@ def test_it_goes_on_after_ctrl_c_and_after_a_combination_that_fails(house: Path,
         return RunProcess(*ARGUMENTS, cwd=house, directory=house / "runs" / "matrix", logs=logs, env=faulty_transports)
 
     with start() as interrupted:
-        interrupted.until(lambda: rows(house), "the first row")
+        interrupted.until(lambda: rows(house), "the first row", 600)
         before = rows(house)["inproc"]
         interrupted.interrupt()
         assert interrupted.finish().code == 130  # also: that no process is left
 
     with start() as resumed:
-        ended = resumed.finish(800)
+        ended = resumed.finish(1100)
     assert ended.code == 1, ended.err
     found = rows(house)
     assert found["inproc"] == before, "what was found is not run again"

@@ -268,6 +268,15 @@ def test_any_other_certificate_is_none(own, tmp_path, change):
     assert not found["passed"]
 
 
+@pytest.mark.slow
+def test_a_certificate_that_is_missing_is_made_by_the_suite_and_stands_afterwards(own, tmp_path):
+    inproc, begun = own.providers("transport", "inproc")[0], []
+    made = certified(inproc, tmp_path, "cpu", make=True, begins=lambda case, number, of: begun.append(number))
+    assert made["passed"]
+    assert begun == list(range(1, made["counts"]["passed"] + 1))
+    assert certified(inproc, tmp_path, "cpu", make=False) == made
+
+
 def test_a_certificate_says_which_check_failed_and_why(tmp_path):
     found = findings(certificate(tmp_path, "failed").as_json())
     assert not found["passed"]

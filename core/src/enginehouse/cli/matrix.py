@@ -89,8 +89,12 @@ def matrix(
     found = earlier_findings(page)
     found.command = _command(page, steps, processes)
     console = terminal()
+
+    def say_what_is_kept() -> None:
+        click.echo(f"Interrupted. What was found is in {page}; the same command goes on from there.", err=True)
+
     try:
-        with Interrupts(lambda: None), _Shown(console, len(chosen) + len(parts_of(chosen))) as shown:
+        with Interrupts(say_what_is_kept), _Shown(console, len(chosen) + len(parts_of(chosen))) as shown:
             maker = Maker(
                 plugins=plugins(),
                 setting=Setting(steps=steps, processes=processes),
@@ -103,7 +107,7 @@ def matrix(
             clean = maker.certify(chosen, make=make)
             clean = maker.run(chosen, again=again) and clean
     except (KeyboardInterrupt, SystemExit):  # ray's own handler of SIGTERM exits
-        click.echo(f"Interrupted. What was found is in {page}; the same command goes on from there.", err=True)
+        say_what_is_kept()
         sys.exit(EXIT_CODE)
     click.echo(f"written: {page}")
     sys.exit(0 if clean else 1)

@@ -157,7 +157,20 @@ def _certificates(certificates: Sequence[dict[str, Any]]) -> list[str]:
         "and failed; were not run, for want of a GPU; belong to a capability that is not declared. *Nearest* is the "
         "result that comes nearest to its tolerance.",
         "",
-        *_head(["", "", "", "passed", "failed", "not run", "not declared", "layouts", "nearest", "written"]),
+        *_head(
+            [
+                "kind",
+                "name",
+                "certificate",
+                "passed",
+                "failed",
+                "not run",
+                "not declared",
+                "layouts",
+                "nearest",
+                "written",
+            ]
+        ),
     ]
     for one in certificates:
         name = [one["kind"], one["backend"]]
@@ -185,7 +198,7 @@ def _versions(rows: Sequence[Row]) -> list[str]:
     )
     if not found:
         return []
-    return ["## Versions", "", *_head(["", "", "ran with"]), *(_line(one) for one in sorted(found))]
+    return ["## Versions", "", *_head(["kind", "name", "ran with"]), *(_line(one) for one in sorted(found))]
 
 
 def _machine(found: Findings) -> list[str]:

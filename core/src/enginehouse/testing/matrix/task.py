@@ -16,6 +16,8 @@ import yaml
 PROMPTS = 64
 PROMPTS_A_STEP, SAMPLES_A_PROMPT, RESPONSE_TOKENS = 8, 8, 32
 LEARNING_RATE = 1e-3
+CALL_SECONDS = 900.0
+"""Longest time the start of the workers, or any call of one, may take: the machine may be busy with other things."""
 CONFIG = "matrix.yaml"
 MODEL: dict[str, Any] = {"hidden": 128, "layers": 2, "heads": 4, "key_value_heads": 2}
 """Of Qwen3's shape; heads of 32, the smallest that engines with attention kernels of their own take."""
@@ -54,5 +56,6 @@ def _config(model: Path, prompts: Path) -> dict[str, Any]:
         "reward": {"function": f"{__name__}:{digits.__name__}"},
         "rollout": {"samples_per_prompt": SAMPLES_A_PROMPT, "sampling": {"max_tokens": RESPONSE_TOKENS}},
         "train": {"prompts_per_step": PROMPTS_A_STEP, "samples_every": 0},
+        "cluster": {"start_timeout_seconds": CALL_SECONDS, "call_timeout_seconds": CALL_SECONDS},
         "run": {"overwrite": True},
     }
