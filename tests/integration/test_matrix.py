@@ -1,4 +1,4 @@
-"""`enginehouse matrix` as a user starts it: real runs, one that fails, Ctrl-C in between, and what stands afterwards."""
+"""`enginehouse matrix` as a user starts it: real runs, one that fails, Ctrl-C in between, and what then stands."""
 
 from __future__ import annotations
 
