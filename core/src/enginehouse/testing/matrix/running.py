@@ -61,9 +61,10 @@ def busy_cores(seconds: float = 1.0) -> float:
 
 
 def shortened(text: str) -> str:
-    """Text without what is only true here: the paths of this directory and of the user's home."""
+    """Text without what is only true here: the paths of this directory, this Python and the user's home."""
     for path, short in ((Path.cwd(), "."), (Path(sys.prefix), "$VIRTUAL_ENV"), (Path.home(), "~")):
-        text = text.replace(str(path), short)
+        if path != Path(path.anchor):
+            text = text.replace(str(path), short)
     return text
 
 
