@@ -50,7 +50,10 @@ lint: $(VENV)/.developer  ## style, types and the one-way arrows between package
 bench: $(VENV)/.developer  ## measure: make bench NAME=grpo
 	$(BIN)/python -m benchmarks $(NAME) $(ARGS)
 
+matrix: $(VENV)/.installed  ## find out which engines work together: docs/compatibility.md, from certificates and runs
+	$(BIN)/enginehouse matrix --output docs/compatibility.md $(ARGS)
+
 clean:  ## remove what builds and runs left; .venv stays
 	rm -rf runs build dist benchmarks/out examples/*/work .pytest_cache .mypy_cache .ruff_cache
 
-.PHONY: help install demo test runtimes lint bench clean
+.PHONY: help install demo test runtimes lint bench matrix clean

@@ -110,9 +110,9 @@ class RunProcess:
 
     # Waiting for it
 
-    def until(self, condition: Callable[[], T], what: str) -> T:
+    def until(self, condition: Callable[[], T], what: str, seconds: float = PATIENCE_SECONDS) -> T:
         """Poll until `condition()` holds, and return its value; fail if the run ends or time runs out before."""
-        return until(condition, what, PATIENCE_SECONDS, alive=self._still_runs)
+        return until(condition, what, seconds, alive=self._still_runs)
 
     def until_step(self, step: int) -> None:
         """Wait until the metrics of `step` are written."""

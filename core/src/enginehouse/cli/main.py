@@ -27,6 +27,7 @@ COMMANDS: dict[str, Lazy] = {
     "plan": Lazy("enginehouse.cli.plan:plan", "Check a config and say what it would do, without starting anything."),
     "certify": Lazy("enginehouse.cli.certify:certify", "Check that an engine or a transport does what it promises."),
     "parity": Lazy("enginehouse.cli.parity:parity", "Compare a rollout engine's logprobs with a training engine's."),
+    "matrix": Lazy("enginehouse.cli.matrix:matrix", "Find out which engines work together, and how well."),
     "runtime": Lazy("enginehouse.cli.runtime:runtime", "Make and check Python environments for engines."),
     "plugins": Lazy("enginehouse.cli.plugins:plugins", "Show which backends and other plugins there are."),
 }

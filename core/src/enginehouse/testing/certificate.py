@@ -7,6 +7,7 @@ import math
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -51,6 +52,7 @@ class Certificate:
         whole: False where only some checks or layouts were asked for: then it never says `passed`.
         kind: `"train"`, `"rollout"` or `"transport"`.
         runtime: versions of what the engine stood on, in the Python environment of its worker; else empty.
+        depends: distributions whose versions here are given beside the usual.
     """
 
     backend: str
@@ -59,6 +61,7 @@ class Certificate:
     checks: list[Result] = field(default_factory=list)
     kind: str = "train"
     runtime: dict[str, str] = field(default_factory=dict)
+    depends: Sequence[str] = ()
 
     @property
     def failed(self) -> list[Result]:
@@ -85,10 +88,11 @@ class Certificate:
             "backend": self.backend,
             "kind": self.kind,
             "passed": self.passed,
+            "written": datetime.now(UTC).isoformat(timespec="seconds"),
             "interrupted": not self.finished,
             "whole": self.whole,
             "checks": checks,
-            "versions": versions(self.backend),
+            "versions": versions(self.backend, self.depends),
             "runtime": self.runtime,
             "machine": machine(),
         }
@@ -134,8 +138,8 @@ def row(check: Result) -> tuple[str, ...]:
     return check.name, check.capability, check.layout, measured, tolerance, check.outcome
 
 
-def versions(backend: str) -> dict[str, str]:
-    """Versions of what the result depends on."""
+def versions(backend: str, depends: Sequence[str] = ()) -> dict[str, str]:
+    """Versions of what the result depends on: what all stand on, the backend's plugin, and distributions named."""
     names: Sequence[str] = (
         "enginehouse",
         f"enginehouse-{backend}",
@@ -144,6 +148,7 @@ def versions(backend: str) -> dict[str, str]:
         "accelerate",
         "peft",
         "ray",
+        *depends,
     )
     found = {"python": platform.python_version()}
     for name in names:

@@ -209,7 +209,8 @@ def certify(
         ControllerError: Ray cannot be started.
     """
     planned = cases(record, layouts, checks)
-    certificate = Certificate(record.name, whole=layouts is None and checks is None, kind=record.kind)
+    whole = layouts is None and checks is None
+    certificate = Certificate(record.name, whole=whole, kind=record.kind, depends=depends_on(record))
     ended(certificate)
     with Certifier(record, runtime) as certifier:
         for number, case in enumerate(planned, start=1):

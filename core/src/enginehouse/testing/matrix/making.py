@@ -1,0 +1,143 @@
+"""Makes the matrix: certificates first, then runs; each finding is written before the next begins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from enginehouse.config.device import pick_device
+from enginehouse.errors import UserError
+from enginehouse.plugin import PluginManager
+from enginehouse.testing.matrix.certified import certified
+from enginehouse.testing.matrix.combination import KINDS, Combination, Setting, combinations, planned
+from enginehouse.testing.matrix.findings import Findings
+from enginehouse.testing.matrix.row import Row, refused
+from enginehouse.testing.matrix.running import run, shortened
+from enginehouse.testing.matrix.standing import standing
+from enginehouse.testing.matrix.task import make_task
+from enginehouse.testing.running import Case
+
+
+class Onlooker(Protocol):
+    """Is told how it goes."""
+
+    def begins(self, what: str) -> None:
+        """A certificate or a combination is begun."""
+        ...
+
+    def part(self, number: int, of: int, what: str) -> None:
+        """A part of what is under way begins, counted from 1."""
+        ...
+
+    def ended(self, said: str, failed: bool) -> None:
+        """What was begun has ended, with these words."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """Makes what is missing of some combinations.
+
+    Attributes:
+        plugins: what is installed.
+        setting: how long and how wide runs are.
+        directory: where runs and their logs go.
+        certificates: where certificates are, or go.
+        findings: what was found earlier; takes in what is found.
+        page: where it is written.
+        onlooker: is told how it goes.
+    """
+
+    plugins: PluginManager
+    setting: Setting
+    directory: Path
+    certificates: Path
+    findings: Findings
+    page: Path
+    onlooker: Onlooker
+
+    def certify(self, chosen: Sequence[Combination], *, make: bool) -> bool:
+        """Read the certificates of all that is combined; where there is none, make it, if `make` says so.
+
+        Returns:
+            Whether no certificate has a failed check.
+        """
+        device, _ = pick_device("auto")
+        clean = True
+        for kind, name in parts_of(chosen):
+            self.onlooker.begins(f"certificate of {kind} {name}")
+            provided = self.plugins.providers(kind, name)[0]
+            one = certified(provided, self.certificates, device, make=make, begins=self._part)
+            self.findings.add(one)
+            self._write()
+            said = one.get("problem") or ", ".join(f"{count} {word}" for word, count in one["counts"].items())
+            self.onlooker.ended(said, bool(one.get("failed")))
+            clean = clean and not one.get("failed")
+        return clean
+
+    def run(self, chosen: Sequence[Combination], *, again: bool) -> bool:
+        """Run every combination that the plan allows and that does not stand yet.
+
+        Args:
+            chosen: what to run.
+            again: run what stands as well.
+
+        Returns:
+            Whether no run failed.
+        """
+        config = make_task(self.directory / "task")
+        clean = True
+        for combination in chosen:
+            self.onlooker.begins(str(combination))
+            row = self._row(combination, config, again)
+            self.findings.add(row)
+            self._write()
+            self.onlooker.ended(in_words(row), row.outcome == "failed")
+            clean = clean and row.outcome != "failed"
+        return clean
+
+    def _row(self, combination: Combination, config: Path, again: bool) -> Row:
+        directory = self.directory / combination.folder
+        try:
+            allowed = planned(self.plugins, combination, self.setting, config, directory)
+            stands = self._standing(combination, allowed.plan.device)
+        except UserError as error:
+            return refused(combination, self.setting, shortened(str(error)))
+        former = self.findings.rows.get(combination)
+        if former is not None and not again and former.still_stands(self.setting, stands):
+            return former
+        log = self.directory / f"{combination.folder}.log"
+        return run(combination, self.setting, allowed, config, log, stands)
+
+    def _standing(self, combination: Combination, device: str) -> dict[str, dict[str, str]]:
+        """Versions by kind.
+
+        Raises:
+            RuntimeProblem: there is no environment for one of them.
+        """
+        return {kind: standing(self.plugins.providers(kind, getattr(combination, kind))[0], device) for kind in KINDS}
+
+    def _part(self, case: Case, number: int, of: int) -> None:
+        self.onlooker.part(number, of, f"{case.check.name} {case.layout}")
+
+    def _write(self) -> None:
+        self.findings.sort(combinations(self.plugins, {}))
+        self.findings.write(self.page)
+
+
+def parts_of(chosen: Sequence[Combination]) -> list[tuple[str, str]]:
+    """What is combined, as `(kind, name)`, each once."""
+    return list(dict.fromkeys((kind, getattr(one, kind)) for kind in KINDS for one in chosen))
+
+
+def in_words(row: Row) -> str:
+    """A row on one line."""
+    found = row.figures
+    if row.outcome != "ran" or found is None:
+        return f"{row.outcome}: {row.reason}"
+    return (
+        f"{found.mean_difference:.1e} nats apart, update {found.update_seconds:.3g} s, "
+        f"{found.tokens_per_second:,.0f} tokens/s"
+    )
