@@ -87,11 +87,7 @@ def written(rank: int, world_size: int, path: str, saved: str, exported: str, op
 
 
 def gone_on(rank: int, world_size: int, backend: str, path: str, saved: str, options: dict[str, Any]) -> dict[str, Any]:
-<<<<<<< ours
-    """Logprobs where this rank gives them, and weights after a step; from a checkpoint if one is named."""
-=======
     """Logprobs of all tokens where this rank gives them, and weights after a step; from a checkpoint if any."""
->>>>>>> theirs
     engine = _set_up(backend, path, rank, world_size, **options)
     if saved:
         engine.load(saved)

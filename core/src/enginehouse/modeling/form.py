@@ -69,7 +69,7 @@ def _stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors in a directory's safetensors files, by name."""
     from safetensors import safe_open
 
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in path.glob("*.safetensors"):
         with safe_open(str(file), framework="pt") as tensors:
             shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118

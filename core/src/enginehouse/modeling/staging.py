@@ -80,16 +80,18 @@ class Version:
         self.places[name] = Place(self.parameters[name], path, begin, arrived or checksum(tensor))
 
     def _copied(self, name: str, tensor: torch.Tensor) -> str:
-        if self.copy is None:
+        copy = self.copy
+        if copy is None:
             spare, self._spare = self._spare, None
             fits = spare is not None and spare.size >= self._size
             purpose = "to stage a version of the weights beside the one that is served"
-            self.copy = spare if fits else AnonymousMemory.create("enginehouse-weights", self._size, purpose)
+            copy = spare if spare and fits else AnonymousMemory.create("enginehouse-weights", self._size, purpose)
+            self.copy = copy
         if tensor.numel():
             begin = self._offsets[name]
-            place = torch.frombuffer(self.copy.memory, dtype=tensor.dtype, count=tensor.numel(), offset=begin)
+            place = torch.frombuffer(copy.memory, dtype=tensor.dtype, count=tensor.numel(), offset=begin)
             place.view(tensor.shape).copy_(tensor.detach())
-        return self.copy.path
+        return copy.path
 
     def release(self) -> None:
         """Hold nothing any more."""
