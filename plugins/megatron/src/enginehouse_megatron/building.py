@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,7 +80,7 @@ def transformer_config(
     _check_known(config, spec)
     experts = {} if architecture.experts is None else dict(architecture.experts(config))
     _check_divides(config, options, experts)
-    _check_experts(config, spec, options, experts)
+    _check_experts(spec, options, experts)
     dtype = getattr(torch, spec.dtype)
     arguments: dict[str, Any] = {
         "num_layers": config.num_hidden_layers,
@@ -221,9 +221,7 @@ def _check_divides(config: PreTrainedConfig, options: MegatronOptions, experts: 
         check_divides(f"megatron: {name}", ranks, count, f"the model's {count} {what}")
 
 
-def _check_experts(
-    config: PreTrainedConfig, spec: ModelSpec, options: MegatronOptions, experts: Mapping[str, Any]
-) -> None:
+def _check_experts(spec: ModelSpec, options: MegatronOptions, experts: Mapping[str, Any]) -> None:
     """Raise ConfigError for options that a model with, or without, experts cannot have."""
     if options.expert_parallel > 1 and not experts:
         raise ConfigError(
@@ -235,17 +233,24 @@ def _check_experts(
             f"megatron: tensor_parallel={options.tensor_parallel} of a model with experts needs "
             "sequence_parallel=true: else each rank would send the same tokens to the experts"
         )
-    which = experts.get("moe_layer_freq")
-    if isinstance(which, list):
-        ranks, each = options.pipeline_parallel, len(which) // (options.pipeline_parallel * options.virtual_stages)
-        for rank in range(ranks):
-            if not any(has for layer, has in enumerate(which) if layer // each % ranks == rank):
-                # distrib_optimizer.py:642 saves no optimizer of experts where there are none.
-                raise ConfigError(
-                    f"megatron: pipeline_parallel={ranks} leaves rank {rank} of a pipeline without a layer that has "
-                    f"experts (in the model in {spec.path!r} these are the layers "
-                    f"{[layer for layer, has in enumerate(which) if has]}); use fewer pipeline ranks"
-                )
+    if isinstance(which := experts.get("moe_layer_freq"), list):
+        _check_each_rank_has_experts(which, spec, options)
+
+
+def _check_each_rank_has_experts(which: Sequence[int], spec: ModelSpec, options: MegatronOptions) -> None:
+    """Raise ConfigError where all layers of a pipeline rank are dense: no checkpoint of it could be saved.
+
+    distrib_optimizer.py:642 asks every rank's optimizer of experts for its step, and of none there is none.
+    """
+    ranks = options.pipeline_parallel
+    each = len(which) // (ranks * options.virtual_stages)
+    with_experts = [layer for layer, has in enumerate(which) if has]
+    for rank in range(ranks):
+        if not any(layer // each % ranks == rank for layer in with_experts):
+            raise ConfigError(
+                f"megatron: pipeline_parallel={ranks} leaves rank {rank} of a pipeline without a layer that has "
+                f"experts (in the model in {spec.path!r} these are the layers {with_experts}); use fewer pipeline ranks"
+            )
 
 
 def _key_value_heads(config: PreTrainedConfig) -> int:
