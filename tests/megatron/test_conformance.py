@@ -19,7 +19,7 @@ class TestMegatron(TrainEngineSuite):
 
 @pytest.mark.slow
 class TestExperts(TrainEngineSuite):
-    """How rows, sequences and layers are split is the same with experts: of those layouts, where tokens differ."""
+    """Experts, mostly where they are shared out: rows and sequences are split with them as without."""
 
     backend = "megatron"
     layouts = ("single", "tp2-pp2", "ep2", "tp2-ep2", "pp2-ep2")

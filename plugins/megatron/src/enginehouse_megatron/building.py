@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -212,17 +212,24 @@ def _check_layout(config: PreTrainedConfig, options: MegatronOptions, experts: M
         said["intermediate_size"] = None  # the width of what there is none of
     check_divided(said, options)
     check_experts(experts.get("num_moe_experts", 0), options)
-    which = experts.get("moe_layer_freq")
-    if isinstance(which, list):
-        ranks, each = options.pipeline_parallel, len(which) // (options.pipeline_parallel * options.virtual_stages)
-        for rank in range(ranks):
-            if not any(has for layer, has in enumerate(which) if layer // each % ranks == rank):
-                # distrib_optimizer.py:642 saves no optimizer of experts where there are none.
-                raise ConfigError(
-                    f"megatron: pipeline_parallel={ranks} leaves rank {rank} of a pipeline without a layer that has "
-                    f"experts (these are the layers {[layer for layer, has in enumerate(which) if has]}); use fewer "
-                    "pipeline ranks"
-                )
+    if isinstance(which := experts.get("moe_layer_freq"), list):
+        _check_each_rank_has_experts(which, options)
+
+
+def _check_each_rank_has_experts(which: Sequence[int], options: MegatronOptions) -> None:
+    """Raise ConfigError where all layers of a pipeline rank are dense: no checkpoint of it could be saved.
+
+    distrib_optimizer.py:642 asks every rank's optimizer of experts for its step, and of none there is none.
+    """
+    ranks = options.pipeline_parallel
+    each = len(which) // (ranks * options.virtual_stages)
+    with_experts = [layer for layer, has in enumerate(which) if has]
+    for rank in range(ranks):
+        if not any(layer // each % ranks == rank for layer in with_experts):
+            raise ConfigError(
+                f"megatron: pipeline_parallel={ranks} leaves rank {rank} of a pipeline without a layer that has "
+                f"experts (these are the layers {with_experts}); use fewer pipeline ranks"
+            )
 
 
 def _key_value_heads(config: PreTrainedConfig) -> int:

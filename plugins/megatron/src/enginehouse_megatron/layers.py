@@ -70,7 +70,7 @@ def _layer(config: TransformerConfig, *, with_experts: bool) -> ModuleSpec:
         submodules=TransformerLayerSubmodules(
             self_attention=ModuleSpec(SelfAttention, {"attn_mask_type": AttnMaskType.causal}, attention),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm if with_experts else IdentityOp,  # it is in linear_fc1
+            pre_mlp_layernorm=RMSNorm if with_experts else IdentityOp,  # else it is in linear_fc1
             mlp=experts_layer()
             if with_experts
             else ModuleSpec(
