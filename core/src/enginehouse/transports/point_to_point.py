@@ -97,8 +97,7 @@ def resharding(plan: TransferPlan) -> ReshardPlan:
 
 def targets_of(plan: TransferPlan) -> Sequence[ParamMeta]:
     """The parameters as the receivers are to hold them."""
-    whole = {"owners": (), "mesh_shape": (), "placements": ()}
-    return plan.targets or [replace(parameter, **whole) for parameter in plan.parameters]
+    return plan.targets or [ParamMeta(one.name, one.dtype, one.shape) for one in plan.parameters]
 
 
 def bucket_of_each(plan: TransferPlan) -> dict[int, int]:

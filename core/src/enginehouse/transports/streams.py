@@ -127,7 +127,7 @@ class Inlet:
         import torch
 
         into = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
-        if not self._filled(memoryview(into.reshape(-1).view(torch.uint8).numpy())):
+        if not self._filled(into.reshape(-1).view(torch.uint8).numpy().data):
             return False
         if into is not target:
             target.copy_(into)
