@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
@@ -13,6 +15,8 @@ from enginehouse.data import Batch, Ragged
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.train import LossSpec
 from enginehouse.engines.weights import checksum
+from enginehouse.plugin import plugins
+from enginehouse.plugin.runtimes import choose_runtime
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
 from enginehouse.testing.checks.train.weights import stored_tensors
 from enginehouse.testing.models import tiny_model
@@ -52,11 +56,11 @@ def replicas():
     pool.shutdown()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_two_replicas_serve_bit_for_bit_what_the_trainer_exports(layout, replicas, tmp_path):
+@contextmanager
+def trained(layout, model, replicas) -> Iterator[tuple[WorkerGroup, WeightSync]]:
+    """A trainer of some layout, connected to replicas."""
     backend, processes, options = layout
-    spec = WorkerSpec(TrainWorker, backend, ModelSpec(tiny_model()), {"lr": 0.05, **options})
-    newest = max(state.version for state in replicas.weight_state())
+    spec = WorkerSpec(TrainWorker, backend, model, {"lr": 0.05, **options})
     with ExitStack() as stack:
         pool = ResourcePool([processes])
         stack.callback(pool.shutdown)
@@ -64,6 +68,13 @@ def test_two_replicas_serve_bit_for_bit_what_the_trainer_exports(layout, replica
         sync = WeightSync(actor, replicas, "point_to_point", bucket_bytes=SMALL_BUCKETS, timeout=PATIENCE, probe=PROBE)
         sync.connect()
         stack.callback(sync.close)
+        yield actor, sync
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_two_replicas_serve_bit_for_bit_what_the_trainer_exports(layout, replicas, tmp_path):
+    newest = max(state.version for state in replicas.weight_state())
+    with trained(layout, ModelSpec(tiny_model()), replicas) as (actor, sync):
         for version in (newest + 1, newest + 2):
             actor.update(DEMONSTRATIONS, LossSpec("supervised"))
             report = sync.sync(version)
@@ -76,3 +87,24 @@ def test_two_replicas_serve_bit_for_bit_what_the_trainer_exports(layout, replica
     for state in served:
         assert state.checksums == {name: checksum(tensor) for name, tensor in exported.items()}
     assert not torch.equal(*(stored_tensors(one)["model.norm.weight"] for one in (str(tmp_path), tiny_model())))
+
+
+def test_two_vllm_replicas_compute_what_four_ranks_split_by_matrices_and_layers_do():
+    record = plugins().get("rollout", "vllm", elsewhere=True)
+    runtime = choose_runtime(record, os.environ.get("ENGINEHOUSE_TEST_VLLM_RUNTIME", "auto"))
+    model = ModelSpec(tiny_model(hidden=128))
+    pool = ResourcePool([2])
+    spec = WorkerSpec(RolloutWorker, "vllm", model, {"kv_cache_mib": 64}).options(
+        python=runtime.python, env=dict(runtime.env), distributed=False
+    )
+    with WorkerGroup(pool, spec, name="rollout", timeout=PATIENCE, start_timeout=PATIENCE) as served:
+        served.launch()
+        with trained(LAYOUTS["megatron tp2 x pp2"], model, served) as (actor, sync):
+            before = served.score(PROBE)
+            actor.update(DEMONSTRATIONS, LossSpec("supervised"))
+            report = sync.sync(1)
+            assert report.effect < 1e-3
+            assert report.bytes_minimum == 2 * report.nbytes
+            assert served.score(PROBE) != before
+        assert [state.version for state in served.weight_state()] == [1, 1]
+    pool.shutdown()

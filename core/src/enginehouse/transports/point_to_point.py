@@ -97,9 +97,7 @@ def resharding(plan: TransferPlan) -> ReshardPlan:
 
 def targets_of(plan: TransferPlan) -> Sequence[ParamMeta]:
     """The parameters as the receivers are to hold them."""
-    return plan.targets or [
-        replace(parameter, owners=(), mesh_shape=(), placements=()) for parameter in plan.parameters
-    ]
+    return plan.targets or [ParamMeta(one.name, one.dtype, one.shape) for one in plan.parameters]
 
 
 def bucket_of_each(plan: TransferPlan) -> dict[int, int]:
