@@ -207,7 +207,7 @@ class SGLangRollout:
         self._new.append(call)
         self._hand_over_soon()
         try:
-            return await call.done
+            return await asyncio.shield(call.done)
         except asyncio.CancelledError:
             call.aborted = True
             if call.sent:
@@ -372,11 +372,6 @@ class SGLangRollout:
         sent = sum(len(call.drawn) for call in self._calls.values() if call.sent and not call.done.done())
         waiting = sum(len(call.drawn) for call in self._new)
         return Health(sent, waiting, self._paused, self._weights.version)
-
-    def metrics(self) -> Mapping[str, float]:
-        """`running` and `waiting` completions."""
-        sent = sum(len(call.drawn) for call in self._calls.values() if call.sent)
-        return {"running": float(sent), "waiting": float(sum(len(call.drawn) for call in self._new))}
 
     async def shutdown(self) -> None:
         """End a server of ours, and let one that ran already go on; what runs raises `SGLangFailed`."""
