@@ -18,9 +18,9 @@ from enginehouse.engines.host_memory import AnonymousMemory, side_by_side
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.rollout import GenerateResult, Health
 from enginehouse.engines.weights import ParamMeta, WeightChunk, WeightState, WeightUpdate
+from enginehouse.modeling.staging import Version
 from enginehouse_vllm.engine import VLLMRollout
 from enginehouse_vllm.options import VLLMOptions
-from enginehouse_vllm.weights import Version
 
 Weights = dict[str, torch.Tensor]
 

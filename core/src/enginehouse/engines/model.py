@@ -51,7 +51,7 @@ class ProcessContext:
         device: torch device type for this process, `"cpu"` or `"cuda"`; a CUDA process uses device `local_rank`
             of what is visible to it unless exactly one device is visible.
         seed: base seed of the run; an engine derives its own from it and its rank.
-        labels: anything else a launcher wants to say.
+        labels: anything else a launcher wants to say; `"replica"` is a rollout replica's number among all of the run.
     """
 
     role: str

@@ -8,6 +8,7 @@ batches to requests and back, and its end of a weight update. Actor, reference, 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import platform
@@ -253,7 +254,8 @@ class RolloutWorker(Worker):
         Returns:
             Its name and version.
         """
-        endpoint = await self.engine.launch(self._model, self._options, self.context)
+        context = dataclasses.replace(self.context, labels={**self.context.labels, "replica": self.replica})
+        endpoint = await self.engine.launch(self._model, self._options, context)
         self._name, self._endpoint = endpoint.engine, endpoint.url
         if endpoint.url:
             log.info("OpenAI clients are answered at %s", endpoint.url)

@@ -2,8 +2,115 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
 from enginehouse.engines.options import RolloutOptions
+from enginehouse.errors import ConfigError
+
+OURS = {
+    "model_path": "model.path",
+    "tokenizer_path": "model.path",
+    "dtype": "model.dtype",
+    "trust_remote_code": "model.trust_remote_code",
+    "random_seed": "the run's seed",
+    "device": "the device of the run",
+    "context_length": "the option max_model_tokens",
+    "max_running_requests": "the option max_running",
+    "max_total_tokens": "the option kv_cache_mib",
+    "tp_size": "the option tensor_parallel",
+    "tensor_parallel_size": "the option tensor_parallel",
+    "dp_size": "rollout.replicas",
+    "data_parallel_size": "rollout.replicas",
+    "host": "the option openai_endpoint",
+    "port": "nothing: a free one is taken",
+    "api_key": "SGLANG_API_KEY in the worker's environment",
+    "admin_api_key": "nothing: it is drawn at random",
+    "enable_deterministic_inference": "the option deterministic",
+    "skip_tokenizer_init": "nothing: the tokenizer is loaded if the model has one",
+    "custom_weight_loader": "nothing: weights come by the run's transport",
+    "weight_version": "nothing: versions are counted by the run",
+    "speculative_algorithm": "nothing: its logprobs and seeds are not those promised here",
+}
+"""Arguments of SGLang's server that this backend sets itself, and what decides each."""
 
 
 class SGLangOptions(RolloutOptions):
-    """Options of the `sglang` rollout engine; its own follow with the engine."""
+    """Options of the `sglang` rollout engine. `native` goes to SGLang's server: `{"schedule_policy": "lpm"}` is
+    `--schedule-policy lpm`, true a flag without a value."""
+
+    endpoint: list[str] = Field(
+        default_factory=list,
+        description="URLs of SGLang servers that run already, one for each replica: used, updated and left running; "
+        "unset: each replica starts a server of its own",
+    )
+    tensor_parallel: int = Field(1, gt=0, description="Processes that a replica's model is split over")
+    kv_cache_mib: int | None = Field(
+        None, gt=0, description="Memory for keys and values, MiB; unset: 1024 on CPU, what is free on a GPU"
+    )
+    deterministic: bool = Field(
+        True,
+        description="SGLang's deterministic inference, without which it does not heed the seeds of requests; on a GPU "
+        "it costs speed",
+    )
+    openai_endpoint: Literal["loopback", "node"] | None = Field(
+        None,
+        description="Answer OpenAI clients too, at a port of 127.0.0.1 (loopback) or the node's address (node), which "
+        "others on the network reach; unset: the server answers this run alone",
+    )
+
+    def check(self, processes: int) -> None:
+        """See `EngineOptions.check`."""
+        if self.endpoint and len(self.endpoint) != processes:
+            raise ConfigError(
+                f"endpoint: {len(self.endpoint)} URLs are given for {processes} replica(s); give one URL for each, "
+                f"or set rollout.replicas={len(self.endpoint)}"
+            )
+
+    def surprises(self) -> Sequence[str]:
+        """See `EngineOptions.surprises`."""
+        found = []
+        if self.endpoint:
+            found.append(
+                "endpoint names servers that run already: the run changes their weights, and its samples are seeded "
+                "only if they were started with --enable-deterministic-inference"
+            )
+        elif not self.deterministic:
+            found.append("deterministic is false: SGLang does not heed seeds, so two runs with the same seed differ")
+        if self.openai_endpoint == "node":
+            found.append(
+                "openai_endpoint is node: everyone who reaches the rollout's nodes can use the model, unless "
+                "SGLANG_API_KEY is in the workers' environment"
+            )
+        return found
+
+    @field_validator("native")
+    @classmethod
+    def _not_ours(cls, native: dict[str, Any]) -> dict[str, Any]:
+        for name in native:
+            if name.replace("-", "_") in OURS:
+                decides = OURS[name.replace("-", "_")]
+                raise ValueError(f"{name!r} is set by the sglang backend; what decides it is {decides}")
+        return native
+
+    @field_validator("endpoint")
+    @classmethod
+    def _urls(cls, urls: list[str]) -> list[str]:
+        from urllib.parse import urlsplit
+
+        for url in urls:
+            if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+                raise ValueError(f"{url!r} is not the URL of a server, such as http://127.0.0.1:30000")
+        if len(set(urls)) != len(urls):
+            raise ValueError("two replicas cannot share a server: each has weights of its own; give each URL once")
+        return urls
+
+    @model_validator(mode="after")
+    def _nothing_of_a_server_that_runs(self) -> SGLangOptions:
+        if self.endpoint:
+            for name in ("tensor_parallel", "kv_cache_mib", "openai_endpoint", "native"):
+                if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
+                    raise ValueError(f"{name} is for starting a server, and endpoint names servers that run already")
+        return self

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from enginehouse.plugin import RequirementSet, RolloutBackend, hookimpl
+from enginehouse.plugin import Layout, RequirementSet, RolloutBackend, hookimpl
+from enginehouse.plugin.capabilities import EXPERTS, OPENAI_ENDPOINT, PAUSE_KEEP, PROMPT_LOGPROBS, SEED, STOP_STRINGS
 
 enginehouse_protocol = "1.0"
 
@@ -12,9 +13,10 @@ def enginehouse_register_backends(register):
     register(
         RolloutBackend(
             name="sglang",
-            summary="SGLang: paged, prefix-caching generation on GPUs",
-            engine="enginehouse_sglang.engine:SGLangEngine",
+            summary="SGLang: paged, prefix-caching generation, on CPU or GPU, or servers that run already",
+            engine="enginehouse_sglang.engine:SGLangRollout",
             options="enginehouse_sglang.options:SGLangOptions",
+            capabilities={EXPERTS, STOP_STRINGS, SEED, PROMPT_LOGPROBS, PAUSE_KEEP, OPENAI_ENDPOINT},
             requires=("sglang>=0.5.21,<0.6",),
             runtimes={
                 "cpu": RequirementSet(
@@ -22,7 +24,9 @@ def enginehouse_register_backends(register):
                 ),
                 "cuda": RequirementSet(requirements=("sglang>=0.5.21,<0.6",), module="sglang"),
             },
-            unavailable="its engine comes in a later release of enginehouse-sglang; "
-            "until then use the built-in `torch` backend, which runs the same config",
+            layouts=(
+                Layout("single", options={"kv_cache_mib": 64, "openai_endpoint": "loopback"}),
+                Layout("tp2", options={"kv_cache_mib": 64, "tensor_parallel": 2}, without=(OPENAI_ENDPOINT,)),
+            ),
         )
     )

@@ -37,7 +37,7 @@ from enginehouse_vllm.last_words import last_words
 from enginehouse_vllm.options import VLLMOptions
 from enginehouse_vllm.orphans import LAUNCHER
 from enginehouse_vllm.statistics import Statistics
-from enginehouse_vllm.weights import StagedWeights
+from enginehouse_vllm.weights import VLLMWeights
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs, AsyncLLMEngine, CompletionOutput, RequestOutput
@@ -156,7 +156,7 @@ class VLLMRollout:
             raise ModelError(f"an OpenAI endpoint needs a tokenizer, and there is none in {model.path!r}")
         self._options = options
         self._spec = model
-        self._weights = StagedWeights(model, self._where)
+        self._weights = VLLMWeights(model, self._where)
         await asyncio.to_thread(self._weights.learn)
         before = set(multiprocessing.active_children())
         try:

@@ -6,14 +6,9 @@ It takes a version from memory that the process above it names (`weights.py`), o
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from mmap import mmap
-from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -22,8 +17,9 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from enginehouse.engines.host_memory import private_copy
-from enginehouse.engines.weights import WeightSyncError, checksum
+from enginehouse.engines.reports import Reporter
+from enginehouse.engines.weights import WeightSyncError
+from enginehouse.modeling.staged_source import StagedSource
 from enginehouse_vllm.reload_repairs import (
     Shared,
     abandon_reload,
@@ -33,7 +29,6 @@ from enginehouse_vllm.reload_repairs import (
     shared_parameters,
     unloaded_parameters,
 )
-from enginehouse_vllm.reports import Reporter
 
 NAME = "enginehouse"
 """What vLLM knows this engine by, in its `weight_transfer_config`."""
@@ -82,8 +77,7 @@ class MemoryTransfer(WeightTransferEngine[MemoryInit, MemoryUpdate]):
     update_info_cls = MemoryUpdate
     supports_draft_weight_update = False
 
-    _memories: Sequence[mmap] = ()
-    _weights: Any = ()
+    _source = StagedSource()
     _shared: Shared = ()
     _loaded: set[int] | None = None
 
@@ -104,32 +98,18 @@ class MemoryTransfer(WeightTransferEngine[MemoryInit, MemoryUpdate]):
 
     def shutdown(self) -> None:
         """Let go of the version."""
-        self._weights, self._memories = (), ()
+        self._source = StagedSource()
 
     def _check(self, update: MemoryUpdate) -> None:
-        if update.directory:
-            self._weights = _in_directory(update.directory)
-            return
-        memories = {path: private_copy(path) for path in {parameter[3] for parameter in update.parameters}}
-        self._memories = list(memories.values())
-        self._weights = [
-            (name, _view(memories[path], dtype, shape, begin))
-            for name, dtype, shape, path, begin, _ in update.parameters
-        ]
-        wrong = [
-            name
-            for (name, tensor), (*_, expected) in zip(self._weights, update.parameters, strict=True)
-            if checksum(tensor) != expected
-        ]
-        if wrong:
-            raise WeightSyncError(f"{', '.join(wrong[:5])} did not reach it as it was staged", wrong)
+        self._source = StagedSource(update.parameters, update.directory)
+        self._source.check()
 
     def _load(self) -> None:
         self._shared = shared_parameters(self.model)
         forget_packed_experts(self.model)
         initialize_layerwise_reload(self.model)
         try:
-            self.model.load_weights(iter(self._weights))
+            self.model.load_weights(iter(self._source))
             loaded = loaded_modules(self.model)
             missing = unloaded_parameters(self.model, self._shared, loaded)
             if missing:
@@ -150,43 +130,6 @@ class MemoryTransfer(WeightTransferEngine[MemoryInit, MemoryUpdate]):
             abandon_reload(self.model, self.model_config)
             raise
         finally:
-            self._weights = ()
-            memories, self._memories = self._memories, ()
+            source, self._source = self._source, StagedSource()
         if loaded is not None:
-            for memory in memories:
-                _release(memory)
-
-
-def _view(memory: mmap, dtype: str, shape: list[int], begin: int) -> torch.Tensor:
-    """A tensor that views memory from its byte `begin` on."""
-    kind = getattr(torch, dtype)
-    count = torch.Size(shape).numel()
-    if not count:
-        return torch.empty(shape, dtype=kind)
-    return torch.frombuffer(memory, dtype=kind, count=count, offset=begin).view(shape)
-
-
-def _in_directory(path: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of a model directory; its files are opened as they are asked for."""
-    from safetensors import safe_open
-
-    for file in sorted(Path(path).glob("*.safetensors")):
-        with safe_open(str(file), framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (not a dictionary)
-                yield name, tensors.get_tensor(name)
-
-
-def _release(memory: mmap) -> None:
-    """Unmap a version.
-
-    Raises:
-        WeightSyncError: vLLM kept tensors that view it, which a later version would overwrite.
-    """
-    try:
-        memory.close()
-    except BufferError:
-        gc.collect()
-        try:
-            memory.close()
-        except BufferError:
-            raise WeightSyncError("it reads weights from memory that belongs to the update, not to itself") from None
+            source.close()

@@ -1,7 +1,7 @@
-"""How vLLM's processes say what came of a step of a weight update.
+"""How an engine's own processes say what came of a step of a weight update, to the worker that ordered it.
 
-Not by raising: a rank that raises in vLLM's `collective_rpc` leaves the other ranks' answers unread (0.32,
-`MultiprocExecutor.collective_rpc`), and each later call then gets the answers of the one before.
+In memory that both map, not by raising: an exception in a process of an engine may end it, or leave the answers of its
+other ranks unread.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ class Reports:
     """The worker's end: a page for each rank.
 
     Args:
-        ranks: how many processes vLLM's model is split over.
+        ranks: how many processes the engine's model is split over.
+        engine: its name, for messages.
     """
 
-    def __init__(self, ranks: int):
-        self._pages = AnonymousMemory.create(LABEL, ranks * PAGE, "for the reports of vllm's processes")
+    def __init__(self, ranks: int, engine: str):
+        self._pages = AnonymousMemory.create(LABEL, ranks * PAGE, f"for the reports of {engine}'s processes")
+        self._engine = engine
         self._ranks = ranks
         self.path = self._pages.path
 
@@ -46,7 +48,7 @@ class Reports:
         for rank in range(self._ranks):
             begin = rank * PAGE
             length = int.from_bytes(self._pages.memory[begin : begin + _LENGTH], "little")
-            who = f"{where}: vllm" + (f" rank {rank}" if self._ranks > 1 else "")
+            who = f"{where}: {self._engine}" + (f" rank {rank}" if self._ranks > 1 else "")
             if not length:
                 raise WeightSyncError(f"{who} did not {doing}: it says nothing")
             said = json.loads(self._pages.memory[begin + _LENGTH : begin + _LENGTH + length])

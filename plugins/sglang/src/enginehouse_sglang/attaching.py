@@ -1,0 +1,82 @@
+"""Servers that ran already: seeing that one is SGLang, and that it serves the run's model."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from enginehouse.engines.model import ModelSpec
+from enginehouse.errors import ConfigError, ModelError
+from enginehouse_sglang.http import Refused
+from enginehouse_sglang.process import SGLangFailed
+from enginehouse_sglang.server import SGLangServer
+
+log = logging.getLogger(__name__)
+
+SHAPE = (
+    "model_type", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "num_experts", "tie_word_embeddings",
+)  # fmt: skip
+"""What two models have in common, by `config.json`, if the weights of one can be loaded into the other."""
+
+
+async def attach(server: SGLangServer, spec: ModelSpec) -> dict[str, Any]:
+    """See that a server can be used for a model; returns its settings.
+
+    Its weights are changed by a run, and other shapes than it has would end it: so a model that cannot be compared is
+    refused.
+
+    Raises:
+        ConfigError: nothing answers there, or it is not an SGLang server of a version this backend knows.
+        ModelError: it serves another model, or in another dtype.
+    """
+    url = server.address.url
+    try:
+        about, settings = await server.model(), await server.settings()
+        theirs, _ = about["model_path"], about["weight_version"]
+    except SGLangFailed as error:
+        raise ConfigError(f"endpoint: there is no sglang server at {url}: {error}") from error
+    except Refused as error:
+        if error.status in (401, 403):
+            raise ConfigError(
+                f"endpoint: the server at {url} wants a key; set SGLANG_API_KEY (and SGLANG_ADMIN_API_KEY, if it has "
+                f"one) in the environment of the run: {error}"
+            ) from error
+        raise ConfigError(f"endpoint: what answers at {url} is not an sglang server: {error}") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"endpoint: what answers at {url} is not an sglang server: it has no /model_info") from error
+    _compare(url, spec, about, theirs)
+    if settings.get("dtype") not in (None, "auto", spec.dtype):
+        raise ModelError(
+            f"endpoint: the server at {url} computes in {settings['dtype']}, and model.dtype is {spec.dtype}; start it "
+            f"with --dtype {spec.dtype}"
+        )
+    if int(settings.get("dp_size") or 1) > 1:
+        raise ConfigError(f"endpoint: the server at {url} has dp_size {settings['dp_size']}; give one server a replica")
+    if not settings.get("enable_deterministic_inference"):
+        log.warning(
+            "the sglang server at %s was not started with --enable-deterministic-inference: samples are not seeded", url
+        )
+    return settings
+
+
+def _compare(url: str, spec: ModelSpec, about: Mapping[str, Any], theirs: str) -> None:
+    ours = json.loads(Path(spec.path, "config.json").read_text())
+    other = f"endpoint: the server at {url} serves another model ({theirs}) than the run's ({spec.path})"
+    said = about.get("architectures")
+    if said and ours.get("architectures") and list(said) != list(ours["architectures"]):
+        raise ModelError(f"{other}: {', '.join(said)}, not {', '.join(ours['architectures'])}")
+    config = Path(theirs, "config.json")
+    if config.is_file():
+        has = json.loads(config.read_text())
+        for name in SHAPE:
+            if has.get(name) != ours.get(name):
+                raise ModelError(f"{other}: its {name} is {has.get(name)}, not {ours.get(name)}")
+    elif Path(theirs).name != Path(spec.path).name:
+        raise ModelError(
+            f"{other}, as far as can be seen from here: its directory is not, and names differ. Start it with a "
+            f"directory called {Path(spec.path).name!r}, or where this host sees it"
+        )

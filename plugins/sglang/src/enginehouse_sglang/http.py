@@ -1,0 +1,128 @@
+"""Requests to an HTTP server, from an event loop, with nothing but the standard library.
+
+So a worker that only talks to a server needs no package of its own for it. One connection a request: the requests are
+few and large, and a request that is cancelled is noticed by the server as its connection closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import ssl
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from enginehouse.errors import ConfigError, EnginehouseError
+
+try:
+    from orjson import dumps, loads
+except ImportError:  # several times slower, and else the same
+
+    def dumps(value: Any) -> bytes:
+        """JSON, as bytes."""
+        return json.dumps(value, separators=(",", ":")).encode()
+
+    loads = json.loads
+
+
+class NoAnswer(EnginehouseError):
+    """There is no server there, or the connection broke before its answer was whole."""
+
+
+class Refused(EnginehouseError):
+    """An answer that is not a success.
+
+    Attributes:
+        status: HTTP status.
+    """
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status = status
+
+    def __reduce__(self):
+        return type(self), (str(self), self.status)
+
+
+class Address:
+    """Where a server is.
+
+    Args:
+        url: base URL, `http://HOST:PORT` or `https://...`, with or without a path.
+
+    Raises:
+        ConfigError: it is no such URL.
+    """
+
+    def __init__(self, url: str):
+        self.url = url.rstrip("/")
+        parts = urlsplit(self.url)
+        try:
+            port = parts.port
+        except ValueError:
+            port = -1
+        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1 or parts.query or parts.fragment:
+            raise ConfigError(f"{url!r} is not the URL of a server, such as http://127.0.0.1:30000")
+        self._host, self._port = parts.hostname, port or (443 if parts.scheme == "https" else 80)
+        self._path, self._name = parts.path, parts.netloc.rpartition("@")[2]
+        self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
+
+    async def call(self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Any:
+        """Ask, and return the answer: decoded JSON, or text where it is none.
+
+        Args:
+            method: `"GET"` or `"POST"`.
+            path: begins with a slash.
+            body: sent as JSON; None: nothing is sent.
+            headers: further ones.
+
+        Raises:
+            NoAnswer: nothing whole came back.
+            Refused: an answer came that is not a success.
+        """
+        content = b"" if body is None else dumps(body)
+        lines = [
+            f"{method} {self._path}{path} HTTP/1.0",  # whose answers are in one piece
+            f"Host: {self._name}",
+            "Content-Type: application/json",
+            f"Content-Length: {len(content)}",
+            *(f"{name}: {value}" for name, value in (headers or {}).items()),
+        ]
+        try:
+            reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._ssl)
+            try:
+                writer.write("\r\n".join([*lines, "", ""]).encode() + content)
+                await writer.drain()
+                answer = await reader.read(-1)
+            finally:
+                writer.close()
+        except OSError as error:
+            raise NoAnswer(f"{self.url}{path}: {error}") from error
+        return self._read(path, answer)
+
+    def _read(self, path: str, answer: bytes) -> Any:
+        head, separator, content = answer.partition(b"\r\n\r\n")
+        status_line, *rest = head.decode("latin-1").split("\r\n")
+        words = status_line.split()
+        if not separator or len(words) < 2 or not words[0].startswith("HTTP/") or not words[1].isdigit():
+            what = "what answers is no HTTP server" if answer else "the connection was closed without an answer"
+            raise NoAnswer(f"{self.url}{path}: {what}")
+        fields = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in rest)}
+        if len(content) < int(fields.get("content-length", 0)):
+            raise NoAnswer(f"{self.url}{path}: the connection was closed in the midst of the answer")
+        status = int(words[1])
+        said: Any = content.decode(errors="replace")
+        with contextlib.suppress(ValueError):
+            said = loads(content)
+        if not 200 <= status < 300:
+            raise Refused(f"{self.url}{path}: {_words(said) or status_line}", status)
+        return said
+
+
+def _words(said: Any) -> str:
+    """The sentence in an answer that says what went wrong."""
+    while isinstance(said, dict):
+        said = next((said[name] for name in ("error", "message", "detail") if said.get(name)), "")
+    return str(said).strip()[:1000]

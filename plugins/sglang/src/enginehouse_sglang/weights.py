@@ -1,0 +1,159 @@
+"""The weights a replica serves: a new version is staged in this host's memory, and SGLang loads it whole or not at all.
+
+SGLang itself changes weights in place, and an exception while it does ends its server. A server of ours therefore loads
+by `loader.py`, from the memory where a version lies, once it has checked it; a server that ran already is sent the
+bytes. For both, the version that was served is kept, to be loaded again where the new one cannot be.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from enginehouse.engines.model import ModelSpec
+from enginehouse.engines.reports import Reports
+from enginehouse.engines.weights import WeightChunk, WeightState, WeightSyncError, WeightUpdate
+from enginehouse.modeling.staged_source import StagedSource
+from enginehouse.modeling.staging import StagedWeights, Version
+from enginehouse_sglang.http import Refused
+from enginehouse_sglang.loader import LOADER, order
+from enginehouse_sglang.server import SGLangServer
+
+log = logging.getLogger(__name__)
+
+SENT_BYTES = 256 << 20
+"""Weights sent in one request to a server that ran already."""
+
+
+class SGLangWeights:
+    """Two versions in this host's memory, the one being staged and the one that is served.
+
+    Args:
+        spec: the model.
+        where: names this replica in messages.
+    """
+
+    def __init__(self, spec: ModelSpec, where: str):
+        self._spec = spec
+        self._where = where
+        self._staged = StagedWeights(spec, where)
+        self._reports: Reports | None = None
+
+    @property
+    def version(self) -> int:
+        """The version served."""
+        return self._staged.version
+
+    def check(self) -> None:
+        """See `StagedWeights.check`."""
+        self._staged.check()
+
+    def learn(self) -> None:
+        """See `StagedWeights.learn`: SGLang loads half a model without a word."""
+        self._staged.learn()
+
+    def start(self, update: WeightUpdate) -> None:
+        """See `StagedWeights.start`."""
+        self._staged.start(update)
+
+    def stage(self, chunk: WeightChunk) -> None:
+        """See `StagedWeights.stage`."""
+        self._staged.stage(chunk)
+
+    def discard(self) -> None:
+        """See `StagedWeights.discard`."""
+        self._staged.discard()
+
+    async def state(self, server: SGLangServer) -> WeightState:
+        """The version SGLang itself says it serves; no checksums, since it fuses parameters and splits them.
+
+        Raises:
+            WeightSyncError: it is another than it was given: somebody else changes this server.
+        """
+        async with self._staged.switching:
+            said = (await server.model())["weight_version"]
+            if said != str(self.version):
+                raise WeightSyncError(
+                    f"{self._where} was given weight version {self.version}, and its sglang server at "
+                    f"{server.address.url} says it serves {said!r}: somebody else changes its weights"
+                )
+            return WeightState(self.version)
+
+    async def commit(self, server: SGLangServer, ranks: int, version: int) -> None:
+        """Let SGLang load what was staged, and serve it as `version`; see `StagedWeights.commit`."""
+        await self._staged.commit(version, lambda staged: self._switch(server, ranks, staged))
+
+    async def give_first(self, server: SGLangServer, ranks: int) -> None:
+        """Send the weights of the model's directory, as version 0.
+
+        Raises:
+            WeightSyncError: SGLang did not take them.
+        """
+        await self._load(server, ranks, {"directory": self._spec.path}, 0)
+
+    async def _switch(self, server: SGLangServer, ranks: int, staged: Version) -> None:
+        """Load a version, or the one that was served before again."""
+        try:
+            await self._load(server, ranks, staged.source(), staged.number)
+        except WeightSyncError as error:
+            log.error("%s; going back to version %d", error, self.version)
+            served = self._staged.served
+            before = {"directory": self._spec.path} if served is None else served.source()
+            try:
+                await self._load(server, ranks, before, self.version)
+            except WeightSyncError as worse:
+                lost = f"{error}. Nor could version {self.version} be brought back: {worse}."
+                raise self._staged.lose(lost, error) from worse
+            raise
+
+    async def _load(self, server: SGLangServer, ranks: int, source: dict[str, Any], version: int) -> None:
+        """Load a version from where it lies; keys and values that older weights computed are dropped.
+
+        Raises:
+            WeightSyncError: it was not loaded, or only in part.
+        """
+        try:
+            await server.begin_update()
+            try:
+                if server.process is not None:
+                    await self._order(server, ranks, source, version)
+                else:
+                    await _send(server, ranks, source, version)
+            finally:
+                await server.end_update()
+        except (Refused, OSError) as error:
+            raise WeightSyncError(f"{self._where}: sglang could not load weight version {version}: {error}") from error
+
+    async def _order(self, server: SGLangServer, ranks: int, source: dict[str, Any], version: int) -> None:
+        if self._reports is None:
+            self._reports = Reports(ranks, "sglang")
+        self._reports.clear()
+        await server.load(order(source, self._reports.path), ranks, LOADER, version)
+        self._reports.check(self._where, f"load weight version {version}")
+
+
+async def _send(server: SGLangServer, ranks: int, source: dict[str, Any], version: int) -> None:
+    found = StagedSource(source.get("parameters", ()), source.get("directory", ""))
+    parts = _parts(found)
+    part = next(parts)
+    while part:
+        after = next(parts, [])
+        await server.load(part, ranks, None, None if after else version)
+        part = after
+    found.close()
+
+
+def _parts(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Some weights at a time, each a copy, since a tensor is sent with all memory it is a view of."""
+    part: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, tensor in weights:
+        if part and size + tensor.nbytes > SENT_BYTES:
+            yield part
+            part, size = [], 0
+        part.append((name, tensor.clone()))
+        size += tensor.nbytes
+    yield part

@@ -1,0 +1,107 @@
+"""What the sglang plugin declares, and that it holds on to nothing of SGLang but its server's protocol."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from importlib import resources
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from enginehouse.engines.model import ModelSpec, ProcessContext
+from enginehouse.errors import ConfigError
+from enginehouse.plugin import plugins, resolve
+from enginehouse_sglang.arguments import server_arguments
+from enginehouse_sglang.options import OURS, SGLangOptions
+from enginehouse_sglang.process import as_words
+
+SOURCES = Path(str(resources.files("enginehouse_sglang")))
+FOR_CPU = SOURCES / "on_cpu"
+CONFIG = {
+    "max_position_embeddings": 2048, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "hidden_size": 128,
+}  # fmt: skip
+
+
+def arguments(**options):
+    spec, context = ModelSpec("/models/m"), ProcessContext("rollout")
+    return server_arguments(spec, CONFIG, SGLangOptions(**options), context, has_tokenizer=True)
+
+
+def test_nothing_of_sglang_is_imported_but_by_what_stands_in_for_a_gpu():
+    found = set()
+    for source in SOURCES.rglob("*.py"):
+        if FOR_CPU in source.parents:
+            continue
+        for node in ast.walk(ast.parse(source.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            found |= {name for name in names if name.partition(".")[0] == "sglang"}
+    assert found == set()
+
+
+def test_declaring_the_backend_imports_no_engine():
+    code = (
+        "import sys, enginehouse_sglang.plugin, enginehouse_sglang.options\n"
+        "sys.exit(', '.join({'torch', 'ray', 'sglang'} & set(sys.modules)) or None)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_engine_is_imported_without_sglang():
+    assert resolve(plugins().get("rollout", "sglang", elsewhere=True).engine).__name__ == "SGLangRollout"
+
+
+@pytest.mark.parametrize("name", [*sorted(OURS), "tp-size"])
+def test_an_argument_that_the_backend_sets_itself_is_refused(name):
+    with pytest.raises(ValidationError, match=f"'{name}' is set by the sglang backend"):
+        SGLangOptions(native={name: 1})
+
+
+def test_native_arguments_are_those_of_the_command_line():
+    words = as_words(arguments(native={"schedule_policy": "lpm", "disable_radix_cache": True, "enable_lora": False}))
+    assert words[words.index("--schedule-policy") + 1] == "lpm"
+    assert "--disable-radix-cache" in words
+    assert "--enable-lora" not in words
+
+
+def test_memory_for_keys_and_values_is_counted_in_tokens():
+    bytes_of_a_token = 2 * 2 * 2 * 32 * 4  # keys and values, layers, heads, width, float32
+    assert arguments(kv_cache_mib=64)["max_total_tokens"] == (64 << 20) // bytes_of_a_token
+    assert arguments(kv_cache_mib=1)["max_total_tokens"] >= 2 * 2048  # at least what one sequence needs
+
+
+def test_sglangs_context_has_room_for_what_it_keeps_to_itself():
+    assert arguments(max_model_tokens=100)["context_length"] == 108
+    assert arguments()["context_length"] == 2056
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"endpoint": ["localhost:30000"]}, "is not the URL of a server"),
+        ({"endpoint": ["http://a:1", "http://a:1"]}, "two replicas cannot share a server"),
+        ({"endpoint": ["http://a:1"], "tensor_parallel": 2}, "tensor_parallel is for starting a server"),
+        ({"endpoint": ["http://a:1"], "native": {"log_level": "info"}}, "native is for starting a server"),
+    ],
+)
+def test_endpoints_that_cannot_be_meant_are_refused(options, said):
+    with pytest.raises(ValidationError, match=said):
+        SGLangOptions(**options)
+
+
+def test_there_is_one_url_for_each_replica():
+    options = SGLangOptions(endpoint=["http://a:1", "http://a:2"])
+    options.check(2)
+    with pytest.raises(ConfigError, match=r"2 URLs are given for 1 replica.*rollout\.replicas=2"):
+        options.check(1)
+
+
+def test_what_a_user_gives_up_is_a_surprise():
+    assert list(SGLangOptions(openai_endpoint="loopback").surprises()) == []
+    assert "SGLANG_API_KEY" in "".join(SGLangOptions(openai_endpoint="node").surprises())
+    assert "seed" in "".join(SGLangOptions(deterministic=False).surprises())
+    assert "--enable-deterministic-inference" in "".join(SGLangOptions(endpoint=["http://a:1"]).surprises())

@@ -1,0 +1,121 @@
+"""What tests have an SGLang replica do, under the interpreter of its runtime: only core and the plugin are imported.
+
+An act is an async function of a launched engine; it returns plain data, and tests judge it in the driver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+from safetensors.torch import load_file
+
+from enginehouse.controller import Worker, register
+from enginehouse.engines.model import ModelSpec
+from enginehouse.engines.rollout import Completion, GenerateRequest, SamplingParams
+from enginehouse.engines.weights import ParamMeta, WeightChunk, WeightUpdate
+from enginehouse.modeling.staging import Version
+from enginehouse_sglang.engine import SGLangRollout
+from enginehouse_sglang.options import SGLangOptions
+
+SMALL = {"kv_cache_mib": 64, "max_running": 64}
+PROMPT = [5, 6, 7]
+
+
+class SGLangReplica(Worker):
+    """A replica, and acts on it."""
+
+    def __init__(self) -> None:
+        self.engine = SGLangRollout()
+
+    @register
+    async def launch(self, path: str, options: dict[str, Any]) -> str:
+        """Launch it; returns the engine's name and version."""
+        checked = SGLangOptions(**{**SMALL, **options})
+        return (await self.engine.launch(ModelSpec(path), checked, self.context)).engine
+
+    @register
+    async def act(self, name: str, *args: Any) -> Any:
+        """Run an act of this module."""
+        return await globals()[name](self.engine, *args)
+
+    @register
+    async def pid(self) -> int:
+        """This process."""
+        return os.getpid()
+
+    async def shutdown(self) -> None:
+        """End the engine."""
+        await self.engine.shutdown()
+
+
+# Acts
+
+
+async def draw(engine: SGLangRollout, tokens: int = 8, **sampling: Any) -> Completion:
+    """A greedy completion."""
+    params = SamplingParams(**{"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, **sampling})
+    return (await engine.generate(GenerateRequest("draw", PROMPT, params))).completions[0]
+
+
+async def draw_with(engine: SGLangRollout, sampling: dict[str, Any]) -> Completion:
+    """A completion."""
+    return await draw(engine, **sampling)
+
+
+async def refused_beside_served(engine: SGLangRollout, odd: dict[str, Any]) -> tuple[str, int]:
+    """A request that SGLang itself refuses, and one of the same sampling beside it."""
+    row = engine.server.generate
+
+    async def generate(rows: Any) -> Any:
+        return await row([{**one, **odd} if one["input_ids"][-1] == 9 else one for one in rows])
+
+    with patch.object(engine.server, "generate", generate):
+        params = SamplingParams(max_tokens=3, ignore_eos=True)
+        calls = [engine.generate(GenerateRequest(str(last), [5, last], params)) for last in (8, 9)]
+        good, bad = await asyncio.gather(*calls, return_exceptions=True)
+    return f"{type(bad).__name__}: {bad}", len(good.completions[0].token_ids)  # type: ignore[union-attr]
+
+
+FAULTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "changed on the way": lambda told: {**told, "parameters": [[*p[:5], "0" * 16] for p in told["parameters"]]},
+    "gone": lambda told: {**told, "parameters": [[*p[:3], "/proc/self/fd/9999", *p[4:]] for p in told["parameters"]]},
+    "of another shape": lambda told: {
+        **told,
+        "parameters": [
+            [*p[:2], [31, 128], *p[3:5], p[5]] if p[0].endswith("embed_tokens.weight") else p
+            for p in told["parameters"]
+        ],
+    },
+}
+
+
+async def update(engine: SGLangRollout, path: str, version: int, fault: str = "") -> tuple[str, str]:
+    """Serve another model's weights; with a fault, SGLang is told so of where they are. What was raised."""
+    weights = load_file(f"{path}/model.safetensors")
+    metas = [ParamMeta(name, "float32", tuple(tensor.shape)) for name, tensor in weights.items()]
+    await engine.pause("wait")
+    await engine.start_weight_update(WeightUpdate(version, metas))
+    await engine.update_weights(WeightChunk(list(weights.items())))
+    source = Version.source
+
+    def faulty(self: Version) -> dict[str, Any]:
+        return FAULTS[fault](source(self)) if fault and self.number == version else source(self)
+
+    raised = ("", "")
+    try:
+        with patch.object(Version, "source", faulty):
+            await engine.finish_weight_update(version)
+    except Exception as error:
+        raised = type(error).__name__, str(error)
+        await engine.abort_weight_update()
+    await engine.resume()
+    return raised
+
+
+async def state(engine: SGLangRollout) -> int:
+    """The version that SGLang says it serves."""
+    return (await engine.weight_state()).version
