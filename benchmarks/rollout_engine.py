@@ -21,12 +21,15 @@ from benchmarks.weight_update_model import write_model
 logger = logging.getLogger(__name__)
 
 WORK = ROOT / "benchmarks" / "out" / "rollout_engine"
-SIDES = {"bare": "benchmarks.rollout_engine_bare", "enginehouse": "benchmarks.rollout_engine_ours"}
+OURS = "benchmarks.rollout_engine_ours"
+BARE = {"vllm": "benchmarks.rollout_engine_vllm", "sglang": "benchmarks.rollout_engine_sglang"}
+"""Each engine called directly, by backend."""
 START_SECONDS = 600.0
 TURN_SECONDS = 600.0
 
 
 def measure(
+    backend: str = "vllm",
     rounds: int = 9,
     parameters: int = 5_000_000,
     prompts: int = 32,
@@ -39,6 +42,7 @@ def measure(
     """Let the two sides take turns for `rounds` rounds, after one that is not counted.
 
     Args:
+        backend: whose engine: a key of `BARE`.
         rounds: turns of each side.
         parameters: of the model, about: the smaller, the more counts what is not the model.
         prompts: requests of a turn, all at once.
@@ -49,31 +53,30 @@ def measure(
         device: `"cpu"` or `"cuda"`.
 
     Returns:
-        `metrics` and `sides`. Metrics: `vllm_vs_bare`, generated tokens a second of ours by those of vLLM called
-        directly, in the same round, median over rounds.
+        `metrics` and `sides`. Metrics: `BACKEND_vs_bare`, generated tokens a second of ours by those of the engine
+        called directly, in the same round, median over rounds.
 
     Raises:
         RuntimeError: a side failed, or the two do not generate the same.
     """
     from enginehouse.plugin import plugins
 
-    found = interpreter_of(plugins().get("rollout", "vllm", elsewhere=True), runtime, device)
+    found = interpreter_of(plugins().get("rollout", backend, elsewhere=True), runtime, device)
     model = WORK / f"model-{parameters}"
     write_model(model, parameters)
     draw = random.Random(0)
     task = {
-        "backend": "vllm", "model": str(model), "device": device, "n": n, "max_tokens": max_tokens,
+        "backend": backend, "model": str(model), "device": device, "n": n, "max_tokens": max_tokens,
         "max_running": prompts * n, "max_model_tokens": prompt_tokens + max_tokens, "kv_cache_mib": 512,
-        # vllm 0.32 on a CPU dies where a prompt with a seed does not fit into a batch whole
-        "native": {"max_num_batched_tokens": prompts * n * prompt_tokens},
+        "native": native_arguments(backend, prompts * n * prompt_tokens),
         "prompts": [[draw.randrange(10, 8000) for _ in range(prompt_tokens)] for _ in range(prompts)],
     }  # fmt: skip
     path = WORK / "task.json"
     path.write_text(json.dumps(task))
-    env = environment_of(found.env, device)
+    env = environment_of(backend, found.env, device)
     python = found.python or sys.executable
     sides = {name: SideProcess(name, [python, "-m", module, path], WORK / f"{name}.log", cwd=ROOT, env=env)
-             for name, module in SIDES.items()}  # fmt: skip
+             for name, module in {"bare": BARE[backend], "enginehouse": OURS}.items()}  # fmt: skip
     try:
         started = take_turns(sides, "start", START_SECONDS)
         if started["bare"] != started["enginehouse"]:
@@ -97,7 +100,7 @@ def measure(
             side.close()
     ratios = [speed(ours) / speed(bare) for ours, bare in zip(turns["enginehouse"], turns["bare"], strict=True)]
     return {
-        "metrics": {"vllm_vs_bare": statistics.median(ratios)},
+        "metrics": {f"{backend}_vs_bare": statistics.median(ratios)},
         "sides": rows(turns),
         "ratios": ratios,
         **started["bare"],
@@ -113,12 +116,24 @@ def take_turns(sides: dict[str, SideProcess], do: str, timeout: float, **argumen
     return answers
 
 
-def environment_of(given: Any, device: str) -> dict[str, str]:
-    """The environment of both sides: what the plugin sets, and the worker's path."""
-    from enginehouse_vllm.engine import CPU_ENVIRONMENT, ENVIRONMENT
+def native_arguments(backend: str, prompt_tokens: int) -> dict[str, Any]:
+    """Arguments of the engine itself, the same on both sides; `prompt_tokens` are those of all samples of a turn."""
+    # vllm 0.32 on a CPU dies where a prompt with a seed does not fit into a batch whole
+    return {"max_num_batched_tokens": prompt_tokens} if backend == "vllm" else {}
 
+
+def environment_of(backend: str, given: Any, device: str) -> dict[str, str]:
+    """The environment of both sides: what the plugin sets, and the worker's path."""
+    ours: dict[str, str] = {}
+    if backend == "vllm":
+        from enginehouse_vllm.engine import CPU_ENVIRONMENT, ENVIRONMENT
+
+        ours = ENVIRONMENT | (CPU_ENVIRONMENT if device == "cpu" else {})
+    if backend == "sglang":
+        from enginehouse_sglang.arguments import ENVIRONMENT as OF_SERVER
+
+        ours = dict(OF_SERVER)
     paths = [path for path in (given.get("PYTHONPATH"), str(ROOT)) if path]
-    ours = ENVIRONMENT | (CPU_ENVIRONMENT if device == "cpu" else {})
     return {**os.environ, **ours, **given, "PYTHONPATH": os.pathsep.join(paths)}
 
 

@@ -111,7 +111,7 @@ calls = {
     "triton.runtime.driver.active.get_current_device": lambda: triton.runtime.driver.active.get_current_device(),
     "sgl_kernel.silu_and_mul": lambda: sgl_kernel.silu_and_mul(boxes),
     "sgl_kernel.flash_attn.flash_attn_varlen_func": lambda: flash_attn_varlen_func(boxes),
-    "torchvision.ops.nms": lambda: torchvision.ops.nms(boxes, torch.zeros(1), 0.5),
+    "torchvision.ops.nms": lambda: torch.ops.torchvision.nms(boxes, torch.zeros(1), 0.5),
 }
 said = {}
 for name, call in calls.items():

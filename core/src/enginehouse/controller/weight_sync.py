@@ -236,7 +236,7 @@ class WeightSync:
             check: whether the effect is compared; a backend that cannot score prompts has none to compare.
 
         Raises:
-            WeightSyncError: they do not serve it.
+            WeightSyncError: they do not serve it; or they did already, which no one need ask for.
         """
         self._bring(replicas.members(), transport, check, replicas, replicas.name)
 

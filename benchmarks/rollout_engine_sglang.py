@@ -1,0 +1,86 @@
+"""SGLang called directly, as by who writes a rollout script for it by hand. Of enginehouse is only what a CPU takes.
+
+Started by `rollout_engine` under the runtime's interpreter, with the same environment variables as the other side.
+Processes that SGLang starts import this module too, so that what a CPU takes reaches them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from typing import Any
+
+from benchmarks.dispatch_side import serve
+from enginehouse_sglang import on_cpu
+from enginehouse_sglang.arguments import CONTEXT_MARGIN
+
+if on_cpu.is_cpu(sys.argv[1:]):
+    on_cpu.adapt()
+
+
+class Bare:
+    """SGLang's engine, and requests to it.
+
+    Args:
+        task: see `rollout_engine.measure`.
+    """
+
+    def __init__(self, task: dict[str, Any]):
+        self._task = task
+        self._engine: Any = None
+
+    def start(self) -> dict[str, str]:
+        """Start the engine; what runs here."""
+        import sglang
+
+        task = self._task
+        on_cpu = {"attention_backend": "torch_native"} if task["device"] == "cpu" else {}
+        self._engine = sglang.Engine(
+            model_path=task["model"], dtype="float32", random_seed=0, device=task["device"],
+            max_running_requests=task["max_running"], context_length=task["max_model_tokens"] + CONTEXT_MARGIN,
+            max_total_tokens=task["max_running"] * (task["max_model_tokens"] + CONTEXT_MARGIN),
+            enable_deterministic_inference=True, skip_tokenizer_init=True, skip_server_warmup=True,
+            log_level="warning", **on_cpu, **task["native"],
+        )  # fmt: skip
+        return {"engine": f"sglang {sglang.__version__}"}
+
+    def greedy(self) -> list[list[int]]:
+        """Greedy completions of the first prompts."""
+        return [tokens for tokens, _ in self._all(self._task["prompts"][:4], 1, 0.0, 0)]
+
+    def run(self, seed: int) -> dict[str, float]:
+        """Answer all requests at once; seconds, and tokens generated."""
+        begun = time.perf_counter()
+        found = self._all(self._task["prompts"], self._task["n"], 1.0, seed)
+        seconds = time.perf_counter() - begun
+        return {"seconds": seconds, "tokens": sum(len(tokens) for tokens, _ in found)}
+
+    def _all(
+        self, prompts: list[list[int]], n: int, temperature: float, seed: int
+    ) -> list[tuple[list[int], list[float]]]:
+        """Token ids and their logprobs, for each sample: a request each, since SGLang seeds requests, not samples."""
+        asked = [prompt for prompt in prompts for _ in range(n)]
+        sampling = [
+            {
+                "max_new_tokens": self._task["max_tokens"], "temperature": temperature, "ignore_eos": True,
+                "sampling_seed": seed * 1_000_003 + number,
+            }
+            for number in range(len(asked))
+        ]  # fmt: skip
+        answers = self._engine.generate(input_ids=asked, sampling_params=sampling, return_logprob=True)
+        return [
+            (one["output_ids"], [entry[0] for entry in one["meta_info"]["output_token_logprobs"]]) for one in answers
+        ]
+
+    def close(self) -> None:
+        """End SGLang."""
+        if self._engine is not None:
+            self._engine.shutdown()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("task", type=argparse.FileType())
+    serve(Bare(json.load(parser.parse_args().task)))
