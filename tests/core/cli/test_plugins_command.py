@@ -147,7 +147,7 @@ def test_json_gives_every_field_and_kind_chooses(command_line):
     assert record["state"] == "ok"
     assert record["capabilities"] == ["offload"]
     assert record["engine"] == "nowhere:Engine"
-    assert record["layouts"] == [{"name": "single", "processes": 1, "options": {}, "without": []}]
+    assert record["layouts"] == [{"name": "single", "processes": 1, "options": {}, "without": [], "only": []}]
     assert plugins["enginehouse.rl"]["records"] == []
     assert plugins["enginehouse.backends.torch"]["protocol"] == "1.0"
 

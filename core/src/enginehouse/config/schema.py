@@ -192,8 +192,11 @@ class Cluster(Section):
     address: str | None = Field(default=None, description="A running Ray cluster; unset: start Ray on this machine")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads_per_process: int = Field(default=1, gt=0)
-    start_timeout_seconds: float = Field(default=300.0, gt=0)
-    call_timeout_seconds: float = Field(default=600.0, gt=0, description="Longest time for any one call of a worker")
+    call_timeout_seconds: float = Field(
+        default=600.0,
+        gt=0,
+        description="Longest time for any one call of a worker; a start may take as long, and 300 s in any case",
+    )
 
 
 class Plugins(Section):

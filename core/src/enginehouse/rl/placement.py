@@ -24,10 +24,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from enginehouse.config.plan import Plan, SFTPlan
-    from enginehouse.config.schema import Model
+    from enginehouse.config.schema import Cluster, Model
     from enginehouse.data import Batch
     from enginehouse.engines.rollout import SamplingParams
     from enginehouse.plugin.runtimes import Interpreter
+
+SHORTEST_START_LIMIT_SECONDS = 300.0
+"""A worker that imports its engine on a busy machine takes minutes, however quick its calls are."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,7 @@ def place_actor(plan: SFTPlan) -> Iterator[WorkerGroup]:
 @contextmanager
 def _colocated(plan: Plan | SFTPlan, specs: dict[str, WorkerSpec], processes: int) -> Iterator[dict[str, WorkerGroup]]:
     cluster = plan.config.cluster
-    pool = ResourcePool([processes], gpus_per_process=int(plan.device == "cuda"), timeout=cluster.start_timeout_seconds)
+    pool = ResourcePool([processes], gpus_per_process=int(plan.device == "cuda"), timeout=_start_seconds(cluster))
     groups: dict[str, WorkerGroup] = {}
     try:
         groups = colocate(
@@ -165,7 +168,7 @@ def _colocated(plan: Plan | SFTPlan, specs: dict[str, WorkerSpec], processes: in
             name="+".join(specs),
             launcher=cluster.launcher,
             timeout=cluster.call_timeout_seconds,
-            start_timeout=cluster.start_timeout_seconds,
+            start_timeout=_start_seconds(cluster),
             seed=plan.config.train.seed,
             device=plan.device,
             threads=cluster.threads_per_process,
@@ -175,6 +178,10 @@ def _colocated(plan: Plan | SFTPlan, specs: dict[str, WorkerSpec], processes: in
         for group in groups.values():
             group.shutdown()
         pool.shutdown()
+
+
+def _start_seconds(cluster: Cluster) -> float:
+    return max(cluster.call_timeout_seconds, SHORTEST_START_LIMIT_SECONDS)
 
 
 def _evaluation(plan: Plan, stack: ExitStack) -> Evaluation | None:
@@ -198,7 +205,7 @@ def _fleet(plan: Plan, spec: WorkerSpec, stack: ExitStack, replicas: int, name: 
         launcher=cluster.launcher,
         gpus_per_process=int(plan.device == "cuda"),
         timeout=cluster.call_timeout_seconds,
-        start_timeout=cluster.start_timeout_seconds,
+        start_timeout=_start_seconds(cluster),
         seed=plan.config.train.seed,
         device=plan.device,
         threads=cluster.threads_per_process,

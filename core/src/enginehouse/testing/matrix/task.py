@@ -56,6 +56,6 @@ def _config(model: Path, prompts: Path) -> dict[str, Any]:
         "reward": {"function": f"{__name__}:{digits.__name__}"},
         "rollout": {"samples_per_prompt": SAMPLES_A_PROMPT, "sampling": {"max_tokens": RESPONSE_TOKENS}},
         "train": {"prompts_per_step": PROMPTS_A_STEP, "samples_every": 0},
-        "cluster": {"start_timeout_seconds": CALL_SECONDS, "call_timeout_seconds": CALL_SECONDS},
+        "cluster": {"call_timeout_seconds": CALL_SECONDS},
         "run": {"overwrite": True},
     }
