@@ -104,7 +104,7 @@ def matrix(
                 page=page,
                 onlooker=shown,
             )
-            clean = maker.certify(chosen, make=make)
+            clean = maker.certify(chosen, make=make, again=again)
             clean = maker.run(chosen, again=again) and clean
     except (KeyboardInterrupt, SystemExit):  # ray's own handler of SIGTERM exits
         say_what_is_kept()

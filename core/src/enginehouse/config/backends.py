@@ -220,26 +220,34 @@ def choose_transport(
     rollout: RolloutBackend | None,
     device: str,
     colocated: bool,
+    role: str = "rollout",
 ) -> tuple[str, str]:
-    """The weight transport's name, and why it is that; empty after a problem."""
+    """The weight transport's name, and why it is that; empty after a problem.
+
+    Args:
+        rollout: the backend of the role that gets weights.
+        role: its name. `weights.transport` is the rollout's; another role has it where it reaches, else one is chosen.
+    """
     one_process = colocated or config.cluster.launcher == "inline"
     joined = bool(config.cluster.address)
     apart = f"in different processes of {'any hosts of a cluster' if joined else 'one host'}"
     where = "in the same process" if one_process else apart
     named = config.weights.transport
     with findings.collecting():
-        if named == "auto":
+        record = None if named == "auto" else plugins.get(Transport, named)
+        wanted = {SAME_PROCESS} if one_process else {SAME_HOST, CROSS_HOST}
+        reaches = record is not None and bool(set(record.capabilities) & wanted)
+        if record is None or (role != "rollout" and not reaches):
             if train is None or rollout is None:
                 return "", ""
             placement = Placement(colocated=one_process, hosts=1 + joined, device=device)
-            if joined and not one_process:
+            if joined and not one_process and role == "rollout":
                 findings.note(
                     "cluster.address is set: whether actor and rollout share a host shows only at the start; the "
                     "transport is chosen as if they did not (weights.transport=shared_memory is quicker where they do)"
                 )
-            return plugins.pick_transport(train, rollout, placement).name, f"actor and rollout are {where}"
-        record = plugins.get(Transport, named)
-        if not set(record.capabilities) & ({SAME_PROCESS} if one_process else {SAME_HOST, CROSS_HOST}):
+            return plugins.pick_transport(train, rollout, placement).name, f"actor and {role} are {where}"
+        if not reaches:
             reach = ", ".join(sorted(record.capabilities)) or "none"
             raise ConfigError(
                 f"weights.transport: actor and rollout are {where} (rollout.placement), and {named!r} does not reach "

@@ -185,6 +185,8 @@ def plan(
     model = setting.model(config)
     check_model(findings, train, actor_options, model, "actor")
     check_model(findings, rollout, rollout_options, model, "rollout")
+    if evaluation:
+        check_model(findings, evaluator, evaluation.options, model, "evaluation")
     if uses_reference and config.reference.path:
         check_model(findings, train, actor_options, setting.reference, "actor", "reference.path")
     check_batches(findings, config, setting.plugins)
@@ -319,7 +321,9 @@ class _Setting:
         return record, EvaluationPlan(
             backend=engine.backend,
             options=typed_options(findings, record, engine, "evaluation", 1),
-            transport=choose_transport(findings, self.plugins, config, train, record, self.device, False)[0],
+            transport=choose_transport(findings, self.plugins, config, train, record, self.device, False, "evaluation")[
+                0
+            ],
             effect_checked=bool(check_capabilities(findings, config, record)),
         )
 

@@ -223,7 +223,7 @@ class WeightSync:
         Raises:
             WeightSyncError: they do not serve it, and wait for the next update.
         """
-        self._bring(returned, self._transport, True, self._replicas, "a returned replica")
+        self._bring(returned, self._transport, bool(self._every), self._replicas, "a returned replica")
 
     def bring(self, replicas: Replicas, transport: str, check: bool = True) -> None:
         """Make replicas of another engine serve the version that the rollout serves, verified in all three ways.
@@ -250,7 +250,7 @@ class WeightSync:
             self._connect(members, transport)
             sent = self._transfer(version)
             compare_checksums(sums, sent, f"the trainer, whose weights are not those of version {version} any more,")
-            self._commit(version, sent, replicas, check and bool(self._every and self._probe))
+            self._commit(version, sent, replicas, check and bool(self._probe))
             self._await_resumption()
         except BaseException as error:
             self._abort(version)

@@ -107,7 +107,8 @@ class WeightSource(Protocol):
 
         Its part is the region that the metadata say (`ParamMeta`), an empty tensor where that is empty. No
         communication, but where the weights are made of several ranks' parts (adapters merged into them): so all ranks
-        must exhaust it together.
+        must exhaust it together. A tensor stays as it was yielded until the iterator's user is done with all of them:
+        a transport may send it while the next is read.
         """
         ...
 

@@ -239,7 +239,7 @@ class StagedWeights:
             staged.release()
 
     def learn(self) -> None:
-        """Find out what the weights are, and that the files hold them all: vLLM loads half a model without a word.
+        """Find out what the weights are, and that the files hold them all: engines load half a model without a word.
 
         Raises:
             ModelError: they do not, or transformers does not know the model.

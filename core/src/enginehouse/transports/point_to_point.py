@@ -261,7 +261,7 @@ class PointToPointReceiver:
     def _heard(self, rank: int, message: dict[str, Any]) -> None:
         with self._gate.changed:
             if "aborted" in message:
-                self._gate.abort(message["aborted"])
+                self.abort(message["aborted"])  # which tells the other ranks: they know only the replicas
             elif "noted" in message:
                 self._noted[rank] = message["noted"]
             else:

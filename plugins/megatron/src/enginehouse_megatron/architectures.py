@@ -91,6 +91,8 @@ QWEN3 = Architecture(
 def _experts_of_qwen3(config: PreTrainedConfig) -> dict[str, Any]:
     layers = range(config.num_hidden_layers)
     sparse = [layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0 for layer in layers]
+    if not any(sparse):
+        return {}
     return {
         "num_moe_experts": config.num_experts,
         "moe_ffn_hidden_size": config.moe_intermediate_size,

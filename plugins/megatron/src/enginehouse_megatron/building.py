@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from enginehouse.errors import ConfigError, ModelError
 from enginehouse.modeling.loading import model_directory, quiet_transformers
 from enginehouse_megatron.axes import CONTEXT, PIPELINE, TENSOR
-from enginehouse_megatron.fitting import check_divided, check_experts
+from enginehouse_megatron.fitting import check_divided, check_experts, check_router
 from enginehouse_megatron.layers import decoder_layers
 from enginehouse_megatron.selecting import add_value_head, keep_padding, select_positions
 
@@ -212,6 +212,7 @@ def _check_layout(config: PreTrainedConfig, options: MegatronOptions, experts: M
         said["intermediate_size"] = None  # the width of what there is none of
     check_divided(said, options)
     check_experts(experts.get("num_moe_experts", 0), options)
+    check_router(said if experts else {})
     if isinstance(which := experts.get("moe_layer_freq"), list):
         _check_each_rank_has_experts(which, options)
 

@@ -95,3 +95,17 @@ def check_experts(experts: int, options: MegatronOptions) -> None:
             f"megatron: tensor_parallel={options.tensor_parallel} of a model with experts needs "
             "sequence_parallel=true: else each rank would send the same tokens to the experts"
         )
+
+
+def check_router(config: Mapping[str, Any]) -> None:
+    """See that megatron-core has a router for a model's experts.
+
+    Raises:
+        ModelError: one expert a token, weighed by 1 whatever the router thinks of it.
+    """
+    weighs_one = config.get("norm_topk_prob", config.get("model_type") == "mixtral")
+    if config.get("num_experts_per_tok") == 1 and weighs_one:
+        raise ModelError(
+            "megatron: the model sends each token to one expert and normalises that one's weight to 1, for which "
+            "megatron-core has no router; train it with the backend `fsdp`"
+        )

@@ -9,7 +9,13 @@ from pydantic import Field
 
 from enginehouse.engines.options import TrainOptions
 from enginehouse_megatron.axes import axis_sizes
-from enginehouse_megatron.fitting import check_divided, check_experts, named_architecture, number_of_experts
+from enginehouse_megatron.fitting import (
+    check_divided,
+    check_experts,
+    check_router,
+    named_architecture,
+    number_of_experts,
+)
 
 
 class MegatronOptions(TrainOptions):
@@ -54,3 +60,4 @@ class MegatronOptions(TrainOptions):
         check_divided(config if not experts else {**config, "intermediate_size": None}, self)
         if self.architecture == "auto":  # else its experts may be counted under another name
             check_experts(experts, self)
+            check_router(config if experts else {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Mapping
@@ -15,6 +16,9 @@ from enginehouse_sglang.process import SGLangFailed
 from enginehouse_sglang.server import SGLangServer
 
 log = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 120.0
+"""Within which a server says what it is, busy or not."""
 
 SHAPE = (
     "model_type", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
@@ -35,10 +39,13 @@ async def attach(server: SGLangServer, spec: ModelSpec) -> dict[str, Any]:
     """
     url = server.address.url
     try:
-        about, settings = await server.model(), await server.settings()
+        async with asyncio.timeout(ANSWER_SECONDS):
+            about, settings = await server.model(), await server.settings()
         theirs, _ = about["model_path"], about["weight_version"]
     except SGLangFailed as error:
         raise ConfigError(f"endpoint: there is no sglang server at {url}: {error}") from error
+    except TimeoutError as error:
+        raise ConfigError(f"endpoint: what is at {url} did not answer within {ANSWER_SECONDS:g} s") from error
     except Refused as error:
         if error.status in (401, 403):
             raise ConfigError(
@@ -49,10 +56,11 @@ async def attach(server: SGLangServer, spec: ModelSpec) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"endpoint: what answers at {url} is not an sglang server: it has no /model_info") from error
     _compare(url, spec, about, theirs)
-    if settings.get("dtype") not in (None, "auto", spec.dtype):
+    dtype = _dtype(settings.get("dtype"), spec)
+    if dtype != spec.dtype:
         raise ModelError(
-            f"endpoint: the server at {url} computes in {settings['dtype']}, and model.dtype is {spec.dtype}; start it "
-            f"with --dtype {spec.dtype}"
+            f"endpoint: the server at {url} computes in {dtype}, and model.dtype is {spec.dtype}; start it with "
+            f"--dtype {spec.dtype}, or set model.dtype"
         )
     if int(settings.get("dp_size") or 1) > 1:
         raise ConfigError(f"endpoint: the server at {url} has dp_size {settings['dp_size']}; give one server a replica")
@@ -61,6 +69,16 @@ async def attach(server: SGLangServer, spec: ModelSpec) -> dict[str, Any]:
             "the sglang server at %s was not started with --enable-deterministic-inference: samples are not seeded", url
         )
     return settings
+
+
+def _dtype(said: str | None, spec: ModelSpec) -> str:
+    """What a server computes in, by its argument; `auto` is SGLang's choice for the model."""
+    if said not in (None, "auto"):
+        return str(said)
+    config = json.loads(Path(spec.path, "config.json").read_text())
+    config = config.get("text_config", config)
+    stored = config.get("dtype") or config.get("torch_dtype") or "float32"
+    return "float16" if stored == "float32" else str(stored)  # configs/model_config.py:2303
 
 
 def _compare(url: str, spec: ModelSpec, about: Mapping[str, Any], theirs: str) -> None:

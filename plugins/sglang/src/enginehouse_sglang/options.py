@@ -11,6 +11,7 @@ from enginehouse.engines.options import RolloutOptions
 from enginehouse.errors import ConfigError
 
 OURS = {
+    "model": "model.path",
     "model_path": "model.path",
     "tokenizer_path": "model.path",
     "dtype": "model.dtype",
@@ -20,7 +21,11 @@ OURS = {
     "context_length": "the option max_model_tokens",
     "max_running_requests": "the option max_running",
     "max_total_tokens": "the option kv_cache_mib",
+    "tp": "the option tensor_parallel",
     "tp_size": "the option tensor_parallel",
+    "pp_size": "nothing: a replica's layers are in one place",
+    "pipeline_parallel_size": "nothing: a replica's layers are in one place",
+    "dp": "rollout.replicas",
     "tensor_parallel_size": "the option tensor_parallel",
     "dp_size": "rollout.replicas",
     "data_parallel_size": "rollout.replicas",
@@ -66,7 +71,7 @@ class SGLangOptions(RolloutOptions):
         if self.endpoint and len(self.endpoint) != processes:
             raise ConfigError(
                 f"endpoint: {len(self.endpoint)} URLs are given for {processes} replica(s); give one URL for each, "
-                f"or set rollout.replicas={len(self.endpoint)}"
+                f"or start {len(self.endpoint)} replicas"
             )
 
     def surprises(self) -> Sequence[str]:

@@ -9,11 +9,32 @@ from __future__ import annotations
 
 import runpy
 import sys
+from typing import Any
 
 from enginehouse_sglang import on_cpu
+
+TOLD_TO_NOBODY = frozenset({"api_key", "admin_api_key", "launch_command"})
+"""Of what `/server_info` says: keys, and the command that has them."""
 
 if on_cpu.is_cpu(sys.argv[1:]):
     on_cpu.adapt()
 
+
+def _tell_no_keys() -> None:
+    """Leave the keys out of `GET /server_info`, which SGLang answers to everyone with all of its arguments.
+
+    Stands in for `sglang.srt.utils.common.build_server_info` (0.5.23, line 3584), until that redacts them.
+    """
+    from sglang.srt.utils import common
+
+    build = common.build_server_info
+
+    def without_keys(*given: Any, **named: Any) -> dict[str, Any]:
+        return {name: said for name, said in build(*given, **named).items() if name not in TOLD_TO_NOBODY}
+
+    common.build_server_info = without_keys
+
+
 if __name__ == "__main__":
+    _tell_no_keys()
     runpy.run_module("sglang.launch_server", run_name="__main__")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -92,6 +93,8 @@ class SGLangWeights:
         Raises:
             WeightSyncError: SGLang did not take them.
         """
+        with suppress(Refused):  # a run that died in the midst of an update has left one open; mostly there is none
+            await server.end_update()
         await self._load(server, ranks, {"directory": self._spec.path}, 0)
 
     async def _switch(self, server: SGLangServer, ranks: int, staged: Version) -> None:

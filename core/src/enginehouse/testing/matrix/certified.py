@@ -24,6 +24,7 @@ def certified(
     device: str,
     *,
     make: bool,
+    again: bool = False,
     begins: Callable[[Case, int, int], None] = lambda case, number, of: None,
 ) -> dict[str, Any]:
     """The findings of a certificate, in short; the certificate is `<kind>/<name>/certificate.json` of a directory.
@@ -33,6 +34,7 @@ def certified(
         directory: of certificates.
         device: torch device type of the runs.
         make: where there is none of the versions that are here, make one; else that is what is said of it.
+        again: with `make`, make one even where there is one.
         begins: as of `certify`.
 
     Returns:
@@ -48,7 +50,7 @@ def certified(
     try:
         now = standing(provided, device)
         there = _read(place / "certificate.json")
-        if there is not None and still_stands(there, now):
+        if there is not None and still_stands(there, now) and not (make and again):
             return findings(there)
         if not make:
             return {**nothing, "problem": "there is no certificate of the versions that are installed"}

@@ -139,7 +139,7 @@ def _layout(plugins: PluginManager, kind: str, name: str, most: int) -> Layout:
     """The first declared layout of `most` processes, or of the next smaller number there is."""
     record = plugins.providers(kind, name)[0].record
     assert isinstance(record, Backend)
-    fitting = [layout for layout in record.layouts if layout.processes <= most]
+    fitting = [layout for layout in record.layouts if layout.processes <= most and not layout.only]
     return max(fitting, key=lambda layout: layout.processes) if fitting else Layout("default")
 
 

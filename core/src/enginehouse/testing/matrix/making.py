@@ -58,8 +58,8 @@ class Maker:
     page: Path
     onlooker: Onlooker
 
-    def certify(self, chosen: Sequence[Combination], *, make: bool) -> bool:
-        """Read the certificates of all that is combined; where there is none, make it, if `make` says so.
+    def certify(self, chosen: Sequence[Combination], *, make: bool, again: bool = False) -> bool:
+        """Read the certificates of all that is combined; where there is none (or `again`), make it, if `make` says so.
 
         Returns:
             Whether no certificate has a failed check.
@@ -69,7 +69,7 @@ class Maker:
         for kind, name in parts_of(chosen):
             self.onlooker.begins(f"certificate of {kind} {name}")
             provided = self.plugins.providers(kind, name)[0]
-            one = certified(provided, self.certificates, device, make=make, begins=self._part)
+            one = certified(provided, self.certificates, device, make=make, again=again, begins=self._part)
             self.findings.add(one)
             self._write()
             said = one.get("problem") or ", ".join(f"{count} {word}" for word, count in one["counts"].items())
