@@ -119,3 +119,8 @@ async def update(engine: SGLangRollout, path: str, version: int, fault: str = ""
 async def state(engine: SGLangRollout) -> int:
     """The version that SGLang says it serves."""
     return (await engine.weight_state()).version
+
+
+async def told(engine: SGLangRollout) -> set[str]:
+    """What the server says of itself to everyone."""
+    return set(await engine.server.settings())

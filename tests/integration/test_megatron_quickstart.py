@@ -64,7 +64,7 @@ def learned(start: Start, warmed_up: RunProcess) -> Callable[[str], RunProcess]:
     def run(layout: str) -> RunProcess:
         if layout not in runs:
             overrides = (*FROM_SCRATCH, f"train.steps={STEPS}", *LAYOUTS[layout])
-            runs[layout] = start("train", "actor.engine.backend=megatron", *overrides, name=f"megatron-{layout}")
+            runs[layout] = start("train", "actor.engine.backend=megatron", *overrides)
             ended = runs[layout].finish(600)
             assert ended.code == 0, ended.err
             assert ended.err == ""

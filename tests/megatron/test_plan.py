@@ -120,3 +120,30 @@ def test_a_command_ends_with_2_before_torch_is_imported(config, command):
     assert "does not divide the model's 4 key-value heads" in said.stderr
     assert "Traceback" not in said.stderr
     assert not (config.parent / "runs").exists(), "nothing was begun"
+
+
+EXPERTS = {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "overrides", "said"),
+    [
+        ({}, (f"{OPTIONS}.expert_parallel=2",), "expert_parallel=2 shares out experts, and the model has none"),
+        (EXPERTS, (f"{OPTIONS}.expert_parallel=8",), "expert_parallel=8 does not divide the model's 4 experts"),
+        (
+            EXPERTS,
+            (f"{OPTIONS}.tensor_parallel=2", f"{OPTIONS}.sequence_parallel=false"),
+            "a model with experts needs sequence_parallel=true",
+        ),
+        ({**EXPERTS, "num_experts_per_tok": 1}, (), "sends each token to one expert and normalises"),
+    ],
+    ids=["none", "division", "sequence_parallel", "router"],
+)
+def test_experts_that_a_layout_cannot_hold_are_refused(config, tmp_path, model, overrides, said):
+    write_model(tmp_path / "experts", **model)
+    assert said in refusal(config, "model.path=experts", *overrides)

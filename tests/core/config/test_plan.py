@@ -473,6 +473,16 @@ def test_validations_are_answered_by_the_rollout_unless_an_engine_is_named(make:
     assert dict(planned.facts)["evaluation"].startswith("1 replica of torch, in a process of its own")
 
 
+def test_an_engine_for_validations_gets_weights_by_another_transport_where_the_rollouts_does_not_reach(
+    make: Callable[..., Plan], project: Project
+):
+    asked = (f"data.validation={project.root / 'train.jsonl'}", "evaluation.engine.backend=torch")
+    planned = make(*asked, "weights.transport=inproc")
+    assert (planned.transport, planned.evaluation.transport) == ("inproc", "shared_memory")
+    planned = make(*asked, "rollout.placement=separate", "weights.transport=collective")
+    assert (planned.transport, planned.evaluation.transport) == ("collective", "collective")
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

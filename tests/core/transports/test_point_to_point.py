@@ -220,6 +220,38 @@ def test_a_rank_that_is_killed_fails_the_replicas_by_its_number_and_the_other_ra
         assert any("training rank 2 is gone" in str(one) for one in said[:2])
 
 
+def failing(plan, rank, version):
+    """A rank's weights, which it cannot give all of."""
+    for number, given in enumerate(Source(plan, rank, version).iter_local()):
+        if number == 2:
+            raise MemoryError("no room on this rank alone")
+        yield given
+
+
+def test_a_rank_that_fails_alone_ends_the_update_of_the_others_at_once():
+    plan = planned(stages(), 1, 4)
+    connect = PointToPointTransport().connect
+    ranks = [connect(plan, "send", rank) for rank in range(4)]
+    receiver = connect(plan.reached([address_of(session, "localhost") for session in ranks]), "recv", 0)
+
+    def send(rank):
+        weights = failing(plan, rank, 1) if rank == 0 else weights_for(ranks[rank], Source(plan, rank, 1))
+        with pytest.raises(MemoryError if rank == 0 else WeightSyncError):
+            ranks[rank].send(1, weights, FOREVER)
+
+    def receive():
+        with pytest.raises(WeightSyncError):
+            list(receiver.recv(1, FOREVER))
+
+    with ThreadPoolExecutor() as pool:
+        sending = [pool.submit(send, rank) for rank in range(4)]
+        receiving = pool.submit(receive)
+        for ended in [receiving, *sending]:
+            ended.result(SECONDS)
+    for session in [*ranks, receiver]:
+        session.close()
+
+
 def test_a_replica_that_is_killed_fails_the_ranks_by_its_number_and_the_other_replica():
     with running(planned(stages(), 2, 4)) as (ranks, replicas):
         updated(ranks, replicas, 1)
