@@ -57,7 +57,7 @@ def test_an_update_that_fails_in_sglangs_process_leaves_the_old_version_serving(
 def test_the_server_tells_nobody_its_keys(group):
     told = act(group, "told")
     assert {"version", "tp_size", "dtype"} <= told
-    assert not told & {"api_key", "admin_api_key", "launch_command"}
+    assert not told & {"api_key", "admin_api_key", "launch_command"}, told
 
 
 def test_after_failed_updates_one_succeeds(group, path):

@@ -40,7 +40,7 @@ def test_of_sglang_is_imported_what_stands_in_for_a_gpu_and_what_hides_keys():
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             found |= {(source.name, name) for name in names if name.partition(".")[0] == "sglang"}
-    assert found == {("serve.py", "sglang.srt.utils")}
+    assert found == {("serve.py", "sglang.srt.entrypoints")}
 
 
 def test_declaring_the_backend_imports_no_engine():

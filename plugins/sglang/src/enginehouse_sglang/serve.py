@@ -23,16 +23,17 @@ if on_cpu.is_cpu(sys.argv[1:]):
 def _tell_no_keys() -> None:
     """Leave the keys out of `GET /server_info`, which SGLang answers to everyone with all of its arguments.
 
-    Stands in for `sglang.srt.utils.common.build_server_info` (0.5.23, line 3584), until that redacts them.
+    Stands in for `build_server_info` (srt/utils/common.py:3584 in 0.5.23) where the server uses it, until that redacts
+    them.
     """
-    from sglang.srt.utils import common
+    from sglang.srt.entrypoints import http_server
 
-    build = common.build_server_info
+    build = http_server.build_server_info
 
     def without_keys(*given: Any, **named: Any) -> dict[str, Any]:
         return {name: said for name, said in build(*given, **named).items() if name not in TOLD_TO_NOBODY}
 
-    common.build_server_info = without_keys
+    http_server.build_server_info = without_keys
 
 
 if __name__ == "__main__":
