@@ -17,9 +17,10 @@ from torch_rollout_driver import plain_greedy, plain_logprobs
 from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.engines.rollout import GenerateRequest, SamplingParams
 from enginehouse.engines.weights import ParamMeta, WeightChunk, WeightSyncError, WeightUpdate
-from enginehouse.errors import ConfigError, ModelError
+from enginehouse.errors import ConfigError, EnginehouseError, ModelError
 from enginehouse.testing.models import tiny_model
 from enginehouse_sglang.engine import SGLangRollout
+from enginehouse_sglang.http import Address
 from enginehouse_sglang.options import SGLangOptions
 from enginehouse_sglang.process import SGLangFailed
 
@@ -94,9 +95,31 @@ def test_a_server_that_somebody_else_updates_is_noticed(server, path):
         async with attached(path, server.url) as mine:
             async with attached(path, server.url) as other:
                 await update(other, tiny_model(**MODEL, seed=1), 5)
-            await mine.weight_state()
+            return await asyncio.gather(mine.weight_state(), greedy(mine), return_exceptions=True)
 
-    with pytest.raises(WeightSyncError, match="somebody else changes its weights"):
+    state, drawn = asyncio.run(run())
+    assert isinstance(state, WeightSyncError)
+    assert isinstance(drawn, EnginehouseError)
+    assert all("somebody else changes its weights" in str(one) for one in (state, drawn))
+
+
+def test_a_request_that_somebody_else_ends_is_an_error_and_one_ended_here_is_not(server, path):
+    long = SamplingParams(max_tokens=1900, temperature=0, ignore_eos=True)
+
+    async def run():
+        async with attached(path, server.url) as other, attached(path, server.url) as mine:
+            running = asyncio.create_task(mine.generate(GenerateRequest("long", PROMPT, long)))
+            ended_here = asyncio.create_task(mine.generate(GenerateRequest("short", PROMPT, long)))
+            while (await mine.health()).running < 2:
+                await asyncio.sleep(0.01)
+            await other.abort()  # ends only what it asked for
+            await mine.abort(["short"])
+            assert (await ended_here).completions[0].finish_reason == "abort"
+            assert not running.done()
+            await Address(server.url).call("POST", "/abort_request", {"abort_all": True})
+            await running
+
+    with pytest.raises(EnginehouseError, match="sglang did not serve request"):
         asyncio.run(run())
 
 

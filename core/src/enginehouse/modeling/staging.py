@@ -177,7 +177,7 @@ class StagedWeights:
                 raise WeightSyncError(f"{self._where} was sent {name!r}, which was not announced", parameters=[name])
             staged.take(name, tensor, chunk.checksums.get(name), chunk.memory)
 
-    async def commit(self, version: int, switch: Callable[[Version], Awaitable[None]]) -> None:
+    async def serve(self, version: int, switch: Callable[[Version], Awaitable[None]]) -> None:
         """Let the engine load what was staged, and serve it as `version`.
 
         Goes on to its end where the caller is cancelled.
@@ -192,9 +192,9 @@ class StagedWeights:
                 load it; the old version is served.
             WeightsLost: nor could it go back to the old version: it must not serve.
         """
-        await asyncio.shield(asyncio.ensure_future(self._commit(version, switch)))
+        await asyncio.shield(asyncio.ensure_future(self._serve(version, switch)))
 
-    async def _commit(self, version: int, switch: Callable[[Version], Awaitable[None]]) -> None:
+    async def _serve(self, version: int, switch: Callable[[Version], Awaitable[None]]) -> None:
         async with self.switching:
             self.check()
             self._loading = staged = self._complete(version)

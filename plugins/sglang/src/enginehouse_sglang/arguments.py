@@ -38,7 +38,7 @@ def environment(options: SGLangOptions, context: ProcessContext) -> dict[str, st
 def server_arguments(
     model: ModelSpec, config: Mapping[str, Any], options: SGLangOptions, context: ProcessContext, has_tokenizer: bool
 ) -> dict[str, Any]:
-    """SGLang's arguments, by name, but for those of its address and keys.
+    """SGLang's arguments, by name, but for its address, keys and weight version.
 
     Args:
         model: what to serve.
@@ -61,7 +61,6 @@ def server_arguments(
         "tp_size": options.tensor_parallel,
         "enable_deterministic_inference": options.deterministic,
         "custom_weight_loader": [LOADER],
-        "weight_version": "0",
         "skip_server_warmup": True,  # the launch generates a token itself
         "log_level": "warning",
     }

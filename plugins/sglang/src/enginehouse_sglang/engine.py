@@ -29,6 +29,7 @@ from enginehouse.errors import ConfigError, EnginehouseError, ModelError
 from enginehouse_sglang.arguments import CONTEXT_MARGIN, environment, server_arguments
 from enginehouse_sglang.attaching import attach
 from enginehouse_sglang.http import Refused
+from enginehouse_sglang.labels import Labels
 from enginehouse_sglang.on_cpu.torchvision import declare_operators
 from enginehouse_sglang.options import SGLangOptions
 from enginehouse_sglang.process import ServerProcess, SGLangFailed, free_port
@@ -38,7 +39,10 @@ from enginehouse_sglang.turns import Kind, Turns, kind_of
 from enginehouse_sglang.weights import SGLangWeights
 
 LOOK_SECONDS = 0.2
-"""How often a server that starts is asked whether it answers, and rows that are to end are named again."""
+"""How often a server that starts is asked whether it answers; and after which rows that are to end are named again."""
+
+LONGEST_LOOK_SECONDS = 5.0
+"""Of the time after which they are named again, which doubles."""
 
 
 @dataclass(eq=False, slots=True)
@@ -50,14 +54,12 @@ class _Call:
         drawn: its completions.
         done: its result.
         sent: whether SGLang has been asked.
-        aborted: whether it was told to end.
     """
 
     request: GenerateRequest
     drawn: list[Drawing]
     done: asyncio.Future[GenerateResult] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     sent: bool = False
-    aborted: bool = False
 
 
 class SGLangRollout:
@@ -118,7 +120,8 @@ class SGLangRollout:
         self._config = json.loads(Path(model.path, "config.json").read_text())
         self._vocabulary = int(self._config.get("text_config", self._config)["vocab_size"])
         self._ends = _end_ids(model.path, self._config)
-        self._weights = SGLangWeights(model, self._where)
+        self._labels = Labels(self._where)
+        self._weights = SGLangWeights(model, self._where, self._labels)
         await asyncio.to_thread(self._learn, context)
         try:
             settings = await (self._attach if options.endpoint else self._start)(model, options, context)
@@ -149,6 +152,7 @@ class SGLangRollout:
         admin_key = secrets.token_urlsafe(24)
         arguments = server_arguments(model, self._config, options, context, self._has_tokenizer)
         arguments |= {"host": host, "port": port, "admin_api_key": admin_key}
+        arguments["weight_version"] = self._labels.version(0)
         key = os.environ.get("SGLANG_API_KEY") if options.openai_endpoint else admin_key
         if key:
             arguments["api_key"] = key
@@ -203,13 +207,13 @@ class SGLangRollout:
         if request.sampling.stop and not self._has_tokenizer:
             raise ModelError("stop strings need a tokenizer, and the model has none")
         serial = next(self._serial)
-        call = self._calls[serial] = _Call(request, drawings(request, serial))
+        call = self._calls[serial] = _Call(request, drawings(request, self._labels.request(serial)))
         self._new.append(call)
         self._hand_over_soon()
         try:
             return await asyncio.shield(call.done)
         except asyncio.CancelledError:
-            call.aborted = True
+            _mark(call)
             if call.sent:
                 self._do(self._end([call]))
             raise
@@ -264,10 +268,17 @@ class SGLangRollout:
         missing = list(drawn)
         while missing:
             async with self._turns.of(kind):
-                answers = await self.server.generate([one.row(sampling, ends) for one in missing])
+                for one in missing:
+                    if one.aborted:
+                        one.end("abort", self._weights.version)
+                asked = [one for one in missing if not one.aborted]
+                answers = await self.server.generate([one.row(sampling, ends) for one in asked]) if asked else []
             served = self._weights.version
-            ended = [one.take(answer, sampling, ends, served) for one, answer in zip(missing, answers, strict=True)]
-            missing = [one for one, over in zip(missing, ended, strict=True) if not over]
+            ended = [
+                one.take(answer, sampling, ends, self._labels, served)
+                for one, answer in zip(asked, answers, strict=True)
+            ]
+            missing = [one for one, over in zip(asked, ended, strict=True) if not over]
 
     # Control
 
@@ -280,13 +291,13 @@ class SGLangRollout:
         calls = [call for call in self._calls.values() if ids is None or call.request.id in ids]
         sent = []
         for call in calls:
-            call.aborted = True
+            _mark(call)
             if call.sent:
                 sent.append(call)
             elif call in self._new:
                 self._new.remove(call)
                 for one in call.drawn:
-                    one.reason, one.versions = "abort", [self._weights.version]
+                    one.end("abort", self._weights.version)
                 _settle([call], lambda call: result(call.request, call.drawn))
         if sent:
             self._do(self._end(sent))
@@ -301,7 +312,7 @@ class SGLangRollout:
             for begin in range(0, len(rids), 64):
                 await asyncio.gather(*(server.abort(rid) for rid in rids[begin : begin + 64]))
             await asyncio.wait([call.done for call in calls], timeout=wait)
-            wait *= 2
+            wait = min(2 * wait, LONGEST_LOOK_SECONDS)
 
     async def pause(self, mode: PauseMode = "abort") -> None:
         """See the protocol."""
@@ -386,6 +397,11 @@ class SGLangRollout:
             await server.process.end()
         elif self._held:
             await server.go_on()
+
+
+def _mark(call: _Call) -> None:
+    for one in call.drawn:
+        one.aborted = True
 
 
 def _settle(calls: Sequence[_Call], outcome: Callable[[_Call], GenerateResult | BaseException]) -> None:

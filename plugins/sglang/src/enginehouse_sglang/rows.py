@@ -10,6 +10,7 @@ from typing import Any
 
 from enginehouse.engines.rollout import Completion, GenerateRequest, GenerateResult, SamplingParams
 from enginehouse.errors import EnginehouseError
+from enginehouse_sglang.labels import Labels
 
 
 @dataclass(slots=True)
@@ -26,6 +27,7 @@ class Drawing:
         reason: why it ended, once it has.
         prompt_logprobs: if asked for and known.
         begun: how often it was handed to SGLang.
+        aborted: whether it is to end, as somebody here asked.
     """
 
     rid: str
@@ -37,6 +39,7 @@ class Drawing:
     reason: str = ""
     prompt_logprobs: list[float] | None = None
     begun: int = 0
+    aborted: bool = False
 
     def row(self, sampling: SamplingParams, ends: frozenset[int]) -> dict[str, Any]:
         """What SGLang is asked for: all of it, or what is still missing.
@@ -67,24 +70,30 @@ class Drawing:
             "logprob_start_len": 0 if scored else -1,
         }
 
-    def take(self, answer: Mapping[str, Any], sampling: SamplingParams, ends: frozenset[int], served: int) -> bool:
+    def take(
+        self, answer: Mapping[str, Any], sampling: SamplingParams, ends: frozenset[int], labels: Labels, served: int
+    ) -> bool:
         """Take SGLang's answer to a row; returns whether the completion has ended.
 
         SGLang stops at ends of the tokenizer and of the model that are not those of the request: it is then asked to go
         on, which gives the tokens it would have given, as a seeded draw depends on the place in the sequence.
+
+        Raises:
+            EnginehouseError: SGLang could not draw it; or somebody else ended it, or changed the weights.
         """
         about = answer["meta_info"]
         tokens = list(answer["output_ids"])[: max(sampling.max_tokens - len(self.tokens), 0)]
         self.tokens += tokens
         self.logprobs += [entry[0] for entry in about["output_token_logprobs"][: len(tokens)]]
         spans = [span["version"] for span in about.get("weight_versions") or () if span["end"] > span["start"]]
-        self.versions += [int(version) for version in (spans[:1] + spans[-1:])] if tokens else []
+        self.versions += [labels.number(label) for label in (spans[:1] + spans[-1:])] if tokens else []
         if sampling.prompt_logprobs and self.prompt_logprobs is None and about.get("input_token_logprobs"):
             self.prompt_logprobs = [0.0, *(entry[0] for entry in about["input_token_logprobs"][1 : len(self.prompt)])]
         finish = about["finish_reason"]
         self.reason = finish["type"]
-        if self.reason == "abort" and finish.get("err_type"):
-            raise EnginehouseError(f"sglang could not serve request {self.rid}: {finish.get('message')}")
+        if self.reason == "abort" and (finish.get("err_type") or not self.aborted):
+            said = finish.get("message") or "somebody else aborted it"
+            raise EnginehouseError(f"sglang did not serve request {self.rid}: {said}")
         if self.reason not in ("stop", "length", "abort"):
             raise EnginehouseError(f"sglang ended request {self.rid} with {self.reason!r}")
         matched = finish.get("matched")
@@ -95,8 +104,12 @@ class Drawing:
             return False
         if foreign:
             self.reason = "length"
-        self.versions = self.versions or [served]
+        self.end(self.reason, served)
         return True
+
+    def end(self, reason: str, served: int) -> None:
+        """It has ended; without tokens it counts for the version that is served."""
+        self.reason, self.versions = reason, self.versions or [served]
 
     def completion(self) -> Completion:
         """What came of it."""
@@ -104,15 +117,16 @@ class Drawing:
         return Completion(self.tokens, self.logprobs, reason, self.versions[0], self.versions[-1])
 
 
-def drawings(request: GenerateRequest, serial: int) -> list[Drawing]:
+def drawings(request: GenerateRequest, rid: str) -> list[Drawing]:
     """The completions of a request: `n` of them, each with a seed of its own; one, where all would be the same.
 
-    SGLang gives all samples of a seeded request the same tokens, so each is a request of its own to it.
+    SGLang gives all samples of a seeded request the same tokens, so each is a request of its own to it, by the name of
+    `rid` and its number.
     """
     sampling = request.sampling
     prompt = list(request.prompt_ids)
     n = sampling.n if sampling.temperature > 0 and sampling.max_tokens > 0 else 1
-    return [Drawing(f"{serial:x}-{number}", prompt, _seed(sampling.seed, number)) for number in range(n)]
+    return [Drawing(f"{rid}-{number}", prompt, _seed(sampling.seed, number)) for number in range(n)]
 
 
 def _seed(seed: int | None, number: int) -> int:

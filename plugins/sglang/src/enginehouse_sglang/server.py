@@ -5,6 +5,7 @@ The protocol is that of SGLang 0.5.21 and later.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import os
 import pickle
@@ -106,24 +107,28 @@ class SGLangServer:
         """Take new weights from now on."""
         await self.ask("POST", "/begin_weight_update", {})
 
-    async def load(self, tensors: Sequence[Any], ranks: int, load_format: str | None, version: int | None) -> None:
+    async def load(self, tensors: Sequence[Any], ranks: int, load_format: str | None, label: str | None) -> None:
         """Load tensors.
 
         Args:
             tensors: name and tensor, each of which owns its memory.
             ranks: processes that the model is split over.
             load_format: how, by SGLang's name for it.
-            version: what the weights are from now on; None: more come. With it, keys and values are dropped.
+            label: what the weights are called from now on; None: more come. With it, keys and values are dropped.
         """
-        payload = base64.b64encode(pickle.dumps(list(tensors), protocol=4)).decode()
+        payload = await asyncio.to_thread(_packed, tensors)
         body = {
             "serialized_named_tensors": [payload] * ranks,
             "load_format": load_format,
-            "flush_cache": version is not None,
-            "weight_version": None if version is None else str(version),
+            "flush_cache": label is not None,
+            "weight_version": label,
         }
         await self.ask("POST", "/update_weights_from_tensor", body)
 
     async def end_update(self) -> None:
         """All weights are there."""
         await self.ask("POST", "/end_weight_update", {})
+
+
+def _packed(tensors: Sequence[Any]) -> str:
+    return base64.b64encode(pickle.dumps(list(tensors), protocol=4)).decode()

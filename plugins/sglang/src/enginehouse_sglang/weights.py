@@ -16,76 +16,51 @@ import torch
 
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.reports import Reports
-from enginehouse.engines.weights import WeightChunk, WeightState, WeightSyncError, WeightUpdate
+from enginehouse.engines.weights import WeightState, WeightSyncError
+from enginehouse.errors import EnginehouseError
 from enginehouse.modeling.staged_source import StagedSource
 from enginehouse.modeling.staging import StagedWeights, Version
 from enginehouse_sglang.http import Refused
+from enginehouse_sglang.labels import Labels
 from enginehouse_sglang.loader import LOADER, order
 from enginehouse_sglang.server import SGLangServer
 
 log = logging.getLogger(__name__)
 
-SENT_BYTES = 256 << 20
+SENT_BYTES = 64 << 20
 """Weights sent in one request to a server that ran already."""
 
 
-class SGLangWeights:
+class SGLangWeights(StagedWeights):
     """Two versions in this host's memory, the one being staged and the one that is served.
 
     Args:
         spec: the model.
         where: names this replica in messages.
+        labels: what SGLang calls the versions.
     """
 
-    def __init__(self, spec: ModelSpec, where: str):
-        self._spec = spec
-        self._where = where
-        self._staged = StagedWeights(spec, where)
+    def __init__(self, spec: ModelSpec, where: str, labels: Labels):
+        super().__init__(spec, where)
+        self._labels = labels
         self._reports: Reports | None = None
-
-    @property
-    def version(self) -> int:
-        """The version served."""
-        return self._staged.version
-
-    def check(self) -> None:
-        """See `StagedWeights.check`."""
-        self._staged.check()
-
-    def learn(self) -> None:
-        """See `StagedWeights.learn`: SGLang loads half a model without a word."""
-        self._staged.learn()
-
-    def start(self, update: WeightUpdate) -> None:
-        """See `StagedWeights.start`."""
-        self._staged.start(update)
-
-    def stage(self, chunk: WeightChunk) -> None:
-        """See `StagedWeights.stage`."""
-        self._staged.stage(chunk)
-
-    def discard(self) -> None:
-        """See `StagedWeights.discard`."""
-        self._staged.discard()
 
     async def state(self, server: SGLangServer) -> WeightState:
         """The version SGLang itself says it serves; no checksums, since it fuses parameters and splits them.
 
         Raises:
-            WeightSyncError: it is another than it was given: somebody else changes this server.
+            WeightSyncError: it is none that came from here: somebody else changes this server.
         """
-        async with self._staged.switching:
-            said = (await server.model())["weight_version"]
-            if said != str(self.version):
-                raise WeightSyncError(
-                    f"{self._where} was given weight version {self.version}, and its sglang server at "
-                    f"{server.address.url} says it serves {said!r}: somebody else changes its weights"
-                )
-            return WeightState(self.version)
+        async with self.switching:
+            label = (await server.model())["weight_version"]
+            try:
+                return WeightState(self._labels.number(label))
+            except EnginehouseError as error:
+                raise WeightSyncError(str(error)) from error
 
     async def commit(self, server: SGLangServer, ranks: int, version: int) -> None:
-        """Let SGLang load what was staged, and serve it as `version`; see `StagedWeights.commit`."""
-        await self._staged.commit(version, lambda staged: self._switch(server, ranks, staged))
+        """Let SGLang load what was staged, and serve it as `version`; see `serve`."""
+        await self.serve(version, lambda staged: self._switch(server, ranks, staged))
 
     async def give_first(self, server: SGLangServer, ranks: int) -> None:
         """Send the weights of the model's directory, as version 0.
@@ -103,13 +78,13 @@ class SGLangWeights:
             await self._load(server, ranks, staged.source(), staged.number)
         except WeightSyncError as error:
             log.error("%s; going back to version %d", error, self.version)
-            served = self._staged.served
+            served = self.served
             before = {"directory": self._spec.path} if served is None else served.source()
             try:
                 await self._load(server, ranks, before, self.version)
             except WeightSyncError as worse:
                 lost = f"{error}. Nor could version {self.version} be brought back: {worse}."
-                raise self._staged.lose(lost, error) from worse
+                raise self.lose(lost, error) from worse
             raise
 
     async def _load(self, server: SGLangServer, ranks: int, source: dict[str, Any], version: int) -> None:
@@ -124,7 +99,7 @@ class SGLangWeights:
                 if server.process is not None:
                     await self._order(server, ranks, source, version)
                 else:
-                    await _send(server, ranks, source, version)
+                    await _send(server, ranks, source, self._labels.version(version))
             finally:
                 await server.end_update()
         except (Refused, OSError) as error:
@@ -134,17 +109,17 @@ class SGLangWeights:
         if self._reports is None:
             self._reports = Reports(ranks, "sglang")
         self._reports.clear()
-        await server.load(order(source, self._reports.path), ranks, LOADER, version)
+        await server.load(order(source, self._reports.path), ranks, LOADER, self._labels.version(version))
         self._reports.check(self._where, f"load weight version {version}")
 
 
-async def _send(server: SGLangServer, ranks: int, source: dict[str, Any], version: int) -> None:
+async def _send(server: SGLangServer, ranks: int, source: dict[str, Any], label: str) -> None:
     found = StagedSource(source.get("parameters", ()), source.get("directory", ""))
     parts = _parts(found)
     part = next(parts)
     while part:
         after = next(parts, [])
-        await server.load(part, ranks, None, None if after else version)
+        await server.load(part, ranks, None, None if after else label)
         part = after
     found.close()
 

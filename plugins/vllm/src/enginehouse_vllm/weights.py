@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.reports import Reports
-from enginehouse.engines.weights import WeightChunk, WeightState, WeightSyncError, WeightUpdate
+from enginehouse.engines.weights import WeightState, WeightSyncError
 from enginehouse.modeling.staging import StagedWeights, Version
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class VLLMWeights:
+class VLLMWeights(StagedWeights):
     """Two versions in this host's memory, the one being staged and the one that is served; vLLM loads from there.
 
     Version 0 is gone back to from the model's directory.
@@ -27,39 +27,12 @@ class VLLMWeights:
     """
 
     def __init__(self, spec: ModelSpec, where: str):
-        self._spec = spec
-        self._where = where
-        self._staged = StagedWeights(spec, where)
+        super().__init__(spec, where)
         self._reports: Reports | None = None
 
-    @property
-    def version(self) -> int:
-        """The version served."""
-        return self._staged.version
-
-    def check(self) -> None:
-        """See `StagedWeights.check`."""
-        self._staged.check()
-
-    def learn(self) -> None:
-        """See `StagedWeights.learn`: vLLM loads half a model without a word."""
-        self._staged.learn()
-
-    def start(self, update: WeightUpdate) -> None:
-        """See `StagedWeights.start`."""
-        self._staged.start(update)
-
-    def stage(self, chunk: WeightChunk) -> None:
-        """See `StagedWeights.stage`."""
-        self._staged.stage(chunk)
-
-    def discard(self) -> None:
-        """See `StagedWeights.discard`."""
-        self._staged.discard()
-
     async def commit(self, llm: AsyncLLMEngine, version: int) -> None:
-        """Let vLLM load what was staged, and serve it as `version`; see `StagedWeights.commit`."""
-        await self._staged.commit(version, lambda staged: self._switch(llm, staged))
+        """Let vLLM load what was staged, and serve it as `version`; see `serve`."""
+        await self.serve(version, lambda staged: self._switch(llm, staged))
 
     async def _switch(self, llm: AsyncLLMEngine, staged: Version) -> None:
         """Load a version, or the one that was served before again."""
@@ -79,7 +52,7 @@ class VLLMWeights:
                 await self._load(llm, self.version)
             except WeightSyncError as worse:
                 lost = f"{error}. Nor could version {self.version} be brought back: {worse}."
-                raise self._staged.lose(lost, error) from worse
+                raise self.lose(lost, error) from worse
             raise
 
     async def _start(self, llm: AsyncLLMEngine) -> None:
@@ -137,7 +110,7 @@ class VLLMWeights:
 
     def _before(self) -> dict[str, Any]:
         """Where vLLM finds the version that is served."""
-        served = self._staged.served
+        served = self.served
         return {"directory": self._spec.path} if served is None else served.source()
 
     async def state(self, llm: AsyncLLMEngine) -> WeightState:
@@ -147,5 +120,5 @@ class VLLMWeights:
         in their place: each of vLLM's processes sees that it reads every parameter as it was sent, before it loads one,
         and that they fill every parameter of its model.
         """
-        async with self._staged.switching:
+        async with self.switching:
             return WeightState(int(await llm.get_weight_version()))
