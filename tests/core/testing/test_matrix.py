@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -164,6 +164,27 @@ def test_what_the_plan_refuses_is_a_row_with_its_reason_and_no_failure(foreign, 
     assert "swift-itself" in page
 
 
+def test_figures_that_cannot_be_found_again_here_are_kept_and_that_is_a_failure(foreign, tmp_path):
+    chosen = combinations(foreign, {"train": ["torch"], "rollout": ["swift"], "transport": ["inproc"]})
+    maker = Maker(
+        plugins=foreign,
+        setting=SETTING,
+        directory=tmp_path / "runs",
+        certificates=tmp_path / "certificates",
+        findings=Findings(),
+        page=tmp_path / "page.md",
+        onlooker=Silent(),
+    )
+    before = replace(ROW, **asdict(chosen[0]))
+    maker.findings.add(before)
+    passed = {**findings(certificate(tmp_path).as_json()), "backend": "swift", "kind": "rollout"}
+    maker.findings.add(passed)
+    assert not maker.certify(chosen, make=False)
+    assert not maker.run(chosen, again=True)
+    assert maker.findings.rows[chosen[0]] == before
+    assert maker.findings.certificates["rollout", "swift"] == passed
+
+
 class Silent:
     """An onlooker."""
 
@@ -222,6 +243,8 @@ def test_a_failed_run_says_what_its_record_says_else_the_end_of_its_log(tmp_path
     assert error_of(tmp_path, log) == "Error: it broke\nin two lines"
     (tmp_path / "run.json").write_text(json.dumps({"error": "a worker died"}))
     assert error_of(tmp_path, log) == "a worker died"
+    after = (tmp_path / "run.json").stat().st_mtime + 1
+    assert error_of(tmp_path, log, after) == "Error: it broke\nin two lines", "the record is that of an earlier run"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 from enginehouse.engines.weights import WeightSyncError, WeightUpdateAborted, address_of
 from enginehouse.transports import collective, reception
 from enginehouse.transports.collective import CollectiveTransport
-from enginehouse.transports.sender import IdleSender
+from enginehouse.transports.ends import IdleSender
 
 from .weights import MODEL, bytes_of, metadata, random_weights
 

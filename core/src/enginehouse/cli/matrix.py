@@ -67,7 +67,8 @@ def matrix(
     Each registered backend and weight transport is certified, and each combination of them that `plan` allows makes a
     short real run of a tiny model. The page says how far rollout and trainer are apart, how long weight updates take
     and how fast tokens are drawn; of what did not run, why. It is written anew after each finding. A second time only
-    what is missing, failed, or was found with other versions or another setting is made; other rows stay.
+    what is missing, failed, or was found with other versions or another setting is made; other rows stay. What was
+    found before and is impossible now, for want of an engine's environment say, stays too, and counts as a failure.
 
     \b
     enginehouse matrix --output docs/compatibility.md

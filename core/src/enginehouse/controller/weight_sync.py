@@ -301,7 +301,8 @@ class WeightSync:
         sent: dict[str, str] = {}
         for rank, sums in enumerate(sending.result()):
             again = {name: sent[name] for name in sums if name in sent}
-            compare_checksums(again, {name: sums[name] for name in again}, self._another_rank(rank))
+            whose = f"another training rank, {rank}, which holds other weights than one before it"
+            compare_checksums(again, {name: sums[name] for name in again}, whose)
             sent |= sums
         for replica, found in enumerate(arrived):
             compare_checksums(sent, found.sent, self._name(replica))
@@ -393,9 +394,6 @@ class WeightSync:
 
     def _call(self, group: WorkerGroup | Members, method: str, *args: Any, timeout: float | None = None) -> Any:
         return self._begin(group, method, *args, timeout=timeout).result()
-
-    def _another_rank(self, rank: int) -> str:
-        return f"another training rank, {rank}, which holds other weights than one before it"
 
     def _name(self, replica: int) -> str:
         if isinstance(self._receivers, Members):

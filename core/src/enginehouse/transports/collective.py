@@ -12,7 +12,7 @@ know how far the others came.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +30,10 @@ from enginehouse.engines.weights import (
 from enginehouse.transports.broadcast_group import SLOTS, BroadcastGroup, head, heading, room
 from enginehouse.transports.buckets import in_plan_order, parameters_of, plan_transfer, views
 from enginehouse.transports.deadline import Deadline
+from enginehouse.transports.ends import IdleSender, Receiver, Sender
 from enginehouse.transports.gate import Gate
 from enginehouse.transports.noticeboard import Noticeboard
 from enginehouse.transports.reception import Reception, join
-from enginehouse.transports.sender import IdleSender, Sender
 
 if TYPE_CHECKING:
     import torch
@@ -177,7 +177,7 @@ class CollectiveSender(Sender):
             self._group.ended(ENDING_SECONDS)
 
 
-class CollectiveReceiver:
+class CollectiveReceiver(Receiver):
     """A rollout replica's end."""
 
     def __init__(self, plan: TransferPlan, index: int):
@@ -233,21 +233,6 @@ class CollectiveReceiver:
         with self._gate.changed:
             self._gate.changed.notify_all()
 
-    def send(
-        self, version: int, weights: Iterable[tuple[str, torch.Tensor]], deadline_seconds: float
-    ) -> dict[str, str]:
-        """Not for a receiver's end."""
-        raise TypeError("a rollout replica does not send weights")
-
-    def recv(self, version: int, deadline_seconds: float) -> Iterator[WeightChunk]:
-        """See `TransportSession`."""
-        deadline = Deadline(deadline_seconds)
-        try:
-            yield from self._recv(version, deadline)
-        except BaseException:  # GeneratorExit too: a receiver that stops early ends the update for the sender
-            self.abort(version)
-            raise
-
     def _recv(self, version: int, deadline: Deadline) -> Iterator[WeightChunk]:
         gate = self._gate
         with gate.changed:
@@ -256,11 +241,11 @@ class CollectiveReceiver:
             buffer = self._arrived(version, bucket, deadline)
             yield WeightChunk([(one.name, view) for one, view in tensors(self._plan, bucket, buffer)])
             with gate.changed:
-                self._check(version)
+                self._gate.check_newest(version)
                 self._take_part()
                 self._line.say({"version": version, "taken": bucket + 1})
         with gate.changed:  # what the sender said before it knew is known here then: no abort is missed
-            self._check(version)
+            self._gate.check_newest(version)
             if self._plan.buckets:
                 said_nothing = "the trainer did not note that all was taken"
                 gate.wait(lambda: self._noted >= version, version, deadline, lambda: said_nothing)
@@ -269,7 +254,7 @@ class CollectiveReceiver:
         """Wait for a bucket; returns the buffer it is in."""
         gate, count = self._gate, len(self._plan.buckets)
         with gate.changed:
-            self._check(version)
+            self._gate.check_newest(version)
             group, moved = self._group, self._arriving[bucket]
             await_moved(gate, moved, version, deadline, lambda: f"bucket {bucket + 1} of {count} did not arrive")
         assert group is not None  # a broadcast was asked of it
@@ -281,12 +266,6 @@ class CollectiveReceiver:
                 [parameter.name for parameter in parameters_of(self._plan, bucket)],
             )
         return buffer
-
-    def _check(self, version: int) -> None:
-        """Raise if `version` was aborted, or the sender has begun a newer one."""
-        self._gate.check(version)
-        if self._gate.begun > version:
-            raise WeightSyncError(f"weight update {version} was expected, the trainer is already at {self._gate.begun}")
 
     def abort(self, version: int) -> None:
         """See `TransportSession`."""

@@ -32,6 +32,12 @@ class Gate:
         if self.broken:
             raise WeightUpdateAborted(f"weight update {version}: {self.broken}")
 
+    def check_newest(self, version: int) -> None:
+        """As `check`; and raise `WeightSyncError` if a newer update has begun."""
+        self.check(version)
+        if self.begun > version:
+            raise WeightSyncError(f"weight update {version} was expected, the trainer is already at {self.begun}")
+
     def wait(self, ready: Callable[[], bool], version: int, deadline: Deadline, missing: Callable[[], str]) -> None:
         """Wait, holding `changed`, until `ready()`; an end that closes once all it waited for is ready breaks nothing.
 

@@ -8,7 +8,7 @@ sharded parameters never holds more than two.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from enginehouse.engines.weights import (
@@ -21,8 +21,8 @@ from enginehouse.engines.weights import (
 )
 from enginehouse.transports.buckets import in_plan_order, plan_transfer
 from enginehouse.transports.deadline import Deadline
+from enginehouse.transports.ends import IdleSender, Receiver, Sender
 from enginehouse.transports.gate import Gate
-from enginehouse.transports.sender import IdleSender, Sender
 
 if TYPE_CHECKING:
     import torch
@@ -138,30 +138,18 @@ class InprocSender(InprocSession, Sender):
         box.wait(lambda: box.taken >= taken, version, deadline, lambda: missing)
 
 
-class InprocReceiver(InprocSession):
+class InprocReceiver(InprocSession, Receiver):
     """A rollout replica's end."""
 
-    def send(
-        self, version: int, weights: Iterable[tuple[str, torch.Tensor]], deadline_seconds: float
-    ) -> dict[str, str]:
-        """Not for a receiver's end."""
-        raise TypeError("a rollout replica does not send weights")
-
-    def recv(self, version: int, deadline_seconds: float) -> Iterator[WeightChunk]:
-        """See `TransportSession`."""
+    def _recv(self, version: int, deadline: Deadline) -> Iterator[WeightChunk]:
         box = self._mailbox
-        deadline = Deadline(deadline_seconds)
-        try:
-            for number in range(len(box.plan.buckets)):
-                yield WeightChunk(self._take(number, version, deadline))
-                with box.changed:
-                    box.check(version)
-                    box.bucket = None
-                    box.taken = number + 1
-                    box.changed.notify_all()
-        except BaseException:  # GeneratorExit too: a receiver that stops early ends the update for the sender
-            self.abort(version)
-            raise
+        for number in range(len(box.plan.buckets)):
+            yield WeightChunk(self._take(number, version, deadline))
+            with box.changed:
+                box.check(version)
+                box.bucket = None
+                box.taken = number + 1
+                box.changed.notify_all()
 
     def _take(self, number: int, version: int, deadline: Deadline) -> list[tuple[str, torch.Tensor]]:
         box = self._mailbox

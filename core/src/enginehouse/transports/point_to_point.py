@@ -11,7 +11,7 @@ of an older update is read and dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,14 +32,13 @@ from enginehouse.engines.weights import (
     TransferPlan,
     TransportSession,
     WeightChunk,
-    WeightSyncError,
     checksum,
 )
 from enginehouse.transports.buckets import as_announced, plan_transfer, views
 from enginehouse.transports.deadline import Deadline
+from enginehouse.transports.ends import IdleSender, Receiver, Sender
 from enginehouse.transports.gate import Gate
 from enginehouse.transports.reception import Reception, join, join_stream
-from enginehouse.transports.sender import IdleSender, Sender
 from enginehouse.transports.streams import HEADING_BYTES, Heading, Inlet, Outlet
 
 if TYPE_CHECKING:
@@ -217,7 +216,7 @@ class Arrival:
         return not any(self.left)
 
 
-class PointToPointReceiver:
+class PointToPointReceiver(Receiver):
     """A rollout replica's end."""
 
     def __init__(self, plan: TransferPlan, index: int):
@@ -320,21 +319,6 @@ class PointToPointReceiver:
                 self._arrival.left[heading.bucket] -= 1
                 self._gate.changed.notify_all()
 
-    def send(
-        self, version: int, weights: Iterable[tuple[str, torch.Tensor]], deadline_seconds: float
-    ) -> dict[str, str]:
-        """Not for a receiver's end."""
-        raise TypeError("a rollout replica does not send weights")
-
-    def recv(self, version: int, deadline_seconds: float) -> Iterator[WeightChunk]:
-        """See `TransportSession`."""
-        deadline = Deadline(deadline_seconds)
-        try:
-            yield from self._recv(version, deadline)
-        except BaseException:  # GeneratorExit too: a receiver that stops early ends the update for the senders
-            self.abort(version)
-            raise
-
     def _recv(self, version: int, deadline: Deadline) -> Iterator[WeightChunk]:
         count = len(self._plan.buckets)
         for bucket in range(count):
@@ -342,10 +326,10 @@ class PointToPointReceiver:
             tensors = self._tensors(bucket, slots)
             yield WeightChunk(list(tensors.items()), parts=self._parts_in(bucket, tensors))
             with self._gate.changed:
-                self._check(version)
+                self._gate.check_newest(version)
                 self._tell({"version": version, "taken": bucket + 1})
         with self._gate.changed:  # what a sender said before it knew is known here then: no abort is missed
-            self._check(version)
+            self._gate.check_newest(version)
 
             def silent() -> list[str]:
                 return [str(rank) for rank, noted in self._noted.items() if noted < version]
@@ -377,9 +361,9 @@ class PointToPointReceiver:
             return f"bucket {bucket + 1} of {len(self._plan.buckets)} did not arrive"
 
         with gate.changed:
-            self._check(version)
+            self._gate.check_newest(version)
             gate.wait(ready, version, deadline, missing)
-            self._check(version)
+            self._gate.check_newest(version)
             return self._arrival.slots if self._arrival is not None else self._new_slots()
 
     def _parts_in(self, bucket: int, tensors: dict[str, torch.Tensor]) -> dict[str, list[tuple[str, torch.Tensor]]]:
@@ -391,12 +375,6 @@ class PointToPointReceiver:
             view = tensors[parameter.name][within(move.region, self._held[move.parameter])]
             parts[parameter.name].append((part_name(parameter, move.region), view))
         return {name: found for name, found in parts.items() if [part for part, _ in found] != [name]}
-
-    def _check(self, version: int) -> None:
-        """Raise if `version` was aborted, or a sender has begun a newer one."""
-        self._gate.check(version)
-        if self._gate.begun > version:
-            raise WeightSyncError(f"weight update {version} was expected, the trainer is already at {self._gate.begun}")
 
     def _tell(self, message: dict[str, Any]) -> None:
         for line in self._lines.values():

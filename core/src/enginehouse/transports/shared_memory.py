@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from enginehouse.engines.weights import (
@@ -28,6 +28,7 @@ from enginehouse.engines.weights import (
 from enginehouse.transports.area import Area, AreaHold
 from enginehouse.transports.buckets import in_plan_order, plan_transfer
 from enginehouse.transports.deadline import Deadline
+from enginehouse.transports.ends import IdleSender, Receiver, Sender
 from enginehouse.transports.ledger import (
     AREA,
     ATTACHED,
@@ -42,7 +43,6 @@ from enginehouse.transports.ledger import (
     WRITTEN,
     Ledger,
 )
-from enginehouse.transports.sender import IdleSender, Sender
 
 if TYPE_CHECKING:
     import torch
@@ -163,7 +163,7 @@ class SharedMemorySender(Sender):
         self._areas.clear()
 
 
-class SharedMemoryReceiver:
+class SharedMemoryReceiver(Receiver):
     """A rollout replica's end."""
 
     def __init__(self, plan: TransferPlan, index: int):
@@ -182,23 +182,9 @@ class SharedMemoryReceiver:
         self._area()  # what cannot be opened is better known now than at the first update
         self._ledger[self._line, ATTACHED] = 1
 
-    def send(
-        self, version: int, weights: Iterable[tuple[str, torch.Tensor]], deadline_seconds: float
-    ) -> dict[str, str]:
-        """Not for a receiver's end."""
-        raise TypeError("a rollout replica does not send weights")
-
-    def recv(self, version: int, deadline_seconds: float) -> Iterator[WeightChunk]:
-        """See `TransportSession`. All chunks of an update have one `memory`; none, where an engine goes on using the
-        objects of more than a few updates."""
-        deadline = Deadline(deadline_seconds)
-        try:
-            yield from self._recv(version, deadline)
-        except BaseException:  # GeneratorExit too: a receiver that stops early ends the update for the sender
-            self.abort(version)
-            raise
-
     def _recv(self, version: int, deadline: Deadline) -> Iterator[WeightChunk]:
+        """All chunks of an update have one `memory`; none, where an engine goes on using the objects of more than a few
+        updates."""
         ledger = self._ledger
         count = len(self._plan.buckets)
         ledger.wait(

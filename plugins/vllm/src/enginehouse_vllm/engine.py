@@ -524,7 +524,7 @@ class VLLMRollout:
 
 def _reason(model: ModelSpec, error: VLLMFailed) -> str:
     """Why vLLM cannot generate, where its log does not say."""
-    if signal.Signals.SIGILL.name not in str(error):
+    if "SIGILL" not in str(error):
         return str(error)
     return (
         f"this build of vllm computes {model.dtype} with instructions that this CPU does not carry out (SIGILL); set "

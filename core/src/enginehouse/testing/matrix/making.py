@@ -62,7 +62,7 @@ class Maker:
         """Read the certificates of all that is combined; where there is none (or `again`), make it, if `make` says so.
 
         Returns:
-            Whether no certificate has a failed check.
+            Whether no certificate has a failed check, and none that was there before is missing now.
         """
         device, _ = pick_device("auto")
         clean = True
@@ -70,11 +70,16 @@ class Maker:
             self.onlooker.begins(f"certificate of {kind} {name}")
             provided = self.plugins.providers(kind, name)[0]
             one = certified(provided, self.certificates, device, make=make, again=again, begins=self._part)
-            self.findings.add(one)
-            self._write()
-            said = one.get("problem") or ", ".join(f"{count} {word}" for word, count in one["counts"].items())
-            self.onlooker.ended(said, bool(one.get("failed")))
-            clean = clean and not one.get("failed")
+            former = self.findings.certificates.get((kind, name))
+            if kept := "problem" in one and former is not None and "problem" not in former:
+                said = f"{one['problem']}; what was found before is kept"
+            else:
+                said = one.get("problem") or ", ".join(f"{count} {word}" for word, count in one["counts"].items())
+                self.findings.add(one)
+                self._write()
+            bad = kept or bool(one.get("failed"))
+            self.onlooker.ended(said, bad)
+            clean = clean and not bad
         return clean
 
     def run(self, chosen: Sequence[Combination], *, again: bool) -> bool:
@@ -85,17 +90,23 @@ class Maker:
             again: run what stands as well.
 
         Returns:
-            Whether no run failed.
+            Whether no run failed, and none that was made before is impossible now.
         """
         config = make_task(self.directory / "task")
         clean = True
         for combination in chosen:
             self.onlooker.begins(str(combination))
             row = self._row(combination, config, again)
-            self.findings.add(row)
-            self._write()
-            self.onlooker.ended(in_words(row), row.outcome == "failed")
-            clean = clean and row.outcome != "failed"
+            former = self.findings.rows.get(combination)
+            if kept := row.outcome == "refused" and former is not None and former.outcome == "ran":
+                said = f"{in_words(row)}; the figures found before are kept"
+            else:
+                said = in_words(row)
+                self.findings.add(row)
+                self._write()
+            bad = kept or row.outcome == "failed"
+            self.onlooker.ended(said, bad)
+            clean = clean and not bad
         return clean
 
     def _row(self, combination: Combination, config: Path, again: bool) -> Row:

@@ -163,10 +163,14 @@ def _all(metrics: Iterable[Mapping[str, Any]], name: str) -> list[float]:
     return [float(line[name]) for line in metrics]
 
 
-def error_of(directory: Path, log: Path) -> str:
-    """What a failed run said: the error in its record, else the end of its log."""
+def error_of(directory: Path, log: Path, since: float = 0.0) -> str:
+    """What a failed run said: the error in its record, else the end of its log.
+
+    Args:
+        since: when the run began, seconds since the epoch; an older record is another run's.
+    """
     record = directory / "run.json"
-    if record.exists():
+    if record.exists() and record.stat().st_mtime >= since:
         content = json.loads(record.read_text(encoding="utf-8"))
         if content.get("error"):
             return str(content["error"])

@@ -43,7 +43,8 @@ def run(
         standing: versions it is made with, by kind.
     """
     directory = planned.plan.run_directory
-    began_at = datetime.now(UTC).isoformat(timespec="seconds")
+    began = datetime.now(UTC)
+    began_at = began.isoformat(timespec="seconds")
     facts: dict[str, Any] = {"standing": standing, "busy_cores": busy_cores(), "begun": began_at}
     begun = time.monotonic()
     ended = _run([str(config), *planned.overrides], log)
@@ -51,7 +52,7 @@ def run(
     if ended is None:
         return failed(combination, setting, planned, f"it did not end within {RUN_SECONDS:g} s", **facts)
     if ended:
-        return failed(combination, setting, planned, shortened(error_of(directory, log)), **facts)
+        return failed(combination, setting, planned, shortened(error_of(directory, log, began.timestamp())), **facts)
     return ran(combination, setting, planned, directory, **facts)
 
 

@@ -1,4 +1,4 @@
-"""What the ends of a connection that send have in common."""
+"""What the ends of a connection have in common: those that send, and those that receive."""
 
 from __future__ import annotations
 
@@ -53,3 +53,30 @@ class IdleSender(Sender):
 
     def close(self) -> None:
         """Nothing to do."""
+
+
+class Receiver(ABC):
+    """A receive that fails, or is given up before its end, ends the update for those that send."""
+
+    def send(
+        self, version: int, weights: Iterable[tuple[str, torch.Tensor]], deadline_seconds: float
+    ) -> dict[str, str]:
+        """Not for a receiver's end."""
+        raise TypeError("a rollout replica does not send weights")
+
+    def recv(self, version: int, deadline_seconds: float) -> Iterator[WeightChunk]:
+        """See `TransportSession`."""
+        deadline = Deadline(deadline_seconds)
+        try:
+            yield from self._recv(version, deadline)
+        except BaseException:  # GeneratorExit too: a receiver that stops early
+            self.abort(version)
+            raise
+
+    @abstractmethod
+    def _recv(self, version: int, deadline: Deadline) -> Iterator[WeightChunk]:
+        """Yield what arrives."""
+
+    @abstractmethod
+    def abort(self, version: int) -> None:
+        """See `TransportSession`."""
