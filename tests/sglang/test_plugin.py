@@ -11,9 +11,13 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from enginehouse.config.load import load_config
+from enginehouse.config.plan import plan
+from enginehouse.config.schema import Config
 from enginehouse.engines.model import ModelSpec, ProcessContext
-from enginehouse.errors import ConfigError
+from enginehouse.errors import ConfigError, UserError
 from enginehouse.plugin import plugins, resolve
+from enginehouse.testing.matrix.task import make_task
 from enginehouse_sglang.arguments import server_arguments
 from enginehouse_sglang.options import OURS, SGLangOptions
 from enginehouse_sglang.process import as_words
@@ -98,6 +102,21 @@ def test_there_is_one_url_for_each_replica():
     options.check(2)
     with pytest.raises(ConfigError, match=r"2 URLs are given for 1 replica.*start 2 replicas"):
         options.check(1)
+
+
+def test_servers_that_run_already_are_used_from_where_sglang_is_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setenv("ENGINEHOUSE_RUNTIMES", str(tmp_path / "none"))
+    config = make_task(tmp_path)
+
+    def planned(*overrides):
+        overrides = ("rollout.engine.backend=sglang", f"run.directory={tmp_path / 'run'}", *overrides)
+        return plan(load_config(config, overrides, Config), plugins(), config_path=config)
+
+    attached = planned('rollout.engine.options={"endpoint": ["http://127.0.0.1:30000"]}')
+    assert attached.interpreters["rollout"].python is None
+    assert not attached.colocated
+    with pytest.raises(UserError, match="enginehouse runtime create sglang"):
+        planned()
 
 
 def test_what_a_user_gives_up_is_a_surprise():

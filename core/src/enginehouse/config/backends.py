@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel
@@ -60,6 +61,7 @@ def choose_interpreter(
     plugins: PluginManager,
     record: Backend | None,
     engine: Engine,
+    options: Mapping[str, Any],
     key: str,
     launcher: str,
     device: str,
@@ -68,6 +70,7 @@ def choose_interpreter(
 
     Args:
         record: the role's backend.
+        options: as `typed_options` gives them.
         key: config key of the role: `"actor"`.
         launcher: `cluster.launcher`.
         device: torch device type of the run.
@@ -75,6 +78,9 @@ def choose_interpreter(
     here = Interpreter(CURRENT)
     if record is None:
         return here
+    typed = _typed(record, options)
+    if typed is not None and typed.elsewhere():
+        record = replace(record, requires=())
     try:
         if engine.runtime == "auto" and not record.runtimes:
             plugins.get(record.kind, engine.backend)  # says which of the plugin's extras brings what is missing
@@ -158,14 +164,18 @@ def check_model(
         key: config key of the role: `"actor"`.
         path_key: the config key that names the model.
     """
-    if record is None or not options or not model:
-        return
-    typed = resolve(record.options)(**options)
-    if isinstance(typed, EngineOptions):
+    typed = None if record is None else _typed(record, options)
+    if record is not None and typed is not None and model:
         try:
             typed.check_model(model.get("text_config") or model)
         except UserError as error:
             findings.refuse(f"{key}.engine.options, {path_key}: {error} (options of backend {record.name!r})")
+
+
+def _typed(record: Backend, options: Mapping[str, Any]) -> EngineOptions | None:
+    """What `typed_options` gave as plain data; None after a problem."""
+    typed = resolve(record.options)(**options) if options else None
+    return typed if isinstance(typed, EngineOptions) else None
 
 
 def scheduled_options(

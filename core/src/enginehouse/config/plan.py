@@ -174,8 +174,8 @@ def plan(
     rollout_options = typed_options(findings, rollout, config.rollout.engine, "rollout", config.rollout.replicas)
     effect_check_every = check_capabilities(findings, config, rollout)
     interpreters = {
-        "actor": setting.interpreter(train, config.actor.engine, "actor"),
-        "rollout": setting.interpreter(rollout, config.rollout.engine, "rollout"),
+        "actor": setting.interpreter(train, config.actor.engine, actor_options, "actor"),
+        "rollout": setting.interpreter(rollout, config.rollout.engine, rollout_options, "rollout"),
     }
     colocated = choose_colocation(findings, config, rollout, interpreters["actor"], interpreters["rollout"])
     transport, reason = choose_transport(findings, setting.plugins, config, train, rollout, setting.device, colocated)
@@ -240,7 +240,7 @@ def plan_sft(
     findings, data, processes = setting.findings, config.data, config.actor.processes
     train = find_backend(findings, setting.plugins, TrainBackend, config.actor.engine, "actor", setting.device)
     actor_options = scheduled_options(findings, train, config.actor.engine, processes, config.train.steps)
-    interpreters = {"actor": setting.interpreter(train, config.actor.engine, "actor")}
+    interpreters = {"actor": setting.interpreter(train, config.actor.engine, actor_options, "actor")}
     model = setting.model(config)
     check_model(findings, train, actor_options, model, "actor")
     check_rows(findings, config)
@@ -298,10 +298,10 @@ class _Setting:
             "resumed": self.resumed,
         }
 
-    def interpreter(self, record: Backend | None, engine: Engine, key: str) -> Interpreter:
+    def interpreter(self, record: Backend | None, engine: Engine, options: Mapping[str, Any], key: str) -> Interpreter:
         """What the workers of a role run under; `key` is the role's in the config."""
         return choose_interpreter(
-            self.findings, self.plugins, record, engine, key, self.config.cluster.launcher, self.device
+            self.findings, self.plugins, record, engine, options, key, self.config.cluster.launcher, self.device
         )
 
     def evaluation(
@@ -317,10 +317,11 @@ class _Setting:
         if engine is None:
             return None, None
         record = find_backend(findings, self.plugins, RolloutBackend, engine, "evaluation", self.device)
-        interpreters["evaluation"] = self.interpreter(record, engine, "evaluation")
+        options = typed_options(findings, record, engine, "evaluation", 1)
+        interpreters["evaluation"] = self.interpreter(record, engine, options, "evaluation")
         return record, EvaluationPlan(
             backend=engine.backend,
-            options=typed_options(findings, record, engine, "evaluation", 1),
+            options=options,
             transport=choose_transport(findings, self.plugins, config, train, record, self.device, False, "evaluation")[
                 0
             ],

@@ -66,6 +66,13 @@ class EngineOptions(BaseModel):
             UserError: they do not fit; the message begins with the option, or names the model, and says what would.
         """
 
+    def elsewhere(self) -> bool:
+        """Whether the engine runs in processes that are there already, so that the workers need not be able to run it.
+
+        A backend that can be told to use such an engine overrides it.
+        """
+        return False
+
     def surprises(self) -> Sequence[str]:
         """What a user may not have expected of the options, a sentence each; `plan` notes it.
 

@@ -74,6 +74,10 @@ class SGLangOptions(RolloutOptions):
                 f"or start {len(self.endpoint)} replicas"
             )
 
+    def elsewhere(self) -> bool:
+        """See `EngineOptions.elsewhere`."""
+        return bool(self.endpoint)
+
     def surprises(self) -> Sequence[str]:
         """See `EngineOptions.surprises`."""
         found = []
