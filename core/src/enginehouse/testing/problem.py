@@ -12,7 +12,7 @@ import torch
 
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.train import LossSpec, LossValue, Mean, Outputs, TokenView
-from enginehouse.testing.models import VOCABULARY_SIZE, tiny_experts, tiny_model
+from enginehouse.testing.models import PAD_ID, VOCABULARY_SIZE, tiny_experts, tiny_model
 
 ROWS = 16
 TEMPERATURE = 0.7
@@ -39,7 +39,10 @@ def model_path(name: str) -> str:
 
 
 def batch(seed: int = 0, groups: int = 4, per_group: int = 4, longest: int = 9) -> Batch:
-    """Rows of ragged length in groups that share a prompt, with the columns the losses need."""
+    """Rows of ragged length in groups that share a prompt, with the columns the losses need.
+
+    The first row has the padding token as a token like others, read and drawn: an engine must not mask it.
+    """
     draw = np.random.default_rng(seed)
     ids: list[list[int]] = []
     masks: list[list[bool]] = []
@@ -47,6 +50,8 @@ def batch(seed: int = 0, groups: int = 4, per_group: int = 4, longest: int = 9) 
         prompt = draw.integers(3, VOCABULARY_SIZE, draw.integers(1, longest)).tolist()
         for _ in range(per_group):
             response = draw.integers(1, VOCABULARY_SIZE, draw.integers(1, longest)).tolist()
+            if not ids:
+                prompt[0] = response[-1] = PAD_ID
             ids.append(prompt + response)
             masks.append([False] * len(prompt) + [True] * len(response))
     column = Ragged.from_list(ids, dtype=torch.int64)
