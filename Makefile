@@ -38,8 +38,10 @@ test: $(VENV)/.developer  ## run every test: the quick ones first
 	$(BIN)/python -m pytest -m slow $(SEVERAL) --verbose $(ARGS)
 
 runtimes: $(VENV)/.developer  ## make the Python environments of engines that need one of their own
-	$(BIN)/enginehouse runtime create vllm --variant cpu
-	$(BIN)/enginehouse runtime create sglang --variant cpu
+	@$(MAKE) --jobs runtime-vllm runtime-sglang
+
+runtime-%: $(VENV)/.developer
+	$(BIN)/enginehouse runtime create $* --variant cpu
 
 lint: $(VENV)/.developer  ## style, types and the one-way arrows between packages
 	$(BIN)/ruff check .

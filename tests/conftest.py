@@ -29,9 +29,10 @@ def ray_cluster():
 def pytest_xdist_auto_num_workers(config):
     """How many tests `-n auto` runs at a time: what this machine's cores and memory bear, and a few at most.
 
-    A test may start several processes of an engine, which hold some GiB, and mostly wait for each other.
+    A test may start several processes of an engine, which hold some GiB, and wait for each other a third of the time.
     """
-    return max(1, min(os.cpu_count() or 1, psutil.virtual_memory().total // BYTES_PER_TEST, MOST_TESTS_AT_A_TIME))
+    cores = os.cpu_count() or 1
+    return max(1, min(cores + 1, psutil.virtual_memory().total // BYTES_PER_TEST, MOST_TESTS_AT_A_TIME))
 
 
 @pytest.hookimpl(trylast=True)
@@ -93,5 +94,5 @@ def pytest_terminal_summary(terminalreporter, config):
 NOT_RUN = pytest.StashKey[list[str]]()
 NOT_RUN_OF_WORKER = "enginehouse_not_run"
 
-BYTES_PER_TEST = 8 << 30
+BYTES_PER_TEST = 7 << 30
 MOST_TESTS_AT_A_TIME = 4

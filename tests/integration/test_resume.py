@@ -156,8 +156,6 @@ def test_a_killed_run_goes_on_exactly_where_its_checkpoint_was_taken(
     ("number", "method", "launcher", "step"),
     [
         (4, "update", "ray", 4),  # its result is waited for
-        (4, "update", "inline", 4),
-        (7, "generate", "inline", 4),  # the validation after step 4 (there were two before)
         (8, "generate", "inline", 4),  # the prompts of step 5 are drawn
     ],
 )

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from .conftest import Start
+from .conftest import SHORT, Start
 from .run_process import RunProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
+STEPS = 30
+"""Enough to rise. (That a run learns its task to the end is shown with three environments.)"""
+
 
 def test_fsdp_trains_and_vllm_generates_each_in_its_own_environment(start: Start, warmed_up: RunProcess):
     endpoint = "rollout.engine.options.openai_endpoint=loopback"
-    run = start("train", "actor.engine.backend=fsdp", "rollout.engine.backend=vllm", endpoint, "train.steps=120")
+    engines = ("actor.engine.backend=fsdp", "rollout.engine.backend=vllm", endpoint)
+    run = start("train", *engines, *SHORT, f"train.steps={STEPS}")
     ended = run.finish(600)
     assert ended.code == 0, ended.err
     rewards = [line["reward/mean"] for line in run.metrics]
     assert sum(rewards[:5]) / 5 <= 0.10
-    assert sum(rewards[-5:]) / 5 >= 0.85, rewards
+    assert sum(rewards[-5:]) / 5 >= 0.2, rewards
     (actor,), (rollout,) = (run.record["roles"][role] for role in ("actor", "rollout"))
     assert rollout["engine"].startswith("vllm ")
     assert actor["interpreter"] != rollout["interpreter"]

@@ -36,9 +36,9 @@ def project(tmp_path: Path) -> Project:
     return project
 
 
-@pytest.mark.parametrize("train", ["fsdp", "megatron"])
-def test_the_logprobs_sglang_reports_after_an_update_are_those_that_a_trainer_computes(project: Project, train: str):
-    project.config["actor"] = {"processes": 2 if train == "fsdp" else 1, "engine": {"backend": train}}
+def test_the_logprobs_sglang_reports_after_an_update_are_those_that_megatron_computes(project: Project):
+    """With FSDP the job in three environments shows it, at each of its steps."""
+    project.config["actor"] = {"processes": 1, "engine": {"backend": "megatron"}}
     project.save()
     arguments = ("parity", "grpo.yaml", f"--prompts={PROMPTS}", "--out=found", "--tolerance=1e-4")
     with RunProcess(*arguments, cwd=project.root, directory=project.root, logs=project.root / "logs") as run:
