@@ -1,4 +1,7 @@
-"""The `fsdp` backend conforms at every layout it declares; where two are combined, in what the other could change."""
+"""The `fsdp` backend conforms at the layouts it declares; where two are combined, in what the other could change.
+
+Four shards are cut and put together as two are: that layout is for `enginehouse certify`.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,14 @@ OF_EXPERTS = tuple(check.name for check in checks_of("train") if check.capabilit
 @pytest.mark.slow
 class TestFSDP(TrainEngineSuite):
     backend = "fsdp"
-    layouts = ("single", "shard2", "shard4", "replicas2-shard2", "tp2", "cp2")
+    layouts = ("single", "shard2", "replicas2-shard2", "tp2", "cp2")
     checks = tuple(check.name for check in checks_of("train") if check.name not in OF_EXPERTS)
 
 
 @pytest.mark.slow
 class TestExperts(TrainEngineSuite):
     backend = "fsdp"
-    layouts = ("shard2", "shard4")
+    layouts = ("shard2", "replicas2-shard2")
     checks = OF_EXPERTS
 
 

@@ -1,4 +1,4 @@
-"""The `torch` backends conform, at every layout they declare."""
+"""The `torch` backends conform; four processes are two twice over."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from enginehouse.testing import RolloutEngineSuite, TrainEngineSuite
 @pytest.mark.slow
 class TestTorch(TrainEngineSuite):
     backend = "torch"
+    layouts = ("single", "dp2")
 
 
 @pytest.mark.slow
