@@ -106,14 +106,19 @@ def test_a_server_that_somebody_else_updates_is_noticed(server, path):
 def test_a_request_that_somebody_else_ends_is_an_error_and_one_ended_here_is_not(server, path):
     long = SamplingParams(max_tokens=1900, temperature=0, ignore_eos=True)
 
+    async def begun(engine, name, running):
+        """A request on its way, in a turn of the event loop of its own: those of one turn are answered together."""
+        asked = asyncio.create_task(engine.generate(GenerateRequest(name, PROMPT, long)))
+        while (await engine.health()).running < running:
+            await asyncio.sleep(0.01)
+        return asked
+
     async def run():
         async with attached(path, server.url) as other, attached(path, server.url) as mine:
-            running = asyncio.create_task(mine.generate(GenerateRequest("long", PROMPT, long)))
-            ended_here = asyncio.create_task(mine.generate(GenerateRequest("short", PROMPT, long)))
-            while (await mine.health()).running < 2:
-                await asyncio.sleep(0.01)
+            running = await begun(mine, "one", 1)
+            ended_here = await begun(mine, "two", 2)
             await other.abort()  # ends only what it asked for
-            await mine.abort(["short"])
+            await mine.abort(["two"])
             assert (await ended_here).completions[0].finish_reason == "abort"
             assert not running.done()
             await Address(server.url).call("POST", "/abort_request", {"abort_all": True})
