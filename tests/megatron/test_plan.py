@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -81,8 +82,22 @@ def test_an_architecture_without_a_mapping_says_what_to_write_and_where(config, 
 
 def test_a_mapping_of_ones_own_lets_any_model_through(config, tmp_path):
     path = write_model(tmp_path / "other", model_type="mamba")
+    (tmp_path / "my_models.py").write_text("from enginehouse_megatron.architectures import LLAMA as MINE\n")
     overrides = [*MEGATRON, f"model.path={path}", f"{OPTIONS}.architecture=my_models:MINE"]
     plan(load_config(config, overrides, Config), config_path=config)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "said"),
+    [
+        ("llama", "architecture='llama' is not module:NAME of an Architecture: its model_type is known"),
+        ("mine", "architecture='mine' is not module:NAME"),
+        ("no_such_models:MINE", "architecture: cannot import 'no_such_models'"),
+        ("enginehouse_megatron.architectures:LAMA", "architecture: module .* has no 'LAMA'"),
+    ],
+)
+def test_a_mapping_that_is_not_there_is_refused(config, architecture, said):
+    assert re.search(said, refusal(config, f"{OPTIONS}.architecture={architecture}"))
 
 
 def test_a_reference_model_of_its_own_is_checked_too(config, tmp_path):

@@ -109,11 +109,18 @@ def test_a_model_nobody_wrote_down_says_what_to_write(tmp_path):
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
         ({"sliding_window": 8}, "attention within a window"),
         ({"attention_bias": True}, "biases of all linear layers"),
+        ({"embedding_multiplier": 12.0}, "embedding_multiplier=12"),
     ],
 )
 def test_a_model_that_computes_otherwise_is_refused(tmp_path, values, said):
     with pytest.raises(ModelError, match=said):
         set_up(changed(tiny_model("llama", False), tmp_path / "model", **values))
+
+
+def test_tensors_that_the_architecture_does_not_name_are_refused():
+    """Left out without a word, the norms of queries and keys would be missing to the model."""
+    with pytest.raises(ModelError, match=r"hold model\.layers\.0\.self_attn\.k_norm\.weight, .* another model"):
+        set_up(tiny_model("qwen3"), architecture="enginehouse_megatron.architectures:LLAMA")
 
 
 def test_an_unknown_setting_is_refused():

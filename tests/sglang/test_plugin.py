@@ -87,6 +87,10 @@ def test_sglangs_context_has_room_for_what_it_keeps_to_itself():
     ("options", "said"),
     [
         ({"endpoint": ["localhost:30000"]}, "is not the URL of a server"),
+        ({"endpoint": ["http://a:300000"]}, "is not the URL of a server"),
+        ({"endpoint": ["http://a:1"], "deterministic": False}, "deterministic is for starting a server"),
+        ({"native": {"schedule_policy:lpm": None}}, "is not the name of an argument"),
+        ({"endpoint": ["http://a:1", "http://a:1/"]}, "two replicas cannot share a server"),
         ({"endpoint": ["http://a:1", "http://a:1"]}, "two replicas cannot share a server"),
         ({"endpoint": ["http://a:1"], "tensor_parallel": 2}, "tensor_parallel is for starting a server"),
         ({"endpoint": ["http://a:1"], "native": {"log_level": "info"}}, "native is for starting a server"),
@@ -104,7 +108,9 @@ def test_there_is_one_url_for_each_replica():
         options.check(1)
 
 
-def test_servers_that_run_already_are_used_from_where_sglang_is_not_installed(tmp_path, monkeypatch):
+@pytest.fixture
+def planned(tmp_path, monkeypatch):
+    """Plans a run with SGLang, where there is no runtime of it."""
     monkeypatch.setenv("ENGINEHOUSE_RUNTIMES", str(tmp_path / "none"))
     config = make_task(tmp_path)
 
@@ -112,11 +118,45 @@ def test_servers_that_run_already_are_used_from_where_sglang_is_not_installed(tm
         overrides = ("rollout.engine.backend=sglang", f"run.directory={tmp_path / 'run'}", *overrides)
         return plan(load_config(config, overrides, Config), plugins(), config_path=config)
 
-    attached = planned('rollout.engine.options={"endpoint": ["http://127.0.0.1:30000"]}')
+    return planned
+
+
+ATTACHED = 'rollout.engine.options={"endpoint": ["http://127.0.0.1:30000"]}'
+
+
+def test_servers_that_run_already_are_used_from_where_sglang_is_not_installed(planned):
+    attached = planned(ATTACHED)
     assert attached.interpreters["rollout"].python is None
     assert not attached.colocated
+    assert attached.gpus_per_replica == 0
+    assert "http://127.0.0.1:30000" in dict(attached.facts)["rollout"]
     with pytest.raises(UserError, match="enginehouse runtime create sglang"):
         planned()
+
+
+def test_a_server_belongs_to_one_role(planned):
+    with pytest.raises(UserError, match=r"http://127\.0\.0\.1:30000 is a server of the rollout's"):
+        planned(
+            ATTACHED,
+            "evaluation.engine.backend=sglang",
+            'evaluation.engine.options={"endpoint": ["http://127.0.0.1:30000/"]}',
+        )
+
+
+def test_a_run_on_gpus_is_planned_with_those_of_each_replica(planned):
+    with pytest.raises(UserError, match=r"needs 3 GPUs \(actor 1, rollout 2\)"):
+        planned("cluster.device=cuda", "rollout.engine.options.tensor_parallel=2")
+    with pytest.raises(UserError, match=r"needs 1 GPUs \(actor 1\)"):
+        planned("cluster.device=cuda", ATTACHED)
+
+
+@pytest.mark.parametrize("options", [SGLangOptions, resolve(plugins().get("rollout", "vllm", elsewhere=True).options)])
+def test_a_replica_has_a_gpu_for_each_process_and_they_share_out_the_heads(options):
+    split = options(tensor_parallel=4)
+    assert split.gpus() == 4
+    split.check_model({"num_attention_heads": 8})
+    with pytest.raises(ConfigError, match=r"tensor_parallel=4 does not divide the model's 6 attention heads.*=3"):
+        split.check_model({"num_attention_heads": 6})
 
 
 def test_what_a_user_gives_up_is_a_surprise():

@@ -65,8 +65,17 @@ def check_rows(findings: Findings, config: SFTConfig) -> None:
         )
 
 
-def check_placement(findings: Findings, config: Config, device: str, colocated: bool) -> None:
-    """Check that the roles fit beside each other; `colocated` is whether the rollout lives in the actor's processes."""
+def check_placement(
+    findings: Findings, config: Config, device: str, colocated: bool, gpus_per_replica: int, evaluation_gpus: int
+) -> None:
+    """Check that the roles fit beside each other.
+
+    Args:
+        device: torch device type of the run.
+        colocated: whether the rollout lives in the actor's processes.
+        gpus_per_replica: GPUs of a replica, where it has processes of its own.
+        evaluation_gpus: those of the engine for validations.
+    """
     actor, rollout = config.actor.processes, config.rollout.replicas
     evaluation = int(config.evaluation.engine is not None)
     if evaluation and config.cluster.launcher == "inline":
@@ -81,16 +90,16 @@ def check_placement(findings: Findings, config: Config, device: str, colocated: 
             "rollout.placement is colocated: each replica lives in a process of the actor, so rollout.replicas "
             f"({rollout}) has to equal actor.processes ({actor}); or set rollout.placement=separate"
         )
-    processes = (actor if colocated else actor + rollout) + evaluation
-    check_cluster(findings, config.cluster, max(actor, rollout), processes, device)
+    gpus = {"actor": actor, "rollout": 0 if colocated else rollout * gpus_per_replica, "evaluation": evaluation_gpus}
+    check_cluster(findings, config.cluster, max(actor, rollout), gpus, device)
 
 
-def check_cluster(findings: Findings, cluster: Cluster, largest: int, processes: int, device: str) -> None:
+def check_cluster(findings: Findings, cluster: Cluster, largest: int, gpus: Mapping[str, int], device: str) -> None:
     """Check the launcher against the number of processes, and GPUs where they can be counted.
 
     Args:
         largest: processes of the largest role.
-        processes: processes of all roles, each with a GPU of its own where there are any.
+        gpus: of each role, where the run is on GPUs.
     """
     if cluster.launcher == "inline" and largest > 1:
         findings.refuse(
@@ -101,8 +110,10 @@ def check_cluster(findings: Findings, cluster: Cluster, largest: int, processes:
         findings.refuse(
             "cluster.address: an inline run joins no Ray cluster; leave it unset, or set cluster.launcher=ray"
         )
-    if device == "cuda" and not cluster.address and processes > (gpus := visible_gpus()):
-        findings.refuse(f"the run needs {processes} GPUs, one a process, and {gpus} are visible on this machine")
+    needed = sum(gpus.values())
+    if device == "cuda" and not cluster.address and needed > (there := visible_gpus()):
+        each = ", ".join(f"{role} {number}" for role, number in gpus.items() if number)
+        findings.refuse(f"the run needs {needed} GPUs ({each}), and {there} are visible on this machine")
 
 
 def check_lengths(

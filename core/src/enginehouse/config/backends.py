@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel
 
 from enginehouse.config.load import check
-from enginehouse.engines.options import EngineOptions
+from enginehouse.engines.options import EngineOptions, RolloutOptions
 from enginehouse.errors import ConfigError, UserError
 from enginehouse.plugin import Backend, Placement, RolloutBackend, TrainBackend, Transport, resolve
 from enginehouse.plugin.capabilities import (
@@ -79,7 +79,7 @@ def choose_interpreter(
     if record is None:
         return here
     typed = _typed(record, options)
-    if typed is not None and typed.elsewhere():
+    if typed is not None and typed.servers():
         record = replace(record, requires=())
     try:
         if engine.runtime == "auto" and not record.runtimes:
@@ -146,6 +146,33 @@ def typed_options(
         for surprise in options.surprises():
             findings.note(f"{key}.engine.options: {surprise}")
     return {} if options is None else options.model_dump()
+
+
+def check_servers(
+    findings: Findings, rollout: RolloutBackend | None, options: Mapping[str, Any], evaluation: Mapping[str, Any]
+) -> None:
+    """Refuse a server that both the rollout and the evaluation would use; options as `typed_options` gives them.
+
+    Args:
+        rollout: the backend of the rollout; None after a problem.
+        options: the rollout's.
+        evaluation: those of the engine for validations, of the same backend.
+    """
+    if rollout is None:
+        return
+    ours, theirs = _typed(rollout, options), _typed(rollout, evaluation)
+    shared = set(ours.servers()) & set(theirs.servers()) if ours and theirs else set()
+    if shared:
+        findings.refuse(
+            f"evaluation.engine.options: {min(shared)} is a server of the rollout's, and each has weights of its own; "
+            "start another, or leave evaluation.engine unset: the rollout then answers the validation prompts"
+        )
+
+
+def gpus_of(record: RolloutBackend | None, options: Mapping[str, Any]) -> int:
+    """GPUs of a replica, where the run is on GPUs; 1 after a problem."""
+    typed = None if record is None else _typed(record, options)
+    return typed.gpus() if isinstance(typed, RolloutOptions) else 1
 
 
 def check_model(

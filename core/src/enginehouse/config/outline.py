@@ -10,7 +10,7 @@ from enginehouse.plugin.runtimes import CURRENT
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import EvaluationPlan
-    from enginehouse.config.schema import Config, Model, SFTConfig
+    from enginehouse.config.schema import Config, Engine, Model, SFTConfig
     from enginehouse.plugin.runtimes import Interpreter
 
 Facts = list[tuple[str, str]]
@@ -42,9 +42,9 @@ def outline_rl(
     )
     return [
         ("model", _model(config.model, model)),
-        ("actor", f"{_count(config.actor.processes, 'process')} of {config.actor.engine.backend}"),
+        ("actor", f"{_count(config.actor.processes, 'process')} of {_engine(config.actor.engine)}"),
         ("rollout", _rollout(config, colocated)),
-        *([("evaluation", _evaluation(evaluation))] if evaluation else []),
+        *([("evaluation", _evaluation(config, evaluation))] if evaluation else []),
         ("reference", _reference(config)),
         ("runtimes", _runtimes(interpreters)),
         ("weights", f"by {transport}; {checked}"),
@@ -63,7 +63,7 @@ def outline_sft(
     each, longest = config.train.rows_per_step, config.data.max_tokens
     return [
         ("model", _model(config.model, model)),
-        ("actor", f"{_count(config.actor.processes, 'process')} of {config.actor.engine.backend}"),
+        ("actor", f"{_count(config.actor.processes, 'process')} of {_engine(config.actor.engine)}"),
         ("runtimes", _runtimes(interpreters)),
         ("data", _data(rows, "demonstrations", config.data.train, config.train.steps * each)),
         ("a step", f"{each} rows, at most {each * longest:,} tokens"),
@@ -83,16 +83,23 @@ def _runtimes(interpreters: Mapping[str, Interpreter]) -> str:
     )
 
 
+def _engine(engine: Engine) -> str:
+    """A backend, with the options that the config gives it."""
+    given = ", ".join(f"{name}={value}" for name, value in engine.options.items())
+    return f"{engine.backend} ({given})" if given else engine.backend
+
+
 def _rollout(config: Config, colocated: bool) -> str:
     rollout = config.rollout
     where = "in the actor's processes" if colocated else "in processes of their own"
-    return f"{_count(rollout.replicas, 'replica')} of {rollout.engine.backend}, {where}"
+    return f"{_count(rollout.replicas, 'replica')} of {_engine(rollout.engine)}, {where}"
 
 
-def _evaluation(evaluation: EvaluationPlan) -> str:
+def _evaluation(config: Config, evaluation: EvaluationPlan) -> str:
     checked = "checked each time" if evaluation.effect_checked else "unchecked"
+    engine = _engine(config.evaluation.engine) if config.evaluation.engine else evaluation.backend
     return (
-        f"1 replica of {evaluation.backend}, in a process of its own; weights by {evaluation.transport} before each "
+        f"1 replica of {engine}, in a process of its own; weights by {evaluation.transport} before each "
         f"validation, their effect {checked}"
     )
 

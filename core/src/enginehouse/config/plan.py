@@ -24,10 +24,12 @@ from enginehouse.config.arithmetic import (
 from enginehouse.config.backends import (
     check_capabilities,
     check_model,
+    check_servers,
     choose_colocation,
     choose_interpreter,
     choose_transport,
     find_backend,
+    gpus_of,
     scheduled_options,
     typed_options,
 )
@@ -95,12 +97,14 @@ class EvaluationPlan:
         options: its options, as plain data.
         transport: name of the weight transport.
         effect_checked: whether the effect of its weights is compared with the trainer's at each validation.
+        gpus: it takes, where the run is on GPUs.
     """
 
     backend: str
     options: dict[str, Any]
     transport: str
     effect_checked: bool
+    gpus: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +122,7 @@ class Plan(RunPlan):
         reward: `"module:function"`.
         advantage: `"module:function"`.
         evaluation: what answers the validation prompts; None: the rollout.
+        gpus_per_replica: GPUs of a replica in processes of its own, where the run is on GPUs.
     """
 
     config: Config
@@ -130,6 +135,7 @@ class Plan(RunPlan):
     reward: str
     advantage: str
     evaluation: EvaluationPlan | None
+    gpus_per_replica: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,10 +193,13 @@ def plan(
     check_model(findings, rollout, rollout_options, model, "rollout")
     if evaluation:
         check_model(findings, evaluator, evaluation.options, model, "evaluation")
+        if evaluator is rollout:
+            check_servers(findings, rollout, rollout_options, evaluation.options)
     if uses_reference and config.reference.path:
         check_model(findings, train, actor_options, setting.reference, "actor", "reference.path")
     check_batches(findings, config, setting.plugins)
-    check_placement(findings, config, setting.device, colocated)
+    gpus = gpus_of(rollout, rollout_options)
+    check_placement(findings, config, setting.device, colocated, gpus, evaluation.gpus if evaluation else 0)
     generating = {"rollout": rollout_options} | ({"evaluation": evaluation.options} if evaluation else {})
     check_lengths(findings, config, generating, model)
     prompts, columns = _prompts(findings, config)
@@ -223,6 +232,7 @@ def plan(
         reward=reward,
         advantage=advantage,
         evaluation=evaluation,
+        gpus_per_replica=gpus,
         actor_options=actor_options,
         interpreters=interpreters,
         **setting.common(facts, directory, (train, rollout, evaluator)),
@@ -244,7 +254,7 @@ def plan_sft(
     model = setting.model(config)
     check_model(findings, train, actor_options, model, "actor")
     check_rows(findings, config)
-    check_cluster(findings, config.cluster, processes, processes, setting.device)
+    check_cluster(findings, config.cluster, processes, {"actor": processes}, setting.device)
     rows = 0
     with findings.collecting():
         check_demonstration_file(data.train, data.prompt, data.response)
@@ -326,6 +336,7 @@ class _Setting:
                 0
             ],
             effect_checked=bool(check_capabilities(findings, config, record)),
+            gpus=gpus_of(record, options),
         )
 
     def model(self, config: Config | SFTConfig) -> Mapping[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from enginehouse.errors import ConfigError
 
@@ -40,6 +40,14 @@ class EngineOptions(BaseModel):
 
     native: dict[str, Any] = Field(default_factory=dict, description="Arguments passed to the engine itself, unchanged")
 
+    @field_validator("native")
+    @classmethod
+    def _names(cls, native: dict[str, Any]) -> dict[str, Any]:
+        for name in native:
+            if not name.replace("-", "_").isidentifier():  # `{a:1}`, in which YAML sees one key without a value
+                raise ValueError(f"{name!r} is not the name of an argument; write {{name: value}}, with a space")
+        return native
+
     def check(self, processes: int) -> None:
         """Check the options against each other and the role's processes; called by `plan`, before any process starts.
 
@@ -66,12 +74,13 @@ class EngineOptions(BaseModel):
             UserError: they do not fit; the message begins with the option, or names the model, and says what would.
         """
 
-    def elsewhere(self) -> bool:
-        """Whether the engine runs in processes that are there already, so that the workers need not be able to run it.
+    def servers(self) -> Sequence[str]:
+        """URLs of engines that run already and are used in the place of own ones; the workers then need no engine.
 
-        A backend that can be told to use such an engine overrides it.
+        A backend that can be told to use such engines overrides it. No two roles may use one: each has weights of its
+        own.
         """
-        return False
+        return ()
 
     def surprises(self) -> Sequence[str]:
         """What a user may not have expected of the options, a sentence each; `plan` notes it.
@@ -117,3 +126,10 @@ class RolloutOptions(EngineOptions):
 
     max_model_tokens: int | None = Field(None, gt=0, description="Longest sequence; unset: the model's own limit")
     max_running: int = Field(1024, gt=0, description="Most completions generated at once")
+
+    def gpus(self) -> int:
+        """GPUs of a replica, where the run is on GPUs.
+
+        A backend that can split a replica's model overrides it.
+        """
+        return 0 if self.servers() else 1

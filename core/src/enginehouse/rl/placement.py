@@ -125,7 +125,11 @@ def place(plan: Plan, probe: Sequence[Sequence[int]]) -> Iterator[Roles]:
         if config.cluster.launcher == "ray":
             stack.enter_context(start_ray(config.cluster.address))
         groups = stack.enter_context(_colocated(plan, specs, config.actor.processes))
-        replicas = groups["rollout"] if colocated else _fleet(plan, rollout, stack, config.rollout.replicas)
+        replicas = (
+            groups["rollout"]
+            if colocated
+            else _fleet(plan, rollout, stack, config.rollout.replicas, plan.gpus_per_replica)
+        )
         replicas.launch()
         evaluation = _evaluation(plan, stack)
         sync = WeightSync(
@@ -190,20 +194,22 @@ def _evaluation(plan: Plan, stack: ExitStack) -> Evaluation | None:
         return None
     model = _model_spec(plan.config.model, plan.config.model.path)
     spec = WorkerSpec(RolloutWorker, planned.backend, model, planned.options)
-    fleet = _fleet(plan, _under(plan.interpreters["evaluation"], spec), stack, 1, "evaluation")
+    fleet = _fleet(plan, _under(plan.interpreters["evaluation"], spec), stack, 1, planned.gpus, "evaluation")
     fleet.launch()
     return Evaluation(fleet, planned.transport, planned.effect_checked)
 
 
-def _fleet(plan: Plan, spec: WorkerSpec, stack: ExitStack, replicas: int, name: str = "rollout") -> RolloutFleet:
-    """Replicas in processes of their own, which the stack ends."""
+def _fleet(
+    plan: Plan, spec: WorkerSpec, stack: ExitStack, replicas: int, gpus: int, name: str = "rollout"
+) -> RolloutFleet:
+    """Replicas in processes of their own, each with so many GPUs where there are any, which the stack ends."""
     cluster = plan.config.cluster
     fleet = RolloutFleet(
         spec,
         replicas,
         name=name,
         launcher=cluster.launcher,
-        gpus_per_process=int(plan.device == "cuda"),
+        gpus_per_process=gpus if plan.device == "cuda" else 0,
         timeout=cluster.call_timeout_seconds,
         start_timeout=_start_seconds(cluster),
         seed=plan.config.train.seed,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec, start_ray
 from enginehouse.controller.errors import WorkerDied
-from enginehouse.plugin import Layout
+from enginehouse.plugin import Layout, RolloutBackend, resolve
 from enginehouse.testing.check import Check, Seen
 from enginehouse.testing.problem import EXPERTS, MODELS, model_path
 from enginehouse.testing.prompts import ROLLOUT_MODELS, rollout_model
@@ -146,7 +146,7 @@ class RolloutSite:
             self._end()  # a layout's GPUs are its own
         self._made_for = made_for
         try:
-            group = self._running(record.name, layout)
+            group = self._running(record, layout)
             seen: list[Seen] = group.call("act", record, check, layout, self._models, directory)
         except WorkerDied as error:
             self._end()
@@ -178,12 +178,12 @@ class RolloutSite:
         found: dict[str, str] = self._group.call("versions", list(names))[0]
         return found
 
-    def _running(self, backend: str, layout: Layout) -> WorkerGroup:
+    def _running(self, record: RolloutBackend, layout: Layout) -> WorkerGroup:
         if self._group is None:
-            gpus = layout.processes if self._device == "cuda" else 0
+            gpus = resolve(record.options)(**layout.options).gpus() if self._device == "cuda" else 0
             self._pool = ResourcePool([1], gpus_per_process=gpus, name=f"rollout-{self._device}")
             self._group = WorkerGroup(
-                self._pool, self._spec, name=f"{backend}-rollout", device=self._device, timeout=ROLLOUT_ACT_SECONDS
+                self._pool, self._spec, name=f"{record.name}-rollout", device=self._device, timeout=ROLLOUT_ACT_SECONDS
             )
             self._layout = layout
         return self._group

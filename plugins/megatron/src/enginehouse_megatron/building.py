@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from enginehouse_megatron.architectures import Architecture
     from enginehouse_megatron.options import MegatronOptions
 
+SCALES = ("_multiplier", "_softcapping", "_softcap", "logits_scaling", "logit_scale")
+"""How names in a config end of factors and limits that no layer here applies (Granite, Gemma, Cohere)."""
+
 PLAIN_ROPE = ("default", "llama3")
 """Kinds of rotary embedding that megatron-core computes as transformers does."""
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -196,6 +199,9 @@ def _check_known(config: PreTrainedConfig, spec: ModelSpec) -> None:
         unknown = "biases of all linear layers"
     elif getattr(config, "partial_rotary_factor", None) not in (None, 1.0):
         unknown = "rotary embeddings of a part of a head"
+    else:
+        scales = [name for name in vars(config) if name.endswith(SCALES) and getattr(config, name) not in (None, 1.0)]
+        unknown = ", ".join(f"{name}={getattr(config, name)}" for name in scales)
     if unknown:
         raise ModelError(f"megatron: the model in {spec.path!r} has {unknown}, which this engine does not do yet")
 

@@ -99,6 +99,7 @@ class MegatronEngine:
         if self._spec.head == "value":
             made[f"{VALUE_HEAD}.weight"] = value_head_weight(settings.hidden_size, self._spec)
         stored = placing.Checkpoint(Path(self._spec.path), made)
+        stored.check_named(architecture)
         self._placed = [one for part in self._models for one in placing.place(part, architecture, stored)]
         group = parallel_state.get_tensor_model_parallel_group()
         placing.load(self._placed, stored, self._heads, group.rank(), group.size())

@@ -32,14 +32,18 @@ def named_architecture(model_type: str, asked: str) -> str:
         ModelError: there is none for the model; the message says what to write.
     """
     if asked != "auto":
+        if ":" not in asked:
+            known = ": its model_type is known, leave the option at auto" if asked in ARCHITECTURES else ""
+            raise ConfigError(f"megatron: architecture={asked!r} is not module:NAME of an Architecture{known}")
         return asked
     if model_type not in ARCHITECTURES:
         raise ModelError(
             f"megatron: no architecture is known for model_type {model_type!r} (known: {', '.join(ARCHITECTURES)}). "
             "Write one: a value of enginehouse_megatron.architectures.Architecture, which maps megatron-core's names "
             "of parameters to those in the checkpoint, and name it as module:NAME in the option `architecture`; if its "
-            "weights are called as those of a known one, that is enough: architecture="
-            "enginehouse_megatron.architectures:LLAMA"
+            "weights are called as those of a known one, and it computes as that does, that is enough: architecture="
+            "enginehouse_megatron.architectures:LLAMA. Then compare it: `enginehouse parity CONFIG` scores the same "
+            "tokens with both engines"
         )
     return ARCHITECTURES[model_type]
 

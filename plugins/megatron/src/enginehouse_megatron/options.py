@@ -8,6 +8,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from enginehouse.engines.options import TrainOptions
+from enginehouse.errors import ConfigError
+from enginehouse.plugin.records import ResolveError, resolve
 from enginehouse_megatron.axes import axis_sizes
 from enginehouse_megatron.fitting import (
     check_divided,
@@ -54,7 +56,12 @@ class MegatronOptions(TrainOptions):
     def check_model(self, config: Mapping[str, Any]) -> None:
         """See `EngineOptions.check_model`: its architecture has to be known, and the axes to divide it."""
         if "model_type" in config:
-            named_architecture(config["model_type"], self.architecture)
+            reference = named_architecture(config["model_type"], self.architecture)
+            if self.architecture != "auto":  # the user's own module, which the plan imports as it does a reward's
+                try:
+                    resolve(reference)
+                except ResolveError as error:
+                    raise ConfigError(f"megatron: architecture: {error}") from error
         experts = number_of_experts(config)
         # Which layers have none, and so a feed-forward part to divide, the engine knows.
         check_divided(config if not experts else {**config, "intermediate_size": None}, self)

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 LAYER_NUMBER = re.compile(r"(?<=decoder\.layers\.)\d+")
 EXPERT_NUMBER = re.compile(r"(?<=\.mlp\.experts\.linear_fc[12]\.weight)\d+$")
 
+COMPUTED = (r".*\.rotary_emb\.inv_freq", re.escape(f"{VALUE_HEAD}.weight"))
+"""What a checkpoint may hold that no parameter is made of, as regular expressions."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:
@@ -113,6 +116,24 @@ class Checkpoint:
         """A part of a tensor; no more of it is read."""
         part: torch.Tensor = (self._made[name] if name in self._made else self._slice(name))[tuple(region)]
         return part
+
+    def check_named(self, architecture: Architecture) -> None:
+        """See that the architecture says of every tensor what it is: one that is left out makes another model.
+
+        Raises:
+            ModelError: it does not.
+        """
+        stored = {name for form in architecture.weights.values() for name in form.stored}
+        layouts = [re.escape(name).replace(r"\{layer\}", r"\d+").replace(r"\{expert\}", r"\d+") for name in stored]
+        known = re.compile("|".join([*layouts, *map(re.escape, self._made), *COMPUTED]))
+        unknown = sorted(name for name in self._file_of if not known.fullmatch(name))
+        if unknown:
+            more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
+            raise ModelError(
+                f"megatron: the weights in {str(self._path)!r} hold {', '.join(unknown[:5])}{more}, of which the "
+                "architecture does not say what they are: without them this would be another model. Add them to "
+                "`weights` of its Architecture (enginehouse_megatron.architectures), or name another one"
+            )
 
     def _slice(self, name: str) -> Any:
         if name not in self._file_of:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from enginehouse.engines.options import RolloutOptions
+from enginehouse.engines.options import RolloutOptions, check_divides
 from enginehouse.errors import ConfigError
 
 OURS = {
@@ -74,9 +74,18 @@ class SGLangOptions(RolloutOptions):
                 f"or start {len(self.endpoint)} replicas"
             )
 
-    def elsewhere(self) -> bool:
-        """See `EngineOptions.elsewhere`."""
-        return bool(self.endpoint)
+    def servers(self) -> Sequence[str]:
+        """See `EngineOptions.servers`."""
+        return self.endpoint
+
+    def gpus(self) -> int:
+        """See `RolloutOptions.gpus`."""
+        return 0 if self.endpoint else self.tensor_parallel
+
+    def check_model(self, config: Mapping[str, Any]) -> None:
+        """See `EngineOptions.check_model`: the processes of a replica share out the attention heads."""
+        if heads := config.get("num_attention_heads"):
+            check_divides("tensor_parallel", self.tensor_parallel, heads, f"the model's {heads} attention heads")
 
     def surprises(self) -> Sequence[str]:
         """See `EngineOptions.surprises`."""
@@ -110,8 +119,14 @@ class SGLangOptions(RolloutOptions):
         from urllib.parse import urlsplit
 
         for url in urls:
-            if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+            parts = urlsplit(url)
+            try:
+                right = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+            except ValueError:  # the port is no number, or too large
+                right = False
+            if not right or parts.query or parts.fragment:
                 raise ValueError(f"{url!r} is not the URL of a server, such as http://127.0.0.1:30000")
+        urls = [url.rstrip("/") for url in urls]
         if len(set(urls)) != len(urls):
             raise ValueError("two replicas cannot share a server: each has weights of its own; give each URL once")
         return urls
@@ -119,7 +134,7 @@ class SGLangOptions(RolloutOptions):
     @model_validator(mode="after")
     def _nothing_of_a_server_that_runs(self) -> SGLangOptions:
         if self.endpoint:
-            for name in ("tensor_parallel", "kv_cache_mib", "openai_endpoint", "native"):
+            for name in ("tensor_parallel", "kv_cache_mib", "deterministic", "openai_endpoint", "native"):
                 if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
                     raise ValueError(f"{name} is for starting a server, and endpoint names servers that run already")
         return self

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from enginehouse.engines.options import RolloutOptions
+from enginehouse.engines.options import RolloutOptions, check_divides
 
 OURS = {
     "model": "model.path",
@@ -49,6 +49,15 @@ class VLLMOptions(RolloutOptions):
         description="Serve the model to OpenAI clients too, at a free port of 127.0.0.1 (loopback) or of the node's "
         "address (node), which others on the network reach; unset: no server",
     )
+
+    def gpus(self) -> int:
+        """See `RolloutOptions.gpus`."""
+        return self.tensor_parallel
+
+    def check_model(self, config: Mapping[str, Any]) -> None:
+        """See `EngineOptions.check_model`: the processes of a replica share out the attention heads."""
+        if heads := config.get("num_attention_heads"):
+            check_divides("tensor_parallel", self.tensor_parallel, heads, f"the model's {heads} attention heads")
 
     def surprises(self) -> Sequence[str]:
         """See `EngineOptions.surprises`."""
