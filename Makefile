@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 WITH_megatron := [engine]
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -32,10 +32,13 @@ install: $(VENV)/.installed  ## make .venv with enginehouse and its plugins
 demo: $(VENV)/.installed  ## train a tiny model to sort digits, by GRPO, in about two minutes
 	@PATH="$(CURDIR)/$(BIN):$$PATH" examples/quickstart/run.sh $(ARGS)
 
-test: $(VENV)/.developer  ## run every test: the quick ones first
+test: $(VENV)/.developer  ## run the tests: the quick ones first
 	$(BIN)/python -m pytest -m "not slow" $(SEVERAL) $(ARGS)
 	@$(MAKE) runtimes
-	$(BIN)/python -m pytest -m slow $(SEVERAL) --verbose $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not exhaustive" $(SEVERAL) --verbose $(ARGS)
+
+test-exhaustive: $(VENV)/.developer runtimes  ## run what shows at length what `make test` shows in short: before a release
+	$(BIN)/python -m pytest -m exhaustive $(SEVERAL) --verbose $(ARGS)
 
 runtimes: $(VENV)/.developer  ## make the Python environments of engines that need one of their own
 	@$(MAKE) --jobs runtime-vllm runtime-sglang
@@ -58,4 +61,4 @@ matrix: $(VENV)/.installed  ## find out which engines work together: docs/compat
 clean:  ## remove what builds and runs left; .venv stays
 	rm -rf runs build dist benchmarks/out examples/*/work .pytest_cache .mypy_cache .ruff_cache
 
-.PHONY: help install demo test runtimes lint bench matrix clean
+.PHONY: help install demo test test-exhaustive runtimes lint bench matrix clean

@@ -29,10 +29,9 @@ def ray_cluster():
 def pytest_xdist_auto_num_workers(config):
     """How many tests `-n auto` runs at a time: what this machine's cores and memory bear, and a few at most.
 
-    A test may start several processes of an engine, which hold some GiB, and wait for each other a third of the time.
+    A test may start several processes of an engine, which hold some GiB, and mostly wait for each other.
     """
-    cores = os.cpu_count() or 1
-    return max(1, min(cores + 1, psutil.virtual_memory().total // BYTES_PER_TEST, MOST_TESTS_AT_A_TIME))
+    return max(1, min(os.cpu_count() or 1, psutil.virtual_memory().total // BYTES_PER_TEST, MOST_TESTS_AT_A_TIME))
 
 
 @pytest.hookimpl(trylast=True)

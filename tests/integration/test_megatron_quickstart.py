@@ -57,25 +57,23 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def learned(start: Start, warmed_up: RunProcess) -> Callable[[str], RunProcess]:
-    """Runs the quickstart in a layout, once, and returns the run at its end."""
-    runs: dict[str, RunProcess] = {}
+def run_in(start: Start, warmed_up: RunProcess) -> Callable[[str, int], RunProcess]:
+    """Runs the quickstart in a layout for so many steps, and returns the run at its end."""
 
-    def run(layout: str) -> RunProcess:
-        if layout not in runs:
-            overrides = (*FROM_SCRATCH, f"train.steps={STEPS}", *LAYOUTS[layout])
-            runs[layout] = start("train", "actor.engine.backend=megatron", *overrides)
-            ended = runs[layout].finish(600)
-            assert ended.code == 0, ended.err
-            assert ended.err == ""
-        return runs[layout]
+    def run(layout: str, steps: int) -> RunProcess:
+        run = start("train", "actor.engine.backend=megatron", *FROM_SCRATCH, f"train.steps={steps}", *LAYOUTS[layout])
+        ended = run.finish(600)
+        assert ended.code == 0, ended.err
+        assert ended.err == ""
+        return run
 
     return run
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_it_learns_from_scratch_in_a_layout(learned, layout: str):
-    metrics = learned(layout).metrics
+def test_it_learns_from_scratch_in_a_layout(run_in, layout: str):
+    metrics = run_in(layout, STEPS).metrics
     rewards = [line["reward/mean"] for line in metrics]
     assert len(rewards) == STEPS
     assert sum(rewards[:5]) / 5 < 0.1
@@ -83,13 +81,13 @@ def test_it_learns_from_scratch_in_a_layout(learned, layout: str):
     assert max(line["mismatch/absolute_max"] for line in metrics) < 1e-4
 
 
-def test_the_first_steps_have_the_rewards_that_fsdp_has_from_the_same_seed(start: Start, learned):
+def test_the_first_steps_have_the_rewards_that_fsdp_has_from_the_same_seed(start: Start, run_in):
     run = start(
         "train", "actor.engine.backend=fsdp", *FROM_SCRATCH, "actor.processes=2", "rollout.replicas=2", "train.steps=5"
     )
     ended = run.finish()
     assert ended.code == 0, ended.err
-    for ours, theirs in zip(learned("pp2").metrics[:5], run.metrics, strict=True):
+    for ours, theirs in zip(run_in("pp2", 5).metrics, run.metrics, strict=True):
         assert ours["reward/mean"] == theirs["reward/mean"], "the same samples, to the last token"
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
         for name in ("loss", "policy_kl", "ratio", "clip_fraction"):

@@ -89,6 +89,7 @@ def test_two_replicas_serve_bit_for_bit_what_the_trainer_exports(layout, replica
     assert not torch.equal(*(stored_tensors(one)["model.norm.weight"] for one in (str(tmp_path), tiny_model())))
 
 
+@pytest.mark.exhaustive
 def test_two_vllm_replicas_compute_what_four_ranks_split_by_matrices_and_layers_do():
     record = plugins().get("rollout", "vllm", elsewhere=True)
     runtime = choose_runtime(record, os.environ.get("ENGINEHOUSE_TEST_VLLM_RUNTIME", "auto"))

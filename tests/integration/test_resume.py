@@ -155,7 +155,7 @@ def test_a_killed_run_goes_on_exactly_where_its_checkpoint_was_taken(
 @pytest.mark.parametrize(
     ("number", "method", "launcher", "step"),
     [
-        (4, "update", "ray", 4),  # its result is waited for
+        pytest.param(4, "update", "ray", 4, marks=pytest.mark.exhaustive),  # its result is waited for
         (8, "generate", "inline", 4),  # the prompts of step 5 are drawn
     ],
 )

@@ -9,28 +9,32 @@ from .run_process import RunProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-STEPS = 120
 
-
-def test_an_actor_a_rollout_and_an_evaluation_each_in_its_own_environment(start: Start, warmed_up: RunProcess):
+@pytest.mark.parametrize(
+    ("steps", "reward"), [(30, 0.2), pytest.param(120, 0.85, marks=pytest.mark.exhaustive)], ids=["begins", "learns"]
+)
+def test_an_actor_a_rollout_and_an_evaluation_each_in_its_own_environment(
+    start: Start, warmed_up: RunProcess, steps: int, reward: float
+):
     run = start(
         "train",
         "actor.engine.backend=fsdp",
         "rollout.engine.backend=sglang",
         "evaluation.engine.backend=vllm",
-        f"train.steps={STEPS}",
-        f"train.validate_every={STEPS // 2}",
+        f"train.steps={steps}",
+        f"train.validate_every={steps // 2}",
+        *(["actor.engine.options.schedule=constant"] if steps < 120 else []),
     )
     ended = run.finish(1500)
     assert ended.code == 0, ended.err
     rewards = [line["reward/mean"] for line in run.metrics]
     assert sum(rewards[:5]) / 5 <= 0.10
-    assert sum(rewards[-5:]) / 5 >= 0.85, rewards
+    assert sum(rewards[-5:]) / 5 >= reward, rewards
     assert max(line["mismatch/absolute_mean"] for line in run.metrics) <= 1e-4
     judged = {line["step"]: line["validation/reward"] for line in run.validations}
-    assert sorted(judged) == [0, STEPS // 2, STEPS]
+    assert sorted(judged) == [0, steps // 2, steps]
     assert judged[0] <= 0.10
-    assert judged[STEPS] >= 0.80
+    assert judged[steps] >= reward - 0.1
     roles = {role: run.record["roles"][role][0] for role in ("actor", "rollout", "evaluation")}
     assert len({one["interpreter"] for one in roles.values()}) == 3
     assert [one["engine"].split()[0] for one in roles.values()] == ["FSDPEngine", "sglang", "vllm"]

@@ -19,6 +19,7 @@ class TestSGLang(RolloutEngineSuite):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 class TestTensorParallel(RolloutEngineSuite):
     backend = "sglang"
     layouts = ("tp2",)

@@ -19,6 +19,7 @@ class TestVLLM(RolloutEngineSuite):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 class TestTensorParallel(RolloutEngineSuite):
     backend = "vllm"
     layouts = ("tp2",)

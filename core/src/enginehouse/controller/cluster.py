@@ -22,6 +22,10 @@ LOGICAL_CPUS = 32
 """At least so many processes of one CPU fit on a machine where Ray is started here, however few cores it has: a
 worker waits more than it computes, and four ranks must run on a laptop."""
 OBJECT_STORE_BYTES = 2 << 30
+STARTS = 3
+"""How often Ray is started at most, where its processes do not come up within the 30 s that it gives them."""
+LATE = "timed out during startup"
+"""What Ray says then (2.60, `_private/node.py`)."""
 KNOCK_SECONDS = 10.0
 """How long a cluster's head node gets to accept a connection."""
 LONGEST_TEMP_DIR = 40
@@ -116,17 +120,29 @@ def _join(ray: Any, address: str, quiet: dict[str, Any]) -> Cluster:
 
 def _start(ray: Any, num_cpus: int | None, quiet: dict[str, Any]) -> Cluster:
     before = set(psutil.Process().children())
+
+    def started() -> list[psutil.Process]:
+        return [process for process in psutil.Process().children() if process not in before and _is_ray(process)]
+
     temp_dir = _short_temp_dir()
-    ray.init(
-        address="local",
-        num_cpus=num_cpus or max(os.cpu_count() or 1, LOGICAL_CPUS),
-        include_dashboard=False,
-        object_store_memory=_object_store_bytes(),
-        _temp_dir=temp_dir,
-        **quiet,
-    )
-    processes = [process for process in psutil.Process().children() if process not in before and _is_ray(process)]
-    return Cluster(owned=True, processes=processes, temp_dir=temp_dir)
+    for left in reversed(range(STARTS)):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=num_cpus or max(os.cpu_count() or 1, LOGICAL_CPUS),
+                include_dashboard=False,
+                object_store_memory=_object_store_bytes(),
+                _temp_dir=temp_dir,
+                **quiet,
+            )
+            break
+        except Exception as error:
+            if not left or LATE not in str(error):
+                raise
+            log.warning("Ray did not start within its 30 s on this busy machine; trying again")
+            ray.shutdown()
+            end_processes(started(), 0.0)
+    return Cluster(owned=True, processes=started(), temp_dir=temp_dir)
 
 
 def stop_ray() -> None:

@@ -1,0 +1,42 @@
+"""Ray that is late to start on a busy machine is started again; a fault is put in for that, the rest is Ray's own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import sys
+import ray
+from enginehouse.controller import start_ray
+
+real, late = ray.init, int(sys.argv[1])
+
+def init(*arguments, **named):
+    global late
+    if late:
+        late -= 1
+        raise Exception("The current node timed out during startup. This could happen because ...")
+    return real(*arguments, **named)
+
+ray.init = init
+with start_ray(num_cpus=1):
+    print("started", ray.is_initialized())
+"""
+
+
+def started(late: int) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", PROGRAM, str(late)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+
+
+def test_ray_that_is_late_is_started_again():
+    ran = started(1)
+    assert ran.returncode == 0, ran.stderr
+    assert "started True" in ran.stdout
+
+
+def test_ray_that_does_not_come_up_is_a_clear_error():
+    ran = started(3)
+    assert ran.returncode != 0
+    assert "could not start Ray on this machine: The current node timed out" in ran.stderr
