@@ -28,6 +28,7 @@ class TestExperts(TrainEngineSuite):
     checks = OF_EXPERTS
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 class TestCombined(TrainEngineSuite):
     """How rows are cut, rounded and put away is the same on the axes together as on each alone."""

@@ -189,6 +189,7 @@ def test_a_supervised_run_goes_on_exactly(start: Start, ends: Ends):
     assert len({row["loss"] for row in straight.metrics}) == STEPS
 
 
+@pytest.mark.exhaustive
 def test_a_sharded_run_goes_on_exactly(start: Start, ends: Ends):
     sharded = ("actor.engine.backend=fsdp", "actor.processes=2", "rollout.replicas=2")
     name = "killed-sharded"

@@ -209,6 +209,7 @@ def continued(path: str | Path) -> list[list[int]]:
     return rows
 
 
+@pytest.mark.exhaustive
 def test_a_replica_killed_with_work_loses_no_sample_and_returns_at_the_version_served(house, tmp_path):
     fleet, catch_up = house.fleet, house.sync.catch_up
     expected = house.draw()
@@ -243,6 +244,7 @@ def test_a_replica_killed_with_work_loses_no_sample_and_returns_at_the_version_s
     assert [state.version for state in fleet.weight_state()] == [house.version] * 2
 
 
+@pytest.mark.exhaustive
 def test_both_killed_is_one_error_that_names_both_deaths_and_nothing_is_left_of_them(house):
     fleet, pids, cores = house.fleet, house.fleet.pids, house.engine_cores()
     fleet.catch_up = None  # else one might be back before the other's death is seen

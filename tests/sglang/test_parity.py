@@ -36,6 +36,7 @@ def project(tmp_path: Path) -> Project:
     return project
 
 
+@pytest.mark.exhaustive
 def test_the_logprobs_sglang_reports_after_an_update_are_those_that_megatron_computes(project: Project):
     """With FSDP the job in three environments shows it, at each of its steps."""
     project.config["actor"] = {"processes": 1, "engine": {"backend": "megatron"}}

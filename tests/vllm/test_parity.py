@@ -38,6 +38,7 @@ def project(tmp_path: Path) -> Project:
     return project
 
 
+@pytest.mark.exhaustive
 def test_the_logprobs_vllm_reports_after_an_update_are_those_that_fsdp_computes(project: Project):
     arguments = ("parity", "grpo.yaml", f"--prompts={PROMPTS}", "--out=found", "--tolerance=1e-4")
     with RunProcess(*arguments, cwd=project.root, directory=project.root, logs=project.root / "logs") as run:

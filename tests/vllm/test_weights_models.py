@@ -31,6 +31,7 @@ def to_and_fro(act, make, *args):
         yield make(seed), act("score", IDS).prompt_logprobs[1:]
 
 
+@pytest.mark.exhaustive
 def test_a_model_split_over_two_processes_is_updated_on_both_and_comes_back_on_both(ray_cluster, runtime):
     # vLLM can bind processes of one replica to cores of their own only; any two will do.
     with updated_replica(runtime, tied_qwen(0), env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"}, tensor_parallel=2) as act:

@@ -120,6 +120,7 @@ def test_one_size_of_group_is_refused_before_anything_starts():
         dispatch.measure(workers=[4])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_quick_run_measures_everything_but_verl_and_leaves_no_process():
     before = {process.pid for process in psutil.Process().children(recursive=True)}
