@@ -89,6 +89,9 @@ def start_ray(address: str | None = None, num_cpus: int | None = None) -> Cluste
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    # Nor workers in advance: ours have environment variables of their own, and take none of them.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+    os.environ.setdefault("RAY_enable_worker_prestart", "0")
     import ray
 
     from enginehouse.controller.ray_notices import quiet_notices
