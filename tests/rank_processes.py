@@ -46,10 +46,8 @@ def rank_processes(*preload: str) -> Iterator[RunRanks]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
     pools = [ProcessPoolExecutor(1, mp_context=context) for _ in range(MOST)]
-    failed = False
 
     def run(world_size: int, scenario: Callable[..., Any], *arguments: Any) -> list[Any]:
-        nonlocal failed
         store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         ranks = [
             pool.submit(_as_rank, store.port, rank, world_size, scenario, arguments)
@@ -58,13 +56,18 @@ def rank_processes(*preload: str) -> Iterator[RunRanks]:
         try:
             return [future.result(timeout=SECONDS) for future in ranks]
         except BaseException:
-            failed = True  # the others may wait for the one that failed
+            for pool in pools:  # some may wait for the one that failed, and the next scenario would for them
+                _kill(pool)
+            pools[:] = [ProcessPoolExecutor(1, mp_context=context) for _ in range(MOST)]
             raise
 
     yield run
     for pool in pools:
-        if failed:
-            for pid in list(pool._processes or ()):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
         pool.shutdown()
+
+
+def _kill(pool: ProcessPoolExecutor) -> None:
+    for pid in list(pool._processes or ()):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    pool.shutdown()

@@ -76,6 +76,7 @@ def _refusal(rank, world_size, path, options):
     try:
         make_sharded(path, rank, world_size, **options)
     except ConfigError as error:
+        torch.distributed.barrier()  # a rank that left early would close connections that others are still making
         return str(error)
     finally:
         torch.distributed.destroy_process_group()
