@@ -37,9 +37,9 @@ def project(tmp_path: Path) -> Project:
 
 
 @pytest.mark.exhaustive
-def test_the_logprobs_sglang_reports_after_an_update_are_those_that_megatron_computes(project: Project):
-    """With FSDP the job in three environments shows it, at each of its steps."""
-    project.config["actor"] = {"processes": 1, "engine": {"backend": "megatron"}}
+@pytest.mark.parametrize("train", ["fsdp", "megatron"])
+def test_the_logprobs_sglang_reports_after_an_update_are_those_that_a_trainer_computes(project: Project, train: str):
+    project.config["actor"] = {"processes": 2 if train == "fsdp" else 1, "engine": {"backend": train}}
     project.save()
     arguments = ("parity", "grpo.yaml", f"--prompts={PROMPTS}", "--out=found", "--tolerance=1e-4")
     with RunProcess(*arguments, cwd=project.root, directory=project.root, logs=project.root / "logs") as run:

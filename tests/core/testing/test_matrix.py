@@ -143,8 +143,9 @@ def test_training_is_laid_out_as_the_suite_does_in_as_many_processes_as_may_be(
     assert found.plan.config.actor.processes == found.train.processes
 
 
-def test_what_the_plan_refuses_is_a_row_with_its_reason_and_no_failure(foreign, tmp_path):
-    maker = Maker(
+@pytest.fixture
+def maker(foreign, tmp_path):
+    return Maker(
         plugins=foreign,
         setting=SETTING,
         directory=tmp_path / "runs",
@@ -153,6 +154,9 @@ def test_what_the_plan_refuses_is_a_row_with_its_reason_and_no_failure(foreign, 
         page=tmp_path / "page.md",
         onlooker=Silent(),
     )
+
+
+def test_what_the_plan_refuses_is_a_row_with_its_reason_and_no_failure(maker, foreign, tmp_path):
     chosen = combinations(foreign, {"rollout": ["swift"]})
     assert maker.certify(chosen, make=False)
     assert maker.run(chosen, again=False)
@@ -164,17 +168,8 @@ def test_what_the_plan_refuses_is_a_row_with_its_reason_and_no_failure(foreign, 
     assert "swift-itself" in page
 
 
-def test_figures_that_cannot_be_found_again_here_are_kept_and_that_is_a_failure(foreign, tmp_path):
+def test_figures_that_cannot_be_found_again_here_are_kept_and_that_is_a_failure(maker, foreign, tmp_path):
     chosen = combinations(foreign, {"train": ["torch"], "rollout": ["swift"], "transport": ["inproc"]})
-    maker = Maker(
-        plugins=foreign,
-        setting=SETTING,
-        directory=tmp_path / "runs",
-        certificates=tmp_path / "certificates",
-        findings=Findings(),
-        page=tmp_path / "page.md",
-        onlooker=Silent(),
-    )
     before = replace(ROW, **asdict(chosen[0]))
     maker.findings.add(before)
     passed = {**findings(certificate(tmp_path).as_json()), "backend": "swift", "kind": "rollout"}

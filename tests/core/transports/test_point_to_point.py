@@ -343,8 +343,7 @@ def test_a_stream_that_says_what_was_not_planned_ends_the_connection():
     sender._moves = [(index, [(99, move) for _, move in moves]) for index, moves in sender._moves]
     with ThreadPoolExecutor(1) as threads:
         sending = threads.submit(sender.send, 1, iter(weights.items()), SECONDS)
-        # Which comes first: the end of the stream, or that the sender, who has noticed it, aborts.
-        with pytest.raises(WeightUpdateAborted, match=r"rank 0 is gone, or closed the connection|was aborted"):
+        with pytest.raises(WeightUpdateAborted, match="rank 0 is gone, or closed the connection"):
             list(receiver.recv(1, SECONDS))
         with pytest.raises(WeightUpdateAborted):
             sending.result(SECONDS)

@@ -133,3 +133,18 @@ class RolloutOptions(EngineOptions):
         A backend that can split a replica's model overrides it.
         """
         return 0 if self.servers() else 1
+
+
+class SplitRolloutOptions(RolloutOptions):
+    """What all rollout engines take that can split a replica's model over processes."""
+
+    tensor_parallel: int = Field(1, gt=0, description="Processes that a replica's model is split over")
+
+    def gpus(self) -> int:
+        """See `RolloutOptions.gpus`: one for each process."""
+        return 0 if self.servers() else self.tensor_parallel
+
+    def check_model(self, config: Mapping[str, Any]) -> None:
+        """See `EngineOptions.check_model`: the processes of a replica share out the attention heads."""
+        if heads := config.get("num_attention_heads"):
+            check_divides("tensor_parallel", self.tensor_parallel, heads, f"the model's {heads} attention heads")

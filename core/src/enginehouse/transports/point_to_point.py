@@ -260,7 +260,8 @@ class PointToPointReceiver(Receiver):
     def _heard(self, rank: int, message: dict[str, Any]) -> None:
         with self._gate.changed:
             if "aborted" in message:
-                self.abort(message["aborted"])  # which tells the other ranks: they know only the replicas
+                if not self._gate.broken:  # else that is why, and `recv` says so
+                    self.abort(message["aborted"])  # which tells the other ranks: they know only the replicas
             elif "noted" in message:
                 self._noted[rank] = message["noted"]
             else:

@@ -119,8 +119,8 @@ class Inlet:
         except Exception:
             log.exception("what came over a weight transport was not understood")
         finally:
+            self._ended()  # first: the other end, which sees the connection close, answers
             self.close()
-            self._ended()
 
     def _taken(self, target: torch.Tensor) -> bool:
         """Read into a tensor; whether all came."""

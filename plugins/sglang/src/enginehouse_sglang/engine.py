@@ -152,7 +152,7 @@ class SGLangRollout:
         admin_key = secrets.token_urlsafe(24)
         arguments = server_arguments(model, self._config, options, context, self._has_tokenizer)
         arguments |= {"host": host, "port": port, "admin_api_key": admin_key}
-        arguments["weight_version"] = self._labels.version(0)
+        arguments["weight_version"] = self._labels.label(0)
         key = os.environ.get("SGLANG_API_KEY") if options.openai_endpoint else admin_key
         if key:
             arguments["api_key"] = key
@@ -207,7 +207,7 @@ class SGLangRollout:
         if request.sampling.stop and not self._has_tokenizer:
             raise ModelError("stop strings need a tokenizer, and the model has none")
         serial = next(self._serial)
-        call = self._calls[serial] = _Call(request, drawings(request, self._labels.request(serial)))
+        call = self._calls[serial] = _Call(request, drawings(request, self._labels.label(serial)))
         self._new.append(call)
         self._hand_over_soon()
         try:

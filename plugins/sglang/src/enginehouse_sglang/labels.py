@@ -18,13 +18,9 @@ class Labels:
         self._where = where
         self._launch = secrets.token_hex(4)
 
-    def version(self, number: int) -> str:
-        """What SGLang calls a version of the weights."""
-        return self.request(number)
-
-    def request(self, serial: int) -> str:
-        """What the ids of a request's rows begin with."""
-        return f"{self._launch}-{serial}"
+    def label(self, number: int) -> str:
+        """What SGLang calls a version of the weights, and what the ids of a request's rows begin with."""
+        return f"{self._launch}-{number}"
 
     def number(self, label: str) -> int:
         """The version that has this label.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from enginehouse.engines.options import RolloutOptions, check_divides
+from enginehouse.engines.options import SplitRolloutOptions
 from enginehouse.errors import ConfigError
 
 OURS = {
@@ -42,7 +42,7 @@ OURS = {
 """Arguments of SGLang's server that this backend sets itself, and what decides each."""
 
 
-class SGLangOptions(RolloutOptions):
+class SGLangOptions(SplitRolloutOptions):
     """Options of the `sglang` rollout engine. `native` goes to SGLang's server: `{"schedule_policy": "lpm"}` is
     `--schedule-policy lpm`, true a flag without a value."""
 
@@ -51,7 +51,6 @@ class SGLangOptions(RolloutOptions):
         description="URLs of SGLang servers that run already, one for each replica: used, updated and left running; "
         "unset: each replica starts a server of its own",
     )
-    tensor_parallel: int = Field(1, gt=0, description="Processes that a replica's model is split over")
     kv_cache_mib: int | None = Field(
         None, gt=0, description="Memory for keys and values, MiB; unset: 1024 on CPU, what is free on a GPU"
     )
@@ -77,15 +76,6 @@ class SGLangOptions(RolloutOptions):
     def servers(self) -> Sequence[str]:
         """See `EngineOptions.servers`."""
         return self.endpoint
-
-    def gpus(self) -> int:
-        """See `RolloutOptions.gpus`."""
-        return 0 if self.endpoint else self.tensor_parallel
-
-    def check_model(self, config: Mapping[str, Any]) -> None:
-        """See `EngineOptions.check_model`: the processes of a replica share out the attention heads."""
-        if heads := config.get("num_attention_heads"):
-            check_divides("tensor_parallel", self.tensor_parallel, heads, f"the model's {heads} attention heads")
 
     def surprises(self) -> Sequence[str]:
         """See `EngineOptions.surprises`."""

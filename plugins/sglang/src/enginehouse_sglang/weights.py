@@ -99,7 +99,7 @@ class SGLangWeights(StagedWeights):
                 if server.process is not None:
                     await self._order(server, ranks, source, version)
                 else:
-                    await _send(server, ranks, source, self._labels.version(version))
+                    await _send(server, ranks, source, self._labels.label(version))
             finally:
                 await server.end_update()
         except (Refused, OSError) as error:
@@ -109,7 +109,7 @@ class SGLangWeights(StagedWeights):
         if self._reports is None:
             self._reports = Reports(ranks, "sglang")
         self._reports.clear()
-        await server.load(order(source, self._reports.path), ranks, LOADER, self._labels.version(version))
+        await server.load(order(source, self._reports.path), ranks, LOADER, self._labels.label(version))
         self._reports.check(self._where, f"load weight version {version}")
 
 

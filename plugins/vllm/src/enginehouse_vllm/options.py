@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from enginehouse.engines.options import RolloutOptions, check_divides
+from enginehouse.engines.options import SplitRolloutOptions
 
 OURS = {
     "model": "model.path",
@@ -31,10 +31,9 @@ OURS = {
 """Arguments of vLLM's engine that this backend sets itself, and what decides each."""
 
 
-class VLLMOptions(RolloutOptions):
+class VLLMOptions(SplitRolloutOptions):
     """Options of the `vllm` rollout engine. `native` goes to vLLM's `AsyncEngineArgs`."""
 
-    tensor_parallel: int = Field(1, gt=0, description="Processes that a replica's model is split over")
     kv_cache_mib: int | None = Field(
         None, gt=0, description="Memory for keys and values, MiB; unset: 1024 on CPU, what is free on a GPU"
     )
@@ -49,15 +48,6 @@ class VLLMOptions(RolloutOptions):
         description="Serve the model to OpenAI clients too, at a free port of 127.0.0.1 (loopback) or of the node's "
         "address (node), which others on the network reach; unset: no server",
     )
-
-    def gpus(self) -> int:
-        """See `RolloutOptions.gpus`."""
-        return self.tensor_parallel
-
-    def check_model(self, config: Mapping[str, Any]) -> None:
-        """See `EngineOptions.check_model`: the processes of a replica share out the attention heads."""
-        if heads := config.get("num_attention_heads"):
-            check_divides("tensor_parallel", self.tensor_parallel, heads, f"the model's {heads} attention heads")
 
     def surprises(self) -> Sequence[str]:
         """See `EngineOptions.surprises`."""
