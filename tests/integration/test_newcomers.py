@@ -1,4 +1,4 @@
-"""The commands of docs/newcomers.md work, and the names in docs/from-verl.md exist."""
+"""The commands of docs/newcomers.md work, and the names and config keys in docs/from-verl.md exist."""
 
 from __future__ import annotations
 
@@ -160,9 +160,13 @@ def names_in_answers() -> list[str]:
     return sorted({" ".join(span.split()) for span in spans if re.match(r"[A-Z][a-z]+[A-Z]|Balanced", span)} - WORDS)
 
 
+NAMES_BEGIN = "\n## Pools and groups\n"
+"""Above it the page is about config keys."""
+
+
 def our_spans() -> list[str]:
     """The code spans that name something of ours: of the tables' right-hand columns, and of the last paragraph."""
-    text = FROM_VERL.read_text()
+    text = FROM_VERL.read_text().split(NAMES_BEGIN, 1)[1]
     cells = [line.strip("|").rsplit("|", 1)[-1] for line in text.splitlines() if line.startswith("| ")]
     cells = [cell for cell in cells if cell.strip() != "here"]
     spans = re.findall(r"`([^`]+)`", "\n".join(cells) + text.split("no counterpart", 1)[1])
@@ -188,6 +192,45 @@ def test_a_name_that_the_pages_give_exists(span: str):
                 assert {keyword.arg for keyword in node.keywords} <= set(parameters)
 
 
+def our_keys() -> list[tuple[str, tuple[str, ...]]]:
+    """Each config key of the table of keys, and the backends that its cell names: `torch` where it names none."""
+    table = FROM_VERL.read_text().split(NAMES_BEGIN, 1)[0]
+    found = []
+    for line in table.splitlines():
+        if line.startswith("| ") and not line.startswith("| verl"):
+            cell = line.strip("|").rsplit("|", 1)[-1]
+            for part in re.split(r"(?<=\)),", cell):  # each with its own brackets
+                spans = re.findall(r"`([^`]+)`", part)
+                backends = [span for span in spans if span in BACKENDS]
+                found += [(span, tuple(backends) or ("torch",)) for span in spans if re.fullmatch(KEY, span)]
+    return found
+
+
+BACKENDS = {"fsdp", "megatron", "vllm", "sglang"}
+KEY = r"[a-z]+\.[a-z_.]+"
+
+
+@pytest.mark.parametrize(("key", "backends"), our_keys())
+def test_a_config_key_that_the_page_gives_exists(key: str, backends: tuple[str, ...]):
+    from enginehouse.config.load import keys
+    from enginehouse.config.schema import Config
+    from enginehouse.plugin import Advantage, Loss, RolloutBackend, TrainBackend, plugins, resolve
+
+    section, _, option = key.partition(".options.")
+    known = {".".join(one) for one in keys(Config)}
+    if option:
+        kind = TrainBackend if section == "actor.engine" else RolloutBackend
+        for backend in backends:
+            record = plugins().get(kind, backend, elsewhere=True)
+            assert option in {".".join(one) for one in keys(resolve(record.options))}, backend
+    elif ".arguments." in key:
+        section, _, argument = key.partition(".arguments.")
+        kind, name = {"loss": (Loss, "clipped_policy"), "advantage": (Advantage, "grpo")}[section.rpartition(".")[2]]
+        assert argument in inspect.signature(resolve(plugins().get(kind, name).function)).parameters
+    else:
+        assert key in known
+
+
 def find(name: str) -> Any:
     """The public thing of that name, wherever it lives."""
     first, *rest = name.split(".")
@@ -208,3 +251,5 @@ def test_the_pages_are_read_whole():
     assert {"Balanced", "DataLost", "RemoteError", "WorkerDied", "WorkerTimeout"} <= set(names_in_answers())
     assert len(our_spans()) > 50
     assert "ResourcePool([4, 2])" in our_spans()
+    assert len(our_keys()) > 50
+    assert ("actor.engine.options.recompute", ("megatron",)) in our_keys()

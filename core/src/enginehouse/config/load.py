@@ -220,8 +220,10 @@ def _worded(value: Any) -> str:
 
 
 def _instead(key: Key, schema: type[BaseModel], prefix: str) -> str:
-    """What an unknown key may have meant: the same name elsewhere in the tree, else a near sibling."""
-    elsewhere = [".".join(found) for found in keys(schema) if found[-1] == key[-1]]
+    """What an unknown key may have meant: the same name deeper in its section or elsewhere, else a near sibling."""
+    same = [found for found in keys(schema) if found[-1] == key[-1]]
+    inside = [found for found in same if found[: len(key) - 1] == key[:-1]]
+    elsewhere = [".".join(found) for found in (inside or same)]
     if elsewhere:
         return f"did you mean {' or '.join(repr(_dotted(prefix, [one])) for one in elsewhere)}?"
     return nearest(key[-1], _section(schema, key[:-1]).model_fields)
@@ -230,8 +232,8 @@ def _instead(key: Key, schema: type[BaseModel], prefix: str) -> str:
 def keys(schema: type[BaseModel], above: Key = ()) -> Iterator[Key]:
     """Every option of a config class, as its path: sections are walked into, not yielded."""
     for name, described in schema.model_fields.items():
-        inner = described.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
+        inner = _section_type(described.annotation)
+        if inner:
             yield from keys(inner, (*above, name))
         else:
             yield (*above, name)
@@ -254,6 +256,5 @@ def _section_type(annotation: Any) -> type[BaseModel] | None:
 
 def _field_description(schema: type[BaseModel], key: Key) -> str:
     described = _section(schema, key[:-1]).model_fields[key[-1]]
-    inner = described.annotation
-    is_section = isinstance(inner, type) and issubclass(inner, BaseModel)
-    return described.description or ((inner.__doc__ or "").split("\n")[0] if is_section else "")
+    inner = _section_type(described.annotation)
+    return described.description or ((inner.__doc__ or "").split("\n")[0] if inner else "")
