@@ -6,11 +6,13 @@ import resource
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch_train_cases import POLICY, SQUARED_ERROR, policy
 
 from enginehouse.data import Batch
 from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.engines.train import LossSpec, LossValue, Metrics, Outputs, TokenView
+from enginehouse.errors import ConfigError
 from enginehouse_fsdp.engine import FSDPEngine
 from enginehouse_fsdp.options import FSDPOptions
 
@@ -47,6 +49,18 @@ def make_sharded(
     spec = ModelSpec(path=path, head=head, dtype=dtype)
     engine.setup(spec, FSDPOptions(**{**OPTIONS, "tokens_per_microbatch": 40, **options}), context)
     return engine
+
+
+def refusal(rank: int, world_size: int, path: str, options: dict[str, Any]) -> str:
+    """What is said of a model and options that are refused."""
+    try:
+        make_sharded(path, rank, world_size, **options)
+    except ConfigError as error:
+        torch.distributed.barrier()  # a rank that left early would close connections that others are still making
+        return str(error)
+    finally:
+        torch.distributed.destroy_process_group()
+    return "not refused"
 
 
 def score_and_train(

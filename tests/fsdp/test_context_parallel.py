@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fsdp_train_cases import STEPS, make_sharded, score_and_train
+from fsdp_train_cases import STEPS, make_sharded, refusal, score_and_train
 from torch_train_cases import make_batch, weights_of
 
-from enginehouse.errors import ConfigError
 from enginehouse.testing.models import tiny_model
 
 pytestmark = pytest.mark.slow
@@ -72,21 +71,10 @@ def test_adapters_train_alike_on_whole_and_on_split_sequences(run_ranks):
             torch.testing.assert_close(full[name], weight, atol=1e-5, rtol=0)
 
 
-def _refusal(rank, world_size, path, options):
-    try:
-        make_sharded(path, rank, world_size, **options)
-    except ConfigError as error:
-        torch.distributed.barrier()  # a rank that left early would close connections that others are still making
-        return str(error)
-    finally:
-        torch.distributed.destroy_process_group()
-    return "not refused"
-
-
 def test_a_model_whose_attention_cannot_be_split_is_refused(run_ranks, tmp_path):
     from transformers import MistralConfig, MistralForCausalLM
 
-    for said in run_ranks(4, _refusal, tiny_model(), {"context_parallel": 4}):
+    for said in run_ranks(4, refusal, tiny_model(), {"context_parallel": 4}):
         assert said == (
             "fsdp: context_parallel=4 does not divide the 2 key-value head(s) that each rank of Qwen3ForCausalLM has; "
             "nearest that does: context_parallel=2"
@@ -96,5 +84,5 @@ def test_a_model_whose_attention_cannot_be_split_is_refused(run_ranks, tmp_path)
         num_key_value_heads=2, sliding_window=8,
     )  # fmt: skip
     MistralForCausalLM(config).save_pretrained(tmp_path)
-    for said in run_ranks(4, _refusal, str(tmp_path), {"context_parallel": 2}):
+    for said in run_ranks(4, refusal, str(tmp_path), {"context_parallel": 2}):
         assert "MistralForCausalLM has layers that are not full attention" in said

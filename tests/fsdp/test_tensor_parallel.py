@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from fsdp_train_cases import STEPS, make_sharded, score_and_train
+from fsdp_train_cases import STEPS, make_sharded, refusal, score_and_train
 from torch_train_cases import make_batch, make_engine, weights_of
 
-from enginehouse.errors import ConfigError
 from enginehouse.testing.models import VOCABULARY_SIZE, tiny_model
 
 pytestmark = pytest.mark.slow
@@ -170,17 +169,6 @@ def test_half_precision_computes_in_it_and_gives_it(run_ranks, oracle):
         assert dtypes == {"torch.bfloat16"}
 
 
-def _refusal(rank, world_size, path, options):
-    try:
-        make_sharded(path, rank, world_size, **options)
-    except ConfigError as error:
-        torch.distributed.barrier()  # a rank that left early would close connections that others are still making
-        return str(error)
-    finally:
-        torch.distributed.destroy_process_group()
-    return "not refused"
-
-
 def _with_config(path, directory, **changes):
     """A model directory with another config and no weights that could be read."""
     source, target = Path(path), directory / "model"
@@ -200,19 +188,19 @@ def _gpt2(directory):
 
 def test_what_does_not_divide_is_said_before_weights_are_read(run_ranks, tmp_path):
     broken = _with_config(tiny_model(), tmp_path)
-    said = run_ranks(4, _refusal, broken, {"tensor_parallel": 4})
+    said = run_ranks(4, refusal, broken, {"tensor_parallel": 4})
     assert set(said) == {
         "fsdp: tensor_parallel=4 does not divide num_key_value_heads of Qwen3ForCausalLM (2); "
         "nearest that does: tensor_parallel=2"
     }
-    said = run_ranks(4, _refusal, broken, {"tensor_parallel": 3})
+    said = run_ranks(4, refusal, broken, {"tensor_parallel": 3})
     assert set(said) == {
         "fsdp: tensor_parallel=3 does not divide the 4 rank(s) there are for it; nearest that does: tensor_parallel=4"
     }
 
 
 def test_a_model_without_a_plan_is_refused(run_ranks, tmp_path):
-    for said in run_ranks(2, _refusal, _gpt2(tmp_path), {"tensor_parallel": 2}):
+    for said in run_ranks(2, refusal, _gpt2(tmp_path), {"tensor_parallel": 2}):
         assert "GPT2LMHeadModel brings no tensor-parallel plan" in said
         assert "use tensor_parallel=1" in said
 
@@ -225,5 +213,5 @@ def test_a_plan_with_an_unknown_style_is_refused(run_ranks, tmp_path):
         num_key_value_heads=2, num_local_experts=2,
     )  # fmt: skip
     MixtralForCausalLM(config).save_pretrained(tmp_path)
-    for said in run_ranks(2, _refusal, str(tmp_path), {"tensor_parallel": 2}):
+    for said in run_ranks(2, refusal, str(tmp_path), {"tensor_parallel": 2}):
         assert "the plan of MixtralForCausalLM has the style" in said

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from enginehouse.config.device import pick_device
 from enginehouse.errors import UserError
@@ -71,15 +71,9 @@ class Maker:
             provided = self.plugins.providers(kind, name)[0]
             one = certified(provided, self.certificates, device, make=make, again=again, begins=self._part)
             former = self.findings.certificates.get((kind, name))
-            if kept := "problem" in one and former is not None and "problem" not in former:
-                said = f"{one['problem']}; what was found before is kept"
-            else:
-                said = one.get("problem") or ", ".join(f"{count} {word}" for word, count in one["counts"].items())
-                self.findings.add(one)
-                self._write()
-            bad = kept or bool(one.get("failed"))
-            self.onlooker.ended(said, bad)
-            clean = clean and not bad
+            said = one.get("problem") or ", ".join(f"{count} {word}" for word, count in one["counts"].items())
+            lost = "problem" in one and former is not None and "problem" not in former
+            clean = self._found(one, said, lost=lost, failed=bool(one.get("failed"))) and clean
         return clean
 
     def run(self, chosen: Sequence[Combination], *, again: bool) -> bool:
@@ -98,16 +92,19 @@ class Maker:
             self.onlooker.begins(str(combination))
             row = self._row(combination, config, again)
             former = self.findings.rows.get(combination)
-            if kept := row.outcome == "refused" and former is not None and former.outcome == "ran":
-                said = f"{in_words(row)}; the figures found before are kept"
-            else:
-                said = in_words(row)
-                self.findings.add(row)
-                self._write()
-            bad = kept or row.outcome == "failed"
-            self.onlooker.ended(said, bad)
-            clean = clean and not bad
+            lost = row.outcome == "refused" and former is not None and former.outcome == "ran"
+            clean = self._found(row, in_words(row), lost=lost, failed=row.outcome == "failed") and clean
         return clean
+
+    def _found(self, finding: Row | dict[str, Any], said: str, *, lost: bool, failed: bool) -> bool:
+        """Take in a finding, unless it is `lost`: nothing where there was something. Returns whether all is well."""
+        if lost:
+            said = f"{said}; what was found before is kept"
+        else:
+            self.findings.add(finding)
+            self._write()
+        self.onlooker.ended(said, lost or failed)
+        return not (lost or failed)
 
     def _row(self, combination: Combination, config: Path, again: bool) -> Row:
         directory = self.directory / combination.folder

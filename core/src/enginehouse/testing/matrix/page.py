@@ -63,7 +63,8 @@ def _glance(rows: Sequence[Row]) -> list[str]:
         "## At a glance",
         "",
         "Mean absolute difference of the logprobs that the rollout reported from those of the trainer, in nats, in "
-        f"float32. More than {TOLERANCE:g} counts as failed.",
+        f"float32. More than {TOLERANCE:g} counts as failed. *not run*: the plan refuses it, for the reason given "
+        "below; an empty cell: not tried yet.",
         "",
         *_head(["train", "rollout", *transports], figures_from=2),
     ]
