@@ -25,6 +25,7 @@ COMMANDS: dict[str, Lazy] = {
     "train": Lazy("enginehouse.cli.train:train", "Train a model by reinforcement learning."),
     "sft": Lazy("enginehouse.cli.sft:sft", "Train a model on demonstrations."),
     "plan": Lazy("enginehouse.cli.plan:plan", "Check a config and say what it would do, without starting anything."),
+    "keys": Lazy("enginehouse.cli.keys:keys", "List the keys of a config, with types and defaults."),
     "certify": Lazy("enginehouse.cli.certify:certify", "Check that an engine or a transport does what it promises."),
     "parity": Lazy("enginehouse.cli.parity:parity", "Compare a rollout engine's logprobs with a training engine's."),
     "matrix": Lazy("enginehouse.cli.matrix:matrix", "Find out which engines work together, and how well."),

@@ -1,4 +1,4 @@
-"""A backend's options as rows of a table, read from its pydantic model."""
+"""Config keys and backends' options as rows of a table, read from their pydantic models."""
 
 from __future__ import annotations
 
@@ -28,13 +28,16 @@ def described_options(model: type[BaseModel], prefix: str = "") -> list[Option]:
 
 
 def _options(model: type[BaseModel], prefix: str) -> Iterator[Option]:
-    from pydantic import BaseModel
+    from enginehouse.config.load import section_type
 
     for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _options(field.annotation, f"{prefix}{name}.")
-        else:
+        section = section_type(field.annotation)
+        if section is None:
             yield Option(prefix + name, _type(field), _default(field), field.description or "")
+            continue
+        if not field.is_required() and field.default is None:  # it may be left out
+            yield Option(prefix + name, "section | None", _default(field), field.description or "")
+        yield from _options(section, f"{prefix}{name}.")
 
 
 def _type(field: FieldInfo) -> str:

@@ -232,7 +232,7 @@ def _instead(key: Key, schema: type[BaseModel], prefix: str) -> str:
 def keys(schema: type[BaseModel], above: Key = ()) -> Iterator[Key]:
     """Every option of a config class, as its path: sections are walked into, not yielded."""
     for name, described in schema.model_fields.items():
-        inner = _section_type(described.annotation)
+        inner = section_type(described.annotation)
         if inner:
             yield from keys(inner, (*above, name))
         else:
@@ -241,13 +241,13 @@ def keys(schema: type[BaseModel], above: Key = ()) -> Iterator[Key]:
 
 def _section(schema: type[BaseModel], key: Key) -> type[BaseModel]:
     for part in key:
-        inner = _section_type(schema.model_fields[part].annotation)
+        inner = section_type(schema.model_fields[part].annotation)
         assert inner is not None, f"{part} of {schema.__name__} is not a section"
         schema = inner
     return schema
 
 
-def _section_type(annotation: Any) -> type[BaseModel] | None:
+def section_type(annotation: Any) -> type[BaseModel] | None:
     """The config class of a section, also of one that may be left out (`Section | None`); None for an option."""
     inner = [one for one in get_args(annotation) if one is not type(None)]
     kind = inner[0] if len(inner) == 1 else annotation
@@ -256,5 +256,5 @@ def _section_type(annotation: Any) -> type[BaseModel] | None:
 
 def _field_description(schema: type[BaseModel], key: Key) -> str:
     described = _section(schema, key[:-1]).model_fields[key[-1]]
-    inner = _section_type(described.annotation)
+    inner = section_type(described.annotation)
     return described.description or ((inner.__doc__ or "").split("\n")[0] if inner else "")

@@ -29,8 +29,10 @@ class Model(Section):
     """The model that is trained, a Hugging Face directory."""
 
     path: str = Field(description="Directory of a Hugging Face causal language model with its tokenizer")
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    trust_remote_code: bool = False
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        default="float32", description="What engines compute in and weights are served in"
+    )
+    trust_remote_code: bool = Field(default=False, description="Run Python code that the model's directory brings")
 
 
 class Data(Section):
@@ -63,30 +65,30 @@ class Actor(Section):
     """The policy being trained."""
 
     engine: Engine = Field(default_factory=Engine)
-    processes: int = Field(default=1, gt=0)
+    processes: int = Field(default=1, gt=0, description="How many in all; how they share the model, options say")
 
 
 class Sampling(Section):
     """How responses are drawn."""
 
-    max_tokens: int = Field(default=256, gt=0)
-    temperature: float = Field(default=1.0, ge=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=0)
-    stop: list[str] = Field(default_factory=list)
+    max_tokens: int = Field(default=256, gt=0, description="Longest response; longer ones are cut there")
+    temperature: float = Field(default=1.0, ge=0, description="Logits are divided by it; 0: the likeliest token")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Draw from the likeliest tokens that have this much mass")
+    top_k: int = Field(default=0, ge=0, description="Draw from this many of the likeliest tokens; 0: from all")
+    stop: list[str] = Field(default_factory=list, description="Strings that end a response; they stay in it")
 
 
 class Rollout(Section):
     """The engine that generates."""
 
     engine: Engine = Field(default_factory=Engine)
-    replicas: int = Field(default=1, gt=0)
+    replicas: int = Field(default=1, gt=0, description="Engines, each with the whole model")
     placement: Literal["auto", "colocated", "separate"] = Field(
         default="auto",
         description="In the actor's processes (replicas then equal actor.processes), or in processes of its own; auto: "
         "colocated where it can be",
     )
-    samples_per_prompt: int = Field(default=8, gt=0)
+    samples_per_prompt: int = Field(default=8, gt=0, description="Responses drawn for each prompt of a step")
     sampling: Sampling = Field(default_factory=Sampling)
 
 
@@ -110,8 +112,10 @@ class Reward(Section):
     """The reward of a response, computed in a pool of processes."""
 
     function: str = Field(description="A registered name, or module:function")
-    arguments: dict[str, Any] = Field(default_factory=dict)
-    processes: int = Field(default=1, gt=0)
+    arguments: dict[str, Any] = Field(
+        default_factory=dict, description="Given to it by name, besides the data's columns"
+    )
+    processes: int = Field(default=1, gt=0, description="How many responses are scored at once")
     timeout_seconds: float = Field(default=30.0, gt=0, description="Longest time for one response")
     on_error: Literal["fail", "zero"] = Field(default="fail", description="What a reward that raises or times out does")
 
@@ -120,22 +124,22 @@ class Advantage(Section):
     """How a sample is credited."""
 
     name: str = Field(default="grpo", description="A registered name, or module:function")
-    arguments: dict[str, Any] = Field(default_factory=dict)
+    arguments: dict[str, Any] = Field(default_factory=dict, description="Given to it by name")
 
 
 class Loss(Section):
     """What the actor minimises."""
 
     name: str = Field(default="clipped_policy", description="A registered name, or module:function")
-    arguments: dict[str, Any] = Field(default_factory=dict)
+    arguments: dict[str, Any] = Field(default_factory=dict, description="Given to it by name")
 
 
 class KL(Section):
     """Divergence from the reference model."""
 
-    coefficient: float = Field(default=0.0, ge=0)
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    place: Literal["loss", "reward"] = "loss"
+    coefficient: float = Field(default=0.0, ge=0, description="Its weight; 0: no reference model runs")
+    estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="Schulman's estimators from one sample")
+    place: Literal["loss", "reward"] = Field(default="loss", description="Added to the loss, or taken off the reward")
 
 
 class Algorithm(Section):
@@ -164,6 +168,7 @@ class Weights(Section):
     effect_tolerance: float = Field(default=0.05, gt=0, description="Largest mean absolute logprob difference allowed")
 
 
+_SEED = Field(default=0, ge=0, description="Of all that is drawn: the order of data, samples, new weights")
 _CHECKPOINT_EVERY = Field(
     default=0,
     ge=0,
@@ -174,9 +179,9 @@ _CHECKPOINT_EVERY = Field(
 class Train(Section):
     """The loop."""
 
-    steps: int = Field(default=100, gt=0)
-    prompts_per_step: int = Field(default=32, gt=0)
-    seed: int = Field(default=0, ge=0)
+    steps: int = Field(default=100, gt=0, description="Of the whole run, those before a --resume included")
+    prompts_per_step: int = Field(default=32, gt=0, description="Each with rollout.samples_per_prompt responses")
+    seed: int = _SEED
     validate_every: int = Field(
         default=0, ge=0, description="Steps between validations; 0: only at the end, if there is a file"
     )
@@ -190,8 +195,8 @@ class Cluster(Section):
 
     launcher: Literal["ray", "inline"] = Field(default="ray", description="inline: one process, for a debugger")
     address: str | None = Field(default=None, description="A running Ray cluster; unset: start Ray on this machine")
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads_per_process: int = Field(default=1, gt=0)
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda where there is a GPU")
+    threads_per_process: int = Field(default=1, gt=0, description="Of torch, inside an operation")
     call_timeout_seconds: float = Field(
         default=600.0,
         gt=0,
@@ -203,7 +208,7 @@ class Plugins(Section):
     """Which plugins are loaded."""
 
     enabled: list[str] | None = Field(default=None, description="Only these; unset: all that are installed")
-    blocked: list[str] = Field(default_factory=list)
+    blocked: list[str] = Field(default_factory=list, description="Not these")
     strict: bool = Field(default=False, description="A failing observer ends the run")
 
 
@@ -235,19 +240,21 @@ class Config(Section):
 class SFTData(Section):
     """Demonstrations, as JSONL or Parquet files."""
 
-    train: str
-    prompt: str = "prompt"
-    response: str = "response"
+    train: str = Field(description="File of demonstrations")
+    prompt: str = Field(default="prompt", description="Column with the prompt: a string, or a list of chat messages")
+    response: str = Field(default="response", description="Column with the response, a string; only it is learned")
     max_tokens: int = Field(default=2048, gt=0, description="Longer prompt and response together are an error")
-    chat_template: bool | None = None
+    chat_template: bool | None = Field(
+        default=None, description="Apply the tokenizer's chat template; unset: to messages only"
+    )
 
 
 class SFTTrain(Section):
     """The supervised loop."""
 
-    steps: int = Field(default=100, gt=0)
-    rows_per_step: int = Field(default=128, gt=0)
-    seed: int = Field(default=0, ge=0)
+    steps: int = Field(default=100, gt=0, description="Of the whole run, those before a --resume included")
+    rows_per_step: int = Field(default=128, gt=0, description="Demonstrations of an optimizer step")
+    seed: int = _SEED
     checkpoint_every: int = _CHECKPOINT_EVERY
 
 
