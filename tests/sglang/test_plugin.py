@@ -104,7 +104,7 @@ def test_endpoints_that_cannot_be_meant_are_refused(options, said):
 def test_there_is_one_url_for_each_replica():
     options = SGLangOptions(endpoint=["http://a:1", "http://a:2"])
     options.check(2)
-    with pytest.raises(ConfigError, match=r"2 URLs are given for 1 replica.*start 2 replicas"):
+    with pytest.raises(ConfigError, match=r"2 URL\(s\) are given for 1 replica.*start 2 replicas"):
         options.check(1)
 
 

@@ -77,6 +77,8 @@ def test_an_override_reaches_into_a_section_that_the_file_leaves_empty(tmp_path:
         ("train: {seed: -1}", "train.seed (line 5): expected at least 0, got the number -1"),
         ("train:", "train (line 5): expected a mapping of keys to values, got nothing (null)"),
         ("algorithm: grpo", "algorithm (line 5): expected a mapping of keys to values, got the string 'grpo'"),
+        ("train: {steps: [1]}", "train.steps (line 5): expected a whole number, got a list of 1 value"),
+        ("train: {steps: []}", "train.steps (line 5): expected a whole number, got an empty list"),
         ("run: {directory: 5}", "run.directory (line 5): expected a string, got the number 5"),
         ("run: {overwrite: maybe}", "run.overwrite (line 5): expected true or false, got the string 'maybe'"),
         ("rollout: {sampling: {stop: x}}", "rollout.sampling.stop (line 5): expected a list, got the string 'x'"),

@@ -96,8 +96,14 @@ def test_an_importance_cap_goes_with_logprobs_of_the_actor(make: Callable[..., P
 def test_roles_share_processes_where_they_can(make: Callable[..., Plan]):
     assert make().colocated
     assert make("actor.processes=2", "rollout.replicas=2").colocated
-    assert not make("actor.processes=2").colocated
-    assert not make("rollout.placement=separate").colocated
+    for override, why in {
+        "actor.processes=2": "rollout.replicas is 1, actor.processes 2",
+        "rollout.placement=separate": "rollout.placement says so",
+        f"rollout.engine.runtime={sys.executable}": "its environment is not the actor's",
+    }.items():
+        planned = make(override)
+        assert not planned.colocated
+        assert f"in processes of their own ({why})" in dict(planned.facts)["rollout"]
 
 
 def test_a_plan_says_which_interpreter_each_role_gets_and_why(make: Callable[..., Plan], monkeypatch):

@@ -100,8 +100,8 @@ def choose_interpreter(
 
 def choose_colocation(
     findings: Findings, config: Config, rollout: RolloutBackend | None, actor: Interpreter, replica: Interpreter
-) -> bool:
-    """Whether the rollout lives in the actor's processes (`rollout.placement`).
+) -> tuple[bool, str]:
+    """Whether the rollout lives in the actor's processes (`rollout.placement`), and, if not, why.
 
     Args:
         rollout: the rollout's backend; None after a problem.
@@ -110,12 +110,20 @@ def choose_colocation(
     """
     wanted = config.rollout.placement
     if wanted == "separate":
-        return False
+        return False, "rollout.placement says so"
     same_python = actor.python == replica.python
     able = rollout is None or COLOCATES in rollout.capabilities
     if wanted == "auto":
-        one_each = config.actor.processes == config.rollout.replicas
-        return config.cluster.launcher == "inline" or (same_python and able and one_each)
+        why = ""
+        if config.cluster.launcher == "inline":
+            pass
+        elif not same_python:
+            why = "its environment is not the actor's"
+        elif not able:
+            why = "the engine wants a process of its own"
+        elif config.actor.processes != config.rollout.replicas:
+            why = f"rollout.replicas is {config.rollout.replicas}, actor.processes {config.actor.processes}"
+        return not why, why
     if not same_python:
         findings.refuse(
             "rollout.placement is colocated: actor and rollout share processes, and a process has one interpreter, but "
@@ -126,7 +134,7 @@ def choose_colocation(
             f"rollout.placement is colocated, and backend {rollout.name!r} wants a process of its own (it lacks the "
             f"capability {COLOCATES!r}); set rollout.placement=separate"
         )
-    return True
+    return True, ""
 
 
 def typed_options(

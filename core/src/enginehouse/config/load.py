@@ -215,7 +215,7 @@ def _worded(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"a mapping with the keys {', '.join(map(str, list(value)[:8]))}" if value else "an empty mapping"
     if isinstance(value, (list, tuple)):
-        return f"a list of {len(value)}"
+        return f"a list of {len(value)} value{'' if len(value) == 1 else 's'}" if value else "an empty list"
     return repr(value)[:80]
 
 

@@ -22,7 +22,7 @@ def outline_rl(
     prompts: int,
     transport: str,
     effect_check_every: int,
-    colocated: bool,
+    apart: str,
     interpreters: Mapping[str, Interpreter],
     evaluation: EvaluationPlan | None = None,
 ) -> Facts:
@@ -33,7 +33,7 @@ def outline_rl(
         prompts: rows of the training file.
         transport: the transport, and why it.
         effect_check_every: updates between checks of their effect; 0 for none.
-        colocated: whether the rollout lives in the actor's processes.
+        apart: why the rollout does not live in the actor's processes; empty where it does.
         interpreters: what each role's workers run under.
         evaluation: what answers the validation prompts, where that is not the rollout.
     """
@@ -43,7 +43,7 @@ def outline_rl(
     return [
         ("model", _model(config.model, model)),
         ("actor", f"{_count(config.actor.processes, 'process')} of {_engine(config.actor.engine)}"),
-        ("rollout", _rollout(config, colocated)),
+        ("rollout", _rollout(config, apart)),
         *([("evaluation", _evaluation(config, evaluation))] if evaluation else []),
         ("reference", _reference(config)),
         ("runtimes", _runtimes(interpreters)),
@@ -89,9 +89,9 @@ def _engine(engine: Engine) -> str:
     return f"{engine.backend} ({given})" if given else engine.backend
 
 
-def _rollout(config: Config, colocated: bool) -> str:
+def _rollout(config: Config, apart: str) -> str:
     rollout = config.rollout
-    where = "in the actor's processes" if colocated else "in processes of their own"
+    where = f"in processes of their own ({apart})" if apart else "in the actor's processes"
     return f"{_count(rollout.replicas, 'replica')} of {_engine(rollout.engine)}, {where}"
 
 

@@ -183,7 +183,7 @@ def plan(
         "actor": setting.interpreter(train, config.actor.engine, actor_options, "actor"),
         "rollout": setting.interpreter(rollout, config.rollout.engine, rollout_options, "rollout"),
     }
-    colocated = choose_colocation(findings, config, rollout, interpreters["actor"], interpreters["rollout"])
+    colocated, apart = choose_colocation(findings, config, rollout, interpreters["actor"], interpreters["rollout"])
     transport, reason = choose_transport(findings, setting.plugins, config, train, rollout, setting.device, colocated)
 
     evaluator, evaluation = setting.evaluation(config, train, interpreters)
@@ -220,7 +220,7 @@ def plan(
     )
     findings.raise_problems(setting.source)
     by = f"{transport} ({reason})"
-    facts = outline_rl(config, model, prompts, by, effect_check_every, colocated, interpreters, evaluation)
+    facts = outline_rl(config, model, prompts, by, effect_check_every, apart, interpreters, evaluation)
     return Plan(
         config=config,
         rollout_options=rollout_options,

@@ -68,9 +68,10 @@ class SGLangOptions(SplitRolloutOptions):
     def check(self, processes: int) -> None:
         """See `EngineOptions.check`."""
         if self.endpoint and len(self.endpoint) != processes:
+            urls, replicas = len(self.endpoint), f"replica{'' if len(self.endpoint) == 1 else 's'}"
             raise ConfigError(
-                f"endpoint: {len(self.endpoint)} URLs are given for {processes} replica(s); give one URL for each, "
-                f"or start {len(self.endpoint)} replicas"
+                f"endpoint: {urls} URL(s) are given for {processes} replica(s); give one URL for each, or start "
+                f"{urls} {replicas}"
             )
 
     def servers(self) -> Sequence[str]:
