@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -107,7 +108,10 @@ class Ranks:
             raise EnginehouseError(f"failed on rank 0: {said}")
 
     def leave(self) -> None:
-        """End the process group if this object made it."""
+        """End the process group if this object made it, and all groups made of its ranks."""
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
+            # What was forgotten in a reference cycle still holds its groups, and gloo's threads, three a group, stay
+            # while a group is held: once the other ranks have left they spin on the closed connections.
+            gc.collect()
         self.owns_group = False

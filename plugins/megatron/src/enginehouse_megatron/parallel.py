@@ -8,6 +8,7 @@ from enginehouse_megatron import kernels  # noqa: F401  before all else of megat
 
 # isort: split
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
 from enginehouse.errors import ConfigError
@@ -57,6 +58,10 @@ def leave() -> None:
         _users.pop()
         if not _users:
             parallel_state.destroy_model_parallel()
+            # What megatron-core 0.16.1 forgets to forget: groups that live on keep gloo's threads.
+            parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None
+            parallel_state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP_GLOO = None
+            RotaryEmbedding.forward.cache_clear()  # rotary_pos_embedding.py:177, which keeps the module and its group
 
 
 def _said(sizes: Mapping[str, int]) -> str:

@@ -9,6 +9,7 @@ from enginehouse.testing.check import Check
 from enginehouse.testing.checks.train import (
     adapters,
     checkpoints,
+    endings,
     experts,
     gradients,
     half_precision,
@@ -25,6 +26,7 @@ CHECKS: tuple[Check, ...] = (
     *training.CHECKS,
     *weights.CHECKS,
     *checkpoints.CHECKS,
+    *endings.CHECKS,
     *experts.CHECKS,
     *value_head.CHECKS,
     *half_precision.CHECKS,
