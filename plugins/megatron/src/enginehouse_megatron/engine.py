@@ -22,7 +22,7 @@ from enginehouse.modeling.loading import VALUE_HEAD, quiet_transformers, value_h
 from enginehouse.modeling.memory import MemoryGuard
 from enginehouse.modeling.ranks import Ranks, device_of
 from enginehouse.modeling.schedule import learning_rate
-from enginehouse_megatron import building, checkpoints, on_cpu, parallel, placing
+from enginehouse_megatron import building, checkpoints, experts, on_cpu, parallel, placing
 from enginehouse_megatron.architectures import Architecture, architecture_of
 from enginehouse_megatron.axes import PIPELINE, axis_sizes
 from enginehouse_megatron.computing import Computing
@@ -206,6 +206,8 @@ class MegatronEngine:
     def shutdown(self) -> None:
         """Release the model and leave the process group."""
         self._training = None
+        for part in self._models:
+            experts.release(part)
         del self._models, self._called, self._computing, self._placed
         parallel.leave()
         self._ranks.leave()

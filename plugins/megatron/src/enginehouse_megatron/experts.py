@@ -91,3 +91,13 @@ def experts_layer() -> ModuleSpec:
     """The feed-forward part of a layer with experts."""
     matrices = MLPSubmodules(linear_fc1=ColumnGroupedLinear, linear_fc2=RowGroupedLinear)
     return ModuleSpec(MoELayer, submodules=MoESubmodules(experts=ModuleSpec(TEGroupedMLP, submodules=matrices)))
+
+
+def release(model: torch.nn.Module) -> None:
+    """Let go of the last batch, whose routing the dispatchers keep (token_dispatcher.py:610), and with it its graph.
+
+    The graph holds the hooks of the gradients, and they the model: a cycle through C++, which Python does not collect.
+    """
+    for layer in model.modules():
+        if isinstance(layer, MoELayer):
+            layer.token_dispatcher = None

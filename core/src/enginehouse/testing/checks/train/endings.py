@@ -13,18 +13,19 @@ from enginehouse.testing.rank import Rank
 ENGINES = 3
 
 
-def _one_after_the_other(rank: Rank) -> int:
+def one_after_the_other(rank: Rank, model: str = "tied") -> int:
     """Threads that this process has gained by engines that have ended; those that stay for good come with the first."""
     threads = []
     for _ in range(1 + ENGINES):
-        with rank.engine("tied", **TRAINING) as engine:
+        with rank.engine(model, **TRAINING) as engine:
             step(engine, rank.shard(engine, batch()))
         del engine
         threads.append(psutil.Process().num_threads())
     return threads[-1] - threads[0]
 
 
-def _judge(seen: list[Seen]) -> Measured:
+def judge(seen: list[Seen]) -> Measured:
+    """By the rank that gained most."""
     gained = max(one.value for one in seen)
     return Measured(max(0.0, gained / ENGINES), f"{gained} threads more after {ENGINES} more engines")
 
@@ -36,7 +37,7 @@ CHECKS = (
         claim="An engine that was shut down leaves no threads behind: of a process group that is still held they stay, "
         "and spin once its other ranks have left",
         tolerance=0.5,  # threads an engine: others of the process may come and go
-        acts=(_one_after_the_other,),
-        judge=_judge,
+        acts=(one_after_the_other,),
+        judge=judge,
     ),
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 from enginehouse.plugin import capabilities
 from enginehouse.testing.check import PROTOCOL, Check
-from enginehouse.testing.checks.train import checkpoints, gradients, scores, training, weights
+from enginehouse.testing.checks.train import checkpoints, endings, gradients, scores, training, weights
 from enginehouse.testing.problem import EXPERTS
 
 
@@ -58,4 +58,7 @@ CHECKS = (
     ),
     _of_experts(_by_name(checkpoints.CHECKS, "checkpoint"), (_SAVE, _LOAD), checkpoints.judge),
     _of_experts(_by_name(checkpoints.CHECKS, "reshard_checkpoint"), (_SAVE, _LOAD), checkpoints.judge_training),
+    _of_experts(
+        _by_name(endings.CHECKS, "shutdown"), (partial(endings.one_after_the_other, model=EXPERTS[0]),), endings.judge
+    ),
 )
