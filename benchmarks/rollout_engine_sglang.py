@@ -7,6 +7,7 @@ Processes that SGLang starts import this module too, so that what a CPU takes re
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import sys
 import time
@@ -30,6 +31,8 @@ class Bare:
     def __init__(self, task: dict[str, Any]):
         self._task = task
         self._engine: Any = None
+        self._loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(self._loop)
 
     def start(self) -> dict[str, str]:
         """Start the engine; what runs here."""
@@ -48,28 +51,39 @@ class Bare:
 
     def greedy(self) -> list[list[int]]:
         """Greedy completions of the first prompts."""
-        return [tokens for tokens, _ in self._all(self._task["prompts"][:4], 1, 0.0, 0)]
+        return [tokens for tokens, _ in self._loop.run_until_complete(self._all(self._task["prompts"][:4], 1, 0.0, 0))]
 
     def run(self, seed: int) -> dict[str, float]:
         """Answer all requests at once; seconds, and tokens generated."""
         begun = time.perf_counter()
-        found = self._all(self._task["prompts"], self._task["n"], 1.0, seed)
+        found = self._loop.run_until_complete(self._all(self._task["prompts"], self._task["n"], 1.0, seed))
         seconds = time.perf_counter() - begun
         return {"seconds": seconds, "tokens": sum(len(tokens) for tokens, _ in found)}
 
-    def _all(
+    async def _all(
         self, prompts: list[list[int]], n: int, temperature: float, seed: int
     ) -> list[tuple[list[int], list[float]]]:
-        """Token ids and their logprobs, for each sample: a request each, since SGLang seeds requests, not samples."""
-        asked = [prompt for prompt in prompts for _ in range(n)]
+        """Token ids and their logprobs, for each sample; all prompts at once, each with its samples.
+
+        All samples of all prompts in one list are a fifth slower (SGLang 0.5.23 on a CPU).
+        """
+        calls = [self._samples(prompt, n, temperature, seed * 1_000_003 + i * n) for i, prompt in enumerate(prompts)]
+        return [sample for samples in await asyncio.gather(*calls) for sample in samples]
+
+    async def _samples(
+        self, prompt: list[int], n: int, temperature: float, seed: int
+    ) -> list[tuple[list[int], list[float]]]:
+        """Samples of a prompt, each a sequence of its own: SGLang has a seed for a sequence, none for each of `n`."""
         sampling = [
             {
                 "max_new_tokens": self._task["max_tokens"], "temperature": temperature, "ignore_eos": True,
-                "sampling_seed": seed * 1_000_003 + number,
+                "sampling_seed": seed + number,
             }
-            for number in range(len(asked))
+            for number in range(n)
         ]  # fmt: skip
-        answers = self._engine.generate(input_ids=asked, sampling_params=sampling, return_logprob=True)
+        answers = await self._engine.async_generate(
+            input_ids=[prompt] * n, sampling_params=sampling, return_logprob=True
+        )
         return [
             (one["output_ids"], [entry[0] for entry in one["meta_info"]["output_token_logprobs"]]) for one in answers
         ]
