@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -53,10 +54,11 @@ def split_sequences(
         model: its attention is replaced; what was compiled or tried out with whole sequences stays valid.
         group: the ranks that share each sequence; they call the result together, with the same input.
     """
-    from transformers import AttentionInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     name = f"enginehouse_ulysses_{next(_numbers)}"
-    AttentionInterface.register(name, functools.partial(_attend, group))
+    ALL_ATTENTION_FUNCTIONS[name] = functools.partial(_attend, group)
+    weakref.finalize(model, ALL_ATTENTION_FUNCTIONS.pop, name, None)  # the group ends with what uses it
     model.set_attn_implementation(name)
     return functools.partial(_token_outputs, group)
 

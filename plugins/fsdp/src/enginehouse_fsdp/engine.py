@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.train import ALL, LossSpec, Metrics, Outputs
@@ -249,6 +248,5 @@ class FSDPEngine:
         self._background.close()
         self._optimizer = None
         del self._model, self._computing, self._offloading
+        forget_meshes()
         self._ranks.leave()
-        if not dist.is_initialized():
-            forget_meshes()

@@ -6,6 +6,7 @@ safetensors files. Buffers that no checkpoint holds (rotary frequencies) are com
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from pathlib import Path
@@ -15,13 +16,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, debug, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from enginehouse.errors import ConfigError, ModelError
 from enginehouse.modeling.loading import VALUE_HEAD, model_directory, quiet_transformers, value_head, value_head_weight
 from enginehouse.modeling.memory import is_out_of_memory
 from enginehouse.modeling.state import stored_names, unique_state
 from enginehouse.modeling.stored import StoredForm
+from enginehouse.plugin import ResolveError, resolve
 from enginehouse_fsdp import adapters
 from enginehouse_fsdp.axes import CONTEXT, SHARD, TENSOR
 from enginehouse_fsdp.context_parallel import check_sequence_split
@@ -55,14 +57,24 @@ def context_group(device: torch.device, sizes: dict[str, int]) -> dist.ProcessGr
     return init_device_mesh(device.type, (data, *model_axes.values()), mesh_dim_names=names).get_group(CONTEXT)
 
 
+FORGETTING = (
+    "debug:_clear_sharding_prop_cache",
+    "_redistribute:clear_redistribute_planner_cache",
+    "_redistribute:_gen_transform_infos.cache_clear",
+    "_collective_utils:MeshTopoInfo.build_from_mesh.cache_clear",
+)
+"""What clears torch's caches of meshes, in `torch.distributed.tensor` of torch 2.13; other versions have not all."""
+
+
 def forget_meshes() -> None:
-    """Drop what torch remembers of how operations are split, once their process groups have ended.
+    """Drop what torch remembers of how operations are split, before their process groups end.
 
     It remembers meshes by their shape and names. A later mesh that equals one of them would get its process groups,
-    which are gone or, by their number, others by then.
+    which are gone or, by their number, others by then; and a group that is remembered keeps its threads.
     """
-    if (forget := getattr(debug, "_clear_sharding_prop_cache", None)) is not None:
-        forget()
+    for reference in FORGETTING:
+        with contextlib.suppress(ResolveError):
+            resolve(f"torch.distributed.tensor.{reference}")()
 
 
 def sharded_model(spec: ModelSpec, options: FSDPOptions, mesh: DeviceMesh, device: torch.device) -> PreTrainedModel:
