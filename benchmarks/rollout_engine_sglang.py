@@ -65,7 +65,7 @@ class Bare:
     ) -> list[tuple[list[int], list[float]]]:
         """Token ids and their logprobs, for each sample; all prompts at once, each with its samples.
 
-        All samples of all prompts in one list are a fifth slower (SGLang 0.5.23 on a CPU).
+        One list of all samples of all prompts is slower (SGLang 0.5.23 on a CPU).
         """
         calls = [self._samples(prompt, n, temperature, seed * 1_000_003 + i * n) for i, prompt in enumerate(prompts)]
         return [sample for samples in await asyncio.gather(*calls) for sample in samples]
