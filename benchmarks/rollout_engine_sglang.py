@@ -31,8 +31,6 @@ class Bare:
     def __init__(self, task: dict[str, Any]):
         self._task = task
         self._engine: Any = None
-        self._loop = asyncio.new_event_loop()
-        asyncio.set_event_loop(self._loop)
 
     def start(self) -> dict[str, str]:
         """Start the engine; what runs here."""
@@ -51,12 +49,15 @@ class Bare:
 
     def greedy(self) -> list[list[int]]:
         """Greedy completions of the first prompts."""
-        return [tokens for tokens, _ in self._loop.run_until_complete(self._all(self._task["prompts"][:4], 1, 0.0, 0))]
+        return [
+            tokens
+            for tokens, _ in self._engine.loop.run_until_complete(self._all(self._task["prompts"][:4], 1, 0.0, 0))
+        ]
 
     def run(self, seed: int) -> dict[str, float]:
         """Answer all requests at once; seconds, and tokens generated."""
         begun = time.perf_counter()
-        found = self._loop.run_until_complete(self._all(self._task["prompts"], self._task["n"], 1.0, seed))
+        found = self._engine.loop.run_until_complete(self._all(self._task["prompts"], self._task["n"], 1.0, seed))
         seconds = time.perf_counter() - begun
         return {"seconds": seconds, "tokens": sum(len(tokens) for tokens, _ in found)}
 
