@@ -49,17 +49,19 @@ class Bare:
 
     def greedy(self) -> list[list[int]]:
         """Greedy completions of the first prompts."""
-        return [
-            tokens
-            for tokens, _ in self._engine.loop.run_until_complete(self._all(self._task["prompts"][:4], 1, 0.0, 0))
-        ]
+        return [tokens for tokens, _ in self._drawn(self._task["prompts"][:4], 1, 0.0, 0)]
 
     def run(self, seed: int) -> dict[str, float]:
         """Answer all requests at once; seconds, and tokens generated."""
         begun = time.perf_counter()
-        found = self._engine.loop.run_until_complete(self._all(self._task["prompts"], self._task["n"], 1.0, seed))
+        found = self._drawn(self._task["prompts"], self._task["n"], 1.0, seed)
         seconds = time.perf_counter() - begun
         return {"seconds": seconds, "tokens": sum(len(tokens) for tokens, _ in found)}
+
+    def _drawn(self, *request: Any) -> list[tuple[list[int], list[float]]]:
+        """What `_all` gives, on SGLang's own loop, which is quicker than asyncio's."""
+        drawn: list[tuple[list[int], list[float]]] = self._engine.loop.run_until_complete(self._all(*request))
+        return drawn
 
     async def _all(
         self, prompts: list[list[int]], n: int, temperature: float, seed: int

@@ -37,6 +37,8 @@ def keys(part: str | None, supervised: bool, markdown: bool) -> None:
     """
     from enginehouse.config.schema import Config, SFTConfig
 
+    if markdown and (part or supervised):
+        raise click.UsageError("--markdown writes a page of all keys: leave out PART and --sft")
     if markdown:
         click.echo(_page(), nl=False)
         return

@@ -58,7 +58,8 @@ def split_sequences(
 
     name = f"enginehouse_ulysses_{next(_numbers)}"
     ALL_ATTENTION_FUNCTIONS[name] = functools.partial(_attend, group)
-    weakref.finalize(model, ALL_ATTENTION_FUNCTIONS.pop, name, None)  # the group ends with what uses it
+    forget = weakref.finalize(model, ALL_ATTENTION_FUNCTIONS.pop, name, None)  # the group ends with what uses it
+    forget.atexit = False  # other ranks may be gone by then
     model.set_attn_implementation(name)
     return functools.partial(_token_outputs, group)
 

@@ -247,6 +247,6 @@ class FSDPEngine:
         """Finish a save under way, release the model and leave the process group."""
         self._background.close()
         self._optimizer = None
-        del self._model, self._computing, self._offloading
+        del self._model, self._computing, self._offloading, self._axes
         forget_meshes()
         self._ranks.leave()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import psutil
 
 from enginehouse.testing.check import PROTOCOL, Check, Measured, Seen
@@ -14,20 +16,20 @@ ENGINES = 3
 
 
 def one_after_the_other(rank: Rank, model: str = "tied") -> int:
-    """Threads that this process has gained by engines that have ended; those that stay for good come with the first."""
+    """Fewest threads that any engine after the first left in this process: others of the process come now and then."""
     threads = []
     for _ in range(1 + ENGINES):
         with rank.engine(model, **TRAINING) as engine:
             step(engine, rank.shard(engine, batch()))
         del engine
         threads.append(psutil.Process().num_threads())
-    return threads[-1] - threads[0]
+    return min(after - before for before, after in itertools.pairwise(threads))
 
 
 def judge(seen: list[Seen]) -> Measured:
     """By the rank that gained most."""
     gained = max(one.value for one in seen)
-    return Measured(max(0.0, gained / ENGINES), f"{gained} threads more after {ENGINES} more engines")
+    return Measured(max(0.0, gained), f"at least {gained} threads more after each of {ENGINES} more engines")
 
 
 CHECKS = (
@@ -36,7 +38,7 @@ CHECKS = (
         capability=PROTOCOL,
         claim="An engine that was shut down leaves no threads behind: of a process group that is still held they stay, "
         "and spin once its other ranks have left",
-        tolerance=0.5,  # threads an engine: others of the process may come and go
+        tolerance=0.0,
         acts=(one_after_the_other,),
         judge=judge,
     ),
