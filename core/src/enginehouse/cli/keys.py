@@ -91,6 +91,7 @@ def _show(parts: list[Part]) -> None:
 def _page() -> str:
     from enginehouse.config.schema import Config, SFTConfig
 
+    rl = _parts(Config)
     lines = [
         "# Config keys",
         "",
@@ -98,10 +99,10 @@ def _page() -> str:
         "`enginehouse plugins show NAME`. Any key can be overridden on the command line: `train.steps=20`.",
         "",
         "## enginehouse train",
-        *_tables(_parts(Config)),
+        *_tables(rl),
         "",
         "## enginehouse sft",
-        *_tables(_parts(SFTConfig), but=_parts(Config)),
+        *_tables(_parts(SFTConfig), but=rl),
     ]
     return "\n".join(lines) + "\n"
 
