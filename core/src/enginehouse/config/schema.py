@@ -183,7 +183,9 @@ class Train(Section):
     prompts_per_step: int = Field(default=32, gt=0, description="Each with rollout.samples_per_prompt responses")
     seed: int = _SEED
     validate_every: int = Field(
-        default=0, ge=0, description="Steps between validations; 0: only at the end, if there is a file"
+        default=0,
+        ge=0,
+        description="Steps between validations; 0: only before the first step and after the last",
     )
     samples_every: int = Field(default=10, ge=0, description="Steps between files of samples; 0: none")
     save_every: int = Field(default=0, ge=0, description="Steps between model exports; 0: only at the end")
