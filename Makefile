@@ -58,7 +58,10 @@ bench: $(VENV)/.developer  ## measure: make bench NAME=grpo
 matrix: $(VENV)/.installed  ## find out which engines work together: docs/compatibility.md, from certificates and runs
 	$(BIN)/enginehouse matrix --output docs/compatibility.md $(ARGS)
 
+reliability:  ## write docs/reliability.md from the tests that show it
+	$(PYTHON) -m tests.reliability
+
 clean:  ## remove what builds and runs left; .venv stays
 	rm -rf runs build dist benchmarks/out examples/*/work .pytest_cache .mypy_cache .ruff_cache
 
-.PHONY: help install demo test test-exhaustive runtimes lint bench matrix clean
+.PHONY: help install demo test test-exhaustive runtimes lint bench matrix reliability clean
