@@ -1,4 +1,4 @@
-"""The page of faults, docs/reliability.md: one row for each test marked `fault`. `python -m tests.reliability` writes it.
+"""The page of faults, docs/reliability.md: one row for each test marked `fault`; `make reliability` writes it.
 
 Tests are read, not run: a marker holds literal strings only, so that the page is made where no engine is installed.
 """
