@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+import psutil
 from safetensors.torch import load_file
 
 from enginehouse.controller import Worker, register
@@ -119,6 +120,12 @@ async def update(engine: SGLangRollout, path: str, version: int, fault: str = ""
 async def state(engine: SGLangRollout) -> int:
     """The version that SGLang says it serves."""
     return (await engine.weight_state()).version
+
+
+async def command_lines(engine: SGLangRollout) -> str:
+    """The command lines of the server and all beneath it, which every user of the machine can read."""
+    process = psutil.Process(engine.server.process.pid)
+    return " ".join(word for one in (process, *process.children(recursive=True)) for word in one.cmdline())
 
 
 async def told(engine: SGLangRollout) -> set[str]:

@@ -58,6 +58,8 @@ def test_the_server_tells_nobody_its_keys(group):
     told = act(group, "told")
     assert {"version", "tp_size", "dtype"} <= told
     assert not told & {"api_key", "admin_api_key", "launch_command"}, told
+    assert "--model-path" in (words := act(group, "command_lines"))
+    assert "key" not in words
 
 
 def test_after_failed_updates_one_succeeds(group, path):

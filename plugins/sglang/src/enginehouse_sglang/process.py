@@ -26,6 +26,11 @@ GRACE_SECONDS = 10.0
 KEPT_LINES = 400
 """Lines of the server's log that are kept for the error that says it died."""
 
+KEYS = ("api_key", "admin_api_key")
+"""Arguments that no command line has: every user of the machine can read those."""
+KEYS_VARIABLE = "ENGINEHOUSE_SGLANG_KEYS"
+"""Environment variable that has them for `enginehouse_sglang.serve`, as a JSON list of words."""
+
 _PARENT_DEATH_SIGNAL = 1  # of prctl(2)
 _ERROR = re.compile(r"^(?:\[[^\]]*\] )?([\w.]*(?:Error|Exception|Interrupt|Exit)\b.*)$")
 
@@ -53,9 +58,11 @@ class ServerProcess:
         self._lines: collections.deque[str] = collections.deque(maxlen=KEPT_LINES)
         self._ending = False
         self.died: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        command = [sys.executable, "-m", "enginehouse_sglang.serve", *as_words(arguments)]
+        keys = {name: value for name, value in arguments.items() if name in KEYS}
+        shown = {name: value for name, value in arguments.items() if name not in KEYS}
+        command = [sys.executable, "-m", "enginehouse_sglang.serve", *as_words(shown)]
         started = threading.Event()
-        watched = command, {**os.environ, **environment}, started
+        watched = command, {**os.environ, **environment, KEYS_VARIABLE: json.dumps(as_words(keys))}, started
         threading.Thread(target=self._live, args=watched, name="enginehouse-sglang-life", daemon=True).start()
         started.wait()
 

@@ -7,13 +7,16 @@ the one that started it, which is this.
 
 from __future__ import annotations
 
+import json
+import os
 import runpy
 import sys
 from typing import Any
 
 from enginehouse_sglang import on_cpu
+from enginehouse_sglang.process import KEYS, KEYS_VARIABLE
 
-TOLD_TO_NOBODY = frozenset({"api_key", "admin_api_key", "launch_command"})
+TOLD_TO_NOBODY = frozenset({*KEYS, "launch_command"})
 """Of what `/server_info` says: keys, and the command that has them."""
 
 if on_cpu.is_cpu(sys.argv[1:]):
@@ -38,4 +41,5 @@ def _tell_no_keys() -> None:
 
 if __name__ == "__main__":
     _tell_no_keys()
+    sys.argv += json.loads(os.environ.pop(KEYS_VARIABLE, "[]"))
     runpy.run_module("sglang.launch_server", run_name="__main__")
