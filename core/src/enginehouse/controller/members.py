@@ -54,6 +54,11 @@ class Members:
         return len(self.members)
 
     @property
+    def nodes(self) -> list[str]:
+        """Each one's node address."""
+        return [member.group.nodes[0] for member in self.members]
+
+    @property
     def lost(self) -> list[Member]:
         """Those known to be gone."""
         return [member for member in self.members if self._is_lost(member, None)]

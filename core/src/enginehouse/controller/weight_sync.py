@@ -32,6 +32,7 @@ from enginehouse.controller.future import StillRunning
 from enginehouse.controller.group import WorkerGroup
 from enginehouse.controller.members import Gathered, Members
 from enginehouse.engines.weights import (
+    LOOPBACK,
     TransferPlan,
     WeightState,
     WeightSyncError,
@@ -155,7 +156,8 @@ class WeightSync:
         plan = load_transport(transport).prepare(
             parameters, receivers.world_size, uuid.uuid4().hex, self._bucket_bytes, self._train.world_size
         )
-        self._plan = plan = replace(plan, transport=transport)
+        one_host = len({*self._train.nodes, *receivers.nodes}) == 1
+        self._plan = plan = replace(plan, transport=transport, host=LOOPBACK if one_host else "")
         self._nbytes = sum(parameter.nbytes for parameter in parameters)
         self._updates = 0
         try:

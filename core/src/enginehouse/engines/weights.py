@@ -25,6 +25,9 @@ DTYPE_BYTES = {
 """Bytes of one element of each dtype a weight may have, by torch's name without the `torch.` prefix."""
 
 
+LOOPBACK = "127.0.0.1"
+"""Where what need not be reached from another host waits for connections."""
+
 ALIGNMENT = 64
 """Each parameter begins at a multiple of this many bytes in a bucket: a cache line, and enough for every dtype."""
 
@@ -184,13 +187,14 @@ class TransferPlan:
         buckets: the parameters' indices, grouped in the order they are sent.
         bucket_bytes: size of the largest bucket, with every parameter aligned to `ALIGNMENT`.
         receivers: number of rollout replicas.
-        session: names the connection; unique for a run.
+        session: names the connection; unique for a run, and the secret by which its ends know each other.
         senders: number of training ranks.
         targets: `parameters` as the receivers are to hold them, `owners` their numbers; empty: each the whole.
         bytes_moved: what an update brings to the receivers in all, in bytes; None where the transport cannot say.
         bytes_minimum: the least that could, as long as no two of them share memory; None as above.
         addresses: by training rank, where receivers connect to it, `host:port`; empty where they do not
             (`ListeningSession`).
+        host: of a sender, the address at which it waits for receivers: loopback where all are on one host.
     """
 
     transport: str
@@ -204,6 +208,7 @@ class TransferPlan:
     bytes_moved: int | None = None
     bytes_minimum: int | None = None
     addresses: tuple[str, ...] = ()
+    host: str = LOOPBACK
 
     def reached(self, addresses: Iterable[str | None]) -> TransferPlan:
         """The plan for receivers, once the training ranks, in their order, have said where they are (`address_of`)."""
@@ -271,7 +276,7 @@ class ListeningSession(Protocol):
     """A sender's end to which receivers connect: a transport's own choice.
 
     Attributes:
-        port: on which it waits for them, at every address of its host.
+        port: on which it waits for them, at the plan's `host`.
     """
 
     port: int

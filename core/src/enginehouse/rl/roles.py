@@ -132,8 +132,10 @@ class TrainWorker(Worker):
     def connect_weights(self, plan: TransferPlan) -> str:
         """Open this rank's end of a weight transport, closing one that was open; returns where it is reached."""
         self.close_weights()
+        host = plan.host or self.context.node
+        plan = dataclasses.replace(plan, host=host)
         self._session = load_transport(plan.transport).connect(plan, "send", self.context.rank)
-        return address_of(self._session, self.context.node)
+        return address_of(self._session, host)
 
     @register
     def send_weights(self, version: int, deadline_seconds: float) -> dict[str, str]:

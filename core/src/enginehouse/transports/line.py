@@ -7,8 +7,8 @@ import logging
 import socket
 import struct
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -37,28 +37,43 @@ class Line:
         self._connection = connection
         self._reading = connection.makefile("rb")
         self._saying = threading.Lock()
-        self.own_host: str = connection.getsockname()[0].removeprefix("::ffff:")  # IPv4, at a socket for both
+        self.own_host: str = connection.getsockname()[0]
 
-    def say(self, message: dict[str, Any]) -> None:
-        """Send a message. Where it cannot be sent the connection is ended, which who listens is told of."""
+    def say(self, message: dict[str, Any], after: bytes = b"") -> None:
+        """Send a message, behind some bytes. Where that fails the connection is ended, which who listens is told of."""
         try:
             with self._saying:
-                self._connection.sendall(json.dumps(message).encode() + b"\n")
+                self._connection.sendall(after + json.dumps(message).encode() + b"\n")
         except OSError:
             self.close()
 
     def hear(self, seconds: float | None) -> dict[str, Any] | None:
         """The next message; None where the other end is gone, or says nothing for so long, or nonsense."""
-        limit = None if seconds is None else threading.Timer(seconds, self.close)  # of all, not of each byte
+        try:
+            with self._ended_after(seconds):
+                said = self._reading.readline(LONGEST_MESSAGE)
+            message = json.loads(said) if said.endswith(b"\n") else None
+            return message if isinstance(message, dict) else None
+        except (OSError, ValueError, RecursionError):
+            return None
+
+    def hear_bytes(self, count: int, seconds: float) -> bytes:
+        """The next so many bytes; fewer where the other end is gone, or does not say them in time."""
+        try:
+            with self._ended_after(seconds):
+                return self._reading.read(count)
+        except (OSError, ValueError):
+            return b""
+
+    @contextmanager
+    def _ended_after(self, seconds: float | None) -> Iterator[None]:
+        """End the connection where what is done takes longer than that: all of it, not each byte."""
+        limit = None if seconds is None else threading.Timer(seconds, self.close)
         if limit is not None:
             limit.daemon = True
             limit.start()
         try:
-            said = self._reading.readline(LONGEST_MESSAGE)
-            message = json.loads(said) if said.endswith(b"\n") else None
-            return message if isinstance(message, dict) else None
-        except (OSError, ValueError):
-            return None
+            yield
         finally:
             if limit is not None:
                 limit.cancel()

@@ -6,6 +6,8 @@ update is aborted, and what a transport has to say beside that. That an end died
 
 from __future__ import annotations
 
+import collections
+import hashlib
 import hmac
 import logging
 import socket
@@ -25,6 +27,9 @@ log = logging.getLogger(__name__)
 GREETING_SECONDS = 15.0
 """How long it may take to connect, and the other end to say who it is."""
 
+STRANGERS = 16
+"""How many connections beyond those expected may be about to say who they are; then the oldest is closed."""
+
 PAUSE_SECONDS = 0.2
 """After a connection that could not be taken."""
 
@@ -41,7 +46,7 @@ class Reception:
         streams: whether each receiver makes a second connection, for bytes.
 
     Attributes:
-        port: where receivers connect, at every address of this host.
+        port: where receivers connect, at the plan's `host`.
         lines: by receiver, the connections to those that are there.
         streams: by receiver, the connections for bytes.
     """
@@ -55,7 +60,7 @@ class Reception:
         streams: bool = False,
     ):
         self._gate = gate
-        self._session = plan.session
+        self._secret = secret(plan.session)
         self._buckets = len(plan.buckets)
         self._receivers = frozenset(receivers)
         self._heard_more = heard
@@ -64,7 +69,9 @@ class Reception:
         self.streams: dict[int, socket.socket] = {}
         self._gone: list[int] = []  # receivers that are not there any more
         self._taken: dict[int, tuple[int, int]] = {}  # by receiver: version, buckets of it that were taken
-        self._listener = _listen()
+        self._greeting: collections.deque[Line] = collections.deque()  # who has not said who it is, the oldest first
+        self._listener = _listen(plan.host)
+        self._address = self._listener.getsockname()[:2]
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, name="weights-accept", daemon=True).start()
 
@@ -79,18 +86,26 @@ class Reception:
                     log.warning("a rollout replica's connection could not be taken: %s", error)
                     time.sleep(PAUSE_SECONDS)
                     continue
+                self._greeting.append(line)
+                if len(self._greeting) > STRANGERS + 2 * len(self._receivers):
+                    self._greeting.popleft().close()
                 threading.Thread(target=self._greet, args=(line,), name="weights-greet", daemon=True).start()
 
     def _greet(self, line: Line) -> None:
-        """Let a receiver in, if it is one of this session's."""
-        said = line.hear(GREETING_SECONDS) or {}
-        index: int = said.get("receiver", -1)
-        known = hmac.compare_digest(str(said.get("session")).encode(), self._session.encode())
+        """Let a receiver in, if it is one of this session's. Its secret is looked at before all else it says."""
+        right = hmac.compare_digest(line.hear_bytes(len(self._secret), GREETING_SECONDS), self._secret)
+        said = (line.hear(GREETING_SECONDS) if right else None) or {}
+        with suppress(ValueError):  # it was closed as the oldest
+            self._greeting.remove(line)
+        index = said.get("receiver")
+        if not isinstance(index, int) or index not in self._receivers:
+            line.close()
+            return
         stream = self._with_streams and "stream" in said
         gate = self._gate
         with gate.changed:
             there = index in self.streams or index not in self.lines if stream else index in self.lines
-            if not known or index not in self._receivers or there or gate.broken:
+            if there or gate.broken:
                 line.close()
                 return
             if stream:
@@ -111,7 +126,7 @@ class Reception:
             self._listener.shutdown(socket.SHUT_RDWR)
             return
         with suppress(OSError):  # where that does not wake `accept`
-            socket.create_connection(("127.0.0.1", self.port), GREETING_SECONDS).close()
+            socket.create_connection(self._address, GREETING_SECONDS).close()
 
     def _heard(self, index: int, message: dict[str, Any]) -> None:
         with self._gate.changed:
@@ -197,7 +212,7 @@ def join(plan: TransferPlan, index: int, rank: int) -> tuple[Line, int]:
     """
     address = plan.address(rank)
     line = Line(_connected(plan, index, rank))
-    line.say({"session": plan.session, "receiver": index})
+    line.say({"receiver": index}, after=secret(plan.session))
     welcome = line.hear(GREETING_SECONDS)
     if welcome is None:
         line.close()
@@ -215,7 +230,7 @@ def join_stream(plan: TransferPlan, index: int, rank: int) -> socket.socket:
         WeightSyncError: see `join`.
     """
     line = Line(_connected(plan, index, rank))
-    line.say({"session": plan.session, "receiver": index, "stream": True})
+    line.say({"receiver": index, "stream": True}, after=secret(plan.session))
     return line.release()
 
 
@@ -231,8 +246,12 @@ def _connected(plan: TransferPlan, index: int, rank: int) -> socket.socket:
         ) from error
 
 
-def _listen() -> socket.socket:
-    """A socket that waits for connections on a free port, of every address this host has."""
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
+def secret(session: str) -> bytes:
+    """What a receiver says first: of a length that is known, so that nothing of a stranger's is parsed."""
+    return hashlib.sha256(session.encode()).digest()
+
+
+def _listen(host: str) -> socket.socket:
+    """A socket that waits for connections on a free port of one address."""
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address[:2], family=family)
