@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -73,13 +74,23 @@ class Ranks:
                 for tensor in tensors:
                     dist.broadcast(tensor, src=0)
 
-    def gather(self, value: object) -> list:
-        """Every rank's `value`, in rank order, on every rank; collective."""
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value`, in rank order, on every rank; collective.
+
+        Args:
+            value: what JSON can say. torch's own `all_gather_object` unpickles what comes from other hosts, and what
+                is unpickled may run anything.
+        """
         if self.world_size == 1:
             return [value]
-        gathered: list = [None] * self.world_size
-        dist.all_gather_object(gathered, value)
-        return gathered
+        said = torch.frombuffer(bytearray(json.dumps(value), "utf-8"), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(lengths, torch.tensor([len(said)]))
+        room = torch.zeros(int(max(lengths)), dtype=torch.uint8)
+        room[: len(said)] = said
+        gathered = [torch.empty_like(room) for _ in range(self.world_size)]
+        dist.all_gather(gathered, room)
+        return [json.loads(bytes(one[: int(length)].numpy())) for one, length in zip(gathered, lengths, strict=True)]
 
     def largest(self, number: int) -> int:
         """The largest of all ranks' numbers; collective."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -105,7 +106,8 @@ class MegatronEngine:
         placing.load(self._placed, stored, self._heads, group.rank(), group.size())
         for part in self._models:
             part.setup_embeddings_and_output_layer()  # once more: gives the last stage the tied embedding
-        of_ranks = self._ranks.gather(list(placing.described(self._placed)))
+        gathered = self._ranks.gather([astuple(one) for one in placing.described(self._placed)])
+        of_ranks = [[placing.Stored(name, tuple(shape), *rest) for name, shape, *rest in rank] for rank in gathered]
         ranks = len(of_ranks) // self._sizes[PIPELINE]
         sharing = self._options.expert_parallel
         # A stage's ranks stand together, and have the same tensors but for the experts that neighbours share out.

@@ -7,17 +7,30 @@ Every rank, 0 included, connects to the store as a client (`TORCHELASTIC_USE_AGE
 from __future__ import annotations
 
 import datetime
+import socket
 from typing import Any
 
 
 def open_store(address: str, timeout: float) -> tuple[Any, int]:
-    """Open the store on a port the system chooses; returns it (keep it) and the port. Imports torch."""
+    """Open the store on a port the system chooses; returns it (keep it) and the port. Imports torch.
+
+    It waits at `address` alone: by itself torch's would at every address of the host, and it asks nobody for a secret.
+    """
     from torch.distributed import TCPStore
 
+    family, _, _, _, wanted = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.bind(wanted[:2])
+    port: int = listener.getsockname()[1]
     store = TCPStore(
-        address, 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=max(timeout, 1.0))
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=datetime.timedelta(seconds=max(timeout, 1.0)),
+        master_listen_fd=listener.detach(),
     )
-    return store, store.port
+    return store, port
 
 
 def environment(
