@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from controller_workers import Accumulator, Leaver, Reducer, Surroundings, Trouble
+from ray.util import placement_group_table
 from ray_programs import ClusterProgram, add_node, kill_node
 
 from enginehouse.controller import (
@@ -270,3 +272,32 @@ def _runs(pid):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_a_small_part_of_a_pool_never_takes_the_place_its_large_part_waits_for(cluster):
+    assert cluster.run(_placed_while_the_large_node_is_in_use) == ["4"] * 4 + ["2"] * 2
+
+
+def _placed_while_the_large_node_is_in_use():
+    """Ask for both nodes while one GPU of the large one is in use, which is let go once the large part waits for it."""
+    few = {"gpus_per_process": 1, "cpus_per_process": 0.1}
+    pools = [ResourcePool([count], **few) for count in (3, 2, 1)]  # on the large node, on the small one, on the large
+    groups = [_surroundings(pool, f"of {pool.world_size}") for pool in pools]
+    for pool, group in zip(pools[:2], groups):
+        group.shutdown()
+        pool.shutdown()
+    both = ResourcePool([4, 2], **few)
+    with ThreadPoolExecutor(1) as placing:
+        placed = placing.submit(_surroundings, both, "both")
+        while not any(len(one["bundles"]) == 4 and one["state"] == "PENDING" for one in _placement_groups()):
+            assert not placed.done()
+        groups[-1].shutdown()
+        pools[-1].shutdown()
+        with placed.result() as group:
+            sizes = [values[0] for values in group.execute_all("environ", ["LOCAL_WORLD_SIZE"])]
+    both.shutdown()
+    return sizes
+
+
+def _placement_groups():
+    return placement_group_table().values()

@@ -151,12 +151,7 @@ class Reservation:
                 self._wait(self._placement_groups, deadline, timeout)
                 return False
             self._refuse_the_impossible()
-            asked = self._ask(detached_as)
-            try:
-                self._wait(asked, deadline, timeout)
-            except BaseException:
-                remove(asked)
-                raise
+            asked = self._ask(deadline, timeout, detached_as)
             self._placement_groups = asked
             self._outlives = detached_as is not None
             if not self._outlives:
@@ -181,8 +176,11 @@ class Reservation:
         if not any(self._seats):
             self.give_back()
 
-    def _ask(self, detached_as: str | None) -> list[Any]:
-        """Ask for all nodes at once, the largest first: a small one placed first could take the only large node."""
+    def _ask(self, deadline: float, timeout: float, detached_as: str | None) -> list[Any]:
+        """Reserve one node after the other, the largest first.
+
+        Asked for at once, a small one would be placed while the large one waits, and could take the only large node.
+        """
         from ray.util import placement_group
 
         named = {} if detached_as is None else {"name": reservation_name(detached_as), "lifetime": "detached"}
@@ -191,21 +189,24 @@ class Reservation:
             for node in sorted(range(len(asked)), key=lambda node: -self.processes_per_node[node]):
                 count = self.processes_per_node[node]
                 asked[node] = placement_group([self.bundle] * count, "STRICT_PACK", **named)
+                self._wait(asked, deadline, timeout)
         except BaseException:
             remove([group for group in asked if group is not None])
             raise
         return asked
 
     def _wait(self, groups: Sequence[Any], deadline: float, timeout: float) -> None:
+        """Wait until those that were asked for, the others being None, are placed."""
         for group in groups:
-            while (state := _state(group)) != "CREATED":
+            while group is not None and (state := _state(group)) != "CREATED":
                 if state == "REMOVED":
                     raise PlacementError(
                         f"what pool {self.name!r} had reserved was given back by another program; use a new pool"
                     )
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    missing = [count for count, one in zip(self.processes_per_node, groups) if _state(one) != "CREATED"]
+                    parts = [(count, one) for count, one in zip(self.processes_per_node, groups) if one is not None]
+                    missing = [count for count, one in parts if _state(one) != "CREATED"]
                     raise PlacementError(
                         f"not placed within {timeout:g} s: {self._asked(missing)}. {cluster_in_words()}"
                     )
