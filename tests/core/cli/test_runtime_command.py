@@ -54,11 +54,22 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wheelhouse: Wheelhouse)
     return run
 
 
+def test_where_the_engine_is_installed_here_too_creating_says_how_the_runtime_is_asked_for(run, wheelhouse, tmp_path):
+    here = tmp_path / "site" / "swift_engine-2.0.dist-info"
+    here.mkdir()
+    (here / "METADATA").write_text("Metadata-Version: 2.1\nName: swift-engine\nVersion: 2.0\n")
+    made = run("create", "swift", "--variant", "cpu")
+    assert "is installed in this environment too" in made.stdout
+    assert made.stdout.rstrip().endswith("by engine.runtime=own")
+    assert choose_runtime(swift(), "own").name == recipe(swift(), "cpu").name
+
+
 def test_a_runtime_is_made_listed_checked_and_removed(run):
     made = run("create", "swift", "--variant", "cpu")
     assert made.exit_code == 0, made.output
     name = recipe(swift(), "cpu").name
     assert f"made runtime {name}: swift 2.1, ray " in made.stdout
+    assert made.stdout.rstrip().endswith("It is used wherever a config asks for 'swift'")
     assert "make a virtual environment" in made.stderr
 
     again = run("create", "swift", "--variant", "cpu")

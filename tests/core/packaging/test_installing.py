@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -20,6 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[3]
 PLUGINS = sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml"))
+LINK_BESIDE = re.compile(r"\]\((?!https?:)")
 OURS = ("enginehouse", "_enginehouse", "__editable__", "__pycache__", "distutils-precedence")
 
 
@@ -71,16 +73,21 @@ def clean(tmp_path):
     return CleanEnvironment(tmp_path / "environment")
 
 
-@pytest.mark.parametrize("arguments", [(".[fsdp]",), ("-c", "constraints-local.txt", "./core[fsdp]")], ids=" ".join)
-def test_installing_from_a_checkout_takes_the_plugin_from_it(clean, arguments):
-    clean.pip("install", "--no-build-isolation", *arguments)
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [("fsdp", (".[fsdp]",)), ("megatron", ("-c", "constraints-local.txt", "./core[megatron]"))],
+    ids=[".[fsdp]", "./core[megatron]"],
+)
+def test_installing_from_a_checkout_takes_the_plugin_from_it_and_its_engine_where_that_fits(clean, name, arguments):
+    said = clean.pip("install", "--no-build-isolation", *arguments)
     assert clean.origin("enginehouse") == f"file://{ROOT}/core"
-    assert clean.origin("enginehouse-fsdp") == f"file://{ROOT}/plugins/fsdp"
+    assert clean.origin(f"enginehouse-{name}") == f"file://{ROOT}/plugins/{name}"
+    assert name != "megatron" or "Requirement already satisfied: megatron-core" in said  # lent; else it were fetched
     found = clean.plugins()
-    assert found["fsdp"]["distribution"] == "enginehouse-fsdp"
-    assert found["fsdp"]["state"] == "ok"
-    assert [record["name"] for record in found["fsdp"]["records"]] == ["fsdp"]
-    assert set(PLUGINS) & set(found) == {"fsdp"}
+    assert found[name]["distribution"] == f"enginehouse-{name}"
+    assert found[name]["state"] == "ok"
+    assert [record["name"] for record in found[name]["records"] if record["kind"] == "train"] == [name]
+    assert set(PLUGINS) & set(found) == {name}
 
 
 def test_wheels_say_nothing_of_the_machine_they_were_built_on(clean, tmp_path):
@@ -95,3 +102,6 @@ def test_wheels_say_nothing_of_the_machine_they_were_built_on(clean, tmp_path):
         assert str(ROOT) not in metadata
         assert {file.partition("/")[0] for file in files if ".dist-info/" not in file} == {name}
         assert f"{name}/py.typed" in files
+        (licence,) = [wheel.read(file) for file in files if file.endswith("/LICENSE")]
+        assert licence == ROOT.joinpath("LICENSE").read_bytes()
+        assert not LINK_BESIDE.search(metadata), "a link that leads nowhere on a package index"

@@ -30,16 +30,25 @@ def test_versions_are_in_lockstep():
     assert {project("core")["version"], __version__, *versions.values()} == {__version__}
 
 
+BESIDE = ("megatron",)
+"""Plugins whose engine is installed beside core by their extra; the others' engines get runtimes of their own."""
+
+
 def test_each_extra_of_core_is_one_plugin_with_bounds_and_there_is_no_extra_for_all():
     extras = project("core")["optional-dependencies"]
-    assert extras == {name: [f"enginehouse-{name}>=0.1,<0.2"] for name in PLUGINS}
+    engines = {name: project("plugins", name)["optional-dependencies"]["engine"] for name in BESIDE}
+    assert {name: extras[name] for name in PLUGINS} == {
+        name: [f"enginehouse-{name}>=0.1,<0.2", *engines.get(name, [])] for name in PLUGINS
+    }
+    assert "all" not in extras
 
 
 def test_the_workspace_and_the_constraints_take_every_plugin_from_the_checkout():
     extras = project()["optional-dependencies"]
     constraints = ROOT.joinpath("constraints-local.txt").read_text().splitlines()
     for name in PLUGINS:
-        assert extras[name] == [f"enginehouse-{name} @ {{root:uri}}/plugins/{name}"]
+        engine = "[engine]" if name in BESIDE else ""
+        assert extras[name] == [f"enginehouse-{name}{engine} @ {{root:uri}}/plugins/{name}"]
         assert f"enginehouse-{name} @ file://${{PWD}}/plugins/{name}" in constraints
 
 

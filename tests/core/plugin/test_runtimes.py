@@ -109,6 +109,20 @@ def test_an_engine_that_is_not_installed_here_runs_in_its_runtime(home: Path):
     assert chosen == choose_runtime(BACKEND, runtime.name) == choose_runtime(BACKEND, "auto", "cpu")
 
 
+def test_its_own_runtime_can_be_asked_for_where_the_engine_is_installed_here_too(home: Path):
+    runtime = made_up(home)
+    here = dataclasses.replace(BACKEND, requires=())
+    assert choose_runtime(here).python is None
+    assert choose_runtime(here, "own").python == str(runtime.python)
+
+
+def test_its_own_runtime_has_to_be_there(home: Path):
+    with pytest.raises(NoRuntime, match=r"engine.runtime=own.* Try: enginehouse runtime create swift"):
+        choose_runtime(BACKEND, "own")
+    with pytest.raises(NoRuntime, match=r"declares none \(engine.runtime=own\). Try: engine.runtime=auto"):
+        choose_runtime(dataclasses.replace(BACKEND, requires=(), runtimes={}), "own")
+
+
 def test_without_a_runtime_the_command_that_makes_it_is_named():
     with pytest.raises(NoRuntime, match=r"Try: enginehouse runtime create swift( --variant cpu)?$"):
         choose_runtime(BACKEND)
@@ -116,7 +130,7 @@ def test_without_a_runtime_the_command_that_makes_it_is_named():
 
 def test_a_backend_named_for_its_runtime_is_told_the_runtimes_name(home: Path):
     runtime = made_up(home)
-    with pytest.raises(RuntimeProblem, match=f"'swift' .* is a backend, whose runtimes are {runtime.name}"):
+    with pytest.raises(RuntimeProblem, match=f"'swift' .* is a backend, whose runtimes are {runtime.name}. `own`"):
         choose_runtime(BACKEND, "swift")
 
 

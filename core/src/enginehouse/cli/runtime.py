@@ -13,6 +13,7 @@ from enginehouse.errors import UserError
 from enginehouse.plugin import Backend, PluginManager, reload_plugins
 from enginehouse.plugin import plugins as loaded_plugins
 from enginehouse.plugin.lookup import not_found
+from enginehouse.plugin.requirements import unmet
 from enginehouse.plugin.runtimes import (
     Runtime,
     RuntimeProblem,
@@ -74,7 +75,7 @@ def create(backend: str, variant: str | None, name: str | None) -> None:
         raise RuntimeProblem(f"{name!r} cannot be the name of a runtime: it becomes a folder in {folder()}")
     there = next((one for one in installed_runtimes() if one.name == (name or wanted.name)), None)
     if there is not None and state_of(there, record).word == "ok":
-        click.echo(f"runtime {there.name} is there already: {_versions(there)}")
+        click.echo(f"runtime {there.name} is there already: {_versions(there)}. {_when_used(record)}")
         return
     try:
         with Interrupts(lambda: None):
@@ -82,7 +83,7 @@ def create(backend: str, variant: str | None, name: str | None) -> None:
     except KeyboardInterrupt:
         click.echo("Interrupted. Nothing half-made is left; the same command begins anew.", err=True)
         sys.exit(EXIT_CODE)
-    click.echo(f"made runtime {made.name}: {_versions(made)}. It is used by itself where a config asks for {backend!r}")
+    click.echo(f"made runtime {made.name}: {_versions(made)}. {_when_used(record)}")
 
 
 @runtime.command("list")
@@ -187,6 +188,16 @@ def _made_with_progress(wanted: object, name: str | None) -> Runtime:
         made = make_runtime(wanted, name, told)  # type: ignore[arg-type]
         ended()
         return made
+
+
+def _when_used(record: Backend) -> str:
+    """Whether a config gets the backend's runtime without asking for it."""
+    if next(iter(unmet(record.requires)), None) is not None:
+        return f"It is used wherever a config asks for {record.name!r}"
+    return (
+        f"All that {record.name!r} needs is installed in this environment too, which is taken first: a config asks for "
+        "the runtime by engine.runtime=own"
+    )
 
 
 def _versions(one: Runtime) -> str:

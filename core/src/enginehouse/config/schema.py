@@ -56,7 +56,7 @@ class Engine(Section):
     runtime: str = Field(
         default="auto",
         description="Python environment of its workers: auto (this one if it has the engine, else the backend's own "
-        "runtime), current, a runtime's name, or a path",
+        "runtime), current, own (the backend's runtime in any case), a runtime's name, or a path",
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Options of the backend, checked by its own type")
 

@@ -69,9 +69,9 @@ def not_found(
         if plugin.status != "ok" and _may_provide(plugin, kind, distribution, name):
             return _not_loaded(kind, asked, plugin)
     installable = _installable(known) if kind in (None, "train", "rollout") else []
-    if name in installable:
+    if installable:
         from enginehouse.plugin.runtimes.plugin_install import pip_line
-
+    if name in installable:
         return PluginLookupError(f"{label(kind)} {asked!r} is not installed. Try: {pip_line(name)}", "not installed")
     choices = {one.record.name for one in provided if one.record.kind == kind}
     said = [f"no {label(kind)} {asked!r}; {nearest(name, choices)}"]
@@ -79,7 +79,7 @@ def not_found(
     if others:
         said.append(f"{name!r} names something else: {', '.join(label(other) for other in others)}.")
     if installable:
-        said.append(f'Not installed: {", ".join(installable)} (pip install "enginehouse[NAME]").')
+        said.append(f"Not installed: {', '.join(f'{name} ({pip_line(name)})' for name in installable)}.")
     unloaded = [f"{plugin.name} ({plugin.status})" for plugin in known if plugin.status != "ok"]
     if unloaded:
         said.append(f"Plugins that were not loaded: {', '.join(unloaded)}; see `enginehouse plugins list`.")
@@ -99,7 +99,8 @@ def _installable(known: Sequence[Plugin]) -> list[str]:
         extra
         for extra in metadata.metadata("enginehouse").get_all("Provides-Extra") or ()
         for requirement in requirements
-        if requirement.marker
+        if requirement.name.startswith("enginehouse-")
+        and requirement.marker
         and requirement.marker.evaluate({"extra": extra})
         and not any(same_distribution(requirement.name, name) for name in there)
     ]

@@ -18,6 +18,9 @@ from enginehouse.plugin.runtimes.store import Runtime, installed_runtimes, named
 CURRENT = "current"
 """The name of the Python environment this process runs in."""
 
+OWN = "own"
+"""Stands for the runtime that was made for the backend, whatever it is called."""
+
 RUNTIME_VARIABLE = "ENGINEHOUSE_RUNTIME"
 """Environment variable of a worker: the name of the runtime it runs in; unset in the driver's own environment."""
 
@@ -45,7 +48,8 @@ def choose_runtime(record: Backend, wanted: str = "auto", device: str = "cpu") -
     Args:
         record: the backend.
         wanted: `"auto"`: this process's environment if the engine's requirements are met here, else the backend's
-            runtime for `device`; `"current"`; the name of a runtime; or a path to an interpreter or its environment.
+            runtime for `device`; `"current"`; `"own"`: the backend's runtime in any case; the name of a runtime; or a
+            path to an interpreter or its environment.
         device: torch device type, which is also the name of the requirement set.
 
     Raises:
@@ -58,7 +62,12 @@ def choose_runtime(record: Backend, wanted: str = "auto", device: str = "cpu") -
             return Interpreter(CURRENT, reason=why)
         if wanted == CURRENT:
             raise RuntimeProblem(f"{record.name!r} cannot run in this environment: {_listed(missing)}")
-        return _of_backend(record, device, missing)
+        reason = f"the engine's requirements are not met here: {missing[0]}"
+        return _of_backend(record, device, _listed(missing), reason, install_line(missing, plugin_of(record) or CORE))
+    if wanted == OWN:
+        none = "" if record.runtimes else ", and declares none"
+        why = f"is to run in a runtime of its own{none} (engine.runtime=own)"
+        return _of_backend(record, device, why, "engine.runtime asks for its own", "engine.runtime=auto")
     if os.sep in wanted or (os.altsep and os.altsep in wanted) or wanted.startswith("~"):
         return _at_path(record, wanted)
     runtime = named_runtime(wanted)
@@ -75,22 +84,28 @@ def choose_runtime(record: Backend, wanted: str = "auto", device: str = "cpu") -
     return _interpreter(runtime.name, runtime.python, "engine.runtime names it")
 
 
-def _of_backend(record: Backend, device: str, missing: Sequence[Missing]) -> Interpreter:
-    """The whole runtime there is for a backend and device."""
+def _of_backend(record: Backend, device: str, why: str, reason: str, otherwise: str) -> Interpreter:
+    """The whole runtime there is for a backend and device.
+
+    Args:
+        record: the backend.
+        device: torch device type.
+        why: it needs one, for an error.
+        reason: of choosing it, for a plan.
+        otherwise: what to do where the backend declares no runtime for the device.
+    """
     if device not in record.runtimes:
-        line = install_line(missing, plugin_of(record) or CORE)
         others = f" (it has a runtime for {', '.join(sorted(record.runtimes))})" if record.runtimes else ""
-        raise NoRuntime(f"{record.name!r} {_listed(missing)}{others}. Try: {line}")
+        raise NoRuntime(f"{record.name!r} {why}{others}. Try: {otherwise}")
     key = recipe(record, device).key
     own = [one for one in installed_runtimes() if _is_of(one, record.name, device)]
     states = [(one, state_of(one, record)) for one in own]
-    whole = [one for one, state in states if state.word == "ok" and one.manifest and one.manifest.key == key]
-    if whole:
-        why = f"the engine's requirements are not met here: {missing[0]}"
-        return _interpreter(whole[0].name, whole[0].python, why)
+    for one, state in states:
+        if state.word == "ok" and one.manifest and one.manifest.key == key:
+            return _interpreter(one.name, one.python, reason)
     said = "".join(f"; runtime {one.name!r} is {state.word}: {state.problem}" for one, state in states)
     raise NoRuntime(
-        f"{record.name!r} {_listed(missing)}, and there is no runtime of its own for {device} that is whole{said}. "
+        f"{record.name!r} {why}, and there is no runtime of its own for {device} that is whole{said}. "
         f"Try: {create_command(record.name, device)}"
     )
 

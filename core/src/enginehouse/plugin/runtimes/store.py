@@ -141,8 +141,8 @@ def named_runtime(name: str) -> Runtime:
     own = [one.name for one in there if one.manifest is not None and one.manifest.backend == name]
     if own:
         raise RuntimeProblem(
-            f"no runtime {name!r} in {folder()}: that is a backend, whose runtimes are {', '.join(own)}. Name one, or "
-            "let `auto` choose"
+            f"no runtime {name!r} in {folder()}: that is a backend, whose runtimes are {', '.join(own)}. `own` stands "
+            "for the one that fits this machine; or name one"
         )
     raise RuntimeProblem(
         f"no runtime {name!r} in {folder()}: {nearest(name, [one.name for one in there])}. "
