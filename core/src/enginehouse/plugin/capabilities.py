@@ -9,8 +9,6 @@ EXPERTS = "experts"
 # Training engines
 OFFLOAD = "offload"
 """`offload` and `onload` move state to host memory and back."""
-PACKING = "packing"
-"""Rows are packed without padding."""
 LORA = "lora"
 """The option `lora` (`LoraOptions`) trains low-rank adapters instead of the whole model, and `export_adapter` works."""
 VALUE_HEAD = "value_head"

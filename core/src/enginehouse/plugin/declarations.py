@@ -15,8 +15,6 @@ DECLARING: dict[str, tuple[type[records.Record], ...]] = {
     "enginehouse_register_advantages": (records.Advantage,),
     "enginehouse_register_losses": (records.Loss,),
     "enginehouse_register_rewards": (records.Reward,),
-    "enginehouse_register_environments": (records.Environment,),
-    "enginehouse_register_trackers": (records.Tracker,),
 }
 """Each declaring hook and the records it takes."""
 
