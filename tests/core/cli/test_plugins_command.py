@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from enginehouse.cli.main import main
 from enginehouse.plugin import load_plugins
 
+CONTRACT = 'from enginehouse.plugin import *\nenginehouse_protocol = "1.0"\n'
 HEAVY = ("torch", "ray", "transformers")
 
 
@@ -25,7 +26,7 @@ class CommandLine:
 
     def install(self, name: str, source: str, version: str = "0.1.0", entry: str | None = None) -> None:
         module = name.replace("-", "_")
-        self.site.joinpath(f"{module}.py").write_text("from enginehouse.plugin import *\n" + source)
+        self.site.joinpath(f"{module}.py").write_text(CONTRACT + source)
         info = self.site / f"{module}-{version}.dist-info"
         info.mkdir()
         info.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -133,7 +134,7 @@ def test_each_state_is_listed_with_its_reason_under_the_table(command_line):
     for name, state in wanted.items():
         assert f"({name})" in table or state in ("ok", "requirements missing")
     assert "fragile (fragile): broken: RuntimeError: no luck today" in problems
-    assert "plugin contract 9.0, and enginehouse 0.1.0 offers 1.0" in problems
+    assert "dated 0.1.0 is written for plugin contract 9.0, and enginehouse 0.1.0 offers 1.0; upgrade enginehouse" in problems
     assert "needy (needy): requirements missing: needs absent-thing>=1, but it is not installed" in problems
     assert "write 'north:twin' or 'south:twin'" in problems
     assert "Traceback" not in said

@@ -29,7 +29,7 @@ class Distributions:
         """
         module = f"{distribution.replace('-', '_')}_{next(_numbers)}"
         self.modules.append(module)
-        imports = "from enginehouse.plugin import *\n"
+        imports = 'from enginehouse.plugin import *\nenginehouse_protocol = "1.0"\n'
         (self.site / f"{module}.py").write_text(imports + textwrap.dedent(source))
         info = self.site / f"{distribution.replace('-', '_')}-{version}.dist-info"
         info.mkdir()

@@ -71,7 +71,7 @@ def foreign(tmp_path, monkeypatch):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: swift-engine\nVersion: 0.1.0\n")
     (info / "entry_points.txt").write_text("[enginehouse]\nswift = swift_engine_of_a_test\n")
     (info.parent / "swift_engine_of_a_test.py").write_text(
-        "from enginehouse.plugin import RolloutBackend, hookimpl\n\n@hookimpl\n"
+        "from enginehouse.plugin import RolloutBackend, hookimpl\n\nenginehouse_protocol = '1.0'\n\n@hookimpl\n"
         "def enginehouse_register_backends(register):\n"
         "    register(RolloutBackend(name='swift', engine='nowhere:E', requires=('swift-itself>=1',),\n"
         "                            options='enginehouse.backends.torch.options:TorchRolloutOptions'))\n"

@@ -47,7 +47,10 @@ log = logging.getLogger(__name__)
 R = TypeVar("R", bound=Record)
 
 PROTOCOL = "enginehouse_protocol"
-"""Attribute of a plugin module: the contract version it is written for; absent means 1.0."""
+"""Attribute of a plugin module: the contract version it is written for."""
+
+OFFERED = ".".join(map(str, hookspecs.CONTRACT))
+"""The contract version that is offered here."""
 
 WRAPPABLE = "enginehouse_run_step"
 """The one hook a plugin may wrap."""
@@ -266,8 +269,8 @@ class PluginManager:
 
     def _register(self, plugin: Plugin, module: ModuleType) -> None:
         """Check the contract, then register: declaring hooks are historic, so `module` declares inside this call."""
-        plugin.protocol = str(getattr(module, PROTOCOL, "1.0"))
-        _check_protocol(plugin.protocol)
+        plugin.protocol = OFFERED if plugin.internal else str(getattr(module, PROTOCOL, ""))
+        _check_protocol(plugin)
         self._loading = plugin
         name = f"{plugin.distribution}:{plugin.name}"
         try:
@@ -348,21 +351,29 @@ def _word(kind: type[Record] | str) -> str:
     return word
 
 
-def _check_protocol(said: str) -> None:
-    """Check that a plugin written for contract version `said` runs here.
+def _check_protocol(plugin: Plugin) -> None:
+    """Check that a plugin's contract version runs here.
 
     Raises:
-        IncompatiblePlugin: it does not.
+        IncompatiblePlugin: it does not, or the plugin says none.
     """
+    said, owner = plugin.protocol, plugin.distribution
+    if not said:
+        raise IncompatiblePlugin(
+            f"module {plugin.module} does not say which plugin contract it is written for; "
+            f'add the line {PROTOCOL} = "{OFFERED}" to it, or ask the authors of {owner} to'
+        )
     try:
         major, minor = (int(part) for part in said.split("."))
     except ValueError:
         raise IncompatiblePlugin(f"{PROTOCOL} = {said!r} is not of the form 'major.minor'") from None
     if major != hookspecs.CONTRACT[0] or minor > hookspecs.CONTRACT[1]:
-        offered = ".".join(map(str, hookspecs.CONTRACT))
+        if (major, minor) > hookspecs.CONTRACT:
+            cure = f"upgrade enginehouse to a version that offers {said}, or install an older {owner}"
+        else:
+            cure = f"upgrade {owner} to a version for {OFFERED}, or install an older enginehouse"
         raise IncompatiblePlugin(
-            f"it is written for plugin contract {said}, and enginehouse {__version__} offers {offered}; "
-            "install versions of the two that fit"
+            f"{plugin} is written for plugin contract {said}, and enginehouse {__version__} offers {OFFERED}; {cure}"
         )
 
 
