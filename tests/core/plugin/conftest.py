@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from enginehouse.plugin import trial
+
 _numbers = itertools.count()
 
 
@@ -53,6 +55,8 @@ class Distributions:
 
 @pytest.fixture
 def distributions(tmp_path, monkeypatch):
+    """Distributions whose plugins are loaded at once, not tried in another process first."""
+    monkeypatch.setenv(trial.VARIABLE, "1")
     site = tmp_path / "site"
     site.mkdir()
     monkeypatch.syspath_prepend(str(site))
