@@ -15,6 +15,7 @@ from enginehouse.plugin.runtimes import choose_runtime
 from enginehouse.testing.certificate import Certificate, Result, depends_on
 from enginehouse.testing.check import PROTOCOL, Check, Seen
 from enginehouse.testing.checks import checks_of
+from enginehouse.testing.origin import origin_of
 from enginehouse.testing.sites import RolloutSite, Site, TrainSite, TransportSite
 
 if TYPE_CHECKING:
@@ -210,7 +211,9 @@ def certify(
     """
     planned = cases(record, layouts, checks)
     whole = layouts is None and checks is None
-    certificate = Certificate(record.name, whole=whole, kind=record.kind, depends=depends_on(record))
+    certificate = Certificate(
+        record.name, whole=whole, kind=record.kind, depends=depends_on(record), origin=origin_of(record)
+    )
     ended(certificate)
     with Certifier(record, runtime) as certifier:
         for number, case in enumerate(planned, start=1):
