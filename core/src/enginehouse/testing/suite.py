@@ -51,9 +51,10 @@ class Suite:
         cls.test_conforms = test_conforms  # type: ignore[attr-defined]
 
     @pytest.fixture(scope="class")
-    def certifier(self) -> Iterator[Certifier]:
+    @classmethod
+    def certifier(cls) -> Iterator[Certifier]:
         """The processes that all tests of the class share."""
-        with Certifier(self.record(), self.runtime) as certifier:
+        with Certifier(cls.record(), cls.runtime) as certifier:
             yield certifier
 
 
