@@ -32,7 +32,7 @@ def test_versions_are_in_lockstep():
 
 def test_each_extra_of_core_is_one_plugin_with_bounds_and_there_is_no_extra_for_all():
     extras = project("core")["optional-dependencies"]
-    assert extras == {name: [f"enginehouse-{name}>=0.1,<0.2"] for name in PLUGINS}
+    assert {name: extras[name] for name in PLUGINS} == {name: [f"enginehouse-{name}>=0.1,<0.2"] for name in PLUGINS}
 
 
 def test_the_workspace_and_the_constraints_take_every_plugin_from_the_checkout():
@@ -82,3 +82,11 @@ def test_a_plugin_whose_engine_is_to_come_says_so(monkeypatch, name):
     with pytest.raises(PluginLookupError, match=r"comes in a later release.*`torch`") as caught:
         manager.get(record.kind, name)
     assert caught.value.reason == "unavailable"
+
+
+def test_the_extra_of_suites_brings_what_they_need_and_is_taken_for_no_backend():
+    (needed,) = project("core")["optional-dependencies"]["testing"]
+    assert needed.startswith("pytest>=")
+    with pytest.raises(PluginLookupError) as caught:
+        load_plugins(entry_points=[]).get("train", "nothing")
+    assert "testing" not in str(caught.value)

@@ -12,7 +12,9 @@ import pytest
 from enginehouse.errors import UserError
 from enginehouse.plugin import Layout, RolloutBackend, TrainBackend, capabilities, load_plugins
 from enginehouse.testing.certificate import Certificate, Result
+from enginehouse.testing.check import PROTOCOL, Measured, Seen, wrong
 from enginehouse.testing.checks import checks_of
+from enginehouse.testing.comparison import larger
 from enginehouse.testing.origin import origin_of
 from enginehouse.testing.running import cases, undeclared
 
@@ -164,3 +166,22 @@ def test_cases_of_a_rollout_engine_stand_together_by_layout_since_each_is_launch
     found = [case.layout for case in cases(record)]
     assert found == sorted(found)
     assert found.count("one") == found.count("two") > 10
+
+
+@pytest.mark.parametrize("kind", ["train", "rollout", "transport"])
+def test_every_capability_that_may_be_declared_has_a_check(kind):
+    assert {check.capability for check in checks_of(kind)} == {PROTOCOL, *capabilities.OF[kind]}
+
+
+def test_a_check_lists_all_that_it_found():
+    (refused,) = (check for check in checks_of("rollout") if check.name == "refused")
+    found = {"an empty prompt": "was served", "n 0": "raised ValueError: n"}
+    judged = refused.judge([Seen(0, 1, True, (found, []))])
+    assert "an empty prompt was served" in judged.detail
+    assert "n 0 raised ValueError: n" in judged.detail
+    several = larger(wrong("one thing"), Measured(3.0, "a size"), wrong("another"))
+    assert several.detail == "one thing; another"
+
+
+def test_the_first_check_of_a_rollout_engine_is_what_many_others_take():
+    assert checks_of("rollout")[0].name == "overtaking"

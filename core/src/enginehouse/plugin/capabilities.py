@@ -46,5 +46,21 @@ SAME_HOST = "same_host"
 CROSS_HOST = "cross_host"
 """Moves weights between hosts."""
 
-ALL = frozenset(value for name, value in list(globals().items()) if name.isupper() and isinstance(value, str))
-"""Every name above."""
+OF: dict[str, frozenset[str]] = {
+    "train": frozenset({BACKGROUND_SAVE, EXPERTS, HALF_PRECISION, LORA, OFFLOAD, RESHARD_CHECKPOINT, VALUE_HEAD}),
+    "rollout": frozenset(
+        {
+            COLOCATES,
+            EXPERTS,
+            OPENAI_ENDPOINT,
+            PAUSE_KEEP,
+            PROMPT_LOGPROBS,
+            SEED,
+            SLEEP,
+            STOP_STRINGS,
+            WEIGHT_CHECKSUMS,
+        }
+    ),
+    "transport": frozenset({SAME_PROCESS, SAME_HOST, CROSS_HOST}),
+}
+"""By kind of record those that it may declare; the conformance suite has a check of each."""

@@ -44,8 +44,9 @@ def check_record(record: object, hook: str) -> records.Record:
     if isinstance(record, records.Backend):
         _check_requirements(what, record)
     for capability in getattr(record, "capabilities", ()):
-        if capability not in capabilities.ALL:
-            raise PluginError(f"{what}: no capability {capability!r}; {nearest(str(capability), capabilities.ALL)}")
+        if capability not in capabilities.OF[record.kind]:
+            choices = nearest(str(capability), capabilities.OF[record.kind])
+            raise PluginError(f"{what}: no capability {capability!r} of that kind; {choices}")
     return record
 
 

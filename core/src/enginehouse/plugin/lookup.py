@@ -99,7 +99,8 @@ def _installable(known: Sequence[Plugin]) -> list[str]:
         extra
         for extra in metadata.metadata("enginehouse").get_all("Provides-Extra") or ()
         for requirement in requirements
-        if requirement.marker
+        if requirement.name.startswith("enginehouse-")
+        and requirement.marker
         and requirement.marker.evaluate({"extra": extra})
         and not any(same_distribution(requirement.name, name) for name in there)
     ]

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-import pytest
+try:
+    import pytest
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError('the suites are pytest tests; pip install "enginehouse[testing]"') from error
 
 from enginehouse.plugin import RolloutBackend, TrainBackend, Transport, plugins
 from enginehouse.testing.running import Case, Certifier, cases

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from enginehouse.plugin import capabilities
 from enginehouse.testing.check import EXACT, Check
-from enginehouse.testing.checks.transport.exactness import judge
+from enginehouse.testing.checks.transport.exactness import judge, unlike
 from enginehouse.testing.far_end import arrives
 from enginehouse.testing.link import Link, random_weights
+
+
+def _same_process(link: Link) -> str:
+    sent = random_weights(10)
+    with link.connect(sent) as connection:
+        return unlike(connection.update(1, sent)[0], sent)
 
 
 def _same_host(link: Link) -> str:
@@ -18,6 +24,14 @@ def _cross_host(link: Link) -> str:
 
 
 CHECKS = (
+    Check(
+        name="same_process",
+        capability=capabilities.SAME_PROCESS,
+        claim="Weights arrive whole where both ends are in one process",
+        tolerance=EXACT,
+        acts=(_same_process,),
+        judge=judge,
+    ),
     Check(
         name="same_host",
         capability=capabilities.SAME_HOST,
