@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -144,3 +148,15 @@ def test_a_plugin_that_loads_plugins_itself_starts_no_further_trials(distributio
     distributions.add("curious", "from enginehouse.plugin import load_plugins\nload_plugins(enabled=['sound'])")
     assert tried("curious")[0]["curious"].status == "ok"
     assert len(tried.started) == 1
+
+
+def test_a_trial_whose_parent_was_killed_ends_by_itself(distributions):
+    module = distributions.add("endless", "import time\nwhile True: time.sleep(1)")
+    asked = {"path": sys.path, "plugins": [["endless", "endless", module]], "examine": "", "seconds": 0.05}
+    reading, writing = os.pipe()
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", trial._PROGRAM, str(writing), json.dumps(asked)], pass_fds=(writing,)
+    ) as process:
+        assert process.wait(60) == -signal.SIGALRM
+    os.close(reading)
+    os.close(writing)

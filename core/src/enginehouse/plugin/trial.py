@@ -41,7 +41,7 @@ import json, sys
 asked = json.loads(sys.argv[2])
 sys.path[:] = asked["path"]
 from enginehouse.plugin.trial_process import main
-main(int(sys.argv[1]), asked["plugins"], asked["examine"])
+main(int(sys.argv[1]), asked["plugins"], asked["examine"], asked["seconds"])
 """
 
 Candidate = tuple[Plugin, metadata.EntryPoint]
@@ -114,6 +114,7 @@ def _in_one_process(candidates: Sequence[Candidate], examine: str, seconds: floa
         "path": [one for one in sys.path if isinstance(one, str)],
         "plugins": [[plugin.name, plugin.distribution, entry_point.value] for plugin, entry_point in candidates],
         "examine": examine,
+        "seconds": seconds,
     }
     reading, writing = os.pipe()
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import signal
 from collections.abc import Sequence
 from importlib import metadata
 from typing import IO
@@ -15,19 +16,22 @@ from enginehouse.plugin.manager import PluginManager
 from enginehouse.plugin.records import Backend, Record, ResolveError, resolve
 
 
-def main(descriptor: int, plugins: Sequence[tuple[str, str, str]], examine: str) -> None:
+def main(descriptor: int, plugins: Sequence[tuple[str, str, str]], examine: str, seconds: float) -> None:
     """Load plugins one after the other, with a line on each once it is through, and one before the first.
 
     Args:
         descriptor: file descriptor to write to.
         plugins: name, distribution and entry point of each.
         examine: as in `try_out`.
+        seconds: who reads has given a plugin up by then. A process that nobody ends, as they were killed, ends later.
     """
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     os.set_inheritable(descriptor, False)
     answers = os.fdopen(descriptor, "w", encoding="utf-8")
     _write(answers, "")
     for name, distribution, value in plugins:
         wrong: list[str] = []
+        signal.setitimer(signal.ITIMER_REAL, 2 * seconds)
         try:
             problem = _tried(Plugin(name, distribution, "", value), value, examine, wrong)
         except BaseException as error:  # what is not even an Exception would end the process that loads it
