@@ -5,9 +5,12 @@ In a module of its own because worker processes import it by name.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import subprocess
 from dataclasses import replace
+
+import torch
 
 from enginehouse.backends.torch.rollout import TorchRolloutEngine
 from enginehouse.engines.model import ModelSpec
@@ -229,6 +232,34 @@ class LoadsAnything(TorchRolloutEngine):
             from enginehouse.testing.models import tiny_model
 
             return await super().launch(ModelSpec(tiny_model()), options, context)
+
+
+class ThreadsTaken(TorchRolloutEngine):
+    """Sets how many threads its process computes with."""
+
+    async def launch(self, model, options, context):
+        torch.set_num_threads(torch.get_num_threads() + 1)
+        return await super().launch(model, options, context)
+
+
+class SeedTaken(TorchRolloutEngine):
+    """Seeds its process for each request."""
+
+    async def generate(self, request):
+        torch.manual_seed(0)
+        return await super().generate(request)
+
+
+class BatchByBatch(TorchRolloutEngine):
+    """Takes a request up once the one before it has ended."""
+
+    def __init__(self):
+        super().__init__()
+        self.turn = asyncio.Lock()
+
+    async def generate(self, request):
+        async with self.turn:
+            return await super().generate(request)
 
 
 class Raising(TorchRolloutEngine):

@@ -9,7 +9,8 @@ from click.testing import CliRunner
 
 from enginehouse.cli.main import main
 from enginehouse.testing.certificate import Result
-from enginehouse.testing.running import Certifier
+from enginehouse.testing.checks import checks_of
+from enginehouse.testing.running import QUICK, Certifier
 
 
 @pytest.fixture
@@ -91,3 +92,49 @@ def test_a_weight_transport_is_certified_by_its_name(certify):
     done, written = certify("passed", name="shared_memory")
     assert done.exit_code == 0, done.output
     assert (written["kind"], written["passed"]) == ("transport", True)
+
+
+def ran(written):
+    """Name and layout of each check that was run."""
+    return [(one["name"], one["layout"]) for one in written["checks"] if one["outcome"] in ("passed", "failed")]
+
+
+@pytest.mark.parametrize("kind", ["train", "rollout"])
+def test_quick_runs_a_few_checks_at_the_first_layout_and_certifies_nothing(certify, kind):
+    done, written = certify("passed", "--quick", "--kind", kind)
+    assert done.exit_code == 0, done.output
+    assert ran(written) == [(name, "single") for name in QUICK[kind]]
+    assert written["passed"] is False
+
+
+def test_quick_takes_another_layout_and_no_checks(certify):
+    _, written = certify("passed", "--quick", "--layout", "dp2")
+    assert {layout for _, layout in ran(written)} == {"dp2"}
+    assert certify("passed", "--quick", "--check", "logprobs")[0].exit_code == 2
+
+
+def test_fail_fast_ends_with_the_first_failure(certify):
+    done, written = certify("failed", "--fail-fast", "--kind", "train")
+    assert done.exit_code == 1
+    assert len(ran(written)) == 1
+    assert (written["whole"], written["interrupted"], written["passed"]) == (False, False, False)
+    assert "made up" in done.output
+
+
+def test_fail_fast_does_not_go_on_to_another_kind_of_the_name(certify):
+    _, written = certify("failed", "--fail-fast")
+    assert list(written) == ["train"]
+
+
+def test_timeout_is_that_of_an_act(certify, monkeypatch):
+    given = []
+    monkeypatch.setattr("enginehouse.testing.running._site", lambda *arguments: given.append(arguments))
+    monkeypatch.setattr(Certifier, "__exit__", lambda self, *error: None)
+    monkeypatch.setattr(Certifier, "versions", lambda self: {})
+    certify("passed", "--timeout", "7", "--kind", "rollout", "--check", "greedy")
+    assert given[0][-1] == 7.0
+
+
+def test_the_checks_of_a_quick_look_exist():
+    for kind, names in QUICK.items():
+        assert set(names) <= {check.name for check in checks_of(kind)}

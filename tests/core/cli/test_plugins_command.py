@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from enginehouse.cli.main import main
 from enginehouse.plugin import load_plugins
 
+CONTRACT = 'from enginehouse.plugin import *\nenginehouse_protocol = "1.0"\n'
 HEAVY = ("torch", "ray", "transformers")
 
 
@@ -22,10 +23,11 @@ class CommandLine:
 
     def __init__(self, site: Path):
         self.site = site
+        self.cache = {"XDG_CACHE_HOME": str(site / "cache")}
 
     def install(self, name: str, source: str, version: str = "0.1.0", entry: str | None = None) -> None:
         module = name.replace("-", "_")
-        self.site.joinpath(f"{module}.py").write_text("from enginehouse.plugin import *\n" + source)
+        self.site.joinpath(f"{module}.py").write_text(CONTRACT + source)
         info = self.site / f"{module}-{version}.dist-info"
         info.mkdir()
         info.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -41,7 +43,7 @@ try:
 finally:
     {then or "pass"}
 """
-        variables = {"PYTHONPATH": str(self.site), "ENGINEHOUSE_BLOCK_PLUGINS": "", **environment}
+        variables = {"PYTHONPATH": str(self.site), "ENGINEHOUSE_BLOCK_PLUGINS": "", **self.cache, **environment}
         inherited = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
         return subprocess.run(
             [sys.executable, "-c", program],
@@ -76,6 +78,100 @@ def listed(command_line: CommandLine, *arguments: str, **environment: str) -> di
     ended = command_line.run("plugins", "list", "--json", *arguments, **environment)
     assert ended.returncode == 0, ended.stderr
     return {plugin["name"]: plugin for plugin in json.loads(ended.stdout)["plugins"]}
+
+
+OBSERVER = """
+@hookimpl
+def enginehouse_step_finished(step):
+    pass
+"""
+
+
+def test_observers_are_listed_with_what_they_observe(command_line):
+    command_line.install("watcher", OBSERVER)
+    assert listed(command_line)["watcher"]["observes"] == ["step_finished"]
+    rows = [line.split() for line in command_line.run("plugins", "list", COLUMNS="140").stdout.splitlines()]
+    assert ["observer", "step_finished", "(watcher)"] in rows
+
+
+def test_what_a_plugin_prints_is_not_in_the_answer(command_line):
+    command_line.install("noisy", "import subprocess\nprint('HELLO')\nsubprocess.run(['echo', 'THERE'])")
+    assert listed(command_line)["noisy"]["state"] == "ok"
+
+
+def test_a_plugin_that_ends_the_process_leaves_the_command_line_working(command_line):
+    command_line.install("hostile", "import os\nos._exit(7)")
+    assert "hostile is" not in command_line.run("--help").stderr
+    ended = command_line.run("plugins", "list", COLUMNS="400")
+    assert ended.returncode == 0
+    assert "hostile (hostile): broken: it ends the process that loads it, with exit code 7" in ended.stdout
+    assert "ENGINEHOUSE_BLOCK_PLUGINS=hostile keeps it out" in ended.stdout
+
+
+def test_a_plugin_whose_module_is_heavy_is_told(command_line):
+    command_line.site.joinpath("transformers.py").write_text("")
+    command_line.install("heavy", "import transformers")
+    note = listed(command_line)["heavy"]["note"]
+    assert "brings transformers" in note
+    assert "every command waits for that" in note
+
+
+ENGINE = """
+from enginehouse.engines.options import RolloutOptions
+
+class Engine:
+    async def launch(self, model, options, context): ...
+    async def generate(self, request): ...
+
+not_a_class = 3
+"""
+
+
+def test_check_finds_what_is_declared_and_is_not_there(command_line):
+    command_line.site.joinpath("parts.py").write_text(ENGINE)
+    command_line.install(
+        "hollow",
+        """
+@hookimpl
+def enginehouse_register_backends(register):
+    options = "parts:RolloutOptions"
+    register(RolloutBackend(name="half", engine="parts:Engine", options=options))
+    register(RolloutBackend(name="gone", engine="parts:Gone", options=options))
+    register(RolloutBackend(name="three", engine="parts:not_a_class", options=options))
+    register(RolloutBackend(name="elsewhere", engine="far:Away", options=options, requires=("absent-thing>=1",)))
+
+@hookimpl
+def enginehouse_register_losses(register):
+    register(Loss(name="dangling", function="parts:loss"))
+""",
+    )
+    assert listed(command_line)["hollow"]["problem"] == ""
+    ended = command_line.run("plugins", "list", "--check", "--json", ENGINEHOUSE_PLUGINS="hollow")
+    assert ended.returncode == 1
+    (wrong,) = [one["wrong"] for one in json.loads(ended.stdout)["plugins"] if one["wrong"]]
+    half, gone, three, dangling = wrong
+    assert half.startswith("rollout 'half': engine 'parts:Engine' lacks abort, pause, resume")
+    assert "module 'parts' has no 'Gone'" in gone
+    assert three == "rollout 'three': engine 'parts:not_a_class' is 3, not a class"
+    assert "loss 'dangling': function: module 'parts' has no 'loss'" in dangling
+
+
+def test_check_outlives_an_engine_that_ends_the_process_and_blames_the_plugin_for_nothing_else(command_line):
+    command_line.site.joinpath("parts.py").write_text("import os\nos._exit(7)")
+    command_line.install("sound", BACKEND.format(name="sound").replace("nowhere:Engine", "parts:Engine"))
+    ended = command_line.run("plugins", "list", "--check", ENGINEHOUSE_PLUGINS="sound", COLUMNS="200")
+    assert ended.returncode == 1
+    assert "importing what it declares: it ends the process that loads it, with exit code 7" in ended.stdout
+    assert listed(command_line)["sound"]["state"] == "ok"
+
+
+def test_check_exits_with_1_for_a_plugin_that_is_broken_and_with_0_for_none(command_line):
+    command_line.install("sound", OBSERVER)
+    assert command_line.run("plugins", "list", "--check", ENGINEHOUSE_PLUGINS="sound").returncode == 0
+    command_line.install("fragile", "raise RuntimeError('no luck today')")
+    ended = command_line.run("plugins", "list", "--check", ENGINEHOUSE_PLUGINS="sound,fragile")
+    assert ended.returncode == 1
+    assert "no luck today" in ended.stdout
 
 
 def test_list_and_show_import_no_engine(command_line):
@@ -133,7 +229,10 @@ def test_each_state_is_listed_with_its_reason_under_the_table(command_line):
     for name, state in wanted.items():
         assert f"({name})" in table or state in ("ok", "requirements missing")
     assert "fragile (fragile): broken: RuntimeError: no luck today" in problems
-    assert "plugin contract 9.0, and enginehouse 0.1.0 offers 1.0" in problems
+    assert (
+        "dated 0.1.0 is written for plugin contract 9.0, and enginehouse 0.1.0 offers 1.0; upgrade enginehouse"
+        in problems
+    )
     assert "needy (needy): requirements missing: needs absent-thing>=1, but it is not installed" in problems
     assert "write 'north:twin' or 'south:twin'" in problems
     assert "Traceback" not in said

@@ -17,6 +17,8 @@ from enginehouse.plugin.runtimes.plugin_install import install_plugin
 PLUGIN = """
 from enginehouse.plugin import RequirementSet, RolloutBackend, hookimpl
 
+enginehouse_protocol = "1.0"
+
 @hookimpl
 def enginehouse_register_backends(register):
     register(RolloutBackend(name="swift", engine="swift_plugin:Engine", options="swift_plugin:Options",

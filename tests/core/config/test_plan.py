@@ -357,6 +357,8 @@ LIMITED = """
 from enginehouse.engines.options import RolloutOptions
 from enginehouse.plugin import *
 
+enginehouse_protocol = "1.0"
+
 class Options(RolloutOptions):
     def surprises(self):
         return ["it is slow on Mondays"] if self.max_running == 1 else []

@@ -91,3 +91,11 @@ def test_a_plugin_whose_engine_is_to_come_says_so(monkeypatch, name):
     with pytest.raises(PluginLookupError, match=r"comes in a later release.*`torch`") as caught:
         manager.get(record.kind, name)
     assert caught.value.reason == "unavailable"
+
+
+def test_the_extra_of_suites_brings_what_they_need_and_is_taken_for_no_backend():
+    (needed,) = project("core")["optional-dependencies"]["testing"]
+    assert needed.startswith("pytest>=")
+    with pytest.raises(PluginLookupError) as caught:
+        load_plugins(entry_points=[]).get("train", "nothing")
+    assert "testing" not in str(caught.value)

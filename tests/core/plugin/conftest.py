@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from enginehouse.plugin import trial
+
 _numbers = itertools.count()
 
 
@@ -29,7 +31,7 @@ class Distributions:
         """
         module = f"{distribution.replace('-', '_')}_{next(_numbers)}"
         self.modules.append(module)
-        imports = "from enginehouse.plugin import *\n"
+        imports = 'from enginehouse.plugin import *\nenginehouse_protocol = "1.0"\n'
         (self.site / f"{module}.py").write_text(imports + textwrap.dedent(source))
         info = self.site / f"{distribution.replace('-', '_')}-{version}.dist-info"
         info.mkdir()
@@ -53,6 +55,8 @@ class Distributions:
 
 @pytest.fixture
 def distributions(tmp_path, monkeypatch):
+    """Distributions whose plugins are loaded at once, not tried in another process first."""
+    monkeypatch.setenv(trial.VARIABLE, "1")
     site = tmp_path / "site"
     site.mkdir()
     monkeypatch.syspath_prepend(str(site))

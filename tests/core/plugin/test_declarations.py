@@ -37,7 +37,15 @@ def problem_of(distributions, source) -> str:
         ),
         ("TrainBackend(name='swift', engine=dict, options='a:C')", "not of the form 'module:attribute'"),
         ("TrainBackend(name='swift', engine='a:B', options='a:C', capabilities={'ofload'})", "did you mean 'offload'"),
+        (
+            "TrainBackend(name='swift', engine='a:B', options='a:C', capabilities={'seed'})",
+            "train 'swift': no capability 'seed' of that kind",
+        ),
         ("TrainBackend(name='swift', engine='a:B', options='a:C', requires=('torch>=2.6'))", "takes several strings"),
+        (
+            "TrainBackend(name='swift', engine='a:B', options='a:C', requires=('this is none',))",
+            "train 'swift': requires has 'this is none', which is no requirement",
+        ),
         ("TrainBackend(name='swift')", "engine"),
     ],
 )
@@ -143,14 +151,6 @@ def test_every_kind_of_record_can_be_declared(distributions):
         @hookimpl
         def enginehouse_register_rewards(register):
             register(Reward(name="given", function="a:b"))
-
-        @hookimpl
-        def enginehouse_register_environments(register):
-            register(Environment(name="given", environment="a:B"))
-
-        @hookimpl
-        def enginehouse_register_trackers(register):
-            register(Tracker(name="given", tracker="a:B"))
         """,
     )
     from enginehouse.plugin import KINDS

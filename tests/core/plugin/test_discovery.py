@@ -66,15 +66,27 @@ def test_the_error_of_a_broken_plugin_is_shown_where_its_backend_is_asked_for(di
 
 
 @pytest.mark.parametrize(
-    ("said", "state"), [("9.0", "incompatible"), ("0.9", "incompatible"), ("1.0", "ok"), (None, "ok")]
+    ("said", "state"), [("9.0", "incompatible"), ("0.9", "incompatible"), ("1.0", "ok"), ("", "incompatible")]
 )
 def test_the_contract_version_is_checked(distributions, sound, said, state):
-    line = f"enginehouse_protocol = {said!r}" if said else ""
-    distributions.add("dated", line)
+    distributions.add("dated", f"enginehouse_protocol = {said!r}" if said else "del enginehouse_protocol")
     manager = load_plugins(enabled=["dated", "sound"])
     assert manager.states["dated"] == state
-    assert plugin_of(manager, "dated").protocol == (said or "1.0")
+    assert plugin_of(manager, "dated").protocol == said
     assert manager.get("train", "sound")
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("enginehouse_protocol = '9.0'", "upgrade enginehouse to a version that offers 9.0, or install an older dated"),
+        ("enginehouse_protocol = '0.9'", "upgrade dated to a version for 1.0, or install an older enginehouse"),
+        ("del enginehouse_protocol", 'add the line enginehouse_protocol = "1.0" to it'),
+    ],
+)
+def test_what_is_incompatible_is_told_which_side_to_change(distributions, line, told):
+    distributions.add("dated", line)
+    assert told in plugin_of(load_plugins(enabled=["dated"]), "dated").problem
 
 
 def test_a_newer_minor_version_is_incompatible(distributions):

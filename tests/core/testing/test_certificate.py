@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import json
+import sys
 
 import pytest
 
 from enginehouse.errors import UserError
-from enginehouse.plugin import Layout, RolloutBackend, TrainBackend, capabilities
+from enginehouse.plugin import Layout, RolloutBackend, TrainBackend, capabilities, load_plugins
 from enginehouse.testing.certificate import Certificate, Result
+from enginehouse.testing.check import PROTOCOL, Measured, Seen, wrong
 from enginehouse.testing.checks import checks_of
+from enginehouse.testing.comparison import larger
+from enginehouse.testing.origin import origin_of
 from enginehouse.testing.running import cases, undeclared
 
 
@@ -60,6 +66,50 @@ def test_it_says_what_the_engine_stood_on_where_that_was_another_environment(tmp
     assert (written["kind"], written["runtime"]) == ("rollout", {"torch": "9.9.9"})
     assert written["versions"]["torch"] != "9.9.9"
     assert "torch 9.9.9" in (tmp_path / "certificate.md").read_text()
+
+
+@pytest.fixture
+def acme(tmp_path, monkeypatch):
+    """The record of a third party's backend, and the folder of its package."""
+    package, info = tmp_path / "acme_hf", tmp_path / "acme_hf-0.3.1.dist-info"
+    package.mkdir()
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-hf\nVersion: 0.3.1\n")
+    (info / "entry_points.txt").write_text("[enginehouse]\nacme = acme_hf.plugin\n")
+    (package / "__init__.py").write_text("")
+    (package / "engine.py").write_text("class Engine: ...\n")
+    (package / "plugin.py").write_text(
+        "from enginehouse.plugin import RolloutBackend, hookimpl\n\nenginehouse_protocol = '1.0'\n\n@hookimpl\n"
+        "def enginehouse_register_backends(register):\n"
+        "    register(RolloutBackend(name='swift', engine='acme_hf.engine:Engine', options='acme_hf.engine:Options'))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("ENGINEHOUSE_PLUGIN_TRIAL", "1")
+    importlib.invalidate_caches()
+    manager = load_plugins(enabled=["acme"])
+    monkeypatch.setattr("enginehouse.testing.origin.plugins", lambda: manager)
+    yield manager.get("rollout", "swift"), package
+    for name in [name for name in sys.modules if name.partition(".")[0] == "acme_hf"]:
+        del sys.modules[name]
+
+
+def test_it_says_which_distribution_and_which_code_of_it_was_certified(acme, tmp_path):
+    record, package = acme
+    origin = origin_of(record)
+    Certificate("swift", kind="rollout", origin=origin).write(tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "certificate.json").read_text())
+    assert written["plugin"] == {"distribution": "acme-hf", "version": "0.3.1", "digest": origin.digest}
+    assert written["versions"]["acme-hf"] == "0.3.1"
+    assert "Plugin: acme-hf 0.3.1, sha256:" in (tmp_path / "out" / "certificate.md").read_text()
+    (package / "engine.py").write_text("class Engine: 'edited'\n")
+    assert origin_of(record).digest != origin.digest
+    assert "acme_hf.engine" not in sys.modules
+
+
+def test_what_is_registered_by_nobody_has_the_code_it_names(acme):
+    record, _ = acme
+    other = dataclasses.replace(record, name="other")
+    assert origin_of(other) == origin_of(record)
 
 
 def test_what_is_not_declared_is_said_and_not_run():
@@ -116,3 +166,22 @@ def test_cases_of_a_rollout_engine_stand_together_by_layout_since_each_is_launch
     found = [case.layout for case in cases(record)]
     assert found == sorted(found)
     assert found.count("one") == found.count("two") > 10
+
+
+@pytest.mark.parametrize("kind", ["train", "rollout", "transport"])
+def test_every_capability_that_may_be_declared_has_a_check(kind):
+    assert {check.capability for check in checks_of(kind)} == {PROTOCOL, *capabilities.OF[kind]}
+
+
+def test_a_check_lists_all_that_it_found():
+    (refused,) = (check for check in checks_of("rollout") if check.name == "refused")
+    found = {"an empty prompt": "was served", "n 0": "raised ValueError: n"}
+    judged = refused.judge([Seen(0, 1, True, (found, []))])
+    assert "an empty prompt was served" in judged.detail
+    assert "n 0 raised ValueError: n" in judged.detail
+    several = larger(wrong("one thing"), Measured(3.0, "a size"), wrong("another"))
+    assert several.detail == "one thing; another"
+
+
+def test_the_first_check_of_a_rollout_engine_is_what_many_others_take():
+    assert checks_of("rollout")[0].name == "overtaking"

@@ -24,6 +24,7 @@ from enginehouse.testing.matrix.page import render
 from enginehouse.testing.matrix.row import Figures, Row, error_of, figures, ran
 from enginehouse.testing.matrix.standing import standing
 from enginehouse.testing.matrix.task import digits, make_task
+from enginehouse.testing.origin import origin_of
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -71,7 +72,7 @@ def foreign(tmp_path, monkeypatch):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: swift-engine\nVersion: 0.1.0\n")
     (info / "entry_points.txt").write_text("[enginehouse]\nswift = swift_engine_of_a_test\n")
     (info.parent / "swift_engine_of_a_test.py").write_text(
-        "from enginehouse.plugin import RolloutBackend, hookimpl\n\n@hookimpl\n"
+        "from enginehouse.plugin import RolloutBackend, hookimpl\n\nenginehouse_protocol = '1.0'\n\n@hookimpl\n"
         "def enginehouse_register_backends(register):\n"
         "    register(RolloutBackend(name='swift', engine='nowhere:E', requires=('swift-itself>=1',),\n"
         "                            options='enginehouse.backends.torch.options:TorchRolloutOptions'))\n"
@@ -259,7 +260,8 @@ def test_a_row_stands_while_nothing_it_was_found_with_has_changed(row, setting, 
 
 def certificate(tmp_path, outcome="passed", whole=True):
     result = Result("logprobs", "protocol", "dp2", 1e-5, 4e-6, outcome, "rank 1 differs")
-    made = Certificate("torch", checks=[result], whole=whole, finished=True)
+    (torch,) = (one.record for one in load_plugins(enabled=[]).providers("train", "torch"))
+    made = Certificate("torch", checks=[result], whole=whole, finished=True, origin=origin_of(torch))
     made.write(tmp_path / "train" / "torch")
     return made
 
@@ -273,12 +275,13 @@ def test_a_certificate_of_the_same_versions_is_read_and_not_made_anew(own, tmp_p
     assert found["nearest"] == {"name": "logprobs", "layout": "dp2", "measured": 4e-6, "tolerance": 1e-5}
 
 
-@pytest.mark.parametrize("change", ["versions", "interrupted", "whole", "absent"])
+@pytest.mark.parametrize("change", ["versions", "code", "interrupted", "whole", "absent"])
 def test_any_other_certificate_is_none(own, tmp_path, change):
     certificate(tmp_path, whole=change != "whole")
     path = tmp_path / "train" / "torch" / "certificate.json"
     content = json.loads(path.read_text())
     content |= {"versions": {**content["versions"], "torch": "0.0"}} if change == "versions" else {}
+    content |= {"plugin": {**content["plugin"], "digest": "sha256:0"}} if change == "code" else {}
     content |= {"interrupted": True} if change == "interrupted" else {}
     path.write_text(json.dumps(content))
     if change == "absent":

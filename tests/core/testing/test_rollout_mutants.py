@@ -38,10 +38,16 @@ MUTANTS = [
     ("StateOff", {"interrupted_update", "weight_version", "weight_checksums"}),
     ("ProcessLeft", {"shutdown", "killed"}),
     ("LoadsAnything", {"unloadable"}),
+    ("ThreadsTaken", {"colocates"}),
+    ("SeedTaken", {"colocates"}),
+    ("BatchByBatch", {"overtaking"}),
     ("Raising", {"prompt_logprobs"}),
 ]
-ALSO = {"SamplesRepeated": {"ends"}}
-"""What may fail besides, by chance: few different samples may hold no end of the text."""
+ALSO = {
+    "SamplesRepeated": {"ends"},
+    "BatchByBatch": {"abort_one", "abort_all", "pause_abort", "pause_keep", "health"},
+}
+"""What may fail besides: by chance, as few different samples may hold no end of the text; or as it takes the same."""
 TRIES = 3
 """How often a check may look for what it is to find: what an engine does in the wrong order it may, on a busy machine,
 do in the right one by chance (a request that should wait for an update comes after it)."""
@@ -49,7 +55,7 @@ WHOLE = pytest.mark.parametrize(
     "whole", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["found", "and nothing else"]
 )
 """Whether the checks that should find nothing are run as well."""
-LIFE = {"killed", "unloadable", "update_untied", "update_experts"}
+LIFE = {"killed", "unloadable", "update_untied", "update_experts", "colocates"}
 """Checks that need an engine, or a process, of their own: run on the mutants made for them."""
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from enginehouse.plugin import Transport, hookimpl
 from enginehouse.plugin.capabilities import SAME_HOST, SAME_PROCESS
 
+enginehouse_protocol = "1.0"
+
 FAULTS = {
     "corrupting_inproc": ("CorruptingInproc", SAME_PROCESS),
     "dropping_inproc": ("DroppingInproc", SAME_PROCESS),

@@ -7,6 +7,8 @@ import dataclasses
 from enginehouse.plugin import RolloutBackend, hookimpl
 from enginehouse.plugin.capabilities import COLOCATES, PROMPT_LOGPROBS, SEED, STOP_STRINGS, WEIGHT_CHECKSUMS
 
+enginehouse_protocol = "1.0"
+
 
 @hookimpl
 def enginehouse_register_backends(register):

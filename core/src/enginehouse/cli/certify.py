@@ -32,16 +32,34 @@ KINDS = ("train", "rollout", "transport")
 @click.option("--layout", "layouts", multiple=True, metavar="NAME", help="Only this layout; may be repeated.")
 @click.option("--check", "checks", multiple=True, metavar="NAME", help="Only this check; may be repeated.")
 @click.option("--runtime", default="auto", metavar="auto|NAME|PATH", help="The runtime of a rollout backend.")
+@click.option("--quick", is_flag=True, help="Only the first layout, and the few checks that find most: begin with it.")
+@click.option("--fail-fast", is_flag=True, help="End with the first check that fails.")
+@click.option(
+    "--timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Longest a check's act may take."
+)
 def certify(
-    name: str, directory: str, kind: str | None, layouts: tuple[str, ...], checks: tuple[str, ...], runtime: str
+    name: str,
+    directory: str,
+    kind: str | None,
+    layouts: tuple[str, ...],
+    checks: tuple[str, ...],
+    runtime: str,
+    quick: bool,
+    fail_fast: bool,
+    timeout: float | None,
 ) -> None:
     """Check that the backend or weight transport NAME does what it promises, at every layout it declares.
 
     Writes certificate.json and certificate.md, anew after each check: what is interrupted says so, and never passes.
     Of a name that is both a training and a rollout backend both are checked, and each has a folder of its own.
-    With --layout or --check only a part is run, and the certificate does not say that the backend passed.
+    With --layout, --check or --quick only a part is run, and the certificate does not say that the backend passed.
+
+    With two cores a rollout engine takes about a minute a layout, a large one, which is launched several times, ten; a
+    training engine takes two minutes a layout. Begin with the first of these lines; an act that hangs costs 180 s of a
+    training engine, 600 s of a rollout engine, launch included, or what --timeout says.
 
     \b
+    enginehouse certify mine --out /tmp/mine --quick --fail-fast --timeout 60
     enginehouse certify torch --out certificates/torch
     enginehouse certify vllm --out certificates/vllm
     enginehouse certify fsdp --out /tmp/fsdp --layout tp2 --check logprobs --check gradients
@@ -53,20 +71,27 @@ def certify(
 
     from enginehouse.cli.interrupts import EXIT_CODE, Interrupts
 
+    if quick and checks:
+        raise UserError("--quick chooses the checks; leave out --check, or --quick")
     records = _records(name, kind, layouts or None, checks or None)
     console = Console() if sys.stdout.isatty() else Console(width=140)
     clean = True
     for record in records:
         where = Path(directory, record.kind) if len(records) > 1 else Path(directory)
+        chosen: tuple[Sequence[str] | None, Sequence[str] | None] = (layouts or None, checks or None)
+        if quick:
+            chosen = _quick(record, layouts)
         try:
             with Interrupts(lambda: None):
-                certificate = _run(record, where, layouts or None, checks or None, runtime, console)
+                certificate = _run(record, where, *chosen, runtime, timeout, fail_fast, console)
         except (KeyboardInterrupt, SystemExit):
             click.echo(f"Interrupted. What was found until then is in {where / 'certificate.json'}", err=True)
             sys.exit(EXIT_CODE)
         _show(certificate, console)
         click.echo(f"{record.name} ({record.kind}): {certificate.verdict()}. {where / 'certificate.json'}")
         clean = clean and certificate.clean
+        if fail_fast and not clean:
+            break
     sys.exit(0 if clean else 1)
 
 
@@ -105,12 +130,21 @@ def _records(
     return fitting
 
 
+def _quick(record: Backend | Transport, layouts: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Layouts and checks of a first look: one layout, unless others are asked for, and what finds most."""
+    from enginehouse.testing.running import QUICK, layouts_of
+
+    return layouts or [layouts_of(record)[0].name], QUICK[record.kind]
+
+
 def _run(
     record: Backend | Transport,
     directory: Path,
     layouts: Sequence[str] | None,
     checks: Sequence[str] | None,
     runtime: str,
+    timeout: float | None,
+    fail_fast: bool,
     console: Console,
 ) -> Certificate:
     """Run one suite, with a line for each case, and the certificate written after each."""
@@ -130,7 +164,16 @@ def _run(
                 console.print(f"    failed: {result.detail}", style="red", markup=False, highlight=False)
         said = len(certificate.checks)
 
-    return run(record, layouts=layouts, checks=checks, runtime=runtime, begins=begins, ended=ended)
+    return run(
+        record,
+        layouts=layouts,
+        checks=checks,
+        runtime=runtime,
+        timeout=timeout,
+        fail_fast=fail_fast,
+        begins=begins,
+        ended=ended,
+    )
 
 
 def _show(certificate: Certificate, console: Console) -> None:

@@ -7,19 +7,29 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from enginehouse import __version__
 from enginehouse.cli.console import plain, terminal
-from enginehouse.plugin import CONTRACT, KINDS, Backend, Plugin, PluginManager, Provided
+from enginehouse.plugin import CONTRACT, KINDS, Backend, Plugin, PluginManager, Provided, reload_plugins
 from enginehouse.plugin import plugins as loaded_plugins
+from enginehouse.plugin.discovery import from_environment, installed
 from enginehouse.plugin.lookup import ambiguous, label, not_found
+from enginehouse.plugin.observers import EVENTS, PREFIX
+from enginehouse.plugin.trial import try_out
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+CHECKER = "enginehouse.engines.declared:problems_of"
+"""What looks at a record, in the process where its plugin is tried."""
+
+CHECK_SECONDS = 300.0
+"""Longest that may take for one plugin: engines take a while to import."""
 
 COLOURS = {"ok": "green", "unavailable": "yellow", "requirements missing": "yellow", "blocked": "dim"}
 
@@ -32,13 +42,22 @@ def plugins() -> None:
 @plugins.command("list")
 @click.option("--json", "as_json", is_flag=True, help="Write JSON, with every field.")
 @click.option("--kind", type=click.Choice([kind.kind for kind in KINDS]), help="Only records of this kind.")
-def list_(as_json: bool, kind: str | None) -> None:
-    """List plugins, the backends they bring, and their state."""
-    manager = loaded_plugins()
+@click.option("--check", is_flag=True, help="Import all that is declared, each plugin's in a process of its own.")
+def list_(as_json: bool, kind: str | None, check: bool) -> None:
+    """List plugins, the backends they bring, and their state.
+
+    With --check, which takes some seconds, also what is wrong with what the plugins declare: engines, options and
+    functions that are not there, methods that an engine lacks. The exit code is then 1 if anything is wrong, or a
+    plugin is broken or incompatible.
+    """
+    wrong = _checked() if check else {}
+    manager = reload_plugins() if check else loaded_plugins()
     if as_json:
-        click.echo(json.dumps(_as_json(manager, kind), indent=2, default=dict))
-        return
-    _show_table(manager, kind)
+        click.echo(json.dumps(_as_json(manager, kind, wrong), indent=2, default=dict))
+    else:
+        _show_table(manager, kind, wrong)
+    if check and (wrong or any(plugin.status in ("broken", "incompatible") for plugin in manager.plugins)):
+        sys.exit(1)
 
 
 @plugins.command("show")
@@ -58,6 +77,26 @@ def show(name: str) -> None:
         _show_record(manager, provided)
 
 
+def _checked() -> dict[str, tuple[str, ...]]:
+    """What is wrong with what installed plugins declare, by `"distribution:name"` of those with a fault.
+
+    Each is loaded anew, in another process, which is also what is remembered of it from then on.
+    """
+    switches = from_environment()
+    candidates = [candidate for candidate in installed() if not switches.refusal(candidate[0])]
+    wrong: dict[str, tuple[str, ...]] = {}
+    for candidate, loaded in zip(candidates, try_out(candidates), strict=True):
+        plugin = candidate[0]
+        if loaded is None or loaded.problem:
+            continue
+        (found,) = try_out([candidate], CHECKER, CHECK_SECONDS)
+        if found and found.problem:
+            wrong[f"{plugin.distribution}:{plugin.name}"] = (f"importing what it declares: {found.problem}",)
+        elif found and found.wrong:
+            wrong[f"{plugin.distribution}:{plugin.name}"] = found.wrong
+    return wrong
+
+
 def record_state(manager: PluginManager, provided: Provided) -> tuple[str, str]:
     """The state of one record and, where it is not `"ok"` or not so in this environment, one line on that."""
     record = provided.record
@@ -72,11 +111,18 @@ def record_state(manager: PluginManager, provided: Provided) -> tuple[str, str]:
     return "ok", ""
 
 
-def _problems(manager: PluginManager, kind: str | None) -> Iterator[tuple[str, str]]:
+def _problems(
+    manager: PluginManager, kind: str | None, wrong: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[str, str]]:
     """Yield what has a problem and the problem, one line each."""
     for plugin in manager.plugins:
+        owner = f"{plugin.name} ({plugin.distribution})"
         if plugin.problem:
-            yield f"{plugin.name} ({plugin.distribution})", f"{plugin.status}: {plugin.problem}"
+            yield owner, f"{plugin.status}: {plugin.problem}"
+        if plugin.note:
+            yield owner, plugin.note
+        for line in wrong.get(f"{plugin.distribution}:{plugin.name}", ()):
+            yield owner, line
     said: set[str] = set()
     for provided in manager.providers(kind):
         state, why = record_state(manager, provided)
@@ -91,7 +137,7 @@ def _problems(manager: PluginManager, kind: str | None) -> Iterator[tuple[str, s
             yield name, str(ambiguous(record_kind, name, providers))
 
 
-def _show_table(manager: PluginManager, kind: str | None) -> None:
+def _show_table(manager: PluginManager, kind: str | None, wrong: Mapping[str, Sequence[str]]) -> None:
     from rich.table import Table
 
     console = terminal()
@@ -123,7 +169,7 @@ def _show_table(manager: PluginManager, kind: str | None) -> None:
     if below.row_count:
         console.print()
         console.print(below)
-    problems = list(_problems(manager, kind))
+    problems = list(_problems(manager, kind, wrong))
     if problems:
         console.print("\n[bold]problems[/]  (in full: enginehouse plugins show NAME)")
         for what, problem in problems:
@@ -131,13 +177,22 @@ def _show_table(manager: PluginManager, kind: str | None) -> None:
 
 
 def _others(manager: PluginManager, kind: str | None) -> dict[str, list[str]]:
-    """Names of records that are no backends, by kind; those of other distributions say which."""
+    """Names of records that are no backends, by kind, and of observed events; whose they are, where not core's."""
     others: dict[str, list[str]] = {}
     for record, plugin in manager.providers(kind):
         if not isinstance(record, Backend):
             owner = "" if plugin.internal else f" ({plugin.distribution})"
             others.setdefault(label(record.kind), []).append(record.name + owner)
+    for plugin in () if kind else manager.plugins:
+        for event in _observed(plugin):
+            others.setdefault("observer", []).append(f"{event} ({plugin.distribution})")
     return others
+
+
+def _observed(plugin: Plugin) -> list[str]:
+    """The events that a plugin is told of."""
+    names = (hook.removeprefix(PREFIX) for hook in plugin.hooks)
+    return [name for name in names if name in EVENTS]
 
 
 def _show_plugin(manager: PluginManager, plugin: Plugin) -> None:
@@ -150,6 +205,8 @@ def _show_plugin(manager: PluginManager, plugin: Plugin) -> None:
             "protocol": plugin.protocol,
             "state": _coloured(manager.state(plugin)),
             "problem": plain(plugin.problem),
+            "note": plain(plugin.note),
+            "observes": ", ".join(_observed(plugin)),
         },
     )
     if plugin.traceback:
@@ -203,7 +260,7 @@ def _unknown(manager: PluginManager, name: str) -> Exception:
     return PluginLookupError(f"nothing is called {name!r}; {nearest(name, names)}", "unknown")
 
 
-def _as_json(manager: PluginManager, kind: str | None) -> dict[str, Any]:
+def _as_json(manager: PluginManager, kind: str | None, wrong: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     return {
         "enginehouse": __version__,
         "contract": ".".join(map(str, CONTRACT)),
@@ -218,6 +275,9 @@ def _as_json(manager: PluginManager, kind: str | None) -> dict[str, Any]:
                 "state": manager.state(plugin),
                 "problem": plugin.problem,
                 "traceback": plugin.traceback,
+                "note": plugin.note,
+                "observes": _observed(plugin),
+                "wrong": list(wrong.get(f"{plugin.distribution}:{plugin.name}", ())),
                 "records": [
                     _record_as_json(manager, Provided(record, plugin))
                     for record in plugin.records

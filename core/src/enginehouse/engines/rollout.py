@@ -132,16 +132,30 @@ class RolloutEngine(Protocol):
         """Load the model and be ready to generate, serving weight version 0.
 
         Raises:
-            ModelError: the model cannot be loaded by this engine.
+            ModelError: the model cannot be loaded by this engine: it is not there, or lacks a parameter.
         """
         ...
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Generate; many calls run at once. An aborted request returns what it had."""
+        """Generate; many calls run at once, and are batched continuously.
+
+        A request is taken up while others run, and ends by itself: a short one that came later is answered before a
+        long one that runs. An engine that answers batch by batch can neither abort nor pause in time. An aborted
+        request returns what it had. A prompt is taken as the ids it is, special tokens too.
+
+        Raises:
+            EnginehouseError: this request cannot be served, which costs the others nothing: an empty prompt, a token id
+                that is negative or beyond the vocabulary, `n` below 1, a negative temperature, `top_p` of 0 or less, a
+                capability that is not declared, prompt and `max_tokens` together longer than the engine takes; or the
+                engine was shut down, or its processes died.
+        """
         ...
 
     async def abort(self, ids: Sequence[str] | None = None) -> None:
-        """End requests by id, or all of them: their `generate` returns with finish reason `"abort"`."""
+        """End requests by id, or all of them, running or waiting; others go on, and ids of no request are passed over.
+
+        Their `generate` returns the tokens they had, with finish reason `"abort"`.
+        """
         ...
 
     async def pause(self, mode: PauseMode = "abort") -> None:
@@ -197,5 +211,8 @@ class RolloutEngine(Protocol):
         ...
 
     async def shutdown(self) -> None:
-        """Release everything, ending what runs."""
+        """Release everything: end each process that was started, and answer what runs, with an error or what it had.
+
+        A `generate` that comes later raises an `EnginehouseError`.
+        """
         ...

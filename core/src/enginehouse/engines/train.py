@@ -169,6 +169,7 @@ class TrainEngine(Protocol):
 
         Raises:
             ModelError: the model cannot be loaded by this engine.
+            UserError: the options do not fit the model or the number of processes.
         """
         ...
 
@@ -224,7 +225,7 @@ class TrainEngine(Protocol):
         ...
 
     def shutdown(self) -> None:
-        """Release everything; the engine is not used again."""
+        """Release everything, threads and process groups too; the engine is not used again, but the process may be."""
         ...
 
 

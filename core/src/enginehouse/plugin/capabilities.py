@@ -9,8 +9,6 @@ EXPERTS = "experts"
 # Training engines
 OFFLOAD = "offload"
 """`offload` and `onload` move state to host memory and back."""
-PACKING = "packing"
-"""Rows are packed without padding."""
 LORA = "lora"
 """The option `lora` (`LoraOptions`) trains low-rank adapters instead of the whole model, and `export_adapter` works."""
 VALUE_HEAD = "value_head"
@@ -48,5 +46,21 @@ SAME_HOST = "same_host"
 CROSS_HOST = "cross_host"
 """Moves weights between hosts."""
 
-ALL = frozenset(value for name, value in list(globals().items()) if name.isupper() and isinstance(value, str))
-"""Every name above."""
+OF: dict[str, frozenset[str]] = {
+    "train": frozenset({BACKGROUND_SAVE, EXPERTS, HALF_PRECISION, LORA, OFFLOAD, RESHARD_CHECKPOINT, VALUE_HEAD}),
+    "rollout": frozenset(
+        {
+            COLOCATES,
+            EXPERTS,
+            OPENAI_ENDPOINT,
+            PAUSE_KEEP,
+            PROMPT_LOGPROBS,
+            SEED,
+            SLEEP,
+            STOP_STRINGS,
+            WEIGHT_CHECKSUMS,
+        }
+    ),
+    "transport": frozenset({SAME_PROCESS, SAME_HOST, CROSS_HOST}),
+}
+"""By kind of record those that it may declare; the conformance suite has a check of each."""

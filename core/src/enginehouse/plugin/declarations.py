@@ -7,6 +7,7 @@ import re
 from enginehouse.errors import nearest
 from enginehouse.plugin import capabilities, records
 from enginehouse.plugin.errors import PluginError
+from enginehouse.plugin.requirements import parsed
 
 DECLARING: dict[str, tuple[type[records.Record], ...]] = {
     "enginehouse_register_backends": (records.TrainBackend, records.RolloutBackend),
@@ -15,8 +16,6 @@ DECLARING: dict[str, tuple[type[records.Record], ...]] = {
     "enginehouse_register_advantages": (records.Advantage,),
     "enginehouse_register_losses": (records.Loss,),
     "enginehouse_register_rewards": (records.Reward,),
-    "enginehouse_register_environments": (records.Environment,),
-    "enginehouse_register_trackers": (records.Tracker,),
 }
 """Each declaring hook and the records it takes."""
 
@@ -29,7 +28,7 @@ def check_record(record: object, hook: str) -> records.Record:
     """Return `record` if `hook` takes it and its fields can be right.
 
     Raises:
-        PluginError: it is of another kind, or its name, a reference or a capability cannot be right.
+        PluginError: it is of another kind, or its name, a reference, a requirement or a capability cannot be right.
     """
     accepted = DECLARING[hook]
     if not isinstance(record, accepted):
@@ -42,7 +41,20 @@ def check_record(record: object, hook: str) -> records.Record:
         reference = getattr(record, field_name)
         if not (isinstance(reference, str) and REFERENCE.match(reference)):
             raise PluginError(f"{what}: {field_name} is {reference!r}, not of the form 'module:attribute'")
+    if isinstance(record, records.Backend):
+        _check_requirements(what, record)
     for capability in getattr(record, "capabilities", ()):
-        if capability not in capabilities.ALL:
-            raise PluginError(f"{what}: no capability {capability!r}; {nearest(str(capability), capabilities.ALL)}")
+        if capability not in capabilities.OF[record.kind]:
+            choices = nearest(str(capability), capabilities.OF[record.kind])
+            raise PluginError(f"{what}: no capability {capability!r} of that kind; {choices}")
     return record
+
+
+def _check_requirements(what: str, backend: records.Backend) -> None:
+    """Refuse a requirement that is none: whoever looks for what is missing would fail at it."""
+    for text in backend.requires:
+        try:
+            parsed(text)
+        except (ValueError, AttributeError, TypeError) as error:
+            why = str(error).partition("\n")[0]
+            raise PluginError(f"{what}: requires has {text!r}, which is no requirement: {why}") from error

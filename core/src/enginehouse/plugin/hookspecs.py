@@ -58,16 +58,6 @@ def enginehouse_register_rewards(register: Callable[[records.Reward], None]) -> 
     """Declare reward functions. Called once, when the plugin is loaded. Since 1.0."""
 
 
-@hookspec(historic=True)
-def enginehouse_register_environments(register: Callable[[records.Environment], None]) -> None:
-    """Declare RL environments. Called once, when the plugin is loaded. Since 1.0."""
-
-
-@hookspec(historic=True)
-def enginehouse_register_trackers(register: Callable[[records.Tracker], None]) -> None:
-    """Declare metric trackers. Called once, when the plugin is loaded. Since 1.0."""
-
-
 @hookspec
 def enginehouse_commands(cli: Any) -> None:
     """Add sub-commands to the command line's click group.

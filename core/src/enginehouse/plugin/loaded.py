@@ -26,6 +26,8 @@ class Plugin:
         status: how loading it ended. Whether requirements are missing is known to the manager alone (`states`).
         problem: one line on what is wrong; empty where nothing is.
         traceback: of the error that broke it.
+        note: what its author should know, of a plugin that works; empty where there is nothing.
+        hooks: names of the hooks it implements.
         records: what it declared.
         withdrawn: kind and name of what it had declared before it failed.
     """
@@ -39,6 +41,8 @@ class Plugin:
     status: State = "ok"
     problem: str = ""
     traceback: str = ""
+    note: str = ""
+    hooks: list[str] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
     withdrawn: list[tuple[str, str]] = field(default_factory=list)
 

@@ -7,10 +7,14 @@ each plugin is imported and registered by itself, and what goes wrong is kept as
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
+import os
+import sys
+import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from importlib import metadata
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -19,10 +23,10 @@ import pluggy
 
 from enginehouse import __version__
 from enginehouse.errors import nearest
-from enginehouse.plugin import hookspecs, lookup
+from enginehouse.plugin import hookspecs, lookup, trial
 from enginehouse.plugin.builtin import BUILTIN
 from enginehouse.plugin.declarations import DECLARING, check_record
-from enginehouse.plugin.discovery import Switches, installed
+from enginehouse.plugin.discovery import BLOCKED, Switches, installed
 from enginehouse.plugin.errors import IncompatiblePlugin, PluginError, PluginLookupError
 from enginehouse.plugin.loaded import Plugin, Provided, State, same_distribution
 from enginehouse.plugin.observers import PREFIX, Observers
@@ -47,7 +51,16 @@ log = logging.getLogger(__name__)
 R = TypeVar("R", bound=Record)
 
 PROTOCOL = "enginehouse_protocol"
-"""Attribute of a plugin module: the contract version it is written for; absent means 1.0."""
+"""Attribute of a plugin module: the contract version it is written for."""
+
+OFFERED = ".".join(map(str, hookspecs.CONTRACT))
+"""The contract version that is offered here."""
+
+HEAVY = ("torch", "ray", "transformers")
+"""Packages that no plugin's module may import: every command would wait for them."""
+
+HEAVY_SECONDS = 1.0
+"""Seconds of computing from which on importing a plugin's module is called heavy, whatever it imports."""
 
 WRAPPABLE = "enginehouse_run_step"
 """The one hook a plugin may wrap."""
@@ -228,7 +241,7 @@ class PluginManager:
         for implementation in reversed(self._hooks.hook.enginehouse_commands.get_hookimpls()):
             try:
                 implementation.function(*[cli for _ in implementation.argnames])
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 log.warning(
                     "plugin %s could not add its commands: %s", implementation.plugin_name, error, exc_info=error
                 )
@@ -236,25 +249,37 @@ class PluginManager:
     # Loading
 
     def load(self, entry_points: Iterable[metadata.EntryPoint] | None = None) -> None:
-        """Load core's own plugins, then all that are installed and not switched off."""
+        """Load core's own plugins, then all that are installed and not switched off.
+
+        Before one is imported here for the first time it is tried in another process (`enginehouse.plugin.trial`).
+        """
         for name in BUILTIN:
             plugin = Plugin(name.removesuffix(".plugin"), "enginehouse", __version__, name, internal=True)
             self.plugins.append(plugin)
             # core's own must load: a failure is a bug of this installation, not a plugin's state
             self._register(plugin, importlib.import_module(name))
+        wanted: list[trial.Candidate] = []
         for plugin, entry_point in installed(entry_points):
             self.plugins.append(plugin)
             refusal = self.switches.refusal(plugin)
             if refusal:
                 plugin.status, plugin.problem = "blocked", refusal
             else:
-                self._load(plugin, entry_point)
+                wanted.append((plugin, entry_point))
+        for (plugin, entry_point), problem in zip(wanted, trial.problems(wanted), strict=True):
+            if problem:
+                plugin.status, plugin.problem = "broken", _not_loaded(plugin, problem)
+            else:
+                self.load_one(plugin, entry_point)
         self._observers = Observers(self._hooks, self.switches.strict)
 
-    def _load(self, plugin: Plugin, entry_point: metadata.EntryPoint) -> None:
+    def load_one(self, plugin: Plugin, entry_point: metadata.EntryPoint) -> None:
         """Import and register one plugin; on failure take back all it declared and keep the error as its own."""
+        before, seconds = set(sys.modules), time.thread_time()
         try:
-            self._register(plugin, entry_point.load())
+            with _stdout_to_stderr():
+                self._register(plugin, entry_point.load())
+            plugin.note = _heaviness(sys.modules.keys() - before, time.thread_time() - seconds)
         except IncompatiblePlugin as error:
             plugin.status, plugin.problem = "incompatible", str(error)
         except (Exception, SystemExit) as error:
@@ -266,20 +291,22 @@ class PluginManager:
 
     def _register(self, plugin: Plugin, module: ModuleType) -> None:
         """Check the contract, then register: declaring hooks are historic, so `module` declares inside this call."""
-        plugin.protocol = str(getattr(module, PROTOCOL, "1.0"))
-        _check_protocol(plugin.protocol)
+        plugin.protocol = OFFERED if plugin.internal else str(getattr(module, PROTOCOL, ""))
+        _check_protocol(plugin)
         self._loading = plugin
         name = f"{plugin.distribution}:{plugin.name}"
         try:
             _check_marked(module)
             self._hooks.register(module, name=name)
             self._check_hooks(module)
+            plugin.hooks = sorted(caller.name for caller in self._hooks.get_hookcallers(module) or ())
         except BaseException:
             if self._hooks.has_plugin(name):
                 self._hooks.unregister(module)
             self._provided = [one for one in self._provided if one.plugin is not plugin]
             plugin.withdrawn = [(record.kind, record.name) for record in plugin.records]
             plugin.records.clear()
+            plugin.hooks.clear()
             raise
         finally:
             self._loading = None
@@ -348,22 +375,63 @@ def _word(kind: type[Record] | str) -> str:
     return word
 
 
-def _check_protocol(said: str) -> None:
-    """Check that a plugin written for contract version `said` runs here.
+def _check_protocol(plugin: Plugin) -> None:
+    """Check that a plugin's contract version runs here.
 
     Raises:
-        IncompatiblePlugin: it does not.
+        IncompatiblePlugin: it does not, or the plugin says none.
     """
+    said, owner = plugin.protocol, plugin.distribution
+    if not said:
+        raise IncompatiblePlugin(
+            f"module {plugin.module} does not say which plugin contract it is written for; "
+            f'add the line {PROTOCOL} = "{OFFERED}" to it, or ask the authors of {owner} to'
+        )
     try:
         major, minor = (int(part) for part in said.split("."))
     except ValueError:
         raise IncompatiblePlugin(f"{PROTOCOL} = {said!r} is not of the form 'major.minor'") from None
     if major != hookspecs.CONTRACT[0] or minor > hookspecs.CONTRACT[1]:
-        offered = ".".join(map(str, hookspecs.CONTRACT))
+        if (major, minor) > hookspecs.CONTRACT:
+            cure = f"upgrade enginehouse to a version that offers {said}, or install an older {owner}"
+        else:
+            cure = f"upgrade {owner} to a version for {OFFERED}, or install an older enginehouse"
         raise IncompatiblePlugin(
-            f"it is written for plugin contract {said}, and enginehouse {__version__} offers {offered}; "
-            "install versions of the two that fit"
+            f"{plugin} is written for plugin contract {said}, and enginehouse {__version__} offers {OFFERED}; {cure}"
         )
+
+
+def _not_loaded(plugin: Plugin, problem: str) -> str:
+    return (
+        f"{problem}; so it is not loaded. {BLOCKED}={plugin.name} keeps it out, as does uninstalling "
+        f"{plugin.distribution}; `enginehouse plugins list --check` tries it again, as does any command in an hour"
+    )
+
+
+def _heaviness(modules: Set[str], seconds: float) -> str:
+    """What importing a plugin's module cost every command, where that is too much."""
+    brought = [name for name in HEAVY if name in modules]
+    if not brought and seconds < HEAVY_SECONDS:
+        return ""
+    what = f", and brings {', '.join(brought)}" if brought else ""
+    return (
+        f"importing its module takes {seconds:.1f} s of computing{what}: every command waits for that. "
+        "Name engines and functions by strings, and import nothing heavy beside them"
+    )
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Send what is printed, also by C code and child processes, to stderr: stdout is for what was asked for."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    with contextlib.redirect_stdout(sys.stderr), contextlib.ExitStack() as undone:
+        with contextlib.suppress(OSError):  # there may be no such descriptor
+            kept = os.dup(1)
+            undone.callback(os.close, kept)
+            os.dup2(2, 1)
+            undone.callback(os.dup2, kept, 1)
+        yield
 
 
 def _check_marked(module: ModuleType) -> None:

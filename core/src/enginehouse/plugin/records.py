@@ -227,34 +227,8 @@ class Reward(Function):
     kind: ClassVar[str] = "reward"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Environment(Record):
-    """An RL environment.
-
-    Attributes:
-        environment: `"module:Class"`.
-    """
-
-    kind: ClassVar[str] = "environment"
-    references: ClassVar[tuple[str, ...]] = ("environment",)
-    environment: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tracker(Record):
-    """Somewhere metrics are sent besides `metrics.jsonl`.
-
-    Attributes:
-        tracker: `"module:Class"`.
-    """
-
-    kind: ClassVar[str] = "tracker"
-    references: ClassVar[tuple[str, ...]] = ("tracker",)
-    tracker: str
-
-
 KINDS: tuple[type[Record], ...] = (
-    TrainBackend, RolloutBackend, Transport, DispatchMode, Advantage, Loss, Reward, Environment, Tracker,
+    TrainBackend, RolloutBackend, Transport, DispatchMode, Advantage, Loss, Reward,
 )  # fmt: skip
 """Every kind of record."""
 

@@ -45,14 +45,23 @@ def unmet(requirements: Iterable[str], path: Sequence[str] | None = None) -> Ite
         packaging.requirements.InvalidRequirement: a string is no requirement.
     """
     for text in requirements:
-        # packaging costs 10 ms to import; most backends require nothing of their own
-        from packaging.requirements import Requirement
-
-        wanted = [Requirement(one) for one in _alternatives(text)]
+        wanted = parsed(text)
         wanted = [one for one in wanted if one.marker is None or one.marker.evaluate()]
         found = [(one, version) for one in wanted if (version := installed_version(one.name, path)) is not None]
         if wanted and not any(one.specifier.contains(version, prereleases=True) for one, version in found):
             yield Missing(text, found[0][1] if found else None)
+
+
+def parsed(text: str) -> list[Requirement]:
+    """The alternatives of a requirement string.
+
+    Raises:
+        packaging.requirements.InvalidRequirement: one of them, or all of them together, is no requirement.
+    """
+    # packaging costs 10 ms to import; most backends require nothing of their own
+    from packaging.requirements import Requirement
+
+    return [Requirement(one) for one in _alternatives(text)]
 
 
 def installed_version(distribution: str, path: Sequence[str] | None = None) -> str | None:
@@ -66,9 +75,7 @@ def installed_version(distribution: str, path: Sequence[str] | None = None) -> s
 
 def installed_versions(requirements: Iterable[str]) -> dict[str, str]:
     """The version of every distribution that is named in some requirements and installed here."""
-    from packaging.requirements import Requirement
-
-    names = [Requirement(one).name for text in requirements for one in _alternatives(text)]
+    names = [one.name for text in requirements for one in parsed(text)]
     return {name: version for name in names if (version := installed_version(name)) is not None}
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from enginehouse.runs.atomic import write_whole
+from enginehouse.testing.origin import Origin
 
 Outcome = Literal["passed", "failed", "not declared", "not run"]
 
@@ -53,6 +54,7 @@ class Certificate:
         kind: `"train"`, `"rollout"` or `"transport"`.
         runtime: versions of what the engine stood on, in the Python environment of its worker; else empty.
         depends: distributions whose versions here are given beside the usual.
+        origin: whose it is, and which code of theirs; None: not known.
     """
 
     backend: str
@@ -62,6 +64,7 @@ class Certificate:
     kind: str = "train"
     runtime: dict[str, str] = field(default_factory=dict)
     depends: Sequence[str] = ()
+    origin: Origin | None = None
 
     @property
     def failed(self) -> list[Result]:
@@ -87,12 +90,13 @@ class Certificate:
         return {
             "backend": self.backend,
             "kind": self.kind,
+            "plugin": None if self.origin is None else asdict(self.origin),
             "passed": self.passed,
             "written": datetime.now(UTC).isoformat(timespec="seconds"),
             "interrupted": not self.finished,
             "whole": self.whole,
             "checks": checks,
-            "versions": versions(self.backend, self.depends),
+            "versions": versions(*([] if self.origin is None else [self.origin.distribution]), *self.depends),
             "runtime": self.runtime,
             "machine": machine(),
         }
@@ -110,6 +114,7 @@ class Certificate:
         lines = [
             f"# {self.backend} ({self.kind}): {self.verdict()}",
             "",
+            *([f"Plugin: {self.origin}", ""] if self.origin else []),
             *([f"Runtime: {ran_with}", ""] if ran_with else []),
             "| check | capability | layout | measured | tolerance | outcome | detail |",
             "|---|---|---|---|---|---|---|",
@@ -138,18 +143,9 @@ def row(check: Result) -> tuple[str, ...]:
     return check.name, check.capability, check.layout, measured, tolerance, check.outcome
 
 
-def versions(backend: str, depends: Sequence[str] = ()) -> dict[str, str]:
-    """Versions of what the result depends on: what all stand on, the backend's plugin, and distributions named."""
-    names: Sequence[str] = (
-        "enginehouse",
-        f"enginehouse-{backend}",
-        "torch",
-        "transformers",
-        "accelerate",
-        "peft",
-        "ray",
-        *depends,
-    )
+def versions(*distributions: str) -> dict[str, str]:
+    """Versions of what the result depends on: what all stand on, and distributions named."""
+    names = ("enginehouse", "torch", "transformers", "accelerate", "peft", "ray", *filter(None, distributions))
     found = {"python": platform.python_version()}
     for name in names:
         try:
@@ -161,9 +157,9 @@ def versions(backend: str, depends: Sequence[str] = ()) -> dict[str, str]:
 
 def depends_on(record: Any) -> list[str]:
     """Distributions whose versions a backend's results depend on: those it requires, and what all engines stand on."""
-    from packaging.requirements import Requirement
+    from enginehouse.plugin.requirements import parsed
 
-    required = [Requirement(one.strip()).name for text in getattr(record, "requires", ()) for one in text.split("|")]
+    required = [one.name for text in getattr(record, "requires", ()) for one in parsed(text)]
     return list(dict.fromkeys([*required, "torch", "transformers", "ray"]))
 
 

@@ -96,11 +96,13 @@ class RolloutCheck(Check):
         model: what the replica serves, one of `enginehouse.testing.prompts.ROLLOUT_MODELS`; None: there is no replica.
         breaks: it leaves no usable replica behind.
         ends: its process may end: the judge is then given the `WorkerError` that the controller made of it.
+        fresh: it runs in a process in which no engine was before.
     """
 
     model: str | None = "tied"
     breaks: bool = False
     ends: bool = False
+    fresh: bool = False
 
 
 def wrong(detail: str) -> Measured:

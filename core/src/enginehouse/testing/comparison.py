@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -14,13 +15,14 @@ Tensors = Mapping[str, torch.Tensor]
 def mismatch(found: Tensors, right: Tensors) -> str:
     """In words, how names or shapes differ; empty where they do not."""
     if missing := sorted(right.keys() - found.keys()):
-        return f"{missing[0]} is missing ({len(missing)} in all)"
+        return f"missing: {', '.join(missing)}"
     if extra := sorted(found.keys() - right.keys()):
-        return f"there is a {extra[0]} that should not be"
-    for name, tensor in right.items():
-        if found[name].shape != tensor.shape:
-            return f"{name} has shape {tuple(found[name].shape)}, not {tuple(tensor.shape)}"
-    return ""
+        return f"there should not be: {', '.join(extra)}"
+    return "; ".join(
+        f"{name} has shape {tuple(found[name].shape)}, not {tuple(tensor.shape)}"
+        for name, tensor in right.items()
+        if found[name].shape != tensor.shape
+    )
 
 
 def largest_difference(found: Tensors, right: Tensors) -> Measured:
@@ -50,7 +52,7 @@ def same_bits(found: Tensors, right: Tensors, what: str) -> Measured:
     if said := mismatch(found, right):
         return Measured(float("inf"), f"{what}: {said}")
     wrong = [name for name, tensor in right.items() if not _equal(found[name], tensor)]
-    return Measured(float(len(wrong)), f"{what}: {wrong[0]} differs ({len(wrong)} in all)" if wrong else "")
+    return Measured(float(len(wrong)), f"{what}: these differ: {', '.join(wrong)}" if wrong else "")
 
 
 def relative(found: float, right: float, what: str) -> Measured:
@@ -59,7 +61,10 @@ def relative(found: float, right: float, what: str) -> Measured:
 
 
 def larger(*measured: Measured) -> Measured:
-    """The one with the largest error; one that is no number counts as the largest."""
+    """The one with the largest error; where several have none that is a number, all of them in one."""
+    sizeless = [one.detail for one in measured if not math.isfinite(one.error)]
+    if len(sizeless) > 1:
+        return Measured(float("inf"), "; ".join(dict.fromkeys(filter(None, sizeless))))
     return max(measured, key=lambda one: float("inf") if one.error != one.error else one.error)
 
 

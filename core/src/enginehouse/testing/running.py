@@ -4,24 +4,41 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.errors import UserError, nearest
-from enginehouse.plugin import Backend, Layout, RolloutBackend, TrainBackend, Transport
+from enginehouse.plugin import Backend, Layout, RolloutBackend, TrainBackend, Transport, capabilities
 from enginehouse.plugin.runtimes import choose_runtime
 from enginehouse.testing.certificate import Certificate, Result, depends_on
 from enginehouse.testing.check import PROTOCOL, Check, Seen
 from enginehouse.testing.checks import checks_of
-from enginehouse.testing.sites import RolloutSite, Site, TrainSite, TransportSite
+from enginehouse.testing.origin import origin_of
+from enginehouse.testing.sites import (
+    ACT_SECONDS,
+    ROLLOUT_ACT_SECONDS,
+    TRANSPORT_SECONDS,
+    RolloutSite,
+    Site,
+    TrainSite,
+    TransportSite,
+)
 
 if TYPE_CHECKING:
     from enginehouse.engines.model import Device
 
 MOST_PAIRS = 6
 """Most pairs of layouts between which checkpoints are carried."""
+
+
+QUICK: Mapping[str, tuple[str, ...]] = {
+    "train": ("logprobs", "gradients", "training", "weights", "checkpoint"),
+    "rollout": ("overtaking", "greedy", "logprobs", "ends", "refused", "abort_one", "pause_abort", "update"),
+    "transport": ("exact", "several_ranks", "awkward_tensors"),
+}
+"""By kind the few checks to begin with: what is wrong with a new engine mostly shows in one of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +106,13 @@ def undeclared(
 
 
 def layouts_of(record: Backend | Transport) -> tuple[Layout, ...]:
-    """What it is checked at: a backend's declared layouts; a transport with one receiver, and with three."""
+    """What it is checked at: a backend's declared layouts; a transport with one receiver, and with three.
+
+    How far a transport reaches is looked at with one.
+    """
     if isinstance(record, Transport):
-        return (Layout("one receiver", 1), Layout("three receivers", 3))
+        reaches = (capabilities.SAME_HOST, capabilities.CROSS_HOST)
+        return (Layout("one receiver", 1), Layout("three receivers", 3, without=reaches))
     return record.layouts
 
 
@@ -121,11 +142,12 @@ class Certifier:
             another of its kind: the processes stay.
         runtime: the runtime of a rollout engine, as in a config: `"auto"`, a name or a path.
         device: what a rollout engine runs on; None: the first of the record's devices that is there.
+        timeout: longest an act of a check may take, in seconds; None: as long as a busy machine may need.
     """
 
-    def __init__(self, record: Any, runtime: str = "auto", device: Device | None = None):
+    def __init__(self, record: Any, runtime: str = "auto", device: Device | None = None, timeout: float | None = None):
         self.record = record
-        self._site = _site(record, runtime, device)
+        self._site = _site(record, runtime, device, timeout)
         self._seen: dict[tuple[Any, ...], list[Seen]] = {}
         self._versions: dict[str, str] = {}
 
@@ -172,17 +194,17 @@ class Certifier:
         return self._seen[key]
 
 
-def _site(record: Any, runtime: str, device: Device | None) -> Site:
+def _site(record: Any, runtime: str, device: Device | None, timeout: float | None) -> Site:
     if isinstance(record, TrainBackend):
-        return TrainSite()
+        return TrainSite(timeout or ACT_SECONDS)
     if isinstance(record, Transport):
-        return TransportSite()
+        return TransportSite(timeout or TRANSPORT_SECONDS)
     if device is None:
         import torch
 
         device = "cuda" if "cuda" in record.devices and torch.cuda.is_available() else "cpu"
     interpreter = choose_runtime(record, runtime, device)
-    return RolloutSite(interpreter.python, interpreter.env, device)
+    return RolloutSite(interpreter.python, interpreter.env, device, timeout or ROLLOUT_ACT_SECONDS)
 
 
 def certify(
@@ -191,6 +213,8 @@ def certify(
     layouts: Sequence[str] | None = None,
     checks: Sequence[str] | None = None,
     runtime: str = "auto",
+    timeout: float | None = None,
+    fail_fast: bool = False,
     begins: Callable[[Case, int, int], None] = lambda case, number, of: None,
     ended: Callable[[Certificate], None] = lambda certificate: None,
 ) -> Certificate:
@@ -201,6 +225,8 @@ def certify(
         layouts: names of declared layouts; None: all.
         checks: names of checks; None: all.
         runtime: the runtime of a rollout engine, as in a config.
+        timeout: longest an act of a check may take, in seconds; None: as long as a busy machine may need.
+        fail_fast: end with the first check that fails; the certificate is then not of the whole suite.
         begins: called before each case, with its number, counted from 1, of how many.
         ended: called with the certificate so far after each case, and once it is finished.
 
@@ -210,13 +236,18 @@ def certify(
     """
     planned = cases(record, layouts, checks)
     whole = layouts is None and checks is None
-    certificate = Certificate(record.name, whole=whole, kind=record.kind, depends=depends_on(record))
+    certificate = Certificate(
+        record.name, whole=whole, kind=record.kind, depends=depends_on(record), origin=origin_of(record)
+    )
     ended(certificate)
-    with Certifier(record, runtime) as certifier:
+    with Certifier(record, runtime, timeout=timeout) as certifier:
         for number, case in enumerate(planned, start=1):
             begins(case, number, len(planned))
             certificate.checks.append(certifier.run(case))
             certificate.runtime = certifier.versions()
+            if fail_fast and certificate.failed:
+                certificate.whole = whole and number == len(planned)
+                break
             ended(certificate)
     certificate.checks += undeclared(record, layouts, checks)
     certificate.finished = True

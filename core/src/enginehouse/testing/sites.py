@@ -26,6 +26,8 @@ ACT_SECONDS = 180.0
 """Longest an act of a training engine may take: some forty times what one takes on two quiet cores."""
 ROLLOUT_ACT_SECONDS = 600.0
 """The same of a rollout engine, its launch included."""
+TRANSPORT_SECONDS = 60.0
+"""Deadline of all that a transport is to do, and of what is to fail at once."""
 END_SECONDS = 60.0
 """Longest an engine may take to end; then its process is killed."""
 
@@ -52,9 +54,14 @@ class Site(Protocol):
 
 
 class TrainSite:
-    """Worker groups of one rank a process, one group for each number of processes."""
+    """Worker groups of one rank a process, one group for each number of processes.
 
-    def __init__(self) -> None:
+    Args:
+        seconds: longest an act may take.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
         self._groups: dict[tuple[int, str], WorkerGroup] = {}
         self._pools: dict[tuple[int, str], ResourcePool] = {}
         self._cluster: Cluster | None = None
@@ -98,7 +105,7 @@ class TrainSite:
         pool = ResourcePool([processes], gpus_per_process=int(device == "cuda"), name=f"{processes}-{device}")
         self._pools[processes, device] = pool
         spec = WorkerSpec(EngineUnderTest)
-        return WorkerGroup(pool, spec, name=f"{backend}-{processes}", device=device, timeout=ACT_SECONDS)
+        return WorkerGroup(pool, spec, name=f"{backend}-{processes}", device=device, timeout=self._seconds)
 
     def _end(self, key: tuple[int, str]) -> None:
         group, pool = self._groups.pop(key, None), self._pools.pop(key, None)
@@ -115,9 +122,11 @@ class RolloutSite:
         python: path of that interpreter; None: this process's own.
         env: environment variables of the process.
         device: what the engine runs on.
+        seconds: longest an act may take, a launch included.
     """
 
-    def __init__(self, python: str | None, env: Mapping[str, str], device: Device):
+    def __init__(self, python: str | None, env: Mapping[str, str], device: Device, seconds: float):
+        self._seconds = seconds
         self._spec = WorkerSpec(ReplicaUnderTest).options(python=python, env=dict(env) or None, distributed=False)
         self._device: Device = device
         self._group: WorkerGroup | None = None
@@ -142,7 +151,7 @@ class RolloutSite:
         made_for = (record.engine, layout.name, check.model)
         if self._made_for not in (None, made_for):
             self.failed(layout)
-        if self._layout != layout:
+        if self._layout != layout or check.fresh:
             self._end()  # a layout's GPUs are its own
         self._made_for = made_for
         try:
@@ -183,7 +192,7 @@ class RolloutSite:
             gpus = resolve(record.options)(**layout.options).gpus() if self._device == "cuda" else 0
             self._pool = ResourcePool([1], gpus_per_process=gpus, name=f"rollout-{self._device}")
             self._group = WorkerGroup(
-                self._pool, self._spec, name=f"{record.name}-rollout", device=self._device, timeout=ROLLOUT_ACT_SECONDS
+                self._pool, self._spec, name=f"{record.name}-rollout", device=self._device, timeout=self._seconds
             )
             self._layout = layout
         return self._group
@@ -200,11 +209,12 @@ class RolloutSite:
 class TransportSite:
     """This process: both ends of a transport, each on threads.
 
-    Attributes:
+    Args:
         seconds: deadline of all that is to succeed, or to fail at once.
     """
 
-    seconds = 60.0
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
 
     def open(self) -> None:
         """Nothing to do."""
@@ -216,7 +226,7 @@ class TransportSite:
         """See `Site`."""
         from enginehouse.testing.link import Link
 
-        return [Seen(0, 1, True, check.acts[number](Link(record, layout.processes, self.seconds)))]
+        return [Seen(0, 1, True, check.acts[number](Link(record, layout.processes, self._seconds)))]
 
     def failed(self, layout: Layout) -> None:
         """Nothing to do: each act has connections of its own."""

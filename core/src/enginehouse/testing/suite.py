@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-import pytest
+try:
+    import pytest
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError('the suites are pytest tests; pip install "enginehouse[testing]"') from error
 
 from enginehouse.plugin import RolloutBackend, TrainBackend, Transport, plugins
 from enginehouse.testing.running import Case, Certifier, cases
@@ -51,9 +54,10 @@ class Suite:
         cls.test_conforms = test_conforms  # type: ignore[attr-defined]
 
     @pytest.fixture(scope="class")
-    def certifier(self) -> Iterator[Certifier]:
+    @classmethod
+    def certifier(cls) -> Iterator[Certifier]:
         """The processes that all tests of the class share."""
-        with Certifier(self.record(), self.runtime) as certifier:
+        with Certifier(cls.record(), cls.runtime) as certifier:
             yield certifier
 
 

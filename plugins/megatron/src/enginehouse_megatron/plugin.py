@@ -18,7 +18,6 @@ def enginehouse_register_backends(register):
             capabilities={
                 capabilities.EXPERTS,
                 capabilities.HALF_PRECISION,
-                capabilities.PACKING,
                 capabilities.RESHARD_CHECKPOINT,
                 capabilities.VALUE_HEAD,
             },

@@ -11,6 +11,7 @@ from enginehouse.errors import EnginehouseError, UserError
 from enginehouse.plugin import Backend, Transport
 from enginehouse.testing.matrix.running import shortened
 from enginehouse.testing.matrix.standing import standing, still_stands
+from enginehouse.testing.origin import origin_of
 from enginehouse.testing.running import Case, certify
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def certified(
         provided: a backend or a transport, and whose it is.
         directory: of certificates.
         device: torch device type of the runs.
-        make: where there is none of the versions that are here, make one; else that is what is said of it.
+        make: where there is none of the code and versions that are here, make one; else that is what is said of it.
         again: with `make`, make one even where there is one.
         begins: as of `certify`.
 
@@ -50,10 +51,10 @@ def certified(
     try:
         now = standing(provided, device)
         there = _read(place / "certificate.json")
-        if there is not None and still_stands(there, now) and not (make and again):
+        if there is not None and still_stands(there, now, origin_of(record)) and not (make and again):
             return findings(there)
         if not make:
-            return {**nothing, "problem": "there is no certificate of the versions that are installed"}
+            return {**nothing, "problem": "there is no certificate of the code and versions that are installed"}
 
         def ended(certificate: Certificate) -> None:
             certificate.write(place)

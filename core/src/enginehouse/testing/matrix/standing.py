@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.plugin import Backend, Provided
 from enginehouse.plugin.requirements import installed_version
 from enginehouse.plugin.runtimes import choose_runtime, named_runtime
 from enginehouse.testing.certificate import depends_on
+from enginehouse.testing.origin import Origin
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,9 +41,17 @@ def standing(provided: Provided, device: str) -> dict[str, str]:
     return found
 
 
-def still_stands(certificate: Mapping[str, Any], now: Mapping[str, str]) -> bool:
-    """Whether a finished certificate of the whole suite was made with the versions that are there now."""
+def still_stands(certificate: Mapping[str, Any], now: Mapping[str, str], origin: Origin) -> bool:
+    """Whether a finished certificate of the whole suite is of the code and the versions that are there now.
+
+    Args:
+        certificate: as it was written.
+        now: the versions, as `standing` gives them.
+        origin: of what is certified.
+    """
     if certificate.get("interrupted", True) or not certificate.get("whole", False):
+        return False
+    if certificate.get("plugin") != asdict(origin):
         return False
     then = {**certificate.get("versions", {}), **certificate.get("runtime", {})}
     return all(then.get(name) == version for name, version in now.items())

@@ -1,14 +1,16 @@
 """All checks of rollout engines, in the order they are run and reported.
 
-Those of one model stand together, since an engine is launched for each, and those that leave none behind come last.
+What many of them take comes first. Those of one model stand together, since an engine is launched for each, and those
+that leave none behind come last.
 """
 
 from __future__ import annotations
 
 from enginehouse.testing.check import Check
-from enginehouse.testing.checks.rollout import control, drawing, endings, life, updates
+from enginehouse.testing.checks.rollout import colocation, control, drawing, endings, life, updates
 
 CHECKS: tuple[Check, ...] = (
+    control.OVERTAKING,
     *drawing.CHECKS,
     *endings.CHECKS,
     *control.CHECKS,
@@ -20,4 +22,5 @@ CHECKS: tuple[Check, ...] = (
     updates.UNTIED,
     life.KILLED,
     life.UNLOADABLE,
+    colocation.COLOCATES,
 )

@@ -20,6 +20,21 @@ ATTEMPTS = 5
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 
+async def _overtaking(replica: Replica) -> str:
+    for _ in range(ATTEMPTS):
+        running = await replica.under_way(PROMPT, max_tokens=LONG, **GREEDY)
+        overtaken = not running.done()
+        await soon(replica.engine.abort())
+        await running
+        if overtaken:
+            return ""
+    return (
+        f"a request for 2 tokens that came after one for {LONG} was answered after it, {ATTEMPTS} times of {ATTEMPTS}: "
+        "take requests up while others run (continuous batching); an engine that answers batch by batch can neither "
+        "be aborted nor paused"
+    )
+
+
 async def _abort_one(replica: Replica) -> tuple[list[Drawn], list[Drawn]]:
     for _ in range(ATTEMPTS):
         one = await replica.under_way(PROMPT, max_tokens=LONG, **GREEDY)
@@ -46,8 +61,10 @@ def _judge_abort_one(found: tuple[list[Drawn], list[Drawn]]) -> Measured:
 
 def _not_cut(one: Drawn) -> str:
     if one.reason != "abort":
+        early = ": it had ended before, see the check 'overtaking'" if len(one.tokens) == LONG else ""
         return (
             f"a request under way was aborted, and ended with {one.reason!r} after {len(one.tokens)} of {LONG} tokens"
+            + early
         )
     return "" if 0 < len(one.tokens) < LONG else f"an aborted request came back with {len(one.tokens)} tokens"
 
@@ -65,9 +82,9 @@ async def _abort_all(replica: Replica) -> list[Drawn]:
 @of_one
 def _judge_abort_all(found: list[Drawn]) -> Measured:
     *ended, after = found
-    for one in ended:
-        if said := _not_cut(one):
-            return wrong(said)
+    uncut = dict.fromkeys(said for one in ended if (said := _not_cut(one)))
+    if uncut:
+        return wrong("; ".join(uncut))
     if len(ended) != 3:
         return wrong(f"{len(ended)} completions of 3 came back")
     return larger(logprob_error("tied", ended), serves("tied", [after]))
@@ -172,7 +189,9 @@ async def _health(replica: Replica) -> str:
         if not ended:
             break
     if not seen.running:
-        return f"while a request was under way: {seen}"
+        return f"while a request was under way: {seen}" + (
+            "; it had ended before, see the check 'overtaking'" if ended else ""
+        )
     await replica.until(lambda health: health.running == health.waiting == 0, "at rest after an abort")
     await soon(engine.pause("wait"))
     late = asyncio.create_task(replica.request(LATE, max_tokens=2))
@@ -190,6 +209,14 @@ def _judge_said(said: str) -> Measured:
     return wrong(said) if said else Measured(0.0)
 
 
+OVERTAKING = RolloutCheck(
+    name="overtaking",
+    capability=PROTOCOL,
+    claim="A short request that came later is answered while a long one still runs: requests are batched continuously",
+    tolerance=0.0,
+    acts=(_overtaking,),
+    judge=_judge_said,
+)
 CHECKS = (
     RolloutCheck(
         name="abort_one",

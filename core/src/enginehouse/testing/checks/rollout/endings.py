@@ -33,24 +33,28 @@ MUST_HOLD = {"ignore_eos": EOS_ID, "stop_token_ids": EOS_ID}
 
 @of_one
 def _judge_ends(drawn: dict[str, list[Drawn]]) -> Measured:
-    for what, completions in drawn.items():
-        ends = ENDS[what]
-        for one in completions:
-            at = next((i for i, token in enumerate(one.tokens) if token in ends), None)
-            expected = (LENGTH, "length") if at is None else (at + 1, "stop")
-            if at is None and one.reason == "stop":
-                return wrong(f"{what}: a completion stopped, and its last token is not one that ends it: {one.tokens}")
-            if (len(one.tokens), one.reason) != expected:
-                return wrong(
-                    f"{what}: a completion has {len(one.tokens)} tokens and finish reason {one.reason!r}, "
-                    f"not {expected[0]} and {expected[1]!r}"
-                )
-        reasons = {one.reason for one in completions}
-        if bool(ends) != ("stop" in reasons):
-            return wrong(f"{what}: no completion of {len(completions)} came to what it was drawn for")
-        if what in MUST_HOLD and not any(MUST_HOLD[what] in one.tokens for one in completions):
-            return wrong(f"{what}: no completion of {len(completions)} goes on after the model's end of sequence")
-    return logprob_error_at(drawn)
+    said = [f"{what}: {unlike}" for what, completions in drawn.items() if (unlike := _unlike(what, completions))]
+    return wrong("; ".join(said)) if said else logprob_error_at(drawn)
+
+
+def _unlike(what: str, completions: list[Drawn]) -> str:
+    """In words, how one of some completions that were drawn for the same end ends otherwise; empty: none does."""
+    ends = ENDS[what]
+    for one in completions:
+        at = next((i for i, token in enumerate(one.tokens) if token in ends), None)
+        expected = (LENGTH, "length") if at is None else (at + 1, "stop")
+        if at is None and one.reason == "stop":
+            return f"a completion stopped, and its last token is not one that ends it: {one.tokens}"
+        if (len(one.tokens), one.reason) != expected:
+            return (
+                f"a completion has {len(one.tokens)} tokens and finish reason {one.reason!r}, "
+                f"not {expected[0]} and {expected[1]!r}"
+            )
+    if bool(ends) != ("stop" in {one.reason for one in completions}):
+        return f"no completion of {len(completions)} came to what it was drawn for"
+    if what in MUST_HOLD and not any(MUST_HOLD[what] in one.tokens for one in completions):
+        return f"no completion of {len(completions)} goes on after the model's end of sequence"
+    return ""
 
 
 def logprob_error_at(drawn: dict[str, list[Drawn]]) -> Measured:
@@ -111,8 +115,8 @@ async def _refused(replica: Replica) -> tuple[dict[str, str], list[Drawn]]:
 def _judge_refused(found: tuple[dict[str, str], list[Drawn]]) -> Measured:
     unlike, longest = found
     if unlike:
-        what, how = next(iter(unlike.items()))
-        return Measured(len(unlike), f"{what} {how}, where an EnginehouseError is due ({len(unlike)} in all)")
+        listed = "; ".join(f"{what} {how}" for what, how in unlike.items())
+        return Measured(len(unlike), f"{listed}. generate has to raise an EnginehouseError for each")
     full = len(longest[0].tokens) == 2
     return Measured(float(not full), "" if full else "the longest sequence it may take was cut short")
 

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from enginehouse.testing.check import Check
-from enginehouse.testing.checks.transport import exactness, failures
+from enginehouse.testing.checks.transport import exactness, failures, reach
 
-CHECKS: tuple[Check, ...] = (*exactness.CHECKS, *failures.CHECKS)
+CHECKS: tuple[Check, ...] = (*exactness.CHECKS, *failures.CHECKS, *reach.CHECKS)

@@ -1,0 +1,79 @@
+"""Whose a backend or a transport is, and which code of theirs: what tells a certificate of it from one of an older."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from enginehouse.plugin import Backend, Plugin, Transport, plugins
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a backend or a transport comes from.
+
+    Attributes:
+        distribution: the installed distribution; empty where it is of none.
+        version: that distribution's version.
+        digest: of all files of the packages its strings name, `"sha256:..."`: it changes with an edit, too, of what is
+            installed from a checkout.
+    """
+
+    distribution: str
+    version: str
+    digest: str
+
+    def __str__(self) -> str:
+        named = f"{self.distribution} {self.version}" if self.distribution else "no distribution"
+        return f"{named}, {self.digest[:19]}"
+
+
+def origin_of(record: Backend | Transport) -> Origin:
+    """Whose a record is, registered or not. Nothing of it is imported."""
+    modules = sorted({getattr(record, field).partition(":")[0] for field in record.references})
+    owner = _owner(record, modules)
+    named = [*modules, *([owner.module] if owner is not None else [])]
+    digest = _digest(sorted({_package(module) for module in named}))
+    return Origin(owner.distribution, owner.version, digest) if owner is not None else Origin("", "", digest)
+
+
+def _owner(record: Backend | Transport, modules: list[str]) -> Plugin | None:
+    """The plugin that declares a record; of one that is not registered, the plugin whose code it names."""
+    there = plugins()
+    declared = [one.plugin for one in there.providers(record.kind, record.name) if one.record == record]
+    packages = {_package(module) for module in modules}
+    return next(iter([*declared, *(one for one in there.plugins if _package(one.module) in packages)]), None)
+
+
+def _package(module: str) -> str:
+    """The package that holds a module's code: of core's own backends their folder, of others all that is theirs."""
+    top, _, rest = module.partition(".")
+    return module.rpartition(".")[0] if top == "enginehouse" and rest else top
+
+
+def _digest(packages: list[str]) -> str:
+    digest = hashlib.sha256()
+    for package in packages:
+        for name, path in sorted(_files(package)):
+            content = path.read_bytes()
+            digest.update(f"{package}/{name} {len(content)}\n".encode() + content)
+    return f"sha256:{digest.hexdigest()}"
+
+
+def _files(package: str) -> Iterator[tuple[str, Path]]:
+    """Name and path of every file of a package, but what Python compiled."""
+    top, *below = package.split(".")
+    spec = importlib.util.find_spec(top)
+    if spec is None:
+        return
+    if spec.submodule_search_locations is None:
+        yield top, Path(spec.origin or "")
+        return
+    for location in spec.submodule_search_locations:
+        folder = Path(location, *below)
+        for path in folder.rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".pyc":
+                yield path.relative_to(folder).as_posix(), path
