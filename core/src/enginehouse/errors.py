@@ -12,7 +12,13 @@ from collections.abc import Iterable
 
 
 class EnginehouseError(Exception):
-    """Base of all errors raised by enginehouse and its plugins."""
+    """Base of all errors raised by enginehouse and its plugins.
+
+    Attributes:
+        keeps_state: whether what the actor holds is still worth saving when a run ends by this error.
+    """
+
+    keeps_state: bool = True
 
 
 class UserError(EnginehouseError):

@@ -39,6 +39,12 @@ def test_defaults_fill_what_the_file_leaves_out(tmp_path: Path):
     assert config.algorithm.advantage.name == "grpo"
 
 
+def test_float16_is_refused_with_the_reason(tmp_path: Path):
+    said = refusal(write(tmp_path), "model.dtype=float16")
+    assert "model.dtype (in the override 'model.dtype=float16'): no engine trains in float16" in said
+    assert "use bfloat16" in said
+
+
 def test_overrides_win_over_the_file_and_are_yaml(tmp_path: Path):
     config = load_config(
         write(tmp_path),

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from enginehouse.engines.model import NO_FLOAT16
+
 
 class Section(BaseModel):
     """A part of the config: unknown keys are errors."""
@@ -29,10 +31,17 @@ class Model(Section):
     """The model that is trained, a Hugging Face directory."""
 
     path: str = Field(description="Directory of a Hugging Face causal language model with its tokenizer")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+    dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="What engines compute in and weights are served in"
     )
     trust_remote_code: bool = Field(default=False, description="Run Python code that the model's directory brings")
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _no_half_without_scaling(cls, value: Any) -> Any:
+        if value == "float16":  # one dtype for every role: the actor's among them
+            raise ValueError(NO_FLOAT16)
+        return value
 
 
 class Data(Section):

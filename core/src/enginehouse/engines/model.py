@@ -9,6 +9,12 @@ from typing import Any, Literal
 Device = Literal["cpu", "cuda"]
 """A torch device type."""
 
+NO_FLOAT16 = (
+    "no engine trains in float16: gradients of a loss that sums over tokens go beyond it, and no loss is scaled; use "
+    "bfloat16"
+)
+"""Why a training engine refuses `ModelSpec.dtype="float16"`."""
+
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 """Glob patterns of files in a model directory; one of them there means that it has a tokenizer."""
 

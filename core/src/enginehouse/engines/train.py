@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from enginehouse.errors import EnginehouseError
+
 if TYPE_CHECKING:
     import torch
 
@@ -25,6 +27,12 @@ if TYPE_CHECKING:
 
 ALL: tuple[str, ...] = ("*",)
 """Every tag, where a method takes tags."""
+
+
+class NonFiniteWeights(EnginehouseError):
+    """An optimizer step left a weight that is not finite: what the actor holds is lost, and must not be kept."""
+
+    keeps_state = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +206,9 @@ class TrainEngine(Protocol):
 
         Returns:
             `grad_norm` (before clipping), `lr` (used by this step) and `skipped` (1.0 if not finite), as floats.
+
+        Raises:
+            NonFiniteWeights: the step left a weight that is not finite, on whichever rank; raised on all of them.
         """
         ...
 
