@@ -25,6 +25,7 @@ from enginehouse.rl.mismatch import MismatchWarnings, measuring, mismatch
 from enginehouse.rl.placement import Roles, load_tokenizer, place
 from enginehouse.rl.rewards.pool import RewardPool
 from enginehouse.rl.samples import plain, sample_metrics, sample_rows, with_rewards
+from enginehouse.rl.stalls import Stalls
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import Plan
@@ -66,6 +67,7 @@ class Trainer(Loop):
         self.version = 0
         self.former_failures = 0
         self.warnings = MismatchWarnings(config.weights.effect_tolerance)
+        self.stalls = Stalls(groups=config.rollout.samples_per_prompt > 1)
         if plan.resumed:
             self.restore(plan.resumed.loop)
 
