@@ -92,7 +92,8 @@ class Stalls:
 _SEEN = ("loss", "grad_norm", "reward/max", "reward/min")
 _NOT_FINITE = (
     "Look for rewards or advantages that are not finite or beyond float32 (samples/ has them), for a loss of your own "
-    "that divides by 0 or takes log(0), and for logprobs far apart (mismatch/*); try a smaller lr, or model.dtype=float32"
+    "that divides by 0 or takes log(0), and for logprobs far apart (mismatch/*); try a smaller lr, or "
+    "model.dtype=float32"
 )
 _NOTHING_COUNTED = (
     "Responses without a token, or a loss that masks them all, leave nothing to learn from: samples/ has what the "

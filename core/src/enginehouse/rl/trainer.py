@@ -26,6 +26,7 @@ from enginehouse.rl.placement import Roles, load_tokenizer, place
 from enginehouse.rl.rewards.pool import RewardPool
 from enginehouse.rl.samples import plain, sample_metrics, sample_rows, with_rewards
 from enginehouse.rl.stalls import Stalls
+from enginehouse.rl.validation import Validation
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import Plan
@@ -40,8 +41,6 @@ Draw = Callable[["Batch", "SamplingParams", int], Iterator[tuple[range, "Batch"]
 
 PROBE_SEQUENCES = 4
 """Prompts that trainer and rollout both score when the effect of a weight update is checked."""
-VALIDATION_PROMPTS = 256
-"""Most held-out prompts a validation uses, the first of the file."""
 
 
 class Trainer(Loop):
@@ -60,9 +59,7 @@ class Trainer(Loop):
         prompts = self._dataset(config.data.train)
         self.prompts = PromptSampler(prompts, config.train.prompts_per_step, config.train.seed)
         self.probe = [tokens.tolist() for tokens in prompts.all(PROBE_SEQUENCES)["prompt_ids"]]
-        self.validation: Batch | None = None
-        if config.data.validation:
-            self.validation = self._dataset(config.data.validation).all(VALIDATION_PROMPTS)
+        self.validation = Validation.of(config, self._dataset)
         self.advantage = resolve(plan.advantage)
         self.version = 0
         self.former_failures = 0
@@ -147,10 +144,10 @@ class Trainer(Loop):
 
     def generate(self, prompts: Batch, samples_per_prompt: int, step: int) -> Batch:
         """Draw responses from the rollout replicas; see `RolloutWorker.generate` for the columns."""
-        return self._drawn(self.roles.generate_each, prompts, samples_per_prompt, step)
-
-    def _drawn(self, draw: Draw, prompts: Batch, samples_per_prompt: int, step: int) -> Batch:
         parameters = sampling_params(self.config.rollout.sampling, samples_per_prompt)
+        return self._drawn(self.roles.generate_each, prompts, parameters, step)
+
+    def _drawn(self, draw: Draw, prompts: Batch, parameters: SamplingParams, step: int) -> Batch:
         asked = prompts.select(["prompt_ids"]).with_columns(prompt_index=torch.arange(len(prompts)))
         pieces = draw(asked, parameters, (self.config.train.seed << 32) + step)
         wanted = len(asked) * parameters.n
@@ -207,15 +204,19 @@ class Trainer(Loop):
         return figures if report.effect is None else {**figures, "weights/effect": report.effect}
 
     def validate(self, step: int) -> None:
-        """Sample one response for each held-out prompt, as in training, and log the mean reward."""
-        if self.validation is None:
+        """Answer the held-out prompts, score the answers, and log, write, show and tell what came of it."""
+        validation = self.validation
+        if validation is None:
             return
         with self.clock.phase("validate"):
-            samples = self._drawn(self.roles.validate_each, self.validation, 1, (1 << 31) + step)
-            samples = with_rewards(samples, self.validation, self.tokenizer, self.rewards)
-        metrics = {"validation/reward": samples["reward"].mean().item()}
+            samples = self._drawn(self.roles.validate_each, validation.prompts, validation.sampling, (1 << 31) + step)
+            samples = with_rewards(samples, validation.prompts, self.tokenizer, self.rewards)
+        metrics = validation.figures(samples)
+        if self.config.train.samples_every:
+            self.run_directory.write_samples(step, validation.rows(samples), "validation")
         self.run_directory.log_validation(step, metrics)
-        self.progress.validated(step, metrics)
+        self.progress.validated(step, metrics, validation.how)
+        plugins().observe("validated", run=self, step=step, metrics=metrics)
 
     # What is written
 
