@@ -9,6 +9,7 @@ import pytest
 from enginehouse.testing.models import with_weight
 
 from .conftest import Start
+from .run_process import RunProcess
 
 pytestmark = pytest.mark.slow
 
@@ -39,6 +40,26 @@ def test_weights_that_a_step_lost_are_never_served_or_saved(train: Start):
     assert run.record["status"] == "failed"
     for kept in ("checkpoints", "models"):
         assert list(run.directory.glob(f"{kept}/step-*")) == [], kept
+
+
+@pytest.mark.fault(
+    area="numbers",
+    what="training makes the model worse, while its samples get more right",
+    happens="the run goes on; each validation, greedy unless told otherwise, and the last words say so",
+    exit_code="0",
+    kept="everything, and what the model said at each validation",
+    noticed="at the next validation",
+)
+def test_a_run_that_makes_the_model_worse_says_so(start: Start, warmed_up: RunProcess):
+    run = start("train", ALONE, "train.steps=12", "actor.engine.options.schedule=constant")
+    ended = run.finish()
+    assert ended.code == 0, ended.err
+    before, after = run.validations
+    assert before["validation/reward"] - after["validation/reward"] > 0.05
+    rewards = [line["reward/mean"] for line in run.metrics]
+    assert sum(rewards[-4:]) > 2 * sum(rewards[:4]), "drawn as in training, it looks better"
+    said = [line for line in ended.out.splitlines() if "worse than before training" in line]
+    assert [line.partition(": ")[0] for line in said] == ["validation at step 12, greedy", "validation/reward"]
 
 
 @pytest.mark.fault(

@@ -17,8 +17,9 @@ from torch_train_cases import (
 )  # fmt: skip
 
 from enginehouse.data import Batch, Ragged
-from enginehouse.engines.train import Mean, NonFiniteWeights, Outputs, TrainEngine
+from enginehouse.engines.train import LossSpec, Mean, NonFiniteWeights, Outputs, TrainEngine
 from enginehouse.errors import ConfigError, EnginehouseError, ModelError
+from enginehouse.modeling import heads
 from enginehouse.plugin import PluginLookupError
 from enginehouse.testing.models import tiny_model, with_weight
 
@@ -127,6 +128,24 @@ def test_two_calls_before_a_step_equal_one_call_with_all_rows():
     for half in batch.split(2):
         halves.forward_backward(half, POLICY)
     assert halves.optim_step()["grad_norm"] == pytest.approx(whole.optim_step()["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize("elements", [heads.ENTROPY_ELEMENTS, 100], ids=["at once", "in parts"])
+def test_an_entropy_that_is_only_measured_is_the_same_and_changes_no_gradient(elements, monkeypatch):
+    monkeypatch.setattr(heads, "ENTROPY_ELEMENTS", elements)
+    path = tiny_model()
+    batch = make_batch(2, 3)
+    found = []
+    for outputs in (Outputs(temperature=0.7), Outputs(entropy=True, temperature=0.7, entropy_gradient=False)):
+        engine = make_engine(path)
+        engine.forward_backward(batch, LossSpec("supervised", {}, outputs))
+        found.append({name: p.grad.clone() for name, p in engine._model.named_parameters()})
+    bare, measuring = found
+    assert all(torch.equal(measuring[name], gradient) for name, gradient in bare.items())
+    right, measured = (
+        engine.forward(batch, Outputs(entropy=True, temperature=0.7, entropy_gradient=has)) for has in (True, False)
+    )
+    torch.testing.assert_close(measured["entropy"].values, right["entropy"].values, atol=1e-5, rtol=0)
 
 
 def test_gradients_are_zero_after_a_step():

@@ -45,12 +45,15 @@ class Outputs:
         values: value of the state each token was drawn from: the value head's output at the token before it
             (engines with `ModelSpec.head == "value"`).
         temperature: logits are divided by it before logprobs and entropy, as the sampler does.
+        entropy_gradient: whether the loss may depend on the entropy. Where it is only measured, an engine may leave
+            its gradient out, which costs as much memory as the logits.
     """
 
     logprobs: bool = True
     entropy: bool = False
     values: bool = False
     temperature: float = 1.0
+    entropy_gradient: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,8 @@ class TokenView:
     never knows how the batch was cut.
 
     Attributes:
-        outputs: `logprobs`, `entropy`, `values`, each float32 `(tokens,)` with a gradient.
+        outputs: `logprobs`, `entropy`, `values`, each float32 `(tokens,)` with a gradient (`entropy` without one where
+            `Outputs.entropy_gradient` is false).
         columns: the batch's ragged columns, each `(tokens,)`, and its dense columns, each `(rows, ...)`.
         row: int64 `(tokens,)`, the row each token belongs to.
         rows: number of rows.

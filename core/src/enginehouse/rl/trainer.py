@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -115,7 +116,8 @@ class Trainer(Loop):
         with phase("reward"):
             samples = with_rewards(samples, prompts, self.tokenizer, self.rewards)
         with phase("old_logprobs"):
-            batch = samples.with_columns(old_logprobs=self.old_logprobs(samples))
+            old_logprobs, measured = self.old_logprobs(samples)
+            batch = samples.with_columns(old_logprobs=old_logprobs)
         with phase("reference"):
             batch = self.with_reference(batch)
         with phase("advantage"):
@@ -124,6 +126,7 @@ class Trainer(Loop):
         with phase("update"):
             known = {
                 **sample_metrics(samples),
+                **measured,
                 **self.roles.rollout_metrics(),
                 "reward/failures": float(self.rewards.failures),
                 "tokens": float(samples["input_ids"].tokens),
@@ -153,11 +156,16 @@ class Trainer(Loop):
         wanted = len(asked) * parameters.n
         return in_order(self.progress.counted(pieces, "samples", wanted, lambda piece: len(piece[1])))
 
-    def old_logprobs(self, samples: Batch) -> Ragged:
-        """The logprobs the policy ratio divides by: as the rollout reported them, or computed anew by the actor."""
+    def old_logprobs(self, samples: Batch) -> tuple[Ragged, dict[str, float]]:
+        """The logprobs the policy ratio divides by: as the rollout reported them, or computed anew by the actor.
+
+        In the latter case with the mean `entropy`, which otherwise the update measures (`measuring`).
+        """
         if self.config.algorithm.old_logprobs == "rollout":
-            return samples["rollout_logprobs"]
-        return self.roles.actor.forward(samples.select(["input_ids", "loss_mask"]), self._outputs())["logprobs"]
+            return samples["rollout_logprobs"], {}
+        outputs = replace(self._outputs(entropy=True), entropy_gradient=False)
+        scored = self.roles.actor.forward(samples.select(["input_ids", "loss_mask"]), outputs)
+        return scored["logprobs"], {"entropy": scored["entropy"].values[samples["loss_mask"].values].mean().item()}
 
     def with_reference(self, batch: Batch) -> Batch:
         """Add `reference_logprobs`, if there is a KL term, and take the term from the rewards if that is its place."""
