@@ -15,7 +15,7 @@ class EnginehouseError(Exception):
     """Base of all errors raised by enginehouse and its plugins.
 
     Attributes:
-        keeps_state: whether what the actor holds is still worth saving when a run ends by this error.
+        keeps_state: whether the actor's state is worth saving when this ends a run; False where the state is at fault.
     """
 
     keeps_state: bool = True

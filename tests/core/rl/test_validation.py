@@ -48,6 +48,8 @@ def answered(rewards: list[float], tokens: list[int], reasons: list[str]) -> Bat
             "finish_reason": reasons,
             "prompt": ["p"] * len(rewards),
             "response": ["r"] * len(rewards),
+            "reward_figures": [{}] * len(rewards),
+            "reward_failure": [""] * len(rewards),
         }
     )
 
