@@ -13,7 +13,7 @@ import torch
 from enginehouse.backends.torch.optim import FlatAdamW
 from enginehouse.backends.torch.train import TorchTrainEngine
 from enginehouse.data import Ragged
-from enginehouse.engines.train import ALL, LossValue, Mean
+from enginehouse.engines.train import ALL, LossValue, Mean, NonFiniteWeights
 from enginehouse.modeling.files import parts_of
 
 
@@ -180,6 +180,17 @@ class NotFiniteTaken(TorchTrainEngine):
         bad = not torch.isfinite(optimizer._sums).all()
         torch.nan_to_num_(optimizer._sums, nan=0.0, posinf=0.0, neginf=0.0)
         return {**super().optim_step(), **({"skipped": 1.0} if bad else {})}
+
+
+class LostWeightsKept(TorchTrainEngine):
+    """Goes on with whatever a step made of the weights."""
+
+    def optim_step(self):
+        try:
+            return super().optim_step()
+        except NonFiniteWeights:
+            self._built_optimizer().publish()
+            return {"grad_norm": 0.0, "lr": 0.0, "skipped": 0.0}
 
 
 class DecayForgotten(TorchTrainEngine):

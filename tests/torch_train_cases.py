@@ -20,12 +20,12 @@ from enginehouse.testing.models import VOCABULARY_SIZE
 
 
 def make_engine(
-    path: str, rank: int = 0, world_size: int = 1, head: str = "causal_lm", **options: Any
+    path: str, rank: int = 0, world_size: int = 1, head: str = "causal_lm", dtype: str = "float32", **options: Any
 ) -> TorchTrainEngine:
     """An engine that is set up; with several ranks the environment says where they meet."""
     engine = TorchTrainEngine()
     context = ProcessContext(role="actor", rank=rank, world_size=world_size, local_rank=rank)
-    engine.setup(ModelSpec(path=path, head=head), TorchTrainOptions(**options), context)
+    engine.setup(ModelSpec(path=path, head=head, dtype=dtype), TorchTrainOptions(**options), context)
     return engine
 
 

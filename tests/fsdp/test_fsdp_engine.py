@@ -9,7 +9,7 @@ from torch_train_cases import NOT_FINITE, POLICY, make_batch, make_engine, weigh
 
 from enginehouse.errors import ConfigError, ModelError
 from enginehouse.modeling.files import CheckpointError
-from enginehouse.testing.models import tiny_model
+from enginehouse.testing.models import tiny_model, with_weight
 
 pytestmark = pytest.mark.slow
 
@@ -146,5 +146,10 @@ def test_what_cannot_be_is_said_at_setup(tmp_path):
         make_sharded(tiny_model(), replicas=2)
     with pytest.raises(ModelError, match="not a directory"):
         make_sharded(str(tmp_path / "none"))
+    with pytest.raises(ModelError, match="fsdp: no engine trains in float16"):
+        make_sharded(tiny_model(), dtype="float16")
+    name = "model.layers.1.mlp.up_proj.weight"
+    with pytest.raises(ModelError, match=f"not finite .*: {name} in "):
+        make_sharded(with_weight(tiny_model(), name, (3, 2), float("nan")))
     with pytest.raises(ConfigError, match="fully_shard refuses"):
         make_sharded(tiny_model(), native={"no_such_argument": 1})

@@ -90,5 +90,5 @@ def test_the_first_steps_have_the_rewards_that_fsdp_has_from_the_same_seed(start
     for ours, theirs in zip(run_in("pp2", 5).metrics, run.metrics, strict=True):
         assert ours["reward/mean"] == theirs["reward/mean"], "the same samples, to the last token"
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
-        for name in ("loss", "policy_kl", "ratio", "clip_fraction"):
+        for name in ("loss", "policy_kl", "ratio", "clip_fraction", "entropy"):
             assert ours[name] == pytest.approx(theirs[name], abs=1e-5), name

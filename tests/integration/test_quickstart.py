@@ -34,8 +34,11 @@ def test_the_warm_up_lowers_the_loss(warmed_up: RunProcess):
 def test_the_quickstart_learns(colocated: RunProcess):
     first, last = colocated.validations[0], colocated.validations[-1]
     assert (first["step"], last["step"]) == (0, 250)
-    assert first["validation/reward"] <= 0.10
-    assert last["validation/reward"] >= 0.90
+    assert first["validation/reward"] <= 0.75  # greedily: of samples one in fifty is right
+    assert last["validation/reward"] >= 0.95
+    rewards = [line["reward/mean"] for line in colocated.metrics]
+    assert sum(rewards[:5]) / 5 <= 0.10
+    assert sum(rewards[-5:]) / 5 >= 0.90
     assert colocated.record["status"] == "finished"
     assert colocated.record["steps"] == 250
     assert colocated.pid("actor") == colocated.pid("rollout")

@@ -10,14 +10,14 @@ import pytest
 
 from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.errors import ConfigError, ModelError
-from enginehouse.testing.models import tiny_experts, tiny_model
+from enginehouse.testing.models import tiny_experts, tiny_model, with_weight
 from enginehouse_megatron.options import MegatronOptions
 
 
-def set_up(path: str, processes: int = 1, **options):
+def set_up(path: str, processes: int = 1, dtype: str = "float32", **options):
     from enginehouse_megatron.engine import MegatronEngine
 
-    spec = ModelSpec(path=path)
+    spec = ModelSpec(path=path, dtype=dtype)
     MegatronEngine().setup(spec, MegatronOptions(**options), ProcessContext("actor", 0, processes))
 
 
@@ -75,6 +75,18 @@ def test_a_layout_that_does_not_divide_the_model_names_the_nearest_that_does(pro
 def test_a_layout_that_cannot_hold_experts_says_what_can(processes, options, said):
     with pytest.raises(ConfigError, match=said):
         set_up(tiny_experts(), processes, **options)
+
+
+def test_a_model_whose_weights_are_no_numbers_is_refused_by_parameter_and_file():
+    name = "model.layers.1.mlp.up_proj.weight"
+    path = with_weight(tiny_model(heads=8, key_value_heads=4), name, (3, 2), float("nan"))
+    with pytest.raises(ModelError, match=f"not finite .*: {name} in {path}/model.safetensors"):
+        set_up(path)
+
+
+def test_float16_is_refused_with_the_reason():
+    with pytest.raises(ModelError, match="megatron: no engine trains in float16"):
+        set_up(tiny_model(), dtype="float16")
 
 
 def test_a_pipeline_rank_without_experts_is_refused(tmp_path):

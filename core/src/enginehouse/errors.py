@@ -12,7 +12,13 @@ from collections.abc import Iterable
 
 
 class EnginehouseError(Exception):
-    """Base of all errors raised by enginehouse and its plugins."""
+    """Base of all errors raised by enginehouse and its plugins.
+
+    Attributes:
+        keeps_state: whether the actor's state is worth saving when this ends a run; False where the state is at fault.
+    """
+
+    keeps_state: bool = True
 
 
 class UserError(EnginehouseError):

@@ -17,10 +17,11 @@ from torch_train_cases import (
 )  # fmt: skip
 
 from enginehouse.data import Batch, Ragged
-from enginehouse.engines.train import Mean, Outputs, TrainEngine
+from enginehouse.engines.train import LossSpec, Mean, NonFiniteWeights, Outputs, TrainEngine
 from enginehouse.errors import ConfigError, EnginehouseError, ModelError
+from enginehouse.modeling import heads
 from enginehouse.plugin import PluginLookupError
-from enginehouse.testing.models import tiny_model
+from enginehouse.testing.models import tiny_model, with_weight
 
 FAMILIES = [("qwen3", True), ("qwen3", False), ("llama", True), ("llama", False)]
 
@@ -127,6 +128,24 @@ def test_two_calls_before_a_step_equal_one_call_with_all_rows():
     for half in batch.split(2):
         halves.forward_backward(half, POLICY)
     assert halves.optim_step()["grad_norm"] == pytest.approx(whole.optim_step()["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize("elements", [heads.ENTROPY_ELEMENTS, 100], ids=["at once", "in parts"])
+def test_an_entropy_that_is_only_measured_is_the_same_and_changes_no_gradient(elements, monkeypatch):
+    monkeypatch.setattr(heads, "ENTROPY_ELEMENTS", elements)
+    path = tiny_model()
+    batch = make_batch(2, 3)
+    found = []
+    for outputs in (Outputs(temperature=0.7), Outputs(entropy=True, temperature=0.7, entropy_gradient=False)):
+        engine = make_engine(path)
+        engine.forward_backward(batch, LossSpec("supervised", {}, outputs))
+        found.append({name: p.grad.clone() for name, p in engine._model.named_parameters()})
+    bare, measuring = found
+    assert all(torch.equal(measuring[name], gradient) for name, gradient in bare.items())
+    right, measured = (
+        engine.forward(batch, Outputs(entropy=True, temperature=0.7, entropy_gradient=has)) for has in (True, False)
+    )
+    torch.testing.assert_close(measured["entropy"].values, right["entropy"].values, atol=1e-5, rtol=0)
 
 
 def test_gradients_are_zero_after_a_step():
@@ -285,6 +304,27 @@ def test_a_checkpoint_that_lacks_a_weight_is_not_filled_with_random_numbers(tmp_
     save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=r"lack model\.norm\.weight"):
         make_engine(str(tmp_path))
+
+
+def test_float16_is_refused_with_the_reason():
+    with pytest.raises(ModelError, match=r"torch: no engine trains in float16: .* use bfloat16"):
+        make_engine(tiny_model(), dtype="float16")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_model_whose_weights_are_no_numbers_is_refused_by_parameter_and_file(value):
+    name = "model.layers.1.mlp.up_proj.weight"
+    path = with_weight(tiny_model(), name, (3, 2), value)
+    with pytest.raises(ModelError, match=rf"not finite \(NaN or infinite\): {name} in {path}/model.safetensors"):
+        make_engine(path)
+
+
+def test_a_step_that_loses_weights_names_the_step_and_what_to_try():
+    engine = make_engine(tiny_model(), lr=1e30, warmup_steps=0)
+    engine.forward_backward(make_batch(2, 2), POLICY)
+    with pytest.raises(NonFiniteWeights, match=r"optimizer step 1 left weights .* and \d+ more.*lr was 1e\+30.*Try a"):
+        engine.optim_step()
+    assert not NonFiniteWeights.keeps_state
 
 
 def test_loading_says_nothing(capfd):

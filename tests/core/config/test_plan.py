@@ -481,6 +481,43 @@ def test_validations_are_answered_by_the_rollout_unless_an_engine_is_named(make:
     assert dict(planned.facts)["evaluation"].startswith("1 replica of torch, in a process of its own")
 
 
+def test_a_plan_says_what_is_validated_how_and_how_often(make: Callable[..., Plan], project: Project):
+    project.write_rows("more.jsonl", [{"prompt": "1+1=", "answer": "2", "kind": "easy"}] * 3)
+    said = dict(make("data.validation=train.jsonl", "train.validate_every=5").facts)["validation"]
+    assert said == (
+        "prompts: 40 of train.jsonl, answered greedily: 40 answers before the first step, every 5 steps and after "
+        "the last"
+    )
+    several = ("data.validation={aime: train.jsonl, gsm: more.jsonl}", "evaluation.max_prompts=10")
+    drawn = ("evaluation.samples_per_prompt=4", "evaluation.sampling.temperature=0.6")
+    said = dict(make(*several, *drawn).facts)["validation"]
+    assert said == (
+        "prompts: 10 of train.jsonl, 3 of more.jsonl, answered 4 samples each at temperature 0.6: 52 answers before "
+        "the first step and after the last"
+    )
+    assert make("data.validation.gsm=more.jsonl", "evaluation.by=kind")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["evaluation.by=answr"], "evaluation.by: train.jsonl has no column 'answr' to measure figures by; did you"),
+        (["evaluation.samples_per_prompt=4"], "the samples of a prompt would all be the same; set the temperature"),
+        (["evaluation.sampling.max_tokens=128"], "evaluation.sampling.max_tokens is 128, which with a prompt before"),
+        (
+            ["data.validation={a/b: x.jsonl}"],
+            "data.validation (in the override 'data.validation={a/b: x.jsonl}'): 'a/b' ",
+        ),
+        (["data.validation=[x.jsonl]"], "expected the path of a file, or several paths by name, as in {aime: a.jsonl}"),
+        (["data.validation={a: none.jsonl, b: train.jsonl}"], "no data file none.jsonl"),
+    ],
+)
+def test_a_validation_that_cannot_be_is_refused(make: Callable[..., Plan], overrides: list[str], said: str):
+    with pytest.raises(UserError) as caught:
+        make("data.validation=train.jsonl", *overrides)
+    assert said in str(caught.value)
+
+
 def test_an_engine_for_validations_gets_weights_by_another_transport_where_the_rollouts_does_not_reach(
     make: Callable[..., Plan], project: Project
 ):

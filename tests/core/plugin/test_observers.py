@@ -13,6 +13,7 @@ from enginehouse.plugin.observers import EVENTS
 FACTS = {
     "run_started": {"run": "run"},
     "step_finished": {"run": "run", "step": 3, "metrics": {"loss": 0.5}},
+    "validated": {"run": "run", "step": 0, "metrics": {"validation/reward": 0.5}},
     "weights_updated": {"run": "run", "version": 4, "seconds": 0.1},
     "checkpoint_saved": {"run": "run", "step": 3, "path": "/nowhere", "what": "model"},
     "run_finished": {"run": "run", "outcome": "finished"},
@@ -30,6 +31,10 @@ def enginehouse_run_started(run):
 @hookimpl
 def enginehouse_step_finished(run, step, metrics):
     heard.append(("step_finished", run, step, metrics))
+
+@hookimpl
+def enginehouse_validated(run, step, metrics):
+    heard.append(("validated", run, step, metrics))
 
 @hookimpl
 def enginehouse_weights_updated(run, version, seconds):

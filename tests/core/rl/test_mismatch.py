@@ -113,6 +113,17 @@ def test_measuring_changes_neither_the_loss_nor_its_gradient_nor_its_figures_nor
     assert bare.metrics.items() <= value.metrics.items()
 
 
+def test_the_entropy_is_measured_whatever_the_loss(step):
+    spec = measuring(LossSpec("supervised"), VERSION)
+    assert (spec.outputs.entropy, spec.outputs.entropy_gradient) == (True, False)
+    view = view_of(step, [0, 1, 2, 3])
+    entropy = torch.linspace(0.0, 1.0, sum(LENGTHS))
+    view.outputs["entropy"] = entropy
+    value = plugins().function("loss", spec.name)(view, **spec.arguments)
+    mask = step[0]["loss_mask"].values
+    assert value.metrics["entropy"].value == pytest.approx(entropy[mask].mean().item())
+
+
 def test_samples_of_another_version_are_not_compared(step):
     samples, logprobs = step
     worse = logprobs.values.clone()

@@ -95,6 +95,7 @@ def test_a_run_taken_up_is_cut_where_the_checkpoint_was_taken(run: RunDirectory)
         run.log(step, {"loss": float(step)})
         run.log_validation(step, {"validation/reward": 0.1 * step})
         run.write_samples(step, [{"response": str(step)}])
+        run.write_samples(step, [{"response": str(step)}], "validation")
         if step == 3:
             run.timeline.span("step 3", time.monotonic(), time.monotonic())
             write(run, 3, seconds=run.elapsed_seconds)
@@ -115,7 +116,8 @@ def test_a_run_taken_up_is_cut_where_the_checkpoint_was_taken(run: RunDirectory)
     elapsed = [row["elapsed_seconds"] for row in rows]
     assert elapsed == sorted(elapsed)
     assert [row["step"] for row in lines(again.path / "validation.jsonl")] == [1, 2, 3]
-    assert sorted(path.stem for path in (again.path / "samples").iterdir()) == [f"step-00000{n}" for n in (1, 2, 3)]
+    kept = [f"{kind}-00000{n}" for kind in ("step", "validation") for n in (1, 2, 3)]
+    assert sorted(path.stem for path in (again.path / "samples").iterdir()) == kept
     assert spans(again) == ["step 3", "step 4"]
     assert names(again) == ["step-000003"]
     assert not (again.path / "error.txt").exists()

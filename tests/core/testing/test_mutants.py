@@ -27,6 +27,7 @@ MUTANTS = [
     ("TemperatureIgnored", "single", {"logprobs", *GRADIENT} - {"value_head"}),
     ("OffByOne", "single", {"logprobs", "export", "half_precision"}),
     ("NotFiniteTaken", "dp2", {"skips_nonfinite"}),
+    ("LostWeightsKept", "single", {"finite_weights"}),
     ("DecayForgotten", "single", {"metrics", *TRAINS}),
     ("LossMisreported", "single", {"metrics"}),
     ("SmallStepsLost", "single", {"half_precision"}),

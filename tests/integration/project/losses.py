@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -58,3 +59,9 @@ def out_of_memory_at_rank_1(view, *, call: int):
     if _calls == call and os.environ["RANK"] == "1":
         torch.empty(1 << 60, dtype=torch.uint8)
     return clipped_policy(view)
+
+
+def not_a_number(view):
+    """The clipped policy loss, made NaN."""
+    value = clipped_policy(view)
+    return replace(value, total=value.total * float("nan"))

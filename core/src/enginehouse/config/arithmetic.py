@@ -116,6 +116,16 @@ def check_cluster(findings: Findings, cluster: Cluster, largest: int, gpus: Mapp
         findings.refuse(f"the run needs {needed} GPUs ({each}), and {there} are visible on this machine")
 
 
+def check_evaluation(findings: Findings, config: Config) -> None:
+    """Check that the answers to a validation prompt can differ, where several are drawn."""
+    evaluation = config.evaluation
+    if evaluation.samples_per_prompt > 1 and evaluation.sampling.temperature == 0:
+        findings.refuse(
+            f"evaluation.samples_per_prompt is {evaluation.samples_per_prompt}, and evaluation.sampling.temperature is "
+            "0: the samples of a prompt would all be the same; set the temperature, to 1.0 say"
+        )
+
+
 def check_lengths(
     findings: Findings, config: Config, options: Mapping[str, Mapping[str, Any]], model: Mapping[str, Any]
 ) -> None:
@@ -131,13 +141,15 @@ def check_lengths(
     if not known:
         return
     limit, name = min(known)
-    wanted, prompt = config.rollout.sampling.max_tokens, config.data.max_prompt_tokens
-    if wanted >= limit:
-        findings.refuse(
-            f"rollout.sampling.max_tokens is {wanted}, which with a prompt before it is more than {name}, {limit}"
-        )
-    elif prompt + wanted > limit:
-        findings.note(
-            f"prompts of more than {limit - wanted} tokens leave no room for {wanted} new ones "
-            f"(rollout.sampling.max_tokens) within {name}, {limit}; data.max_prompt_tokens allows {prompt}"
-        )
+    prompt = config.data.max_prompt_tokens
+    asked = {"rollout.sampling.max_tokens": config.rollout.sampling.max_tokens}
+    if config.evaluation.sampling.max_tokens and config.data.validation_files():
+        asked["evaluation.sampling.max_tokens"] = config.evaluation.sampling.max_tokens
+    for key, wanted in asked.items():
+        if wanted >= limit:
+            findings.refuse(f"{key} is {wanted}, which with a prompt before it is more than {name}, {limit}")
+        elif prompt + wanted > limit:
+            findings.note(
+                f"prompts of more than {limit - wanted} tokens leave no room for {wanted} new ones ({key}) within "
+                f"{name}, {limit}; data.max_prompt_tokens allows {prompt}"
+            )

@@ -25,6 +25,7 @@ def outline_rl(
     apart: str,
     interpreters: Mapping[str, Interpreter],
     evaluation: EvaluationPlan | None = None,
+    held_out: Mapping[str, int] | None = None,
 ) -> Facts:
     """A reinforcement-learning run.
 
@@ -36,6 +37,7 @@ def outline_rl(
         apart: why the rollout does not live in the actor's processes; empty where it does.
         interpreters: what each role's workers run under.
         evaluation: what answers the validation prompts, where that is not the rollout.
+        held_out: how many held-out prompts are used of each file, by path.
     """
     checked = (
         f"their effect checked every {effect_check_every} updates" if effect_check_every else "their effect unchecked"
@@ -52,6 +54,7 @@ def outline_rl(
         ("algorithm", f"{config.algorithm.advantage.name} advantages, {config.algorithm.loss.name} loss"),
         ("data", _data(prompts, "prompts", config.data.train, config.train.steps * config.train.prompts_per_step)),
         ("a step", _step(config)),
+        *([("validation", _validation(config, held_out))] if held_out else []),
         ("the run", _run(config)),
     ]
 
@@ -132,6 +135,16 @@ def _step(config: Config) -> str:
         f"{config.train.prompts_per_step} prompts x {config.rollout.samples_per_prompt} samples = {samples:,} samples, "
         f"at most {samples * new:,} new tokens, {longest:,} with the longest prompts"
     )
+
+
+def _validation(config: Config, held_out: Mapping[str, int]) -> str:
+    evaluation, every = config.evaluation, config.train.validate_every
+    files = ", ".join(f"{count:,} of {path}" for path, count in held_out.items())
+    temperature, each = evaluation.sampling.temperature, evaluation.samples_per_prompt
+    how = f"{_count(each, 'sample')} each at temperature {temperature:g}" if temperature else "greedily"
+    often = f", every {_count(every, 'step')}" if every else ""
+    answers = each * sum(held_out.values())
+    return f"prompts: {files}, answered {how}: {answers:,} answers before the first step{often} and after the last"
 
 
 def _run(config: Config) -> str:

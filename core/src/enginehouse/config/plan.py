@@ -9,6 +9,7 @@ only if a function that has to be looked at imports it. What is checked lies bes
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from enginehouse.config.arithmetic import (
     check_batches,
     check_cluster,
+    check_evaluation,
     check_lengths,
     check_placement,
     check_rows,
@@ -43,7 +45,7 @@ from enginehouse.config.rows import count_rows
 from enginehouse.config.schema import Config, SFTConfig
 from enginehouse.data import check_demonstration_file, check_prompt_file
 from enginehouse.engines.model import Device
-from enginehouse.errors import ConfigError, ModelError
+from enginehouse.errors import ConfigError, DataError, ModelError, nearest
 from enginehouse.plugin import Advantage, Function, Loss, Reward, RolloutBackend, TrainBackend, configure_plugins
 
 if TYPE_CHECKING:
@@ -202,7 +204,9 @@ def plan(
     check_placement(findings, config, setting.device, colocated, gpus, evaluation.gpus if evaluation else 0)
     generating = {"rollout": rollout_options} | ({"evaluation": evaluation.options} if evaluation else {})
     check_lengths(findings, config, generating, model)
+    check_evaluation(findings, config)
     prompts, columns = _prompts(findings, config)
+    held_out = _held_out(findings, config)
     reward = setting.reward(config, columns)
     advantage = setting.function(
         Advantage, algorithm.advantage.name, "algorithm.advantage", algorithm.advantage.arguments
@@ -215,12 +219,12 @@ def plan(
             "model.path": config.model.path,
             "reference.path": config.reference.path,
             "data.train": config.data.train,
-            "data.validation": config.data.validation,
+            **{f"data.validation.{name}".rstrip("."): path for name, path in config.data.validation_files().items()},
         }
     )
     findings.raise_problems(setting.source)
     by = f"{transport} ({reason})"
-    facts = outline_rl(config, model, prompts, by, effect_check_every, apart, interpreters, evaluation)
+    facts = outline_rl(config, model, prompts, by, effect_check_every, apart, interpreters, evaluation, held_out)
     return Plan(
         config=config,
         rollout_options=rollout_options,
@@ -420,12 +424,24 @@ def _prompts(findings: Findings, config: Config) -> tuple[int, list[str] | None]
         rows = count_rows(data.train)
         if rows < wanted:
             raise ConfigError(f"train.prompts_per_step is {wanted}, and {data.train} holds only {rows} prompts")
-    if data.validation:
-        with findings.collecting():
-            _reward_columns(findings, data.validation, data.prompt)
-    elif config.train.validate_every:
+    if config.train.validate_every and not data.validation_files():
         findings.refuse("train.validate_every is set, but there is no file to validate on (data.validation)")
     return rows, columns
+
+
+def _held_out(findings: Findings, config: Config) -> dict[str, int]:
+    """Check the files of held-out prompts; how many prompts of each are used, by its path."""
+    evaluation, found = config.evaluation, {}
+    for path in config.data.validation_files().values():
+        with findings.collecting():
+            columns = _reward_columns(findings, path, config.data.prompt)
+            if evaluation.by is not None and evaluation.by not in columns:
+                raise DataError(
+                    f"evaluation.by: {path} has no column {evaluation.by!r} to measure figures by; "
+                    + nearest(evaluation.by, columns)
+                )
+            found[path] = min(count_rows(path), evaluation.max_prompts or sys.maxsize)
+    return found
 
 
 def _reward_columns(findings: Findings, path: str, prompt: str) -> list[str]:

@@ -6,9 +6,12 @@ and model is in `enginehouse.config.plan`.
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+from enginehouse.engines.model import NO_FLOAT16
 
 
 class Section(BaseModel):
@@ -29,22 +32,49 @@ class Model(Section):
     """The model that is trained, a Hugging Face directory."""
 
     path: str = Field(description="Directory of a Hugging Face causal language model with its tokenizer")
-    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+    dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="What engines compute in and weights are served in"
     )
     trust_remote_code: bool = Field(default=False, description="Run Python code that the model's directory brings")
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _no_half_without_scaling(cls, value: Any) -> Any:
+        if value == "float16":  # one dtype for every role: the actor's among them
+            raise ValueError(NO_FLOAT16)
+        return value
 
 
 class Data(Section):
     """Prompts, as JSONL or Parquet files. Columns besides the prompt are handed to the reward function."""
 
     train: str = Field(description="File of training prompts")
-    validation: str | None = Field(default=None, description="File of held-out prompts; the first 256 are used")
+    validation: str | dict[str, str] | None = Field(
+        default=None, description="File of held-out prompts; or several by name, {aime: a.jsonl, gsm: b.parquet}"
+    )
     prompt: str = Field(default="prompt", description="Column with the prompt: a string, or a list of chat messages")
     max_prompt_tokens: int = Field(default=1024, gt=0, description="Longer prompts are an error")
     chat_template: bool | None = Field(
         default=None, description="Apply the tokenizer's chat template; unset: to messages only"
     )
+
+    @field_validator("validation", mode="before")
+    @classmethod
+    def _named_files(cls, value: Any) -> Any:
+        if value is None or isinstance(value, str):
+            return value
+        if not isinstance(value, dict) or not value or not all(isinstance(path, str) for path in value.values()):
+            raise ValueError("expected the path of a file, or several paths by name, as in {aime: a.jsonl}")
+        for name in value:
+            if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
+                raise ValueError(f"{name!r} cannot name a file: give a name of letters, digits, _ . and -")
+        return value
+
+    def validation_files(self) -> dict[str, str]:
+        """The files of held-out prompts by name; a single one has the name ""."""
+        if isinstance(self.validation, str):
+            return {"": self.validation} if self.validation else {}
+        return dict(self.validation or {})
 
 
 class Engine(Section):
@@ -92,13 +122,46 @@ class Rollout(Section):
     sampling: Sampling = Field(default_factory=Sampling)
 
 
+class EvaluationSampling(Section):
+    """How responses to validation prompts are drawn; greedily, unless it says otherwise."""
+
+    max_tokens: int | None = Field(
+        default=None, gt=0, description="Longest response; unset: rollout.sampling.max_tokens"
+    )
+    temperature: float = Field(default=0.0, ge=0, description="As of rollout.sampling; 0: the likeliest token")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="As of rollout.sampling")
+    top_k: int = Field(default=0, ge=0, description="As of rollout.sampling")
+    stop: list[str] | None = Field(
+        default=None, description="Strings that end a response; unset: those of rollout.sampling"
+    )
+
+    def beside(self, rollout: Sampling) -> Sampling:
+        """The whole of it, with what is unset as in the rollout's."""
+        given = {name: value for name, value in self.model_dump().items() if value is not None}
+        return Sampling(**{"max_tokens": rollout.max_tokens, "stop": rollout.stop, **given})
+
+
 class Evaluation(Section):
-    """What answers the validation prompts."""
+    """How the policy is validated on held-out prompts, and what answers them."""
 
     engine: Engine | None = Field(
         default=None,
         description="A rollout backend, in a process of its own that gets the weights, verified, before each "
         "validation; unset: the rollout",
+    )
+    sampling: EvaluationSampling = Field(default_factory=EvaluationSampling)
+    samples_per_prompt: int = Field(
+        default=1, gt=0, description="Responses drawn for each prompt of a validation; several: mean@k and pass@k too"
+    )
+    max_prompts: int | None = Field(
+        default=None,
+        gt=0,
+        description="Use the first so many prompts of each file; unset: all, each of which is answered and scored at "
+        "every validation",
+    )
+    pass_threshold: float = Field(default=1.0, description="A response passes, for pass@k, with at least this reward")
+    by: str | None = Field(
+        default=None, description="Column of the data, as data_source: figures of each of its values are measured too"
     )
 
 

@@ -9,6 +9,12 @@ from typing import Any, Literal
 Device = Literal["cpu", "cuda"]
 """A torch device type."""
 
+NO_FLOAT16 = (
+    "no engine trains in float16: gradients of a loss that sums over tokens go beyond it, and no loss is scaled; use "
+    "bfloat16"
+)
+"""Why a training engine refuses `ModelSpec.dtype="float16"`."""
+
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 """Glob patterns of files in a model directory; one of them there means that it has a tokenizer."""
 
@@ -22,7 +28,7 @@ class ModelSpec:
 
     Attributes:
         path: a directory with `config.json`, weights in safetensors and, for text, a tokenizer.
-        dtype: dtype of the parameters: `"float32"`, `"bfloat16"` or `"float16"`.
+        dtype: dtype of the parameters: `"float32"`, `"bfloat16"` or, of rollout engines alone, `"float16"`.
         head: what stands on top of the decoder: `"causal_lm"` gives logprobs, `"value"` one scalar a token.
         trust_remote_code: passed to transformers.
         seed: seeds what the checkpoint does not hold (a fresh value head).

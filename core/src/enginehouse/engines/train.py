@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from enginehouse.errors import EnginehouseError
+
 if TYPE_CHECKING:
     import torch
 
@@ -27,6 +29,12 @@ ALL: tuple[str, ...] = ("*",)
 """Every tag, where a method takes tags."""
 
 
+class NonFiniteWeights(EnginehouseError):
+    """An optimizer step left a weight that is not finite: what the actor holds is lost, and must not be kept."""
+
+    keeps_state = False
+
+
 @dataclass(frozen=True, slots=True)
 class Outputs:
     """Which per-token outputs a forward pass computes, each a ragged float32 column named like the field.
@@ -37,12 +45,15 @@ class Outputs:
         values: value of the state each token was drawn from: the value head's output at the token before it
             (engines with `ModelSpec.head == "value"`).
         temperature: logits are divided by it before logprobs and entropy, as the sampler does.
+        entropy_gradient: whether the loss may depend on the entropy. Where it is only measured, an engine may leave
+            its gradient out, which costs as much memory as the logits.
     """
 
     logprobs: bool = True
     entropy: bool = False
     values: bool = False
     temperature: float = 1.0
+    entropy_gradient: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +81,8 @@ class TokenView:
     never knows how the batch was cut.
 
     Attributes:
-        outputs: `logprobs`, `entropy`, `values`, each float32 `(tokens,)` with a gradient.
+        outputs: `logprobs`, `entropy`, `values`, each float32 `(tokens,)` with a gradient (`entropy` without one where
+            `Outputs.entropy_gradient` is false).
         columns: the batch's ragged columns, each `(tokens,)`, and its dense columns, each `(rows, ...)`.
         row: int64 `(tokens,)`, the row each token belongs to.
         rows: number of rows.
@@ -199,6 +211,9 @@ class TrainEngine(Protocol):
 
         Returns:
             `grad_norm` (before clipping), `lr` (used by this step) and `skipped` (1.0 if not finite), as floats.
+
+        Raises:
+            NonFiniteWeights: the step left a weight that is not finite, on whichever rank; raised on all of them.
         """
         ...
 

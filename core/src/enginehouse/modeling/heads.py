@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from enginehouse.modeling.packing import Layout
 
 
+ENTROPY_ELEMENTS = 1 << 20
+"""Logits whose entropy is measured at once: 4 MiB, which a cache holds."""
+
+
 def check_outputs(has_values: bool, outputs: Outputs) -> None:
     """Raise EnginehouseError if a model's head, a value head or not, cannot give `outputs`."""
     if outputs.values and not has_values:
@@ -88,8 +92,12 @@ def token_outputs(model: PreTrainedModel, model_input: ModelInput, outputs: Outp
         logits = model(**inputs).logits.squeeze(0).float()
     if outputs.temperature != 1.0:
         logits = logits / outputs.temperature
-    if outputs.logprobs and not outputs.entropy:  # one pass over the logits there and one back
-        return {"logprobs": -torch.nn.functional.cross_entropy(logits, model_input.targets, reduction="none")}
+    if outputs.logprobs and not (outputs.entropy and outputs.entropy_gradient):
+        # One pass over the logits there and one back.
+        found = {"logprobs": -torch.nn.functional.cross_entropy(logits, model_input.targets, reduction="none")}
+        if outputs.entropy:
+            found["entropy"] = measured_entropy(logits, model_input.targets, found["logprobs"])
+        return found
     normaliser = torch.logsumexp(logits, dim=-1)
     found = {}
     if outputs.logprobs:
@@ -97,6 +105,29 @@ def token_outputs(model: PreTrainedModel, model_input: ModelInput, outputs: Outp
     if outputs.entropy:
         # A masked logit of -inf has probability 0 and adds nothing, not nan.
         found["entropy"] = normaliser - (torch.softmax(logits, dim=-1) * logits.clamp(min=torch.finfo().min)).sum(-1)
+    return found
+
+
+@torch.no_grad()
+def measured_entropy(logits: torch.Tensor, targets: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+    """The entropy of each token's distribution, in nats, without a gradient: some tokens at a time, in little memory.
+
+    Args:
+        logits: float32 `(tokens, vocabulary)`.
+        targets: int64 `(tokens,)`.
+        logprobs: those of the targets, float32 `(tokens,)`: with a target's logit they give the normaliser.
+
+    Returns:
+        Float32 `(tokens,)`.
+    """
+    normaliser = logits.gather(-1, targets[:, None]) - logprobs[:, None]
+    found = torch.empty_like(logprobs)
+    each = max(1, ENTROPY_ELEMENTS // max(1, logits.shape[-1]))
+    for begin in range(0, len(logits), each):
+        rows = slice(begin, begin + each)
+        # A masked logit of -inf has probability 0 and adds nothing, not nan.
+        distances = (normaliser[rows] - logits[rows]).clamp_(max=torch.finfo(logits.dtype).max)
+        found[rows] = torch.linalg.vecdot(torch.exp(-distances), distances)
     return found
 
 

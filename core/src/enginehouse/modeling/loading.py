@@ -11,6 +11,7 @@ import torch
 
 from enginehouse.engines.model import ModelSpec
 from enginehouse.errors import ModelError
+from enginehouse.modeling.finite import check_stored
 from enginehouse.modeling.memory import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def load_model(spec: ModelSpec, device: torch.device | str) -> PreTrainedModel:
 
     Raises:
         ModelError: the directory is missing, is not a model, is of a kind transformers cannot load as a causal
-            language model, or lacks weights; the cause is chained.
+            language model, lacks weights, or has some that are not finite; the cause is chained.
     """
     path = model_directory(spec)
     from transformers import AutoModelForCausalLM
@@ -59,7 +60,9 @@ def load_model(spec: ModelSpec, device: torch.device | str) -> PreTrainedModel:
         with torch.no_grad():
             head.weight.copy_(value_head_weight(_hidden_size(model), spec))
         model.add_module(VALUE_HEAD, head)
-    return model.to(device).eval()
+    model.to(device)
+    check_stored(path, model.named_parameters())
+    return model.eval()
 
 
 def model_directory(spec: ModelSpec) -> Path:

@@ -105,6 +105,11 @@ def enginehouse_step_finished(run: Any, step: int, metrics: Mapping[str, float])
 
 
 @hookspec
+def enginehouse_validated(run: Any, step: int, metrics: Mapping[str, float]) -> None:
+    """Called after each validation, once its metrics are written; `step` 0 is before the first step. Since 1.0."""
+
+
+@hookspec
 def enginehouse_weights_updated(run: Any, version: int, seconds: float) -> None:
     """Called after every rollout replica was verified to serve `version`. Since 1.0."""
 

@@ -16,6 +16,7 @@ from enginehouse.controller.interruption import interrupt_put_off
 from enginehouse.plugin import capabilities, plugins
 from enginehouse.rl.checkpointing import Checkpointing, Standing
 from enginehouse.rl.samples import plain
+from enginehouse.rl.stalls import Stalls
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import Plan, SFTPlan
@@ -55,6 +56,7 @@ class Loop(ABC):
         self.checkpoint_every = plan.config.train.checkpoint_every
         self.save_every = 0
         self.resumed = plan.resumed
+        self.stalls = Stalls()
         self.trained_step = plan.resumed.step if plan.resumed else 0
         self._standing: Standing | None = None
         self._update: tuple[Future, Mapping[str, float]] | None = None
@@ -154,6 +156,7 @@ class Loop(ABC):
             metrics |= self.clock.metrics()
             metrics["tokens_per_second"] = metrics.pop("tokens", 0.0) / metrics["time/step"]
             self._log(step, metrics)
+            self.stalls.look(step, metrics)
             self.after_step(step)
             self._save_where_due(step)
         if self.run_directory.saved_step != self.steps:

@@ -64,13 +64,16 @@ def mismatch(samples: Batch, logprobs: Ragged, version: int) -> dict[str, Mean |
 
 
 def measuring(loss: LossSpec, version: int) -> LossSpec:
-    """The same loss, which also compares its logprobs with the rollout's; see `measured`."""
+    """The same loss, which also compares its logprobs with the rollout's, and reports the entropy; see `measured`."""
     arguments = {"loss": loss.name, "arguments": dict(loss.arguments), "version": version}
-    return replace(loss, name="enginehouse.rl.mismatch:measured", arguments=arguments, wraps=loss.name)
+    outputs = loss.outputs
+    if not outputs.entropy:
+        outputs = replace(outputs, entropy=True, entropy_gradient=False)
+    return replace(loss, name="enginehouse.rl.mismatch:measured", arguments=arguments, outputs=outputs, wraps=loss.name)
 
 
 def measured(view: TokenView, *, loss: str, arguments: Mapping[str, Any], version: int) -> LossValue:
-    """Compute a loss, and compare the logprobs it is computed from with the rollout's.
+    """Compute a loss, compare the logprobs it is computed from with the rollout's, and report the mean `entropy`.
 
     Args:
         view: what `loss` needs; columns `rollout_logprobs` float32 `(tokens,)` and `weight_version` int64 `(rows,)`.
@@ -89,7 +92,9 @@ def measured(view: TokenView, *, loss: str, arguments: Mapping[str, Any], versio
             view.rows,
             int(mask.sum()),
         )
-    return replace(value, metrics={**value.metrics, **figures})
+        if "entropy" in view.outputs:
+            figures["entropy"] = Mean(float(view.outputs["entropy"][mask].sum()), float(mask.sum()))
+    return replace(value, metrics={**figures, **value.metrics})
 
 
 class MismatchWarnings:

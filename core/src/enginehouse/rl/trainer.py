@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,8 @@ from enginehouse.rl.mismatch import MismatchWarnings, measuring, mismatch
 from enginehouse.rl.placement import Roles, load_tokenizer, place
 from enginehouse.rl.rewards.pool import RewardPool
 from enginehouse.rl.samples import plain, sample_metrics, sample_rows, with_rewards
+from enginehouse.rl.stalls import Stalls
+from enginehouse.rl.validation import Validation
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import Plan
@@ -39,8 +42,6 @@ Draw = Callable[["Batch", "SamplingParams", int], Iterator[tuple[range, "Batch"]
 
 PROBE_SEQUENCES = 4
 """Prompts that trainer and rollout both score when the effect of a weight update is checked."""
-VALIDATION_PROMPTS = 256
-"""Most held-out prompts a validation uses, the first of the file."""
 
 
 class Trainer(Loop):
@@ -59,13 +60,12 @@ class Trainer(Loop):
         prompts = self._dataset(config.data.train)
         self.prompts = PromptSampler(prompts, config.train.prompts_per_step, config.train.seed)
         self.probe = [tokens.tolist() for tokens in prompts.all(PROBE_SEQUENCES)["prompt_ids"]]
-        self.validation: Batch | None = None
-        if config.data.validation:
-            self.validation = self._dataset(config.data.validation).all(VALIDATION_PROMPTS)
+        self.validation = Validation.of(config, self._dataset)
         self.advantage = resolve(plan.advantage)
         self.version = 0
         self.former_failures = 0
         self.warnings = MismatchWarnings(config.weights.effect_tolerance)
+        self.stalls = Stalls(groups=config.rollout.samples_per_prompt > 1)
         if plan.resumed:
             self.restore(plan.resumed.loop)
 
@@ -116,7 +116,8 @@ class Trainer(Loop):
         with phase("reward"):
             samples = with_rewards(samples, prompts, self.tokenizer, self.rewards)
         with phase("old_logprobs"):
-            batch = samples.with_columns(old_logprobs=self.old_logprobs(samples))
+            old_logprobs, measured = self.old_logprobs(samples)
+            batch = samples.with_columns(old_logprobs=old_logprobs)
         with phase("reference"):
             batch = self.with_reference(batch)
         with phase("advantage"):
@@ -125,6 +126,7 @@ class Trainer(Loop):
         with phase("update"):
             known = {
                 **sample_metrics(samples),
+                **measured,
                 **self.roles.rollout_metrics(),
                 "reward/failures": float(self.rewards.failures),
                 "tokens": float(samples["input_ids"].tokens),
@@ -145,20 +147,25 @@ class Trainer(Loop):
 
     def generate(self, prompts: Batch, samples_per_prompt: int, step: int) -> Batch:
         """Draw responses from the rollout replicas; see `RolloutWorker.generate` for the columns."""
-        return self._drawn(self.roles.generate_each, prompts, samples_per_prompt, step)
-
-    def _drawn(self, draw: Draw, prompts: Batch, samples_per_prompt: int, step: int) -> Batch:
         parameters = sampling_params(self.config.rollout.sampling, samples_per_prompt)
+        return self._drawn(self.roles.generate_each, prompts, parameters, step)
+
+    def _drawn(self, draw: Draw, prompts: Batch, parameters: SamplingParams, step: int) -> Batch:
         asked = prompts.select(["prompt_ids"]).with_columns(prompt_index=torch.arange(len(prompts)))
         pieces = draw(asked, parameters, (self.config.train.seed << 32) + step)
         wanted = len(asked) * parameters.n
         return in_order(self.progress.counted(pieces, "samples", wanted, lambda piece: len(piece[1])))
 
-    def old_logprobs(self, samples: Batch) -> Ragged:
-        """The logprobs the policy ratio divides by: as the rollout reported them, or computed anew by the actor."""
+    def old_logprobs(self, samples: Batch) -> tuple[Ragged, dict[str, float]]:
+        """The logprobs the policy ratio divides by: as the rollout reported them, or computed anew by the actor.
+
+        In the latter case with the mean `entropy`, which otherwise the update measures (`measuring`).
+        """
         if self.config.algorithm.old_logprobs == "rollout":
-            return samples["rollout_logprobs"]
-        return self.roles.actor.forward(samples.select(["input_ids", "loss_mask"]), self._outputs())["logprobs"]
+            return samples["rollout_logprobs"], {}
+        outputs = replace(self._outputs(entropy=True), entropy_gradient=False)
+        scored = self.roles.actor.forward(samples.select(["input_ids", "loss_mask"]), outputs)
+        return scored["logprobs"], {"entropy": scored["entropy"].values[samples["loss_mask"].values].mean().item()}
 
     def with_reference(self, batch: Batch) -> Batch:
         """Add `reference_logprobs`, if there is a KL term, and take the term from the rewards if that is its place."""
@@ -205,15 +212,19 @@ class Trainer(Loop):
         return figures if report.effect is None else {**figures, "weights/effect": report.effect}
 
     def validate(self, step: int) -> None:
-        """Sample one response for each held-out prompt, as in training, and log the mean reward."""
-        if self.validation is None:
+        """Answer the held-out prompts, score the answers, and log, write, show and tell what came of it."""
+        validation = self.validation
+        if validation is None:
             return
         with self.clock.phase("validate"):
-            samples = self._drawn(self.roles.validate_each, self.validation, 1, (1 << 31) + step)
-            samples = with_rewards(samples, self.validation, self.tokenizer, self.rewards)
-        metrics = {"validation/reward": samples["reward"].mean().item()}
+            samples = self._drawn(self.roles.validate_each, validation.prompts, validation.sampling, (1 << 31) + step)
+            samples = with_rewards(samples, validation.prompts, self.tokenizer, self.rewards)
+        metrics = validation.figures(samples)
+        if self.config.train.samples_every:
+            self.run_directory.write_samples(step, validation.rows(samples), "validation")
         self.run_directory.log_validation(step, metrics)
-        self.progress.validated(step, metrics)
+        self.progress.validated(step, metrics, validation.how)
+        plugins().observe("validated", run=self, step=step, metrics=metrics)
 
     # What is written
 

@@ -4,7 +4,7 @@ config.yaml         the config with every default and override; `enginehouse tra
 run.json            status, command, versions, roles; there from the first moment: it marks the directory as ours
 metrics.jsonl       one line a step
 validation.jsonl    one line a validation
-samples/            what the model said: step-000010.jsonl
+samples/            what the model said: step-000010.jsonl, and validation-000010.jsonl
 timeline.json       a Chrome trace
 models/             models in Hugging Face format: step-000250/, whole or not there
 model               a link to the newest of them
@@ -20,7 +20,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from enginehouse.config.paths import RUN_MARKER, check_run_directory
 from enginehouse.config.resume import Checkpoint
@@ -121,7 +121,7 @@ class RunDirectory:
         self.earlier = Earlier(metrics, validations)
         for name, rows in (("metrics.jsonl", metrics), ("validation.jsonl", validations)):
             write_whole(self.path / name, "".join(encoded(row) + "\n" for row in rows))
-        for said in (self.path / "samples").glob("step-*.jsonl"):
+        for said in (self.path / "samples").glob("*.jsonl"):
             if _step_of(said.stem) > step:
                 said.unlink()
         (self.path / "error.txt").unlink(missing_ok=True)
@@ -159,9 +159,11 @@ class RunDirectory:
         lines.close()
         self.validated_step = step
 
-    def write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> Path:
-        """Write what the model said in a step, a row a sample: `prompt`, `response`, `reward`, ..."""
-        path = self.path / "samples" / f"step-{step:06d}.jsonl"
+    def write_samples(
+        self, step: int, rows: Sequence[Mapping[str, Any]], kind: Literal["step", "validation"] = "step"
+    ) -> Path:
+        """Write what the model said in a step or a validation, a row a sample: `prompt`, `response`, `reward`, ..."""
+        path = self.path / "samples" / f"{kind}-{step:06d}.jsonl"
         path.parent.mkdir(exist_ok=True)
         write_json_lines(path, rows)
         return path
@@ -217,6 +219,6 @@ class RunDirectory:
 
 
 def _step_of(name: str) -> int:
-    """The number in `step-000010`; of any other name, one no step has."""
-    match = re.fullmatch(r"step-(\d+)", name)
+    """The number in `step-000010` or `validation-000010`; of any other name, one no step has."""
+    match = re.fullmatch(r"(?:step|validation)-(\d+)", name)
     return int(match[1]) if match else -1

@@ -6,6 +6,8 @@ import time
 from collections import deque
 from collections.abc import Mapping
 
+from enginehouse.runs.validations import Validations
+
 WINDOW = 10
 """Steps a shown figure is averaged over."""
 
@@ -18,7 +20,7 @@ class History:
         step: the last step that ended.
         first: metrics of the first `WINDOW` steps.
         last: metrics of the last `WINDOW` steps.
-        validations: `(step, metrics)` of the first and the last validation.
+        validations: its validations.
     """
 
     def __init__(self) -> None:
@@ -26,7 +28,7 @@ class History:
         self.step = 0
         self.first: list[Mapping[str, float]] = []
         self.last: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
-        self.validations: list[tuple[int, Mapping[str, float]]] = []
+        self.validations = Validations()
         self._started = self._ended = time.perf_counter()
         self._done = 0
 
@@ -43,10 +45,6 @@ class History:
         if len(self.first) < WINDOW:
             self.first.append(metrics)
         self.last.append(metrics)
-
-    def validated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take in a validation."""
-        self.validations[1:] = [(step, metrics)]
 
     @property
     def seconds(self) -> float:

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from enginehouse.runs.history import History
+from enginehouse.runs.validations import figure
 
 if TYPE_CHECKING:
     from typing import Self
@@ -119,7 +120,7 @@ class Progress:
         self.history.start(steps, done)
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take in a step's metrics; `reward/mean`, `loss`, `tokens_per_second` and `time/*` are shown."""
+        """Take in a step's metrics; shown are `reward/mean`, `loss`, `grad_norm`, `entropy`, tokens/s and `time/*`."""
         self.history.add(step, metrics)
         if self.mode != "lines":
             return
@@ -133,14 +134,21 @@ class Progress:
         for row in earlier.metrics:
             self.history.add(row["step"], figures(row))
         for row in earlier.validations:
-            self.history.validated(row["step"], figures(row))
+            self.history.validations.add(row["step"], figures(row))
 
-    def validated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take in a validation's metrics."""
-        self.history.validated(step, metrics)
-        self._line(
-            f"validation at step {step}: " + "  ".join(f"{short(name)} {figure(v)}" for name, v in metrics.items())
-        )
+    def validated(self, step: int, metrics: Mapping[str, float], how: str = "") -> None:
+        """Take in a validation's metrics, and say them: lines that stay on a terminal too if the model became worse.
+
+        Args:
+            step: after which step; 0 before the first.
+            metrics: `validation/reward` and others.
+            how: responses were drawn, in a word or two: `"greedy"`.
+        """
+        validations = self.history.validations
+        validations.add(step, metrics, how)
+        say = self.note if validations.worse_anywhere() else self._line
+        for line in validations.lines():
+            say(line)
 
     def note(self, text: str) -> None:
         """Print a line that stays, above the display on a terminal."""
@@ -175,6 +183,8 @@ class Progress:
         for label, name in (
             ("reward", history.named("reward/mean")),
             ("loss", history.named("loss")),
+            ("gradient", history.named("grad_norm")),
+            ("entropy", history.named("entropy")),
             ("tokens/s", history.named("tokens_per_second")),
         ):
             value = history.now(name) if name else None
@@ -210,25 +220,13 @@ class Progress:
         if phases:
             rows.append(Text(f"seconds a step: {phases}", style="dim"))
         if history.validations:
-            step, metrics = history.validations[-1]
-            said = "  ".join(f"{short(name)} {figure(value)}" for name, value in metrics.items())
-            rows.append(Text(f"validation at step {step}: {said}", style="dim"))
+            rows += [Text(line, style="dim") for line in history.validations.lines()]
         return Group(*rows)
 
 
 def figures(row: Mapping[str, Any]) -> dict[str, float]:
     """The metrics in a row of a file: without what it says besides, and without those that were not finite."""
     return {name: value for name, value in row.items() if name not in ("step", "elapsed_seconds") and value is not None}
-
-
-def figure(value: float) -> str:
-    """A metric as people read it: three digits that matter."""
-    return f"{value:.3f}" if 0.01 <= abs(value) < 1000 or value == 0 else f"{value:.3g}"
-
-
-def short(name: str) -> str:
-    """A metric's name without its prefix."""
-    return name.rpartition("/")[2]
 
 
 def clock(seconds: float | None) -> str:

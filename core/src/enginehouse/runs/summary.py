@@ -11,7 +11,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from enginehouse.runs.progress import clock, figure
+from enginehouse.runs.progress import clock
+from enginehouse.runs.validations import figure
 
 if TYPE_CHECKING:
     from enginehouse.runs.directory import RunDirectory
@@ -32,11 +33,7 @@ def summary_facts(run: RunDirectory, history: History, status: Status) -> list[t
             over = f"means of the first and the last {count} steps" if count > 1 else "the first and the last step"
             facts.append((label, f"{figure(first)} -> {figure(last)} ({over})"))
     if history.validations:
-        step, metrics = history.validations[-1]
-        first_step, first_metrics = history.validations[0]
-        for name, value in metrics.items():
-            before = f"{figure(first_metrics[name])} at step {first_step} -> " if first_step != step else ""
-            facts.append((name, f"{before}{figure(value)} at step {step}"))
+        facts += history.validations.facts()
     if history.steps_per_second:
         facts.append(("speed", f"{history.steps_per_second:.3g} steps/s, {clock(history.seconds)} in all"))
     facts.append(("saved", _saved(run)))

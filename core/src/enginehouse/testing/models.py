@@ -98,6 +98,27 @@ def tiny_experts(*, seed: int = 0, hidden: int = 128, experts: int = 4, max_posi
     return str(path)
 
 
+@functools.cache
+def with_weight(model: str, name: str, place: tuple[int, ...], value: float) -> str:
+    """Directory of a copy of a model in which one weight is another.
+
+    Args:
+        model: the model's directory.
+        name: of the tensor, as it is stored.
+        place: the weight's index in it.
+        value: what it is in the copy.
+    """
+    from safetensors.torch import load_file, save_file
+
+    path = Path(tempfile.mkdtemp(prefix="altered-", dir=_root()))
+    shutil.copytree(model, path, dirs_exist_ok=True)
+    file = path / "model.safetensors"
+    weights = load_file(file)
+    weights[name][place] = value
+    save_file(weights, file, metadata={"format": "pt"})
+    return str(path)
+
+
 def _config(
     family: Family,
     tied: bool,

@@ -12,7 +12,7 @@ import torch
 
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.train import LossSpec, LossValue, Mean, Outputs, TokenView
-from enginehouse.testing.models import PAD_ID, VOCABULARY_SIZE, tiny_experts, tiny_model
+from enginehouse.testing.models import PAD_ID, VOCABULARY_SIZE, tiny_experts, tiny_model, with_weight
 
 ROWS = 16
 TEMPERATURE = 0.7
@@ -29,10 +29,23 @@ EXPERTS = ("experts",)
 """The same of the capability `experts`."""
 
 
+EDGE = ("edge",)
+"""One of whose weights a step takes beyond float32."""
+HUGE = 3e38
+"""A float32 whose double is none."""
+UNUSED_ID = 6
+"""A token that no row of `batch()` holds: its embedding has no gradient, and nothing is computed from it."""
+
+
 def model_path(name: str) -> str:
-    """A tiny model: `"tied"` of Qwen3's shape, `"untied"` of Llama's, each dimension a multiple of 4; `"experts"`."""
+    """A tiny model: `"tied"` of Qwen3's shape, `"untied"` of Llama's, each dimension a multiple of 4; `"experts"`.
+
+    `"edge"` is the untied one with `HUGE` as one weight, in the embedding of `UNUSED_ID`.
+    """
     if name == "experts":
         return tiny_experts()
+    if name == "edge":
+        return with_weight(model_path("untied"), "model.embed_tokens.weight", (UNUSED_ID, 0), HUGE)
     if name == "tied":
         return tiny_model("qwen3", True, heads=8, key_value_heads=4)
     return tiny_model("llama", False, heads=8, key_value_heads=4)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from enginehouse.engines.mesh import Mesh
+from enginehouse.engines.model import NO_FLOAT16
 from enginehouse.engines.train import ALL, LossSpec, Metrics, Outputs
-from enginehouse.errors import EnginehouseError
+from enginehouse.errors import EnginehouseError, ModelError
 from enginehouse.modeling import checkpoint, export
 from enginehouse.modeling.files import parts_of
 from enginehouse.modeling.loading import quiet_transformers
@@ -56,11 +57,13 @@ class FSDPEngine:
         """Join the ranks, and build, shard and load the model. Optimizer state is made when it is first needed.
 
         Raises:
-            ModelError: the model cannot be loaded.
+            ModelError: the model cannot be loaded, or is to be trained in float16.
             ConfigError: the schedule decays and `total_steps` is not set, or ranks, model and the axes asked for do
                 not fit.
         """
         learning_rate(options.warmup_steps, options)
+        if model.dtype == "float16":
+            raise ModelError(f"fsdp: {NO_FLOAT16}")
         self._spec, self._options, self._context = model, options, context
         device = device_of(context)
         self._ranks = Ranks.join(context, alone=True)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from enginehouse.modeling.finite import check_step
 from enginehouse.modeling.schedule import learning_rate
 from enginehouse_fsdp.gathering import splits
 
@@ -57,6 +58,9 @@ class ShardedAdamW:
         """Normalise, clip, step, zero; collective. FSDP has summed the gradients over the ranks already.
 
         Nothing changes but the gradients where their norm is not finite, or where no rank counted anything.
+
+        Raises:
+            NonFiniteWeights: the step left weights that are not finite, on whichever rank.
         """
         gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
         sums = torch.tensor([self._weight, _squared_share(gradients)], dtype=torch.float64)
@@ -66,6 +70,7 @@ class ShardedAdamW:
         norm = math.sqrt(squared) / weight if weight else 0.0
         lr = learning_rate(self.step_number, self._options)
         finite = weight > 0 and norm < float("inf")  # False for nan
+        figures = {"grad_norm": norm, "lr": lr, "skipped": 0.0 if finite else 1.0}
         if finite:
             scale = min(1.0, self._options.max_grad_norm / (norm + 1e-6)) / weight
             torch._foreach_mul_([_own(gradient) for gradient in gradients], scale)
@@ -73,9 +78,11 @@ class ShardedAdamW:
                 group["lr"] = lr
             self._adamw.step()
             self.step_number += 1
+            own = {name: _own(parameter.detach()) for name, parameter in self._parameters.items()}
+            check_step(list(own.values()), lambda: own, self.step_number, figures)
         self._adamw.zero_grad(set_to_none=True)
         self._weight = 0.0
-        return {"grad_norm": norm, "lr": lr, "skipped": 0.0 if finite else 1.0}
+        return figures
 
     def state(self) -> dict[str, torch.Tensor]:
         """Both moments of each parameter, sharded like it, by `"exp_avg.name"` and `"exp_avg_sq.name"`; live."""

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from enginehouse.errors import ConfigError, ModelError
+from enginehouse.modeling.finite import check_stored
 from enginehouse.modeling.loading import VALUE_HEAD, model_directory, quiet_transformers, value_head, value_head_weight
 from enginehouse.modeling.memory import is_out_of_memory
 from enginehouse.modeling.state import stored_names, unique_state
@@ -81,7 +82,7 @@ def sharded_model(spec: ModelSpec, options: FSDPOptions, mesh: DeviceMesh, devic
     """Build, shard and load the model of `spec`; parameters are float32, whatever dtype they compute in.
 
     Raises:
-        ModelError: the directory holds no causal language model, or lacks weights.
+        ModelError: the directory holds no causal language model, lacks weights, or has some that are not finite.
         ConfigError: an option that `fully_shard` refuses, or a model that cannot be split over the axis `tp`.
     """
     model = _empty_model(spec)
@@ -206,3 +207,4 @@ def _load(model: PreTrainedModel, spec: ModelSpec) -> None:
             assert isinstance(head, DTensor)
             whole = value_head_weight(model.config.get_text_config().hidden_size, spec).float().to(head.device)
             head.copy_(distribute_tensor(whole, head.device_mesh, head.placements))
+        check_stored(path, ((name, t.to_local() if isinstance(t, DTensor) else t) for name, t in own.items()))

@@ -247,7 +247,12 @@ class Computing:
         if outputs.temperature != 1.0:
             logits = logits / outputs.temperature
         logprobs, entropy = split_logprobs(
-            logits, targets.to(self._device), first, self._tensor, entropy=outputs.entropy
+            logits,
+            targets.to(self._device),
+            first,
+            self._tensor,
+            entropy=outputs.entropy,
+            entropy_gradient=outputs.entropy_gradient,
         )
         columns_found = {}
         if outputs.logprobs:

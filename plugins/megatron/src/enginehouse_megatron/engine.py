@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 
 from enginehouse.data import Batch
 from enginehouse.engines.mesh import Mesh
+from enginehouse.engines.model import NO_FLOAT16
 from enginehouse.engines.train import ALL, LossSpec, Metrics, Outputs
 from enginehouse.errors import ModelError
 from enginehouse.modeling import export
@@ -62,7 +63,7 @@ class MegatronEngine:
         learning_rate(options.warmup_steps, options)
         self._spec, self._options, self._context = model, options, context
         if model.dtype == "float16":
-            raise ModelError("megatron: float16 needs a scaled loss, which is not done yet; use bfloat16")
+            raise ModelError(f"megatron: {NO_FLOAT16}")
         device = device_of(context)
         sizes = axis_sizes(context.world_size, options)
         self._config = building.model_config(model)
@@ -144,8 +145,17 @@ class MegatronEngine:
     def _built_training(self) -> Training:
         """Gradients and optimizer, made at first use: several times as large as the model."""
         if self._training is None:
-            self._training = Training(self._called, self._settings, self._options)
+            self._training = Training(self._called, self._settings, self._options, self._own_weights)
         return self._training
+
+    def _own_weights(self) -> dict[str, torch.Tensor]:
+        """This rank's part of each weight by its Hugging Face name: views, where a form gives views."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        return {
+            stored.name: part
+            for one in self._placed
+            for stored, part in zip(one.stored, one.parts(self._heads, group.rank(), group.size()), strict=True)
+        }
 
     # Weights and files
 

@@ -18,6 +18,7 @@ def split_logprobs(
     group: dist.ProcessGroup,
     *,
     entropy: bool,
+    entropy_gradient: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Logprobs of `targets`, and the entropy of each distribution in nats where asked for; collective, differentiable.
 
@@ -27,18 +28,25 @@ def split_logprobs(
         first: id of the token of this rank's first column.
         group: the ranks that share the vocabulary.
         entropy: whether to compute it.
+        entropy_gradient: whether it has a gradient, which costs as much memory as the logits.
 
     Returns:
         Two float32 `(tokens,)`, or the first and None.
     """
-    logprobs, found = _SplitLogprobs.apply(logits, targets, first, group, entropy)
+    logprobs, found = _SplitLogprobs.apply(logits, targets, first, group, entropy, entropy and entropy_gradient)
     return logprobs, found if entropy else None
 
 
 class _SplitLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, first: int, group: dist.ProcessGroup, entropy: bool
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        first: int,
+        group: dist.ProcessGroup,
+        entropy: bool,
+        entropy_gradient: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         tokens, columns = logits.shape
         lowest = torch.finfo(logits.dtype).min
@@ -63,8 +71,11 @@ class _SplitLogprobs(torch.autograd.Function):
         normaliser = total.log()
         probabilities = exponential.div_(total[:, None])
         mean = weighted / total
-        ctx.save_for_backward(probabilities, here, column, shifted if entropy else None, mean)
-        return chosen - normaliser, normaliser - mean
+        ctx.save_for_backward(probabilities, here, column, shifted if entropy_gradient else None, mean)
+        found = normaliser - mean
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(found)
+        return chosen - normaliser, found
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -77,4 +88,4 @@ class _SplitLogprobs(torch.autograd.Function):
             lowest = torch.finfo(shifted.dtype).min
             apart = shifted.clamp(min=lowest) - mean[:, None]
             gradient -= probabilities * apart * of_entropy[:, None]
-        return gradient, None, None, None, None
+        return gradient, None, None, None, None, None

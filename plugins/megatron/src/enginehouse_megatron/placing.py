@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
 from enginehouse.errors import ModelError
+from enginehouse.modeling.finite import check_stored
 from enginehouse.modeling.loading import VALUE_HEAD
 from enginehouse_megatron.forms import Form, Heads, Whole
 
@@ -86,14 +87,17 @@ class Checkpoint:
     """The safetensors files of a model directory, read by parts.
 
     Args:
-        path: the directory.
+        path: the model's directory.
         made: tensors that it need not hold, by name.
+
+    Attributes:
+        path: the directory.
     """
 
     def __init__(self, path: Path, made: Mapping[str, torch.Tensor]):
         from safetensors import safe_open
 
-        self._path = path
+        self.path = path
         self._made = made
         index = path / "model.safetensors.index.json"
         files = sorted(path.glob("*.safetensors"))
@@ -130,14 +134,14 @@ class Checkpoint:
         if unknown:
             more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
             raise ModelError(
-                f"megatron: the weights in {str(self._path)!r} hold {', '.join(unknown[:5])}{more}, of which the "
+                f"megatron: the weights in {str(self.path)!r} hold {', '.join(unknown[:5])}{more}, of which the "
                 "architecture does not say what they are: without them this would be another model. Add them to "
                 "`weights` of its Architecture (enginehouse_megatron.architectures), or name another one"
             )
 
     def _slice(self, name: str) -> Any:
         if name not in self._file_of:
-            raise ModelError(f"the weights in {str(self._path)!r} lack {name}")
+            raise ModelError(f"the weights in {str(self.path)!r} lack {name}")
         return self._file_of[name].get_slice(name)
 
 
@@ -203,11 +207,12 @@ def load(placed: Sequence[Placed], checkpoint: Checkpoint, heads: Heads, rank: i
         size: how many there are.
 
     Raises:
-        ModelError: a stored tensor has another shape than the model's config says.
+        ModelError: a stored tensor has another shape than the model's config says, or is not finite.
     """
     with torch.no_grad():
         for one in placed:
             parts = [checkpoint.read(stored.name, stored.region(rank, size)) for stored in one.stored]
+            check_stored(checkpoint.path, zip((stored.name for stored in one.stored), parts, strict=True))
             whole = one.form.together([part.to(one.parameter.dtype) for part in parts], heads)
             kept = one.parameter
             if whole.dim() and whole.shape[0] < kept.shape[0] and one.form.split == 0 and len(parts) == 1:

@@ -7,7 +7,7 @@ parameters (Rajbhandari et al. 2020, stage 1). Gradients are summed over ranks o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +21,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
+from enginehouse.modeling.finite import check_step
 from enginehouse.modeling.schedule import learning_rate
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Training:
         models: the parts, as `building.computing` gave them; their parameters become views of buffers.
         settings: megatron-core's config of it.
         options: learning rate, schedule and the rest.
+        own_weights: gives this rank's part of each weight, by its Hugging Face name.
 
     Attributes:
         models: what is called to compute with gradients, one for each virtual stage.
@@ -44,8 +46,15 @@ class Training:
         step_number: optimizer steps taken.
     """
 
-    def __init__(self, models: Sequence[torch.nn.Module], settings: TransformerConfig, options: MegatronOptions):
+    def __init__(
+        self,
+        models: Sequence[torch.nn.Module],
+        settings: TransformerConfig,
+        options: MegatronOptions,
+        own_weights: Callable[[], Mapping[str, torch.Tensor]],
+    ):
         self._options = options
+        self._own_weights = own_weights
         self.models = [
             DistributedDataParallel(
                 settings,
@@ -90,6 +99,9 @@ class Training:
         """Sum over ranks, normalise, clip, step, zero; collective.
 
         Nothing changes but the gradients where their norm is not finite, or where no rank counted anything.
+
+        Raises:
+            NonFiniteWeights: the step left weights that are not finite, on whichever rank.
         """
         counted = torch.tensor(self._weight, dtype=torch.float64)
         dist.all_reduce(counted)
@@ -102,6 +114,7 @@ class Training:
         norm = float(self.optimizer.get_grad_norm())
         lr = learning_rate(self.step_number, self._options)
         finite = weight > 0 and norm < float("inf")  # False for nan
+        figures = {"grad_norm": norm, "lr": lr, "skipped": 0.0 if finite else 1.0}
         if finite:
             for one in self.optimizer.chained_optimizers:
                 if parameters := one.get_parameters():
@@ -110,8 +123,10 @@ class Training:
                 group["lr"] = lr
             self.optimizer.step_with_ready_grads()
             self.step_number += 1
+            own = [parameter.detach() for model in self.models for parameter in model.parameters()]
+            check_step(own, self._own_weights, self.step_number, figures)
         self.clear()
-        return {"grad_norm": norm, "lr": lr, "skipped": 0.0 if finite else 1.0}
+        return figures
 
     def restored(self, step_number: int) -> None:
         """Go on from `step_number` after the optimizer's state was loaded, with this run's own hyperparameters."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from enginehouse.modeling.finite import not_finite, weights_lost
 from enginehouse.modeling.schedule import learning_rate
 
 if TYPE_CHECKING:
@@ -96,6 +97,9 @@ class FlatAdamW:
 
         Returns:
             `grad_norm` before clipping, `lr` of this step, `skipped` (0.0 or 1.0); equal on every rank.
+
+        Raises:
+            NonFiniteWeights: the step left weights that are not finite, the same ones on every rank.
         """
         if self.world_size > 1:
             for part in self._sums.split(ALL_REDUCE_ELEMENTS):
@@ -104,14 +108,18 @@ class FlatAdamW:
         norm, weight = torch.stack((_norm(self._gradients), self._sums[-1])).tolist()
         norm = norm / weight if weight else 0.0
         finite = weight > 0 and norm < float("inf")  # False for nan
+        figures = {"grad_norm": norm, "lr": lr, "skipped": 0.0 if finite else 1.0}
         if finite:
             self._gradients.mul_(min(1.0, self.options.max_grad_norm / (norm + 1e-6)) / weight)
             self._adamw.param_groups[0]["lr"] = lr
             self._adamw.step()
             self.step_number += 1
+            if not _norm(self._values).isfinite():
+                lost = not_finite({name: self._view(self._values, name) for name in self._parameters})
+                raise weights_lost(lost, self.step_number, figures)
             self.publish()
         self._sums.zero_()
-        return {"grad_norm": norm, "lr": lr, "skipped": 0.0 if finite else 1.0}
+        return figures
 
     def publish(self) -> None:
         """Copy the fp32 values to the half-precision parameters."""

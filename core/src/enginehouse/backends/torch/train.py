@@ -17,8 +17,9 @@ from enginehouse.backends.torch.optim import FlatAdamW
 from enginehouse.backends.torch.weights import ReplicatedWeights
 from enginehouse.data import Batch
 from enginehouse.engines.mesh import Mesh
-from enginehouse.engines.model import TOKENIZER_COMPANIONS, TOKENIZER_FILES
+from enginehouse.engines.model import NO_FLOAT16, TOKENIZER_COMPANIONS, TOKENIZER_FILES
 from enginehouse.engines.train import ALL, LossSpec, Metrics, Outputs
+from enginehouse.errors import ModelError
 from enginehouse.modeling import checkpoint
 from enginehouse.modeling.files import parts_of
 from enginehouse.modeling.loading import load_model, quiet_transformers
@@ -50,10 +51,12 @@ class TorchTrainEngine:
         Optimizer state is made when it is first needed: an engine that only computes logprobs never has any.
 
         Raises:
-            ModelError: the model cannot be loaded.
+            ModelError: the model cannot be loaded, or is to be trained in float16.
             ConfigError: the schedule decays and `total_steps` is not set.
         """
         learning_rate(options.warmup_steps, options)
+        if model.dtype == "float16":
+            raise ModelError(f"torch: {NO_FLOAT16}")
         self._spec, self._options, self._context = model, options, context
         self._ranks = Ranks.join(context)
         self.mesh = Mesh.of({"dp": context.world_size}, context.rank)

@@ -23,7 +23,8 @@ def score(rank: Rank, models: Sequence[str] = MODELS) -> dict[tuple[str, float, 
             for temperature in (1.0, TEMPERATURE):
                 for masked in (False, True):
                     rows = shard if masked else shard.drop(["loss_mask"])
-                    scored = engine.forward(rows, Outputs(entropy=True, temperature=temperature))
+                    outputs = Outputs(entropy=True, temperature=temperature, entropy_gradient=not masked)
+                    scored = engine.forward(rows, outputs)
                     if scored is not None:
                         columns = {name: scored.ragged(name).values.cpu() for name in ("logprobs", "entropy")}
                         found[model, temperature, masked] = columns

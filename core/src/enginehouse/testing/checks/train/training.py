@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from enginehouse.engines.train import Mean, merge_metrics
+from enginehouse.engines.train import Mean, NonFiniteWeights, merge_metrics
 from enginehouse.testing.check import PROTOCOL, Check, Measured, Seen, outputs_of
 from enginehouse.testing.checks.train import reference
 from enginehouse.testing.checks.train.reference import STEPS, TRAINING
@@ -88,6 +88,36 @@ def _judge_skip(seen: list[Seen]) -> Measured:
     return larger(*measured)
 
 
+_GROWING: dict[str, Any] = {"lr": 1e-3, "weight_decay": 3e3, "schedule": "constant"}
+"""Options under which a step takes each weight to about minus its double."""
+
+
+def _lose(rank: Rank) -> dict[str, Any]:
+    """A step after which one weight, of one rank where each has a part, is beyond float32."""
+    with rank.engine("edge", **_GROWING) as engine:
+        engine.forward_backward(rank.shard(engine, batch()), POLICY)
+        try:
+            engine.optim_step()
+        except Exception as error:
+            return {"raised": type(error).__name__, "lost": isinstance(error, NonFiniteWeights), "said": str(error)}
+        return {"raised": "", "lost": False, "said": ""}
+
+
+def _judge_lost(seen: list[Seen]) -> Measured:
+    for rank, one in enumerate(seen):
+        if not one.value["lost"]:
+            instead = f"raises {one.value['raised']} ({one.value['said']})" if one.value["raised"] else "raises nothing"
+            return Measured(
+                float("inf"),
+                f"optim_step takes a weight beyond float32 and {instead} on rank {rank}. It has to look at the weights "
+                "after each step, and to raise enginehouse.engines.NonFiniteWeights on every rank, whichever rank's "
+                "part it is: the error ends the run before such weights are served or saved",
+            )
+        if "embed_tokens" not in one.value["said"]:
+            return Measured(float("inf"), f"NonFiniteWeights does not name the parameter: {one.value['said']}")
+    return Measured(0.0, "")
+
+
 CHECKS = (
     Check(
         name="training",
@@ -112,5 +142,13 @@ CHECKS = (
         tolerance=1e-4,
         acts=(_skip,),
         judge=_judge_skip,
+    ),
+    Check(
+        name="finite_weights",
+        capability=PROTOCOL,
+        claim="A step that takes one weight beyond float32 raises NonFiniteWeights on every rank, and names it",
+        tolerance=0.0,
+        acts=(_lose,),
+        judge=_judge_lost,
     ),
 )

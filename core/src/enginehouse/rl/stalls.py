@@ -1,0 +1,109 @@
+"""Runs that go on without learning anything: what is said of them, and when they end.
+
+A step whose gradient is not finite changes nothing (`TrainEngine.optim_step`), nor does one whose rewards all agree.
+Either happens now and then; a run of nothing else only costs.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+
+from enginehouse.errors import EnginehouseError
+
+log = logging.getLogger(__name__)
+
+MOST_SKIPPED = 3
+"""Steps in a row in which every optimizer step was skipped, that end a run."""
+LONG = 10
+"""Steps in a row without a gradient, a reward or a difference of rewards, that are warned of."""
+
+
+class StepsSkipped(EnginehouseError):
+    """Every optimizer step of several steps in a row was skipped: nothing is learned. Weights are as before them."""
+
+
+class Stalls:
+    """Looks at each step's metrics: warns in words, once of each kind, and ends a run that takes no step any more.
+
+    Args:
+        groups: whether a prompt's samples can differ: there are several of each.
+    """
+
+    def __init__(self, groups: bool = False):
+        self._groups = groups
+        self._skipped = 0
+        self._lengths: dict[str, int] = {}
+        self._told: set[str] = set()
+
+    def look(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Look at a step's metrics.
+
+        Raises:
+            StepsSkipped: its optimizer steps were all skipped, and those of the steps before it.
+        """
+        self._look_for_skips(step, metrics)
+        highest, lowest = metrics.get("reward/max"), metrics.get("reward/min")
+        stalled = {
+            "reward": highest == lowest == 0.0,
+            "groups": self._groups and metrics.get("reward/groups_all_equal") == 1.0,
+            "gradient": metrics.get("grad_norm") == 0.0 and not metrics.get("skipped"),
+        }
+        for kind, now in stalled.items():
+            self._lengths[kind] = self._lengths.get(kind, 0) + 1 if now else 0
+        # The first is the cause of the others: it alone is told.
+        for kind, length in self._lengths.items():
+            if length >= LONG:
+                if kind not in self._told:
+                    self._told.add(kind)
+                    log.warning("steps %d to %d: %s", step - length + 1, step, _STALLED[kind])
+                return
+
+    def _look_for_skips(self, step: int, metrics: Mapping[str, float]) -> None:
+        skipped = metrics.get("skipped", 0.0)
+        self._skipped = self._skipped + 1 if skipped == 1.0 else 0
+        if not skipped:
+            return
+        seen = ", ".join(f"{name} {metrics[name]:.3g}" for name in _SEEN if name in metrics)
+        counted = math.isfinite(metrics.get("grad_norm", math.nan))
+        why = "no token counted in their loss" if counted else "their gradient was not finite"
+        if self._skipped >= MOST_SKIPPED:
+            raise StepsSkipped(
+                f"every optimizer step of steps {step - self._skipped + 1} to {step} was skipped, as {why} ({seen}): "
+                f"nothing is learned any more, and weights are as after step {step - self._skipped}. "
+                + (_NOTHING_COUNTED if counted else _NOT_FINITE)
+            )
+        if "skipped" not in self._told:
+            self._told.add("skipped")
+            number = round(skipped * metrics.get("optimizer_steps", 1.0))
+            log.warning(
+                "step %d: %d of %d optimizer steps were skipped, as %s (%s). A skipped step changes nothing; %d steps "
+                "of nothing else in a row end the run. Later ones: skipped in the metrics",
+                step,
+                max(number, 1),
+                round(metrics.get("optimizer_steps", 1.0)),
+                why,
+                seen,
+                MOST_SKIPPED,
+            )
+
+
+_SEEN = ("loss", "grad_norm", "reward/max", "reward/min")
+_NOT_FINITE = (
+    "Look for rewards or advantages that are not finite or beyond float32 (samples/ has them), for a loss of your own "
+    "that divides by 0 or takes log(0), and for logprobs far apart (mismatch/*); try a smaller lr, or "
+    "model.dtype=float32"
+)
+_NOTHING_COUNTED = (
+    "Responses without a token, or a loss that masks them all, leave nothing to learn from: samples/ has what the "
+    "model said"
+)
+_STALLED = {
+    "reward": "every reward was 0, so nothing can be learned from them. Is the reward right (samples/ has what it "
+    "scored), and does the model ever get an answer right? Begin with easier prompts, or a supervised warm start",
+    "groups": "all samples of each prompt had the same reward: what compares them learns nothing. Prompts may be too "
+    "easy or too hard, or rollout.sampling.temperature too low; more samples_per_prompt make differences likelier",
+    "gradient": "the gradient was exactly 0, so no weight changes but by weight decay. Are all advantages 0, or all "
+    "ratios clipped (clip_fraction)?",
+}

@@ -1,0 +1,174 @@
+"""Validation: held-out prompts, answered greedily unless the config says otherwise, and measured.
+
+| metric, after `validation/` and the name of the file where there are several | |
+|---|---|
+| `reward` | mean over prompts of the mean reward of their responses |
+| `reward_stderr` | standard error of that mean over prompts |
+| `mean@K` | the same as `reward`, by the name it has for K samples a prompt |
+| `pass@k`, k = 1, 2, 4, ... K | chance that one of k responses passes: Chen et al. 2021 (Codex), equation 1 |
+| `tokens_mean` | length of a response |
+| `truncated` | share of responses that were cut at `max_tokens` |
+
+Where `evaluation.by` names a column, `VALUE/reward` and so on are of the rows that have that value in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from enginehouse.data import Batch
+from enginehouse.errors import DataError
+from enginehouse.rl.generation import sampling_params
+from enginehouse.rl.samples import response_lengths, sample_rows
+
+if TYPE_CHECKING:
+    from enginehouse.config.schema import Config
+    from enginehouse.data.prompts import PromptDataset
+    from enginehouse.engines.rollout import SamplingParams
+
+MOST_VALUES = 50
+"""Most values of the column `evaluation.by`: each has figures of its own."""
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The held-out prompts of a run, and how they are answered and measured.
+
+    Attributes:
+        prompts: those of all files, one file after another; columns as `PromptDataset.rows` gives them.
+        sampling: how they are answered.
+        how: `sampling` in a word or two, for people.
+        files: of each file, its name, its path and its number of prompts.
+        pass_threshold: least reward of a response that passes.
+        values: of each prompt, its value in the column by which figures are measured too; None: by none.
+    """
+
+    prompts: Batch
+    sampling: SamplingParams
+    how: str
+    files: tuple[tuple[str, str, int], ...]
+    pass_threshold: float
+    values: tuple[str, ...] | None = None
+
+    @classmethod
+    def of(cls, config: Config, load: Callable[[str], PromptDataset]) -> Validation | None:
+        """Read a config's files of held-out prompts, by `load`; None where it has none.
+
+        Raises:
+            DataError: a row lacks the column `evaluation.by`, or that has too many values.
+        """
+        evaluation, paths = config.evaluation, config.data.validation_files()
+        if not paths:
+            return None
+        batches = [load(path).all(evaluation.max_prompts) for path in paths.values()]
+        sampling = sampling_params(evaluation.sampling.beside(config.rollout.sampling), evaluation.samples_per_prompt)
+        values = None
+        if evaluation.by is not None:
+            values = tuple(
+                value
+                for path, batch in zip(paths.values(), batches, strict=True)
+                for value in _values(batch, evaluation.by, path)
+            )
+            if len(distinct := set(values)) > MOST_VALUES:
+                raise DataError(
+                    f"evaluation.by: the column {evaluation.by!r} has {len(distinct)} values in data.validation, and "
+                    f"figures are measured for at most {MOST_VALUES}; name a column that sorts prompts into few kinds"
+                )
+        return cls(
+            prompts=Batch.concat(batches),
+            sampling=sampling,
+            how=_in_words(sampling),
+            files=tuple((name, path, len(batch)) for (name, path), batch in zip(paths.items(), batches, strict=True)),
+            pass_threshold=evaluation.pass_threshold,
+            values=values,
+        )
+
+    def figures(self, samples: Batch) -> dict[str, float]:
+        """The metrics of a validation.
+
+        Args:
+            samples: `sampling.n` adjacent rows a prompt, with `reward`, `loss_mask` and `finish_reason`.
+        """
+        each = self.sampling.n
+        rewards = samples["reward"].double().view(-1, each)
+        lengths = response_lengths(samples).double().view(-1, each)
+        cut = torch.tensor([reason == "length" for reason in samples["finish_reason"]]).double().view(-1, each)
+        found: dict[str, float] = {}
+        first = 0
+        for name, _, count in self.files:
+            rows = slice(first, first + count)
+            prefix = f"validation/{name}" if name else "validation"
+            found |= self._of_rewards(prefix, rewards[rows])
+            found |= {
+                f"{prefix}/tokens_mean": lengths[rows].mean().item(),
+                f"{prefix}/truncated": cut[rows].mean().item(),
+            }
+            if self.values is not None:
+                here = np.array(self.values[rows])
+                for value in sorted(set(here.tolist())):
+                    chosen = torch.from_numpy(here == value)
+                    found |= self._of_rewards(f"{prefix}/{value}", rewards[rows][chosen])
+            first += count
+        return found
+
+    def rows(self, samples: Batch) -> list[dict[str, Any]]:
+        """What the model said, a plain row a sample, with the file and the row of its prompt."""
+        paths = [path for _, path, count in self.files for _ in range(count)]
+        numbers = self.prompts["row"].tolist()
+        return [
+            {"file": paths[sample // self.sampling.n], "row": numbers[sample // self.sampling.n], **row}
+            for sample, row in enumerate(sample_rows(samples))
+        ]
+
+    def _of_rewards(self, prefix: str, rewards: torch.Tensor) -> dict[str, float]:
+        """Figures of rewards, float64 `(prompts, samples)`."""
+        prompts, each = rewards.shape
+        means = rewards.mean(1)
+        found = {"reward": means.mean().item()}
+        if prompts > 1:
+            found["reward_stderr"] = (means.std() / math.sqrt(prompts)).item()
+        if each > 1:
+            passed = (rewards >= self.pass_threshold).sum(1).tolist()
+            found[f"mean@{each}"] = found["reward"]
+            for k in _powers_of_two_to(each):
+                found[f"pass@{k}"] = sum(pass_at(k, each, right) for right in passed) / prompts
+        return {f"{prefix}/{name}": value for name, value in found.items()}
+
+
+def pass_at(k: int, samples: int, passed: int) -> float:
+    """Chance that one of `k` responses passes, of `samples` drawn of which `passed` did: the unbiased estimator.
+
+    Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1.
+    """
+    return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
+
+
+def _powers_of_two_to(most: int) -> list[int]:
+    return sorted({most, *(1 << power for power in range(most.bit_length()))})
+
+
+def _in_words(sampling: SamplingParams) -> str:
+    if sampling.temperature == 0:
+        return "greedy"
+    several = f", {sampling.n} samples a prompt" if sampling.n > 1 else ""
+    return f"temperature {sampling.temperature:g}{several}"
+
+
+def _values(batch: Batch, column: str, path: str) -> Sequence[str]:
+    """Each row's value in a column, as it is called in a metric."""
+    found = []
+    for number, columns in zip(batch["row"].tolist(), batch["columns"], strict=True):
+        value = columns.get(column)
+        if not isinstance(value, str | int | float):
+            lacks = f"has no column {column!r}" if value is None else f"has a {type(value).__name__} as {column!r}"
+            raise DataError(
+                f"{path}, row {number} {lacks}, by which evaluation.by sorts prompts: a string, or a number"
+            )
+        found.append(str(value))
+    return found

@@ -1,0 +1,154 @@
+"""Validation: which prompts, drawn how, and what is measured of the answers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from enginehouse.config.schema import Config
+from enginehouse.data import Batch, Ragged
+from enginehouse.data.prompts import PromptDataset
+from enginehouse.errors import DataError
+from enginehouse.rl.validation import MOST_VALUES, Validation, pass_at
+from enginehouse.testing.models import char_tokenizer
+
+
+def made(tmp_path: Path, validation: Any, evaluation: dict | None = None, **sampling: Any) -> Validation | None:
+    rollout = {"sampling": {"max_tokens": 9, "temperature": 0.7, "top_p": 0.5, "stop": ["."], **sampling}}
+    config = Config.model_validate(
+        {
+            "model": {"path": "m"},
+            "data": {"train": "t.jsonl", "validation": validation},
+            "reward": {"function": "f:g"},
+            "rollout": rollout,
+            "evaluation": evaluation or {},
+        }
+    )
+    return Validation.of(config, lambda path: PromptDataset.load(tmp_path / path, char_tokenizer()))
+
+
+def write(tmp_path: Path, name: str, rows: list[dict]) -> None:
+    (tmp_path / name).write_text("".join(json.dumps({"prompt": f"{n}+1="} | row) + "\n" for n, row in enumerate(rows)))
+
+
+def answered(rewards: list[float], tokens: list[int], reasons: list[str]) -> Batch:
+    """Samples with a prompt of one token each."""
+    ids = Ragged.from_list([[3] * (1 + count) for count in tokens], dtype=torch.int64)
+    mask = Ragged(torch.tensor([one for count in tokens for one in [False] + [True] * count]), ids.offsets)
+    return Batch(
+        {
+            "input_ids": ids,
+            "loss_mask": mask,
+            "reward": torch.tensor(rewards),
+            "finish_reason": reasons,
+            "prompt": ["p"] * len(rewards),
+            "response": ["r"] * len(rewards),
+            "reward_figures": [{}] * len(rewards),
+            "reward_failure": [""] * len(rewards),
+        }
+    )
+
+
+def test_validation_is_greedy_of_all_rows_and_keeps_the_rollouts_length_and_stops(tmp_path):
+    write(tmp_path, "v.jsonl", [{}] * 300)
+    validation = made(tmp_path, "v.jsonl")
+    assert validation is not None
+    assert len(validation.prompts) == 300
+    sampling = validation.sampling
+    assert (sampling.temperature, sampling.n, sampling.top_p) == (0.0, 1, 1.0)
+    assert (sampling.max_tokens, sampling.stop) == (9, (".",))
+    assert validation.how == "greedy"
+    assert made(tmp_path, None) is None
+
+
+def test_a_validation_can_be_drawn_otherwise_and_limited(tmp_path):
+    write(tmp_path, "v.jsonl", [{}] * 5)
+    evaluation = {
+        "max_prompts": 3,
+        "samples_per_prompt": 4,
+        "sampling": {"temperature": 0.6, "max_tokens": 20, "stop": [], "top_k": 5},
+    }
+    validation = made(tmp_path, "v.jsonl", evaluation)
+    assert validation is not None
+    assert len(validation.prompts) == 3
+    assert (validation.sampling.n, validation.sampling.max_tokens, validation.sampling.stop) == (4, 20, ())
+    assert validation.how == "temperature 0.6, 4 samples a prompt"
+
+
+def test_figures_of_single_answers(tmp_path):
+    write(tmp_path, "v.jsonl", [{}] * 4)
+    validation = made(tmp_path, "v.jsonl")
+    assert validation is not None
+    samples = answered([1.0, 0.0, 0.5, 0.5], [1, 2, 3, 6], ["stop", "length", "stop", "length"])
+    figures = validation.figures(samples)
+    error = torch.tensor([1.0, 0.0, 0.5, 0.5]).std().item() / 2
+    assert figures == {
+        "validation/reward": 0.5,
+        "validation/reward_stderr": pytest.approx(error),
+        "validation/tokens_mean": 3.0,
+        "validation/truncated": 0.5,
+    }
+
+
+def test_several_answers_have_mean_at_k_and_pass_at_k(tmp_path):
+    write(tmp_path, "v.jsonl", [{}] * 2)
+    evaluation = {"samples_per_prompt": 3, "pass_threshold": 0.6, "sampling": {"temperature": 1.0}}
+    validation = made(tmp_path, "v.jsonl", evaluation)
+    assert validation is not None
+    figures = validation.figures(answered([0.5, 0.6, 0.0, 0.5, 0.5, 0.5], [1] * 6, ["stop"] * 6))
+    assert figures["validation/mean@3"] == figures["validation/reward"] == pytest.approx(2.6 / 6)
+    assert {name: value for name, value in figures.items() if "pass@" in name} == {
+        "validation/pass@1": pytest.approx(1 / 6),
+        "validation/pass@2": pytest.approx(1 / 3),
+        "validation/pass@3": 0.5,
+    }
+
+
+@pytest.mark.parametrize("samples", [1, 4, 6])
+def test_pass_at_k_is_the_share_of_all_choices_that_pass(samples):
+    for passed in range(samples + 1):
+        for k in range(1, samples + 1):
+            choices = list(itertools.combinations([True] * passed + [False] * (samples - passed), k))
+            assert pass_at(k, samples, passed) == pytest.approx(sum(map(any, choices)) / len(choices))
+
+
+def test_files_and_the_values_of_a_column_have_figures_of_their_own(tmp_path):
+    write(tmp_path, "a.jsonl", [{"kind": "x"}, {"kind": "y"}, {"kind": "x"}])
+    write(tmp_path, "b.jsonl", [{"kind": 7, "answer": 2}])
+    validation = made(tmp_path, {"aime": "a.jsonl", "gsm": "b.jsonl"}, {"by": "kind"})
+    assert validation is not None
+    samples = answered([1.0, 0.0, 0.0, 0.25], [1] * 4, ["stop"] * 4)
+    figures = validation.figures(samples)
+    assert {name: value for name, value in figures.items() if name.endswith("/reward")} == {
+        "validation/aime/reward": pytest.approx(1 / 3),
+        "validation/aime/x/reward": 0.5,
+        "validation/aime/y/reward": 0.0,
+        "validation/gsm/reward": 0.25,
+        "validation/gsm/7/reward": 0.25,
+    }
+    rows = validation.rows(samples)
+    assert [(row["file"], row["row"], row["reward"]) for row in rows] == [
+        ("a.jsonl", 0, 1.0),
+        ("a.jsonl", 1, 0.0),
+        ("a.jsonl", 2, 0.0),
+        ("b.jsonl", 0, 0.25),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([{"kind": "x"}, {}], r"v\.jsonl, row 1 has no column 'kind'"),
+        ([{"kind": ["x"]}], r"v\.jsonl, row 0 has a list as 'kind'"),
+        ([{"kind": n} for n in range(MOST_VALUES + 1)], r"'kind' has 51 values .* at most 50"),
+    ],
+)
+def test_a_column_that_does_not_sort_prompts_is_refused(tmp_path, rows, said):
+    write(tmp_path, "v.jsonl", rows)
+    with pytest.raises(DataError, match=said):
+        made(tmp_path, "v.jsonl", {"by": "kind"})
