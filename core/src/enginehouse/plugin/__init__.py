@@ -26,6 +26,7 @@ from enginehouse.plugin.records import (
     Tracker,
     TrainBackend,
     Transport,
+    batched_reward,
     resolve,
 )  # fmt: skip
 
@@ -53,6 +54,7 @@ __all__ = [
     "Tracker",
     "TrainBackend",
     "Transport",
+    "batched_reward",
     "configure_plugins",
     "hookimpl",
     "load_plugins",

@@ -24,7 +24,7 @@ from enginehouse.rl.minibatches import assign_minibatches
 from enginehouse.rl.mismatch import MismatchWarnings, measuring, mismatch
 from enginehouse.rl.placement import Roles, load_tokenizer, place
 from enginehouse.rl.rewards.pool import RewardPool
-from enginehouse.rl.samples import plain, sample_metrics, sample_rows, with_rewards
+from enginehouse.rl.samples import plain, reward_figures, sample_metrics, sample_rows, with_rewards
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import Plan
@@ -64,7 +64,6 @@ class Trainer(Loop):
             self.validation = self._dataset(config.data.validation).all(VALIDATION_PROMPTS)
         self.advantage = resolve(plan.advantage)
         self.version = 0
-        self.former_failures = 0
         self.warnings = MismatchWarnings(config.weights.effect_tolerance)
         if plan.resumed:
             self.restore(plan.resumed.loop)
@@ -73,7 +72,6 @@ class Trainer(Loop):
     def workers(self) -> Iterator[None]:
         with closing(RewardPool.of(self.plan)) as self.rewards, place(self.plan, self.probe) as self.roles:
             self.actor = self.roles.actor
-            self.rewards.failures = self.former_failures
             yield
 
     def describe(self) -> Mapping[str, Any]:
@@ -99,13 +97,11 @@ class Trainer(Loop):
         return {
             "prompts": self.prompts.state_dict(),
             "weight_version": self.version + 1,  # what the update's weights will be called
-            "reward_failures": self.rewards.failures,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.prompts.load_state_dict(state["prompts"])
         self.version = state["weight_version"] - 1  # the first sync brings those weights once more
-        self.former_failures = state["reward_failures"]
 
     def run_step(self, step: int) -> Mapping[str, float]:
         """One step: sample, score, credit, update, sync."""
@@ -126,7 +122,6 @@ class Trainer(Loop):
             known = {
                 **sample_metrics(samples),
                 **self.roles.rollout_metrics(),
-                "reward/failures": float(self.rewards.failures),
                 "tokens": float(samples["input_ids"].tokens),
             }
             loss, first = self.loss(), None
@@ -211,7 +206,7 @@ class Trainer(Loop):
         with self.clock.phase("validate"):
             samples = self._drawn(self.roles.validate_each, self.validation, 1, (1 << 31) + step)
             samples = with_rewards(samples, self.validation, self.tokenizer, self.rewards)
-        metrics = {"validation/reward": samples["reward"].mean().item()}
+        metrics = {"validation/reward": samples["reward"].mean().item(), **reward_figures(samples, "validation")}
         self.run_directory.log_validation(step, metrics)
         self.progress.validated(step, metrics)
 

@@ -119,7 +119,7 @@ class Progress:
         self.history.start(steps, done)
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take in a step's metrics; `reward/mean`, `loss`, `tokens_per_second` and `time/*` are shown."""
+        """Take in a step's metrics; `reward/mean`, `loss`, `tokens_per_second`, `time/*` and failures are shown."""
         self.history.add(step, metrics)
         if self.mode != "lines":
             return
@@ -180,6 +180,8 @@ class Progress:
             value = history.now(name) if name else None
             if value is not None:
                 shown.append((label, f"{value:,.0f}" if label == "tokens/s" else figure(value)))
+        if failures := sum(step.get("reward/failures", 0.0) for step in history.last):
+            shown.append(("reward failures", f"{failures:.0f} in {len(history.last)} steps"))
         return shown
 
     def _render(self) -> RenderableType:
