@@ -43,7 +43,9 @@ def find_function(
         try:
             reference = plugins.get(kind, name).function
         except UserError as error:
-            error.args = (f"{key}: {error}", *error.args[1:])
+            module, _, attribute = name.rpartition(".")
+            hint = f"; a function of yours is named with a colon: {module}:{attribute}" if module else ""
+            error.args = (f"{key}: {error}{hint}", *error.args[1:])
             raise
         return reference, import_function(reference, key, python_path) if always else None
     return name, import_function(name, key, python_path)

@@ -136,7 +136,8 @@ class Progress:
             self.history.validated(row["step"], figures(row))
 
     def validated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take in a validation's metrics."""
+        """Take in a validation's metrics; `validation/failures` is shown where there are any."""
+        metrics = {name: value for name, value in metrics.items() if value or name != "validation/failures"}
         self.history.validated(step, metrics)
         self._line(
             f"validation at step {step}: " + "  ".join(f"{short(name)} {figure(v)}" for name, v in metrics.items())
