@@ -172,7 +172,7 @@ class RewardPool:
         except BaseException:
             for process in self._processes:
                 if process.outstanding:
-                    process.end()  # the next batch begins with another
+                    process.abandon()  # the next batch begins with another
             raise
 
     def close(self) -> None:
@@ -246,7 +246,8 @@ class RewardPool:
                 process.style, self._failed_starts = message.style, 0
                 continue
             for number, result in message.results.items():
-                del process.outstanding[number]
+                if process.outstanding.pop(number, None) is None:
+                    continue
                 if isinstance(result, Failure):
                     self._fail(batch, number, result)
                     continue

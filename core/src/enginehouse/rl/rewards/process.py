@@ -152,6 +152,11 @@ class RewardProcess:
         if os.fstat(self._output.fileno()).st_size > OUTPUT_LIMIT:
             os.ftruncate(self._output.fileno(), 0)
 
+    def abandon(self) -> None:
+        """Kill it, and forget the rows it has."""
+        self._process.kill()
+        self.outstanding.clear()
+
     def end(self) -> None:
         """End it and all it started, at once."""
         self._process.kill()

@@ -137,7 +137,14 @@ def main(descriptor: int) -> None:
             line.sendall(framed(Unstartable(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")))
             return
         line.sendall(framed(Ready(judge.style)))
-        judge.serve(inbox, lambda results: line.sendall(framed(Answers(results))))
+        process = os.getpid()
+
+        def answer(results: Mapping[int, Score | Failure]) -> None:
+            if os.getpid() != process:  # the function has forked, and its child came back from it
+                os._exit(0)
+            line.sendall(framed(Answers(results)))
+
+        judge.serve(inbox, answer)
     end_marked(os.environ[MARK])
 
 
@@ -291,7 +298,7 @@ def scored(returned: Any) -> Score | Failure:
 
 def overdue(seconds: float) -> str:
     """What is said of a row that took too long."""
-    return f"did not return within {seconds:g} s and was killed (reward.timeout_seconds)"
+    return f"did not return within {seconds:g} s (reward.timeout_seconds)"
 
 
 def shortened(value: Any, limit: int = 200) -> str:
