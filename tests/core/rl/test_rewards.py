@@ -340,6 +340,8 @@ def starts(prompt, response, *, kind, mark, **columns):
         time.sleep(0.01)
     if response == "die":
         os.kill(os.getpid(), signal.SIGKILL)
+    if response == "hang":
+        time.sleep(3600)
     return 1.0
 
 
@@ -356,6 +358,30 @@ def test_what_a_reward_starts_ends_with_its_process(tmp_path, kind, response):
     assert not [
         process for process in psutil.process_iter(["cmdline"]) if mark in "".join(process.info["cmdline"] or ())
     ]
+
+
+@pytest.mark.fault(
+    area="rewards",
+    what="the run is killed while a reward is busy and has started processes of its own",
+    happens="the reward's process ends, and they with it",
+    exit_code="-9",
+    kept="what was written until then",
+    noticed="at once; a busy process gets 2 s to end",
+)
+def test_nothing_of_a_reward_outlives_a_run_that_is_killed(tmp_path):
+    mark = str(tmp_path / "mark")
+    pool = f"RewardPool({HERE + ':starts'!r}, { ({'kind': 'detached', 'mark': mark})!r}, python_path=[{ROOT!r}])"
+    source = f"from enginehouse.rl.rewards.pool import RewardPool; {pool}.score({rows('hang')!r})"
+    run = subprocess.Popen([sys.executable, "-c", source])
+    while not os.path.exists(mark):
+        assert run.poll() is None
+        time.sleep(0.01)
+    (reward,) = psutil.Process(run.pid).children()
+    (started,) = reward.children()
+    run.kill()
+    run.wait()
+    _, alive = psutil.wait_procs([reward, started], timeout=60)
+    assert not alive
 
 
 def forks(prompt, response, **columns):
