@@ -382,7 +382,8 @@ class _Setting:
                 self.plugins, Reward, config.reward.function, "reward.function", self.python_path, always=True
             )
             if function is not None and columns is not None and not clash:
-                named = f"{', '.join(REWARD_GETS)}, the columns of {config.data.train} and reward.arguments"
+                run_gives, columns_of = ", ".join(REWARD_GETS), f"the columns of {config.data.train}"
+                named = f"{run_gives}, {columns_of} and reward.arguments (docs/rewards.md)"
                 taken = keywords(function)
                 given = [name for name in given if taken is None or name in taken]
                 check_call(function, "reward.function", [*given, *arguments], named)

@@ -276,7 +276,8 @@ def scored(returned: Any) -> Score | Failure:
     """
     named = returned if isinstance(returned, Mapping) else {"reward": returned}
     if "reward" not in named:
-        return Failure(f"returned a mapping without the key 'reward': it has {', '.join(map(repr, named)) or 'none'}")
+        has = ", ".join(map(repr, named)) or "none"
+        return Failure(f"returned a mapping without the key 'reward', which is what is trained on; it has {has}")
     figures: dict[str, float] = {}
     for name, value in named.items():
         where = f" as {name!r}" if named is returned else ""
