@@ -84,7 +84,7 @@ def troubles(house: Path):
 @pytest.mark.parametrize(
     ("trouble", "said", "launcher"),
     [
-        ("hang", r"did not return within 1 s and was killed \(reward.timeout_seconds\)", "ray"),
+        ("hang", r"did not return within 1 s \(reward.timeout_seconds\)", "ray"),
         ("raise", r"raised ValueError: cannot judge s004310=", "inline"),
         ("die", r"took its process down", "inline"),
     ],
@@ -92,7 +92,7 @@ def troubles(house: Path):
 def test_a_reward_that_fails_ends_the_run_by_name(train: Start, troubles, trouble: str, said: str, launcher: str):
     run = train(*troubles(trouble), f"cluster.launcher={launcher}")
     message = assert_failed(run, run.finish(), steps=0)
-    where = rf"role reward, method rewards:troubled, node {os.uname().nodename}: sample \d of the step "
+    where = rf"role reward, method rewards:troubled, node {os.uname().nodename}: sample \d of 8 "
     assert re.match(where + said, message), message
     assert "prompt: 's004310='" in message
     assert "reward.on_error=zero" in message
@@ -100,11 +100,14 @@ def test_a_reward_that_fails_ends_the_run_by_name(train: Start, troubles, troubl
 
 
 def test_rewards_that_fail_may_count_as_zero(train: Start, troubles):
-    run = train(*troubles("hang", "raise", "die"), "reward.on_error=zero", "train.steps=2", "cluster.launcher=inline",
-                "train.samples_every=1")  # fmt: skip
+    run = train(*troubles("hang", "raise", "die"), "reward.on_error=zero", "reward.max_failures=0.8", "train.steps=2",
+                "cluster.launcher=inline", "train.samples_every=1")  # fmt: skip
     ended = run.finish()
     assert ended.code == 0, ended.err
-    assert [line["reward/failures"] for line in run.metrics] == [6, 12]  # three prompts of four, two samples each
+    assert [line["reward/failures"] for line in run.metrics] == [6, 6]  # three prompts of four, two samples each
+    assert "reward failures 12 in 2 steps" in ended.out
+    assert "such rows are scored 0" in ended.err.lower()
+    assert re.search(r"sample \d of 8 ", (run.directory / "reward_error.txt").read_text())
     for step in (1, 2):
         rewards = [(row["prompt"], row["reward"]) for row in run.samples(step)]
         assert len(rewards) == 8

@@ -248,6 +248,7 @@ def test_a_reference_with_another_vocabulary_is_refused(make: Callable[..., Plan
         ("scoring.py:right", "names a file; name the module: scoring:right"),
         ("exact_mach", "did you mean 'exact_match'?"),
         ("scoring:", "neither a registered name nor of the form module:function"),
+        ("scoring.right", "named with a colon: scoring:right"),
         ("needs_more:f", "importing 'needs_more' raised ModuleNotFoundError: No module named 'nowhere'"),
         ("explodes:f", "importing 'explodes' raised ZeroDivisionError: division by zero"),
         ("exits:f", "importing 'exits' raised SystemExit: 3"),
@@ -264,7 +265,7 @@ def test_a_reward_that_cannot_be_imported_says_which_part_fails(
         "garbled": "def f(:\n",
     }.items():
         (project.root / f"{name}.py").write_text(source)
-    kind = PluginLookupError if reference == "exact_mach" else ConfigError
+    kind = ConfigError if ":" in reference else PluginLookupError
     message = refusal(make, f"reward.function={reference!r}", kind=kind)
     assert said in message
     if reference == "explodes:f":
@@ -283,15 +284,18 @@ def test_a_reward_beside_the_config_file_can_be_imported(project: Project, plugi
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["reward.function=scoring:bare"], "bare(prompt, response) does not take 'finish_reason', 'answer'"),
-        (["reward.arguments={scale: 2}", "reward.function=scoring:bare"], "'scale'"),
+        (
+            ["reward.arguments={scale: 2}", "reward.function=scoring:bare"],
+            "bare(prompt, response) does not take 'scale'",
+        ),
         (
             ["reward.arguments={answer: 2}"],
             "a reward already gets 'answer', from the run or as a column of train.jsonl",
         ),
         (
             ["data.train=unanswered.jsonl"],
-            "needs 'answer', which is not among what every reward gets",
+            "needs 'answer', which is not among prompt, messages, response, finish_reason, the columns of "
+            "unanswered.jsonl and reward.arguments",
         ),
         (["algorithm.loss.arguments={clip_lo: 0.1}"], "does not take 'clip_lo'"),
         (["algorithm.advantage.arguments={scal: true}"], "did you mean 'scale'?"),
@@ -306,8 +310,12 @@ def test_arguments_that_a_function_cannot_take_are_refused(
     assert said in refusal(make, *overrides)
 
 
+def test_a_reward_gets_what_it_takes(make: Callable[..., Plan]):
+    assert make("reward.function=scoring:bare").reward == "scoring:bare"  # neither finish_reason nor the answer
+
+
 @pytest.mark.parametrize("key", ["data.train", "data.validation"])
-@pytest.mark.parametrize("column", ["prompt", "response", "finish_reason"])
+@pytest.mark.parametrize("column", ["prompt", "messages", "response", "finish_reason"])
 def test_a_column_that_a_reward_would_never_see_is_refused(
     make: Callable[..., Plan], project: Project, key: str, column: str
 ):

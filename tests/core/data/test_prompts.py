@@ -21,10 +21,11 @@ def test_a_batch_of_prompts_holds_tokens_text_row_and_the_other_columns(write: A
     dataset = PromptDataset.load(path, tokenizer, "prompt", 10)
     batch = dataset.rows([3, 1])
     assert len(dataset) == 5
-    assert batch.columns == ("prompt_ids", "prompt", "row", "columns")
+    assert batch.columns == ("prompt_ids", "prompt", "messages", "row", "columns")
     assert [row.tolist() for row in batch["prompt_ids"]] == [ids_of("s3="), ids_of("s1=")]
     assert batch["prompt_ids"].dtype is torch.int64
     assert batch["prompt"] == ("s3=", "s1=")
+    assert batch["messages"] == (None, None)
     assert batch["row"].tolist() == [3, 1]
     assert batch["row"].dtype is torch.int64
     assert batch["columns"] == ({"answer": 3, "kind": {"a": "3"}}, {"answer": 1, "kind": {"a": "1"}})
@@ -42,6 +43,7 @@ def test_messages_are_rendered_by_the_chat_template(write: Any, name: str) -> No
     tokenizer = make_tokenizer(TEMPLATE, begin=True)
     batch = PromptDataset.load(write(name, [{"prompt": CHAT, "x": 1}]), tokenizer).all()
     assert batch["prompt"] == (RENDERED,)
+    assert batch["messages"] == (CHAT,)
     assert batch["prompt_ids"][0].tolist() == ids_of(RENDERED), "a template writes the special tokens itself"
     assert batch["columns"] == ({"x": 1},)
 

@@ -1,18 +1,25 @@
 """The reward pool, with functions that behave and functions that do not."""
 
+import asyncio
+import builtins
 import contextlib
+import ctypes
 import decimal
-import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import numpy
+import psutil
 import pytest
 
-from enginehouse.rl.rewards.pool import RewardError, RewardPool
+from enginehouse.plugin import batched_reward
+from enginehouse.rl.rewards.pool import TIMEOUTS_AT_FIRST, RewardError, RewardPool
+from enginehouse.rl.rewards.program import MARK
 
 HERE = "tests.core.rl.test_rewards"
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
@@ -35,6 +42,10 @@ def troubled(prompt, response, **columns):
         return float("nan")
     if response == "infinite":
         return numpy.float32("inf")
+    if response == "large":
+        return 1e39
+    if response.endswith(("Exit", "Interrupt")):
+        raise getattr(builtins, response)
     return 1.0
 
 
@@ -69,7 +80,15 @@ def leaves(prompt, response, **columns):
 
 
 def rows(*responses):
-    return [{"prompt": "p", "response": response, "finish_reason": "stop"} for response in responses]
+    return [{"prompt": "p", "messages": None, "response": response, "finish_reason": "stop"} for response in responses]
+
+
+def scores(rewards, *responses):
+    return [score.reward for score in rewards.score(rows(*responses))]
+
+
+def failures(rewards, *responses):
+    return [score.failure for score in rewards.score(rows(*responses)) if score.failure]
 
 
 @pytest.fixture
@@ -89,8 +108,8 @@ def test_scores_come_back_in_order(pool):
     rewards = pool("length", arguments={"scale": 2.0}, processes=2)
     responses = ["x" * (i % 7) for i in range(100)]
     expected = [2.0 * len(response) for response in responses]
-    for _ in range(3):  # chunk sizes change as the cost of a row becomes known
-        assert rewards.score(rows(*responses)) == expected
+    for _ in range(3):  # more rows go out at once as the cost of a row becomes known
+        assert scores(rewards, *responses) == expected
     assert rewards.score([]) == []
 
 
@@ -103,21 +122,25 @@ def test_scores_come_back_in_order(pool):
         ("text", "returned '1.0' \\(str\\) instead of a number"),
         ("nan", "returned nan"),
         ("infinite", "returned inf"),
+        ("large", "returned 1e\\+39, beyond the largest float32"),
+        ("GeneratorExit", "raised GeneratorExit"),
+        ("KeyboardInterrupt", "raised KeyboardInterrupt"),
     ],
 )
 def test_a_row_without_a_score_fails_the_step_and_is_named(pool, response, said):
     rewards = pool("troubled", timeout_seconds=0.5)
     with pytest.raises(RewardError, match=said) as caught:
         rewards.score(rows("good", "good", response, "good"))
-    for word in ("role reward", f"{HERE}:troubled", os.uname().nodename, "sample 2", "on_error=zero"):
+    for word in ("role reward", f"{HERE}:troubled", os.uname().nodename, "sample 2 of 4", "on_error=zero"):
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("response", ["raise", "hang", "die", "text", "nan", "infinite"])
+@pytest.mark.parametrize("response", ["raise", "hang", "die", "text", "nan", "large", "KeyboardInterrupt"])
 def test_a_row_without_a_score_can_count_as_zero(pool, response):
     rewards = pool("troubled", timeout_seconds=0.5, on_error="zero")
-    assert rewards.score(rows("good", response, "good")) == [1.0, 0.0, 1.0]
-    assert rewards.failures == 1
+    scored = rewards.score(rows("good", response, "good"))
+    assert [score.reward for score in scored] == [1.0, 0.0, 1.0]
+    assert [bool(score.failure) for score in scored] == [False, True, False]
 
 
 def test_the_functions_own_traceback_is_shown(pool):
@@ -126,14 +149,13 @@ def test_the_functions_own_traceback_is_shown(pool):
 
 
 def test_whatever_float_takes_is_a_reward(pool):
-    assert pool("number").score(rows(*NUMBERS)) == [float(value) for value in NUMBERS.values()]
+    assert scores(pool("number"), *NUMBERS) == [float(value) for value in NUMBERS.values()]
 
 
 @pytest.mark.parametrize(("function", "said"), [("peculiar", "Peculiar: quite odd"), ("leaves", "SystemExit: 3")])
 def test_any_exception_costs_only_its_row(pool, function, said):
-    rewards = pool(function, on_error="zero")
-    assert rewards.score(rows("a", "b")) == [0.0, 0.0]
-    assert rewards.failures == 2
+    rewards = pool(function, on_error="zero", max_failures=1)
+    assert scores(rewards, "a", "b") == [0.0, 0.0]
     with pytest.raises(RewardError, match=said):
         pool(function).score(rows("a"))
 
@@ -158,7 +180,7 @@ def test_a_hanging_row_among_slow_ones_ends_after_one_deadline(pool, tmp_path):
     seconds = {"r": 0.1, "hang": 3600}
     rewards = pool("slow", arguments={"seconds": seconds, "marks": str(marks)}, timeout_seconds=1.0, on_error="zero")
     for _ in range(2):
-        assert rewards.score(rows("r0", "r1", "hang", "r2")) == [1.0, 1.0, 0.0, 1.0]
+        assert scores(rewards, "r0", "r1", "hang", "r2") == [1.0, 1.0, 0.0, 1.0]
     assert sorted(calls(marks)) == sorted(["r0", "r1", "hang", "r2"] * 2)
 
 
@@ -168,20 +190,21 @@ def test_a_hanging_row_among_cheap_ones_costs_only_itself(pool, tmp_path):
     rewards = pool("slow", arguments=arguments, timeout_seconds=0.5, on_error="zero")
     cheap = [f"r{i}" for i in range(50)]
     rewards.score(rows(*cheap))
-    assert rewards.score(rows(*cheap, "hang", *cheap)) == [1.0] * 50 + [0.0] + [1.0] * 50
-    assert rewards.failures == 1
+    assert scores(rewards, *cheap, "hang", *cheap) == [1.0] * 50 + [0.0] + [1.0] * 50
+    assert sorted(calls(marks)) == sorted([*cheap * 3, "hang"])
 
 
-@pytest.mark.parametrize("warm", [False, True])
-def test_a_reward_that_hangs_on_every_row_ends_the_step(pool, tmp_path, warm):
+@pytest.mark.parametrize(("warm", "made"), [(False, TIMEOUTS_AT_FIRST), (True, 4)])
+def test_a_reward_that_hangs_on_every_row_ends_the_step(pool, tmp_path, monkeypatch, warm, made):
+    monkeypatch.setattr("enginehouse.rl.rewards.pool.TIMEOUTS_LATER", 4)
     marks = tmp_path / "marks"
     arguments = {"seconds": {"hang": 3600, "r": 0.01}, "marks": str(marks)}
-    rewards = pool("slow", arguments=arguments, timeout_seconds=0.3, on_error="zero")
+    rewards = pool("slow", arguments=arguments, timeout_seconds=0.2, on_error="zero")
     if warm:  # hangs come as a surprise, in chunks of several rows
         rewards.score(rows("r", "r", "r", "r"))
     with pytest.raises(RewardError, match="seems to hang on every row"):
         rewards.score(rows(*["hang"] * 200))
-    assert calls(marks).count("hang") <= 6
+    assert calls(marks).count("hang") == made
 
 
 # Processes
@@ -191,13 +214,15 @@ def test_a_reward_that_hangs_on_every_row_ends_the_step(pool, tmp_path, warm):
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("if multiprocessing.parent_process(): raise OSError('no licence here')", "OSError: no licence here"),
-        ("if multiprocessing.parent_process(): raise SystemExit('sorry')", "SystemExit: sorry"),
-        ("if multiprocessing.parent_process(): os._exit(7)", "end before they score"),
+        ("raise OSError('no licence here')", "OSError: no licence here"),
+        ("raise SystemExit('sorry')", "SystemExit: sorry"),
+        ("print('oh no', flush=True), os._exit(7)", r"end before they score a row \(exit code 7\)(.|\n)*oh no"),
     ],
 )
 def test_a_module_that_fails_only_in_the_pool_is_named(tmp_path, on_error, source, said):
-    (tmp_path / "elsewhere.py").write_text(f"import multiprocessing, os\n{source}\ndef f(**columns): return 1.0\n")
+    (tmp_path / "elsewhere.py").write_text(
+        f"import os\nif '{MARK}' in os.environ: {source}\ndef f(**columns): return 1.0\n"
+    )
     rewards = RewardPool("elsewhere:f", python_path=[str(tmp_path)], on_error=on_error)
     try:
         with pytest.raises(RewardError, match=said) as caught:
@@ -212,15 +237,313 @@ def test_closing_ends_a_pool_that_is_stuck(tmp_path):
     marks = tmp_path / "marks"
     arguments = {"seconds": {"hang": 3600}, "marks": str(marks)}
     rewards = RewardPool(f"{HERE}:slow", arguments, python_path=[ROOT], timeout_seconds=3600)
-    before = set(multiprocessing.active_children())
     large = [{"prompt": "p" * 2**20, "response": "hang", "finish_reason": "stop"} for _ in range(8)]  # fills the pipe
 
     def score():
         with contextlib.suppress(RewardError):
             rewards.score(large)
 
-    threading.Thread(target=score, daemon=True).start()
+    scoring = threading.Thread(target=score, daemon=True)
+    scoring.start()
     while not marks.exists():
         time.sleep(0.01)
+    pids = children(rewards)
     rewards.close()
-    assert set(multiprocessing.active_children()) <= before
+    scoring.join(10)
+    assert not scoring.is_alive()
+    assert not any(map(psutil.pid_exists, pids))
+
+
+def children(rewards):
+    return [child.pid for child in rewards._children()]
+
+
+def befall(rewards, number):
+    """Send a signal to the pool's processes and wait until it has come to them."""
+    for pid in children(rewards):
+        os.kill(pid, number)
+        while psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED):
+            time.sleep(0.001)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP], ids=lambda number: number.name)
+@pytest.mark.fault(
+    area="rewards",
+    what="an idle reward process is killed (as by the OOM killer), terminated or stopped",
+    happens="another takes its place; nothing is computed twice",
+    exit_code="0",
+    kept="everything",
+    noticed="at the next row",
+)
+def test_a_process_that_dies_or_stops_while_idle_costs_nothing(pool, tmp_path, number, processes):
+    marks = tmp_path / "marks"
+    arguments = {"seconds": {}, "marks": str(marks)}
+    rewards = pool("slow", arguments=arguments, processes=processes, timeout_seconds=3600)
+    scores(rewards, "a", "b")
+    befall(rewards, number)
+    assert scores(rewards, "c", "d", "e") == [1.0] * 3
+    assert sorted(calls(marks)) == ["a", "b", "c", "d", "e"]
+
+
+def once(prompt, response, *, marks, number, **columns):
+    """Sends its own process a signal, the first time."""
+    path = Path(marks, response)
+    if not path.exists():
+        path.touch()
+        os.kill(os.getpid(), number)
+    return 1.0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP], ids=lambda number: number.name)
+@pytest.mark.fault(
+    area="rewards",
+    what="a reward process is killed, terminated or stopped while it scores a row",
+    happens="the row is scored once more, in another process",
+    exit_code="0",
+    kept="everything",
+    noticed="at once; if stopped, after reward.timeout_seconds",
+)
+def test_a_process_that_dies_or_stops_at_work_costs_its_row_a_second_try(pool, tmp_path, number):
+    rewards = pool("once", arguments={"marks": str(tmp_path), "number": int(number)}, timeout_seconds=0.5)
+    assert scores(rewards, "a", "b") == [1.0] * 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.fault(
+    area="rewards",
+    what="a reward ends its process on half of its rows (`on_error=zero`)",
+    happens="these rows are scored 0, the others as ever",
+    exit_code="0",
+    kept="everything",
+    noticed="at once; counted in reward/failures",
+)
+def test_a_reward_that_ends_its_process_on_half_of_its_rows_costs_these(pool, processes):
+    rewards = pool("troubled", on_error="zero", processes=processes)
+    for _ in range(2):
+        assert scores(rewards, *["die", "good"] * 3) == [0.0, 1.0] * 3
+
+
+def starts(prompt, response, *, kind, mark, **columns):
+    """Starts something that outlives it."""
+    command = [sys.executable, "-c", f"import time; open({mark!r}, 'a').write('.'); time.sleep(3600)"]
+    if kind == "detached":
+        subprocess.Popen(command, start_new_session=True)
+    elif kind == "orphaned":
+        subprocess.Popen(
+            [sys.executable, "-c", f"import subprocess; subprocess.Popen({command!r}, start_new_session=True)"]
+        ).wait()
+    elif os.fork() == 0:
+        subprocess.run(command)
+    while not os.path.exists(mark):
+        time.sleep(0.01)
+    if response == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if response == "hang":
+        time.sleep(3600)
+    return 1.0
+
+
+@pytest.mark.parametrize(("kind", "response"), [("detached", "die"), ("orphaned", "good"), ("forked", "die")])
+def test_what_a_reward_starts_ends_with_its_process(tmp_path, kind, response):
+    mark = str(tmp_path / "mark")
+    arguments = {"kind": kind, "mark": mark}
+    rewards = RewardPool(f"{HERE}:starts", arguments, python_path=[ROOT], on_error="zero", max_failures=1)
+    try:
+        rewards.score(rows(response))
+    finally:
+        rewards.close()
+    assert os.path.exists(mark)
+    assert not [
+        process for process in psutil.process_iter(["cmdline"]) if mark in "".join(process.info["cmdline"] or ())
+    ]
+
+
+@pytest.mark.fault(
+    area="rewards",
+    what="the run is killed while a reward is busy and has started processes of its own",
+    happens="the reward's process ends, and they with it",
+    exit_code="-9",
+    kept="what was written until then",
+    noticed="at once; a busy process gets 2 s to end",
+)
+def test_nothing_of_a_reward_outlives_a_run_that_is_killed(tmp_path):
+    mark = str(tmp_path / "mark")
+    pool = f"RewardPool({HERE + ':starts'!r}, { ({'kind': 'detached', 'mark': mark})!r}, python_path=[{ROOT!r}])"
+    source = f"from enginehouse.rl.rewards.pool import RewardPool; {pool}.score({rows('hang')!r})"
+    run = subprocess.Popen([sys.executable, "-c", source])
+    while not os.path.exists(mark):
+        assert run.poll() is None
+        time.sleep(0.01)
+    (reward,) = psutil.Process(run.pid).children()
+    (started,) = reward.children()
+    run.kill()
+    run.wait()
+    _, alive = psutil.wait_procs([reward, started], timeout=60)
+    assert not alive
+
+
+def forks(prompt, response, **columns):
+    """Its child comes back too, or exits as Python programs do."""
+    if os.fork() == 0 and response == "exit":
+        sys.exit(1)
+    return 1.0
+
+
+def test_a_child_that_comes_back_from_a_fork_does_not_answer(pool):
+    assert scores(pool("forks"), *["exit", "return"] * 5) == [1.0] * 10
+
+
+def prints(prompt, response, **columns):
+    print("from Python:", response)
+    os.system(f"echo from a shell: {response} >&2")
+    if response == "much":
+        print("x" * 10**6)
+    if response == "raise":
+        raise ValueError
+    if response == "die":
+        ctypes.string_at(0)
+    return 1.0
+
+
+@pytest.mark.parametrize("response", ["raise", "die"])
+def test_what_a_row_prints_is_shown_with_its_failure_alone(pool, capfd, response):
+    with pytest.raises(RewardError) as caught:
+        pool("prints").score(rows("quiet", "much", response, "quiet"))
+    message = str(caught.value)
+    assert f"from a shell: {response}" in message
+    assert f"from Python: {response}" in message or response == "die"  # its buffer died with it
+    assert "quiet" not in message.partition("printed:")[2]
+    assert ("Segmentation fault" in message) == (response == "die")
+    assert len(message) < 10_000
+    assert capfd.readouterr() == ("", "")
+
+
+# A reward that is broken, and single rows that are
+
+
+@pytest.mark.parametrize("on_error", ["fail", "zero"])
+@pytest.mark.fault(
+    area="rewards",
+    what="a reward fails for more than `reward.max_failures` of a step's or validation's rows",
+    happens="the run ends with the first failure's row, traceback and output",
+    exit_code="1",
+    kept="all up to the step",
+    noticed="at once",
+)
+def test_a_reward_that_fails_for_most_rows_ends_the_step_and_is_not_advised_to_be_zeroed(pool, on_error):
+    rewards = pool("troubled", on_error=on_error, max_failures=0.25)
+    with pytest.raises(RewardError, match=r"reward\.max_failures=0\.25") as caught:
+        rewards.score(rows("good", "raise", "nan", "good", "good"))
+    message = str(caught.value)
+    assert "sample 1 of 5 raised ValueError: no digits in it" in message
+    assert "in troubled" in message
+    assert "on_error" not in message
+
+
+def test_as_many_failures_as_are_allowed_are_zeros(pool):
+    rewards = pool("troubled", on_error="zero", max_failures=0.5)
+    assert failures(rewards, "good", "raise", "nan", "good")[0] == "raised ValueError: no digits in it"
+
+
+def test_the_first_failure_is_said_once_and_kept(pool, tmp_path, caplog):
+    record = tmp_path / "reward_error.txt"
+    rewards = pool("troubled", on_error="zero", record=record)
+    for _ in range(2):
+        scores(rewards, "good", "raise", "nan", "good")
+    (warning,) = caplog.messages
+    assert "sample 1 of 4 raised ValueError: no digits in it" in warning
+    assert str(record) in warning
+    assert "in troubled" in record.read_text()
+
+
+# What a reward may take and return
+
+
+def figures(prompt, response, **columns):
+    return {"reward": 1, "format": numpy.float64(len(response))} if response else {"score": 1, "acc": 1}
+
+
+def test_a_reward_may_return_named_figures(pool):
+    rewards = pool("figures", on_error="zero")
+    assert [score.figures for score in rewards.score(rows("a", "bcd"))] == [{"format": 1.0}, {"format": 3.0}]
+    (failure,) = failures(rewards, "a", "")
+    assert failure == "returned a mapping without the key 'reward', which is what is trained on; it has 'score', 'acc'"
+
+
+def frugal(response, answer=None):
+    return len(response) + (answer or 0)
+
+
+def test_a_reward_gets_what_it_takes(pool):
+    rewards = pool("frugal")
+    assert [score.reward for score in rewards.score([{**row, "answer": 5, "other": 7} for row in rows("a", "bc")])] == [
+        6,
+        7,
+    ]
+    assert scores(rewards, "a") == [1]
+
+
+async def meets(prompt, response, *, meeting=[], **columns):  # noqa: B006 - what the calls of a process share
+    """Rows that wait for each other."""
+    meeting.append(response)
+    if response == "hang":
+        await asyncio.sleep(3600)
+    if response == "block":
+        time.sleep(3600)
+    if response == "SystemExit":
+        raise SystemExit
+    while len(meeting) < 3:
+        await asyncio.sleep(0.001)
+    return 1.0
+
+
+def test_async_rewards_run_at_once(pool):
+    assert scores(pool("meets", timeout_seconds=60), "a", "b", "c", "d") == [1.0] * 4
+
+
+def test_async_rewards_have_a_deadline_each_and_fail_alone(pool):
+    rewards = pool("meets", timeout_seconds=0.5, on_error="zero")
+    assert scores(rewards, "a", "hang", "b", "SystemExit", "c") == [1.0, 0.0, 1.0, 0.0, 1.0]
+
+
+def test_an_async_reward_that_blocks_its_process_is_found(pool, monkeypatch):
+    monkeypatch.setattr("enginehouse.rl.rewards.process.GRACE_SECONDS", 0.1)
+    rewards = pool("meets", timeout_seconds=0.5, on_error="zero", concurrency=2, arguments={"meeting": [1, 2, 3]})
+    assert scores(rewards, "a", "block", "b") == [1.0, 0.0, 1.0]
+
+
+@batched_reward
+def lengths(response, extra, *, scale=1.0, **columns):
+    if "short" in response and len(response) > 1:
+        return [1.0]
+    if "raise" in response:
+        raise ValueError("one of them")
+    if "hang" in response:
+        time.sleep(3600)
+    return numpy.array([len(one) * scale for one in response])
+
+
+@batched_reward
+async def lengths_later(response, **columns):
+    await asyncio.sleep(0)
+    return [{"reward": len(one), "calls": len(response)} for one in response]
+
+
+@pytest.mark.parametrize("trouble", ["raise", "hang"])
+def test_a_batched_reward_gets_lists_and_a_bad_row_costs_itself(pool, trouble):
+    rewards = pool("lengths", arguments={"scale": 2.0}, on_error="zero", timeout_seconds=1)
+    extra = [{**row, "extra": 1} for row in rows("a", "bcd", trouble)]
+    assert [score.reward for score in rewards.score(extra)] == [2.0, 6.0, 0.0]
+
+
+def test_a_batched_reward_returns_a_value_a_row(pool):
+    with pytest.raises(RewardError, match="returned 1 values for 3 rows; a batched reward returns a list"):
+        pool("lengths").score([{**row, "extra": 1} for row in rows("a", "short", "b")])
+
+
+def test_a_batched_reward_may_be_async_and_give_figures(pool):
+    scored = pool("lengths_later", processes=2).score(rows("a", "bc", "d"))
+    assert [score.reward for score in scored] == [1, 2, 1]
+    assert {score.figures["calls"] for score in scored} <= {1, 2, 3}

@@ -95,6 +95,20 @@ def test_quiet_says_nothing():
     assert progress.history.now("reward/mean") == 0.25
 
 
+def test_rewards_that_failed_are_shown_where_there_are_any():
+    stream = io.StringIO()
+    with Progress(mode="lines", console=Console(file=stream, width=200)) as progress:
+        progress.start(3)
+        for step, failures in ((1, 0.0), (2, 2.0), (3, 1.0)):
+            progress.update(step, METRICS | {"reward/failures": failures})
+            progress.validated(step, {"validation/reward": 0.5, "validation/failures": failures})
+    said = stream.getvalue().splitlines()
+    assert "failures" not in said[0] + said[1]
+    assert "reward failures 2 in 2 steps" in said[2]
+    assert said[3] == "validation at step 2: reward 0.500  failures 2.000"
+    assert "reward failures 3 in 3 steps" in said[4]
+
+
 def test_a_terminal_gets_a_display_with_reward_phases_and_time_left():
     progress, stream = on_terminal()
     with progress:

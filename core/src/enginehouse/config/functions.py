@@ -43,7 +43,9 @@ def find_function(
         try:
             reference = plugins.get(kind, name).function
         except UserError as error:
-            error.args = (f"{key}: {error}", *error.args[1:])
+            module, _, attribute = name.rpartition(".")
+            hint = f"; a function of yours is named with a colon: {module}:{attribute}" if module else ""
+            error.args = (f"{key}: {error}{hint}", *error.args[1:])
             raise
         return reference, import_function(reference, key, python_path) if always else None
     return name, import_function(name, key, python_path)
@@ -87,7 +89,7 @@ def import_function(reference: str, key: str, python_path: Sequence[str] = ()) -
 
 
 def check_call(
-    function: Callable[..., Any], key: str, given: Iterable[str], named: str, *, positional: int = 0, cure: str = ""
+    function: Callable[..., Any], key: str, given: Iterable[str], named: str, *, positional: int = 0
 ) -> None:
     """Check that `function` can be called with the keyword arguments `given`, after `positional` others.
 
@@ -97,7 +99,6 @@ def check_call(
         given: names of keyword arguments.
         named: what they are called together, for messages: `"algorithm.loss.arguments"`.
         positional: how many positional arguments come first.
-        cure: what to do about arguments the function does not take; empty: say what it takes.
 
     Raises:
         ConfigError: naming arguments the function does not take, and those it needs and does not get.
@@ -120,7 +121,7 @@ def check_call(
     unknown = [name for name in given if name not in known]
     if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
         near = [close for name in unknown for close in difflib.get_close_matches(name, known - set(given), n=1)]
-        hint = f"did you mean {near[0]!r}?" if near else cure or f"it takes {_quoted(sorted(known)) or 'none'}"
+        hint = f"did you mean {near[0]!r}?" if near else f"it takes {_quoted(sorted(known)) or 'none'}"
         raise ConfigError(f"{key}: {_shown(function)} does not take {_quoted(unknown)} (of {named}); {hint}")
     needed = [p.name for p in by_name if p.default is p.empty and p.name not in given]
     if needed:

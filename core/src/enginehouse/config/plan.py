@@ -47,14 +47,15 @@ from enginehouse.data import check_demonstration_file, check_prompt_file
 from enginehouse.engines.model import Device
 from enginehouse.errors import ConfigError, DataError, ModelError, nearest
 from enginehouse.plugin import Advantage, Function, Loss, Reward, RolloutBackend, TrainBackend, configure_plugins
+from enginehouse.plugin.records import keywords
 
 if TYPE_CHECKING:
     from enginehouse.config.schema import Engine
     from enginehouse.plugin import Backend, PluginManager
     from enginehouse.plugin.runtimes import Interpreter
 
-REWARD_GETS = ("prompt", "response", "finish_reason")
-"""What every reward is called with, besides the data set's columns and `reward.arguments`."""
+REWARD_GETS = ("prompt", "messages", "response", "finish_reason")
+"""What a reward may take by name, besides the data set's columns; `reward.arguments` it has to take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -385,9 +386,11 @@ class _Setting:
                 self.plugins, Reward, config.reward.function, "reward.function", self.python_path, always=True
             )
             if function is not None and columns is not None and not clash:
-                named = f"what every reward gets, the columns of {config.data.train} and reward.arguments"
-                cure = "add **columns to it for what it does not use"
-                check_call(function, "reward.function", [*given, *arguments], named, cure=cure)
+                run_gives, columns_of = ", ".join(REWARD_GETS), f"the columns of {config.data.train}"
+                named = f"{run_gives}, {columns_of} and reward.arguments (docs/rewards.md)"
+                taken = keywords(function)
+                given = [name for name in given if taken is None or name in taken]
+                check_call(function, "reward.function", [*given, *arguments], named)
             return reference
         return ""
 

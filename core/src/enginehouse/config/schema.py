@@ -178,9 +178,24 @@ class Reward(Section):
     arguments: dict[str, Any] = Field(
         default_factory=dict, description="Given to it by name, besides the data's columns"
     )
-    processes: int = Field(default=1, gt=0, description="How many responses are scored at once")
-    timeout_seconds: float = Field(default=30.0, gt=0, description="Longest time for one response")
-    on_error: Literal["fail", "zero"] = Field(default="fail", description="What a reward that raises or times out does")
+    processes: int = Field(default=1, gt=0, description="How many processes score responses")
+    timeout_seconds: float = Field(
+        default=30.0, gt=0, description="Longest time for one response; of a batched reward, for one call"
+    )
+    concurrency: int = Field(
+        default=32, gt=0, description="How many responses a process has at work at once, of an async reward"
+    )
+    on_error: Literal["fail", "zero"] = Field(
+        default="fail",
+        description="What a response does whose reward raises, times out or is no number: end the run, or be scored 0",
+    )
+    max_failures: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Share of a step's or validation's responses that may be without a score; more end the run, "
+        "whatever on_error says",
+    )
 
 
 class Advantage(Section):

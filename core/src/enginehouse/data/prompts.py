@@ -19,9 +19,12 @@ from enginehouse.data.sampler import Sampler
 class PromptDataset:
     """The prompts of a file, tokenized once; every other column is kept for the reward function."""
 
-    def __init__(self, table: Table, texts: Sequence[str], tokens: Sequence[np.ndarray]) -> None:
+    def __init__(
+        self, table: Table, prompts: Sequence[Any], texts: Sequence[str], tokens: Sequence[np.ndarray]
+    ) -> None:
         """Use `load`."""
         self._table = table
+        self._prompts = prompts
         self._texts = texts
         self._tokens = Ragged.from_list(tokens, dtype=torch.int32)  # half the memory; batches get int64
 
@@ -51,7 +54,7 @@ class PromptDataset:
         texts, tokens = Renderer(tokenizer, chat_template).prompts(table.needed[prompt_column], table.where)
         lengths = [len(ids) for ids in tokens]
         check_length(lengths, max_prompt_tokens, "the prompt", "data.max_prompt_tokens", table.where)
-        return cls(table, texts, tokens)
+        return cls(table, table.needed[prompt_column], texts, tokens)
 
     def __len__(self) -> int:
         """Number of prompts."""
@@ -62,7 +65,8 @@ class PromptDataset:
 
         Returns:
             A batch with `prompt_ids` (ragged int64), `prompt` (str, as given or as the chat template rendered it),
-            `row` (int64 `(rows,)`, the prompt's place in the file) and `columns` (a dict of the row's other columns).
+            `messages` (the chat messages as in the file; None for a text), `row` (int64 `(rows,)`, the prompt's place
+            in the file) and `columns` (a dict of the row's other columns).
         """
         index = np.asarray(indices, dtype=np.int64)
         numbers = index.tolist()
@@ -71,6 +75,7 @@ class PromptDataset:
             {
                 "prompt_ids": tokens.like(tokens.values.to(torch.int64)),
                 "prompt": [self._texts[row] for row in numbers],
+                "messages": [None if isinstance(given := self._prompts[row], str) else given for row in numbers],
                 "row": torch.from_numpy(index.copy()),
                 "columns": self._table.others(numbers),
             }

@@ -24,6 +24,7 @@ from enginehouse.plugin.records import (
     RolloutBackend,
     TrainBackend,
     Transport,
+    batched_reward,
     resolve,
 )  # fmt: skip
 
@@ -49,6 +50,7 @@ __all__ = [
     "RolloutBackend",
     "TrainBackend",
     "Transport",
+    "batched_reward",
     "configure_plugins",
     "hookimpl",
     "load_plugins",

@@ -7,7 +7,8 @@ field are no dataclasses of their own: each costs a millisecond of every start o
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -221,7 +222,7 @@ class Loss(Function):
 
 
 class Reward(Function):
-    """A reward: `function(prompt, response, **columns) -> float`, run in a process pool."""
+    """A reward: `function(prompt, response, **columns) -> float`, run in a process pool; see docs/rewards.md."""
 
     __slots__ = ()
     kind: ClassVar[str] = "reward"
@@ -259,3 +260,20 @@ def resolve(reference: str) -> Any:
         except AttributeError:
             raise ResolveError(f"module {module_name!r} has no {attribute!r} (asked for by {reference!r})") from None
     return found
+
+
+def keywords(function: Callable[..., Any]) -> frozenset[str] | None:
+    """Names of the keyword arguments a function takes; None: any, or unknown."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None  # written in C: only a call can tell
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+
+
+def batched_reward(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a reward that scores many responses in a call: its arguments are lists, and it returns a list."""
+    function.batched = True  # type: ignore[attr-defined]
+    return function

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import collections
+import statistics
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from enginehouse.engines.train import Max, Mean, Metrics
+from enginehouse.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from enginehouse.data import Batch
     from enginehouse.rl.rewards.pool import RewardPool
+
+
+RESERVED = ("mean", "std", "max", "min", "groups_all_equal", "failures")
+"""Names under `reward/` that are the run's own, so that no figure of a reward may have them."""
 
 
 def response_texts(samples: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -35,7 +42,7 @@ def response_lengths(samples: Batch) -> torch.Tensor:
 
 
 def sample_rows(samples: Batch) -> list[dict[str, Any]]:
-    """What the model said, a plain row a sample, for `samples/`."""
+    """What the model said and what it got for it, a plain row a sample, for `samples/`."""
     names = ("prompt", "response", "reward", "finish_reason", "tokens")
     columns = (
         samples["prompt"],
@@ -44,7 +51,12 @@ def sample_rows(samples: Batch) -> list[dict[str, Any]]:
         samples["finish_reason"],
         response_lengths(samples).tolist(),
     )
-    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+    rows = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+    for row, figures, failure in zip(rows, samples["reward_figures"], samples["reward_failure"], strict=True):
+        row |= {f"reward/{name}": value for name, value in figures.items()}
+        if failure:
+            row["reward_failure"] = failure
+    return rows
 
 
 def plain(metrics: Metrics) -> dict[str, float]:
@@ -56,22 +68,53 @@ def with_rewards(samples: Batch, prompts: Batch, tokenizer: PreTrainedTokenizerB
     """Score samples, `len(samples) / len(prompts)` adjacent ones a prompt.
 
     Returns:
-        `samples` with `reward` float32 `(rows,)`, `group` int64 `(rows,)`, and the objects `prompt` and `response`.
+        `samples` with `reward` float32 `(rows,)`, `group` int64 `(rows,)`, and the objects `prompt`, `response`,
+        `reward_figures` (other figures of the reward, by name) and `reward_failure` (why a row has no reward and counts
+        as 0; empty where it has one).
+
+    Raises:
+        RewardError: as `RewardPool.score`.
+        ConfigError: a figure has a name of the run's own.
     """
     repeats = len(samples) // len(prompts)
     texts = response_texts(samples, tokenizer)
     asked = [prompts["prompt"][row // repeats] for row in range(len(samples))]
     columns = prompts["columns"]
     rows: list[Mapping[str, Any]] = [
-        {**columns[row // repeats], "prompt": prompt, "response": text, "finish_reason": reason}
+        {
+            **columns[row // repeats],
+            "prompt": prompt,
+            "messages": prompts["messages"][row // repeats],
+            "response": text,
+            "finish_reason": reason,
+        }
         for row, (prompt, text, reason) in enumerate(zip(asked, texts, samples["finish_reason"], strict=True))
     ]
+    scores = rewards.score(rows)
+    for name in RESERVED:
+        if any(name in score.figures for score in scores):
+            raise ConfigError(
+                f"reward.function: {rewards.function} returns a figure {name!r}, and reward/{name} is a metric of the "
+                "run's own: name it differently"
+            )
     return samples.with_columns(
-        reward=torch.tensor(rewards.score(rows), dtype=torch.float32),
+        reward=torch.tensor([score.reward for score in scores], dtype=torch.float32),
+        reward_figures=[score.figures for score in scores],
+        reward_failure=[score.failure for score in scores],
         group=torch.arange(len(prompts)).repeat_interleave(repeats),
         prompt=asked,
         response=texts,
     )
+
+
+def reward_figures(samples: Batch, prefix: str) -> dict[str, float]:
+    """`PREFIX/failures`, the rows without a reward, and the mean of each figure over the rows that have it."""
+    named = collections.defaultdict(list)
+    for figures in samples["reward_figures"]:
+        for name, value in figures.items():
+            named[f"{prefix}/{name}"].append(value)
+    failures = float(sum(map(bool, samples["reward_failure"])))
+    return {f"{prefix}/failures": failures} | {name: statistics.fmean(values) for name, values in named.items()}
 
 
 def sample_metrics(samples: Batch) -> dict[str, float]:
@@ -86,6 +129,7 @@ def sample_metrics(samples: Batch) -> dict[str, float]:
         "reward/max": reward.max().item(),
         "reward/min": reward.min().item(),
         "reward/groups_all_equal": (best == worst).float().mean().item(),
+        **reward_figures(samples, "reward"),
         "response/tokens_mean": lengths.mean().item(),
         "response/tokens_max": lengths.max().item(),
         "response/stopped": sum(reason == "stop" for reason in samples["finish_reason"]) / len(samples),

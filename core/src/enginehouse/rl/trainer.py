@@ -63,7 +63,6 @@ class Trainer(Loop):
         self.validation = Validation.of(config, self._dataset)
         self.advantage = resolve(plan.advantage)
         self.version = 0
-        self.former_failures = 0
         self.warnings = MismatchWarnings(config.weights.effect_tolerance)
         self.stalls = Stalls(groups=config.rollout.samples_per_prompt > 1)
         if plan.resumed:
@@ -73,7 +72,6 @@ class Trainer(Loop):
     def workers(self) -> Iterator[None]:
         with closing(RewardPool.of(self.plan)) as self.rewards, place(self.plan, self.probe) as self.roles:
             self.actor = self.roles.actor
-            self.rewards.failures = self.former_failures
             yield
 
     def describe(self) -> Mapping[str, Any]:
@@ -99,13 +97,11 @@ class Trainer(Loop):
         return {
             "prompts": self.prompts.state_dict(),
             "weight_version": self.version + 1,  # what the update's weights will be called
-            "reward_failures": self.rewards.failures,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.prompts.load_state_dict(state["prompts"])
         self.version = state["weight_version"] - 1  # the first sync brings those weights once more
-        self.former_failures = state["reward_failures"]
 
     def run_step(self, step: int) -> Mapping[str, float]:
         """One step: sample, score, credit, update, sync."""
@@ -128,7 +124,6 @@ class Trainer(Loop):
                 **sample_metrics(samples),
                 **measured,
                 **self.roles.rollout_metrics(),
-                "reward/failures": float(self.rewards.failures),
                 "tokens": float(samples["input_ids"].tokens),
             }
             loss, first = self.loss(), None

@@ -25,7 +25,7 @@ import torch
 from enginehouse.data import Batch
 from enginehouse.errors import DataError
 from enginehouse.rl.generation import sampling_params
-from enginehouse.rl.samples import response_lengths, sample_rows
+from enginehouse.rl.samples import response_lengths, reward_figures, sample_rows
 
 if TYPE_CHECKING:
     from enginehouse.config.schema import Config
@@ -93,7 +93,7 @@ class Validation:
         """The metrics of a validation.
 
         Args:
-            samples: `sampling.n` adjacent rows a prompt, with `reward`, `loss_mask` and `finish_reason`.
+            samples: `sampling.n` adjacent rows a prompt, scored by `with_rewards`.
         """
         each = self.sampling.n
         rewards = samples["reward"].double().view(-1, each)
@@ -109,6 +109,7 @@ class Validation:
                 f"{prefix}/tokens_mean": lengths[rows].mean().item(),
                 f"{prefix}/truncated": cut[rows].mean().item(),
             }
+            found |= reward_figures(samples.slice(first * each, (first + count) * each), prefix)
             if self.values is not None:
                 here = np.array(self.values[rows])
                 for value in sorted(set(here.tolist())):

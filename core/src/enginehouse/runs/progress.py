@@ -120,7 +120,7 @@ class Progress:
         self.history.start(steps, done)
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take in a step's metrics; shown are `reward/mean`, `loss`, `grad_norm`, `entropy`, tokens/s and `time/*`."""
+        """Take in a step's metrics; shown are reward, loss, `grad_norm`, `entropy`, tokens/s, `time/*` and failures."""
         self.history.add(step, metrics)
         if self.mode != "lines":
             return
@@ -190,6 +190,8 @@ class Progress:
             value = history.now(name) if name else None
             if value is not None:
                 shown.append((label, f"{value:,.0f}" if label == "tokens/s" else figure(value)))
+        if failures := sum(step.get("reward/failures", 0.0) for step in history.last):
+            shown.append(("reward failures", f"{failures:.0f} in {len(history.last)} steps"))
         return shown
 
     def _render(self) -> RenderableType:

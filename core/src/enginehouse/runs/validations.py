@@ -47,6 +47,7 @@ class Validations:
                 for name, value in metrics.items()
                 for above, _, own in [name.rpartition("/")]
                 if above == part and own not in (REWARD, ERROR) and not own.startswith("mean@")
+                if value or own != "failures"
             ]
             label = part.removeprefix("validation").lstrip("/")
             found.append(f"{label}: {'  '.join(said)}" if label else "  ".join(said))

@@ -6,124 +6,96 @@ A reward is somebody's own code: it may hang, crash or exit. It runs where that 
 from __future__ import annotations
 
 import collections
-import concurrent.futures
+import logging
 import math
-import multiprocessing
 import os
-import sys
-import threading
+import selectors
+import textwrap
 import time
-import traceback
+import uuid
 from collections.abc import Mapping, Sequence
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
-
-import pebble
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from enginehouse.errors import EnginehouseError
-from enginehouse.plugin.records import resolve
+from enginehouse.rl.rewards.process import START_SECONDS, RewardProcess, named_exit
+from enginehouse.rl.rewards.program import (
+    CLOSE_SECONDS,
+    Failure,
+    Ready,
+    Score,
+    SetUp,
+    Unstartable,
+    end_marked,
+    overdue,
+    shortened,
+)
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import Plan
 
-TARGET_CHUNK_SECONDS = 0.05
-"""Cheap rewards are sent in chunks of about this long, so that a call's overhead is paid once a chunk."""
+log = logging.getLogger(__name__)
 
-CHUNK_SHARE_OF_DEADLINE = 0.25
-"""Rows as slow as the slowest that was seen use up at most this share of their chunk's deadline."""
+SPAN_SECONDS = 0.05
+"""Cheap rows are handed to a process in spans of about this long, so that a hand-over is paid once a span."""
 
-CONSECUTIVE_TIMEOUTS = 3
-"""So many rows a process may time out, none ending in between, before the reward is said to hang on every row."""
+LOOK_SECONDS = 0.1
+"""How often processes are looked at that say nothing."""
 
-CLOSE_SECONDS = 2.0
-"""Longest time the processes get to end by themselves."""
+FAILED_STARTS = 3
+"""So many processes may end one after another before one is ready."""
+
+TIMEOUTS_AT_FIRST, TIMEOUTS_LATER = 3, 10
+"""So many rows a process may time out, none ending in between, before the reward is said to hang on every row: while
+none has ever ended, and once one has."""
 
 
 class RewardError(EnginehouseError):
     """A reward that raised, returned something else than a finite number, ran out of time, or took its process down."""
 
 
-class _Unstartable(Exception):
-    """The function cannot be had in the pool's processes."""
+class _Batch:
+    """How far the scoring of a batch has come.
 
-
-class _NoScore(NamedTuple):
-    """Why a row has no score. Plain text: an exception may not survive its way to another process."""
-
-    what: str
-    trace: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Scored:
-    """What a process says of a chunk: a score or a reason for each row, and what the rows took, in seconds."""
-
-    results: list[float | _NoScore]
-    seconds: float
-    slowest: float
-
-
-_function: Any = None
-_arguments: dict[str, Any] = {}
-_unstartable = ""
-
-
-def _start(reference: str, arguments: Mapping[str, Any], python_path: Sequence[str]) -> None:
-    """Set a pool process up: resolve the function once.
-
-    An error is kept for `_score` to raise: the pool would only say that its process ended, and start the next.
+    Attributes:
+        waiting: numbers of rows that are to be handed out.
+        alone: those of them that are handed out one by one: one of them may have ended its process.
+        blamed: how often a row's process died or was stopped while it had no other row.
+        failures: rows without a score.
+        timeouts: rows that timed out since one ended.
+        until: when to stop after a failure that ends the run, by `time.monotonic()`.
     """
-    global _function, _arguments, _unstartable
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    sys.path[:0] = [path for path in python_path if path not in sys.path]
-    _arguments = dict(arguments)
-    try:
-        _function = resolve(reference)
-    except (Exception, SystemExit) as error:
-        _unstartable = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
 
-
-def _score(rows: Sequence[Mapping[str, Any]]) -> _Scored:
-    if _unstartable:
-        raise _Unstartable(_unstartable)
-    results, slowest = [], 0.0
-    first = started = time.perf_counter()
-    for row in rows:
-        results.append(_score_row(row))
-        ended = time.perf_counter()
-        slowest = max(slowest, ended - started)
-        started = ended
-    return _Scored(results, started - first, slowest)
-
-
-def _score_row(row: Mapping[str, Any]) -> float | _NoScore:
-    try:
-        returned = _function(**row, **_arguments)
-    except (Exception, SystemExit) as error:
-        return _NoScore(f"raised {type(error).__name__}: {error}", traceback.format_exc())
-    try:
-        score = math.nan if isinstance(returned, str | bytes | bytearray) else float(returned)
-    except Exception:
-        score = math.nan
-    if math.isfinite(score):
-        return score
-    if isinstance(returned, float) or hasattr(returned, "dtype"):
-        return _NoScore(f"returned {returned}, and a reward has to be a finite number")
-    return _NoScore(f"returned {_short(returned)} ({type(returned).__name__}) instead of a number")
+    def __init__(self, rows: Sequence[Mapping[str, Any]]):
+        self.rows = rows
+        self.scores: dict[int, Score] = {}
+        self.waiting = collections.deque(range(len(rows)))
+        self.alone: collections.deque[int] = collections.deque()
+        self.blamed: collections.Counter[int] = collections.Counter()
+        self.failures: list[tuple[int, Failure]] = []
+        self.timeouts = 0
+        self.until = math.inf
 
 
 class RewardPool:
     """Scores rows with one function in `processes` processes.
 
+    A process that is gone or stopped while it has nothing to do is replaced. One that dies or stops at work is too, and
+    its row is tried once more.
+
     Args:
-        function: `"module:function"`, called with keywords only: `prompt`, `response`, `finish_reason`, the data set's
-            other columns, and `arguments`. Returns whatever `float()` takes, except text; finite.
+        function: `"module:function"`. It gets, by name, what it takes of a row's values, and `arguments`; what it may
+            return is said in docs/rewards.md.
         arguments: further keyword arguments of every call.
         processes: number of processes.
-        timeout_seconds: longest time for one row; its process is killed then.
-        on_error: `"fail"` raises for a row that has no score, `"zero"` scores it 0 and counts it in `failures`.
+        timeout_seconds: longest time for one row, or one call of a batched reward; its process is ended then.
+        concurrency: rows that a process of an `async` reward has at work at once.
+        on_error: `"fail"` raises for a row that has no score, `"zero"` scores it 0.
+        max_failures: share of a batch's rows that may be without a score; where more are, the reward is taken to be
+            broken and the batch raises, whatever `on_error` says.
         python_path: directories to import the function from.
+        record: file to write the first failure that is scored 0 to.
     """
 
     def __init__(
@@ -133,22 +105,25 @@ class RewardPool:
         *,
         processes: int = 1,
         timeout_seconds: float = 30.0,
+        concurrency: int = 32,
         on_error: Literal["fail", "zero"] = "fail",
+        max_failures: float = 0.5,
         python_path: Sequence[str] = (),
+        record: Path | None = None,
     ):
         self.function = function
         self.timeout_seconds = timeout_seconds
+        self.concurrency = concurrency
         self.on_error = on_error
-        self.processes = processes
-        self.failures = 0
+        self.max_failures = max_failures
+        self.record = record
+        self._setup = SetUp(function, dict(arguments or {}), list(python_path), timeout_seconds)
+        self._mark = uuid.uuid4().hex
+        self._started = 0
+        self._failed_starts = 0
         self._seconds_per_row: float | None = None
-        self._slowest_row = 0.0
-        self._pool = pebble.ProcessPool(
-            max_workers=processes,
-            initializer=_start,
-            initargs=(function, dict(arguments or {}), list(python_path)),
-            context=multiprocessing.get_context("spawn"),
-        )
+        self._warned = self._closed = False
+        self._processes = [self._start() for _ in range(processes)]
 
     @classmethod
     def of(cls, plan: Plan) -> RewardPool:
@@ -159,140 +134,251 @@ class RewardPool:
             reward.arguments,
             processes=reward.processes,
             timeout_seconds=reward.timeout_seconds,
+            concurrency=reward.concurrency,
             on_error=reward.on_error,
+            max_failures=reward.max_failures,
             python_path=plan.python_path,
+            record=plan.run_directory / "reward_error.txt",
         )
 
-    def score(self, rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    def score(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
         """Score rows, in order.
 
-        Rows go out alone until their cost is known, then in chunks that end well before the deadline of one row. A
-        chunk that does not is computed again, row by row.
+        After a failure that ends the run, rows are scored for one more deadline: whether one row fails or many decides
+        what there is to do about it.
 
         Raises:
-            RewardError: a row has no score and `on_error` is `"fail"`; names the row, shows the function's traceback.
-                Under either policy: the function cannot be imported in a process of the pool, or `processes` times
-                `CONSECUTIVE_TIMEOUTS` rows timed out with none ending in between.
+            RewardError: a row has no score and `on_error` is `"fail"`; names the row, shows the function's traceback
+                and output. Under either policy: more rows than `max_failures` allows have none, the function cannot be
+                imported in a process of the pool, or rows time out one after another.
         """
-        scores = [0.0] * len(rows)
-        size = self._rows_per_chunk(len(rows))
-        waiting = collections.deque(range(start, min(start + size, len(rows))) for start in range(0, len(rows), size))
-        running: dict[concurrent.futures.Future[_Scored], range] = {}
-        seconds, slowest, timeouts = 0.0, 0.0, 0
+        batch = _Batch(rows)
         try:
-            while waiting or running:
-                # No more than keeps the processes busy: after a time-out what waits is cut anew.
-                while waiting and len(running) < 2 * self.processes:
-                    span = waiting.popleft()
-                    running[self._schedule([rows[index] for index in span])] = span
-                done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
-                for future in sorted(done, key=lambda one: running[one].start):
-                    span = running.pop(future)
-                    try:
-                        scored = future.result()
-                    except (concurrent.futures.TimeoutError, pebble.ProcessExpired) as error:
-                        if isinstance(error, concurrent.futures.TimeoutError):
-                            timeouts += 1
-                            waiting = _alone(waiting)
-                        if len(span) > 1:
-                            waiting.extendleft(reversed(_alone([span])))
-                            continue
-                        self._failed(span.start, rows[span.start], self._ended_by(error))
-                        if timeouts >= CONSECUTIVE_TIMEOUTS * self.processes:
-                            raise self._hanging(timeouts) from error
-                        continue
-                    except (_Unstartable, BrokenProcessPool) as error:
-                        raise self._broken(error) from error
-                    timeouts = 0
-                    seconds, slowest = seconds + scored.seconds, max(slowest, scored.slowest)
-                    for index, result in zip(span, scored.results, strict=True):
-                        if isinstance(result, _NoScore):
-                            self._failed(index, rows[index], result)
-                        else:
-                            scores[index] = result
+            for process in list(self._processes):  # what befell them since the last batch
+                if process.exit_code is not None:
+                    self._ended(batch, process)
+                elif process.stopped:
+                    self._replace(process)
+            while len(batch.scores) < len(rows) and time.monotonic() < batch.until:
+                for process in self._processes:
+                    self._hand_out(batch, process)
+                for process in self._wait():
+                    self._take_in(batch, process)
+                for process in list(self._processes):
+                    self._look_at(batch, process)
+            if batch.failures and self.on_error == "fail":
+                raise self._failed(batch)
+            return [batch.scores[number] for number in range(len(rows))]
         except BaseException:
-            for future in running:
-                future.cancel()
+            for process in self._processes:
+                if process.outstanding:
+                    process.abandon()  # the next batch begins with another
             raise
-        if seconds:
-            self._seconds_per_row = seconds / len(rows)
-            self._slowest_row = max(slowest, self._slowest_row / 2)
-        return scores
 
     def close(self) -> None:
-        """End the processes, also those in the middle of a row; takes little more than `CLOSE_SECONDS` at most."""
-        children = set(self._children())
-        self._pool.stop()
-        # The pool's own limit does not hold once it is stopped, and its threads can be stuck in a full pipe.
-        joining = threading.Thread(target=self._pool.join, name="reward-pool-close", daemon=True)
-        joining.start()
-        joining.join(CLOSE_SECONDS)
-        if joining.is_alive():
-            for child in children | set(self._children()):
-                child.kill()
-                child.join(1)
+        """End the processes and what they started, busy or not; takes little more than `CLOSE_SECONDS`."""
+        self._closed = True
+        until = time.monotonic() + CLOSE_SECONDS
+        for process in self._processes:
+            process.ask_to_end()
+        for process in self._processes:
+            process.wait(until)
+        end_marked(self._mark)
+        for process in self._processes:
+            process.close()
 
-    def _children(self) -> list[Any]:
-        return list(self._pool._pool_manager.worker_manager.workers.values())
+    def _children(self) -> list[RewardProcess]:
+        return list(self._processes)
 
-    def _rows_per_chunk(self, rows: int) -> int:
-        """As many rows as make a chunk worth sending, but no fewer chunks than processes; one while nothing is known.
-
-        The mean decides what is worth sending, the slowest row what is safe: one slow row in a while is no reason to
-        send cheap rows one by one.
-        """
-        if self._seconds_per_row is None:
-            return 1
-        worth = TARGET_CHUNK_SECONDS / max(self._seconds_per_row, 1e-9)
-        safe = CHUNK_SHARE_OF_DEADLINE * self.timeout_seconds / max(self._slowest_row, 1e-9)
-        return max(1, min(int(worth), int(safe), math.ceil(rows / self.processes)))
-
-    def _schedule(self, rows: Sequence[Mapping[str, Any]]) -> concurrent.futures.Future[_Scored]:
+    def _start(self) -> RewardProcess:
+        self._started += 1
         try:
-            return self._pool.schedule(_score, args=(rows,), timeout=self.timeout_seconds)
-        except RuntimeError as error:  # the pool has given up
-            raise self._broken(error) from error
+            return RewardProcess(self._setup, f"{self._mark}/{self._started}/")
+        except OSError as error:
+            raise RewardError(f"{self._named()}: a process for it cannot be started: {error}") from error
 
-    def _failed(self, index: int, row: Mapping[str, Any], why: _NoScore) -> None:
-        """Count a row without a score, or raise, as `on_error` says."""
-        if self.on_error == "zero":
-            self.failures += 1
+    def _replace(self, process: RewardProcess) -> None:
+        process.end()
+        if self._closed:
+            raise RewardError(f"{self._named()}: the pool was closed")
+        self._processes[self._processes.index(process)] = self._start()
+
+    def _hand_out(self, batch: _Batch, process: RewardProcess) -> None:
+        if process.style is None:
             return
-        text = (
-            f"{self._named()}: sample {index} of the step {why.what}.\n"
-            f"  prompt: {_short(row.get('prompt'))}\n  response: {_short(row.get('response'))}\n"
-            "Set reward.on_error=zero to score such rows 0 and go on."
-        )
-        raise RewardError(f"{text}\n{why.trace}" if why.trace else text)
+        if process.style == "async" and not batch.alone:
+            size = self.concurrency - len(process.outstanding)
+        elif process.outstanding:
+            return
+        elif process.style == "batched":
+            size = math.ceil(len(batch.rows) / len(self._processes))
+        else:
+            worth = SPAN_SECONDS / max(self._seconds_per_row, 1e-9) if self._seconds_per_row is not None else 1
+            size = max(1, min(int(worth), math.ceil(len(batch.waiting) / len(self._processes))))
+        if batch.alone:
+            numbers = [batch.alone.popleft()]
+        else:
+            numbers = [batch.waiting.popleft() for _ in range(min(size, len(batch.waiting)))]
+        if numbers:
+            process.hand_over({number: batch.rows[number] for number in numbers})
 
-    def _ended_by(self, error: Exception) -> _NoScore:
-        if isinstance(error, pebble.ProcessExpired):
-            return _NoScore(f"took its process down (exit code {error.exitcode})")
-        return _NoScore(f"did not return within {self.timeout_seconds:g} s and was killed (reward.timeout_seconds)")
+    def _wait(self) -> list[RewardProcess]:
+        """The processes that say something, or have ended."""
+        with selectors.DefaultSelector() as selector:
+            for process in self._processes:
+                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if process.sending else 0)
+                selector.register(process.line, events, process)
+            ready = selector.select(LOOK_SECONDS)
+        for key, _ in ready:
+            key.data.send()
+        return [key.data for key, _ in ready]
 
-    def _hanging(self, timeouts: int) -> RewardError:
-        return RewardError(
-            f"{self._named()}: the reward seems to hang on every row: {timeouts} calls one after another did not "
-            f"return within {self.timeout_seconds:g} s. Call it by hand on a row, or raise reward.timeout_seconds."
+    def _take_in(self, batch: _Batch, process: RewardProcess) -> None:
+        """Take in what a process says."""
+        messages = process.receive()
+        if messages is None:
+            self._ended(batch, process)
+            return
+        for message in messages:
+            if isinstance(message, Unstartable):
+                raise RewardError(f"{self._named()}: it cannot be imported in a process of the pool: {message.why}")
+            if isinstance(message, Ready):
+                process.style, self._failed_starts = message.style, 0
+                continue
+            for number, result in message.results.items():
+                if process.outstanding.pop(number, None) is None:
+                    continue
+                if isinstance(result, Failure):
+                    self._fail(batch, number, result)
+                    continue
+                batch.timeouts, batch.scores[number] = 0, result
+                took, known = process.seconds_per_answer, self._seconds_per_row
+                self._seconds_per_row = took if known is None else known + 0.1 * (took - known)
+
+    def _look_at(self, batch: _Batch, process: RewardProcess) -> None:
+        """See whether a process that said nothing is still there, and in time."""
+        if process not in self._processes:
+            return
+        process.bound_output()
+        if process.exit_code is not None:  # something it started may hold its line open
+            self._take_in(batch, process)
+            if process in self._processes:
+                self._ended(batch, process)
+        elif process.deadline is not None and time.monotonic() > process.deadline:
+            self._late(batch, process)
+
+    def _ended(self, batch: _Batch, process: RewardProcess) -> None:
+        process.wait(time.monotonic() + CLOSE_SECONDS)
+        code, output, starting = named_exit(process.exit_code), process.output(), process.style is None
+        self._replace(process)
+        if starting:
+            self._count_failed_start(code, output)
+        self._blame(batch, process, Failure(f"took its process down ({code})", output=output))
+
+    def _late(self, batch: _Batch, process: RewardProcess) -> None:
+        stopped, output, starting = process.stopped, process.output(), process.style is None
+        self._replace(process)
+        if stopped:
+            if starting:
+                self._count_failed_start("stopped", output)
+            self._blame(batch, process, Failure("was in a process that was stopped", output=output))
+        elif starting:
+            raise RewardError(
+                f"{self._named()}: importing it did not end within {START_SECONDS:g} s in a process of the pool"
+                f"{_printed(output)}"
+            )
+        else:
+            batch.timeouts += 1
+            self._blame(batch, process, Failure(overdue(self.timeout_seconds), output=output), retry=False)
+            limit = (TIMEOUTS_AT_FIRST if self._seconds_per_row is None else TIMEOUTS_LATER) * len(self._processes)
+            if batch.timeouts >= limit:
+                raise RewardError(
+                    f"{self._named()}: the reward seems to hang on every row: {batch.timeouts} calls one after another "
+                    f"did not return within {self.timeout_seconds:g} s. Call it by hand on a row, or raise "
+                    "reward.timeout_seconds."
+                )
+
+    def _blame(self, batch: _Batch, process: RewardProcess, failure: Failure, retry: bool = True) -> None:
+        """Find out which row it was that ended a process, or had it ended: it fails, if it is sure to be the one.
+
+        Args:
+            process: the process that is no more.
+            failure: what is then said of the row.
+            retry: whether the row is tried once more before that.
+        """
+        rows = list(process.outstanding)
+        if process.style == "single":  # only the first had begun
+            batch.waiting.extendleft(reversed(rows[1:]))
+            rows = rows[:1]
+        if len(rows) == 1 and (batch.blamed[rows[0]] or not retry):
+            self._fail(batch, rows[0], failure)
+            return
+        if len(rows) == 1:
+            batch.blamed[rows[0]] += 1
+        batch.alone.extend(rows)
+
+    def _count_failed_start(self, how: str, output: str) -> None:
+        self._failed_starts += 1
+        if self._failed_starts >= FAILED_STARTS:
+            raise RewardError(
+                f"{self._named()}: the processes of the pool end before they score a row ({how}). Does importing the "
+                f"module exit or crash in a new process?{_printed(output)}"
+            )
+
+    def _fail(self, batch: _Batch, number: int, failure: Failure) -> None:
+        """Count a row without a score; raise where there are too many."""
+        batch.scores[number] = Score(0.0, {}, failure.what)
+        batch.failures.append((number, failure))
+        if len(batch.failures) > self.max_failures * len(batch.rows):
+            raise self._failed(batch)
+        if self.on_error == "fail":
+            batch.until = min(batch.until, time.monotonic() + self.timeout_seconds)
+        elif not self._warned:
+            self._warned = True
+            self._warn(batch, number, failure)
+
+    def _warn(self, batch: _Batch, number: int, failure: Failure) -> None:
+        kept = ""
+        if self.record is not None:
+            text = f"{self._named()}: {_what(batch, number, failure)}.{_details(batch, number, failure)}\n"
+            with suppress(OSError):  # it is no reason to end
+                self.record.write_text(text, encoding="utf-8", errors="replace")
+                kept = f" {self.record} has its traceback and output."
+        log.warning(
+            "%s: %s. Such rows are scored 0 (reward.on_error=zero) and counted (reward/failures); said only once.%s",
+            self._named(),
+            _what(batch, number, failure),
+            kept,
         )
 
-    def _broken(self, error: Exception) -> RewardError:
-        if isinstance(error, _Unstartable):
-            return RewardError(f"{self._named()}: it cannot be imported in a process of the pool: {error}")
-        return RewardError(
-            f"{self._named()}: the processes of the pool end before they score a row: {error}. Does importing the "
-            "module exit or crash in a new process?"
-        )
+    def _failed(self, batch: _Batch) -> RewardError:
+        """What ends the run because of rows without a score: single ones, or so many that the reward is to blame."""
+        (number, failure), failed, tried = batch.failures[0], len(batch.failures), len(batch.scores)
+        what, details = _what(batch, number, failure), _details(batch, number, failure)
+        if failed > self.max_failures * tried:
+            return RewardError(
+                f"{self._named()}: {failed} of {tried} rows that were tried got no score, more than "
+                f"reward.max_failures={self.max_failures:g} allows: the reward is at fault, not single rows. Call "
+                f"it by hand on the first of them: {what}.{details}"
+            )
+        others = f" {failed} of the {tried} rows that were tried got no score." if failed > 1 else ""
+        cure = "\nSet reward.on_error=zero to score such rows 0 and go on."
+        return RewardError(f"{self._named()}: {what}.{others}{cure}{details}")
 
     def _named(self) -> str:
         return f"role reward, method {self.function}, node {os.uname().nodename}"
 
 
-def _alone(spans: collections.abc.Iterable[range]) -> collections.deque[range]:
-    """The same rows, each in a span of its own: it has the whole deadline to itself."""
-    return collections.deque(range(index, index + 1) for span in spans for index in span)
+def _what(batch: _Batch, number: int, failure: Failure) -> str:
+    return f"sample {number} of {len(batch.rows)} {failure.what}"
 
 
-def _short(value: Any, limit: int = 200) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+def _details(batch: _Batch, number: int, failure: Failure) -> str:
+    """The row, what it printed and the traceback, on lines of their own."""
+    row = batch.rows[number]
+    text = f"\n  prompt: {shortened(row.get('prompt'))}\n  response: {shortened(row.get('response'))}"
+    return text + _printed(failure.output) + (f"\n{failure.trace.rstrip()}" if failure.trace else "")
+
+
+def _printed(output: str) -> str:
+    return "\n  printed:\n" + textwrap.indent(output, "    ") if output else ""

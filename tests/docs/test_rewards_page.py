@@ -1,0 +1,66 @@
+"""docs/rewards.md: its examples run, and it says what a reward is really given."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from enginehouse.config.plan import REWARD_GETS
+from enginehouse.config.schema import Reward
+from enginehouse.rl.rewards.pool import RewardPool
+from enginehouse.rl.samples import RESERVED
+
+PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
+VERL = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    right = float(solution_str == ground_truth)
+    return {"score": right, "acc": right} if data_source == "dict" else right
+"""
+ROW = {
+    "prompt": "<one?>",
+    "messages": [{"role": "user", "content": "one?"}],
+    "response": "1",
+    "finish_reason": "stop",
+    "answer": "1",
+    "data_source": "dict",
+    "reward_model": {"style": "rule", "ground_truth": "1"},
+    "extra_info": {"split": "train"},
+}
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("score", (1.0, {})),
+        ("graded", (1.1, {"right": 1.0, "tidy": 1.0})),
+        ("judged", (0.1, {})),
+        ("modelled", (1.0, {})),
+        ("adapted", (1.0, {"score": 1.0, "acc": 1.0})),
+    ],
+)
+def test_the_examples_on_the_page_of_rewards_are_rewards(tmp_path: Path, name: str, expected: tuple[float, object]):
+    (tmp_path / "my_verl_rewards.py").write_text(VERL)
+    (tmp_path / "my_rewards.py").write_text("\n".join(blocks("python")))
+    pool = RewardPool(f"my_rewards:{name}", python_path=[str(tmp_path)])
+    try:
+        (score,) = pool.score([ROW])
+    finally:
+        pool.close()
+    assert (score.reward, score.figures) == expected
+
+
+def test_the_page_of_rewards_names_what_there_is():
+    for block in blocks("yaml"):
+        Reward(**yaml.safe_load(block)["reward"])
+    for name in REWARD_GETS:
+        assert f"| `{name}` |" in PAGE
+    for name in ("arguments", *sorted(set(Reward.model_fields) - {"function", "arguments"})):
+        assert f"`reward.{name}`" in PAGE
+    assert ", ".join(f"`{name}`" for name in RESERVED) in PAGE
