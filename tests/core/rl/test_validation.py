@@ -92,6 +92,7 @@ def test_figures_of_single_answers(tmp_path):
         "validation/reward_stderr": pytest.approx(error),
         "validation/tokens_mean": 3.0,
         "validation/truncated": 0.5,
+        "validation/failures": 0.0,
     }
 
 
@@ -123,7 +124,9 @@ def test_files_and_the_values_of_a_column_have_figures_of_their_own(tmp_path):
     validation = made(tmp_path, {"aime": "a.jsonl", "gsm": "b.jsonl"}, {"by": "kind"})
     assert validation is not None
     samples = answered([1.0, 0.0, 0.0, 0.25], [1] * 4, ["stop"] * 4)
+    samples = samples.with_columns(reward_figures=[{}, {"format": 0.5}, {}, {"format": 1.0}])
     figures = validation.figures(samples)
+    assert (figures["validation/aime/format"], figures["validation/gsm/format"]) == (0.5, 1.0)
     assert {name: value for name, value in figures.items() if name.endswith("/reward")} == {
         "validation/aime/reward": pytest.approx(1 / 3),
         "validation/aime/x/reward": 0.5,
