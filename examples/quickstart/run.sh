@@ -1,13 +1,26 @@
 #!/bin/sh
 # The quickstart from beginning to end; `make demo` calls it. SEED=1 uses other data, weights and samples.
 # Arguments are overrides of grpo.yaml: examples/quickstart/run.sh rollout.placement=separate
+# Each time it writes to the next free directories: runs/quickstart, runs/quickstart-2, ...
 set -eu
 cd "$(dirname "$0")/../.."
 seed=${SEED:-0}
 
+free() {
+    number=1
+    directory=$1
+    while [ -e "$directory" ]; do
+        number=$((number + 1))
+        directory=$1-$number
+    done
+    echo "$directory"
+}
+
 python examples/quickstart/make_task.py --seed "$seed"
-enginehouse sft --quiet examples/quickstart/sft.yaml train.seed="$seed"
-enginehouse train examples/quickstart/grpo.yaml train.seed="$seed" "$@"
+warm=$(free runs/quickstart-sft)
+enginehouse sft --quiet examples/quickstart/sft.yaml train.seed="$seed" run.directory="$warm"
+enginehouse train examples/quickstart/grpo.yaml train.seed="$seed" model.path="$warm/model" \
+    run.directory="$(free runs/quickstart)" "$@"
 
 cat <<'END'
 

@@ -44,9 +44,8 @@ TASK = (
     "train.samples_every=2",
     "train.validate_every=2",
     "data.validation=held_out.jsonl",
-    "run.overwrite=false",
 )
-SUPERVISED = (f"train.steps={STEPS}", "train.rows_per_step=8", "run.overwrite=false")
+SUPERVISED = (f"train.steps={STEPS}", "train.rows_per_step=8")
 INLINE = "cluster.launcher=inline"
 
 Ends = Callable[..., dict[str, str]]
@@ -150,6 +149,28 @@ def test_a_killed_run_goes_on_exactly_where_its_checkpoint_was_taken(
     assert after["grad_norm"] == pytest.approx(before["grad_norm"], rel=1e-3)
     assert after["lr"] == before["lr"]
     assert len(run.metrics) == STEPS
+
+
+@pytest.mark.fault(
+    area="files",
+    what="a bit of the newest checkpoint of a killed run is flipped",
+    happens="the run goes on from the checkpoint before it: the same steps and weights, to the bit",
+    exit_code="0",
+    kept="everything up to the step of that checkpoint",
+    noticed="before a process starts",
+)
+def test_a_run_goes_on_exactly_from_the_checkpoint_before_a_damaged_one(start: Start, ends: Ends, straight: RunProcess):
+    name = "killed-and-damaged"
+    task = (*TASK, INLINE, "train.checkpoint_every=2", f"run.directory=runs/{name}")
+    run = start("train", *task, name=name, env=ends(7, "update", "SIGKILL"))
+    ended_early(run, -9)
+    (file,) = (run.directory / "checkpoints" / "step-000006" / "actor").glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    run = finished(resumed(start, "train", name, *TASK, INLINE))
+    assert run.record["resumed_after"] == 4
+    assert_the_same(run, straight)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -188,6 +189,35 @@ def test_an_earlier_run_is_not_touched_unless_asked(project: Project):
     process.communicate()
     assert process.returncode == 0
     assert record(project) != before
+
+
+@pytest.mark.fault(
+    area="files",
+    what="a run is started in the directory of one that is still running, with `run.overwrite=true` or `--resume`",
+    happens="it is refused, and so is its `plan`; process and host of the first are named; the first goes on",
+    exit_code="2",
+    kept="everything of the first",
+    noticed="before anything is written",
+)
+def test_a_live_runs_directory_is_nobody_elses(project: Project):
+    first = start(project, ORDERLY)
+    until_ready(first)
+    before = record(project)
+    named = f"is still under way (process {first.pid} on {socket.gethostname()}, since "
+    for arguments in (["run.overwrite=true"], ["--resume"]):
+        second = start(project, "pass", *arguments)
+        assert named in second.communicate(timeout=WITHIN_SECONDS)[1]
+        assert second.returncode == 2
+    command = [sys.executable, "-m", "enginehouse.cli.main", "plan", "grpo.yaml", "run.overwrite=true"]
+    planned = subprocess.run(command, cwd=project.root, capture_output=True, text=True)
+    assert named in planned.stderr
+    assert record(project) == before
+    assert len((project.root / "runs/one/metrics.jsonl").read_text().splitlines()) == 2
+    first.kill()
+    first.communicate()
+    third = start(project, "pass", "run.overwrite=true")
+    _, err = third.communicate(timeout=WITHIN_SECONDS)
+    assert third.returncode == 0, err
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -17,6 +18,7 @@ from enginehouse.config.load import load_config
 from enginehouse.config.plan import Plan, plan, plan_sft
 from enginehouse.config.resume import Checkpoint
 from enginehouse.config.schema import SFTConfig
+from enginehouse.data.digests import data_digests
 from enginehouse.errors import ConfigError
 from enginehouse.plugin import PluginManager, load_plugins
 from enginehouse.runs import RunDirectory
@@ -53,7 +55,10 @@ def leave_checkpoint(run: RunDirectory, project: Project, step: int, *overrides:
     config = load_config(project.save(), overrides).model_dump(mode="json")
     staged = run.checkpoints.stage(step)
     (staged / "actor").mkdir()
-    return run.checkpoints.publish(staged, Checkpoint(staged, step, 1.5, {"version": step}, config, kind))
+    (staged / "actor" / ".metadata").write_bytes(b"where what is")
+    (staged / "actor" / "__0_0.distcp").write_bytes(bytes(range(256)))
+    data = data_digests(config["data"]["train"])
+    return run.checkpoints.publish(staged, Checkpoint(staged, step, 1.5, {"version": step}, config, kind, data))
 
 
 def refusal(make: Callable[..., Any], *overrides: str) -> str:
@@ -77,19 +82,122 @@ def test_the_newest_checkpoint_is_gone_on_from(resume: Make, run: RunDirectory, 
     assert f"resumes    after step 3, from {planned.resumed.path}" in planned.render()
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 1, "step": 3}'])
-def test_an_older_checkpoint_stands_in_for_a_damaged_one(
-    resume: Make, run: RunDirectory, project: Project, content: str
-):
-    (leave_checkpoint(run, project, 3) / "loop.json").write_text(content)
+def cut(checkpoint: Path) -> None:
+    os.truncate(checkpoint / "actor" / "__0_0.distcp", 100)
+
+
+def zero(checkpoint: Path) -> None:
+    (checkpoint / "actor" / "__0_0.distcp").write_bytes(bytes(256))
+
+
+def flip(checkpoint: Path) -> None:
+    file = checkpoint / "actor" / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[128] ^= 1
+    file.write_bytes(content)
+
+
+def edit_loop(old: str, new: str) -> Callable[[Path], None]:
+    def edit(checkpoint: Path) -> None:
+        content = (checkpoint / "loop.json").read_text()
+        assert old in content
+        (checkpoint / "loop.json").write_text(content.replace(old, new, 1))
+
+    return edit
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "cut": (cut, "actor/__0_0.distcp has 100 bytes, 256 were written"),
+    "zeroed": (zero, "the content of actor/__0_0.distcp is not what was written"),
+    "a bit flipped": (flip, "the content of actor/__0_0.distcp is not what was written"),
+    "a file missing": (lambda place: (place / "actor" / "__0_0.distcp").unlink(), "actor/__0_0.distcp is missing"),
+    "no .metadata": (lambda place: (place / "actor" / ".metadata").unlink(), "actor/.metadata is missing"),
+    "no actor": (lambda place: shutil.rmtree(place / "actor"), "actor/ is missing"),
+    "no loop.json": (lambda place: (place / "loop.json").unlink(), "loop.json is missing"),
+    "loop.json empty": (lambda place: (place / "loop.json").write_text(""), "loop.json is no JSON: Expecting value"),
+    "loop.json no mapping": (lambda place: (place / "loop.json").write_text("[]"), "loop.json holds no JSON object"),
+    "loop.json cut": (lambda place: os.truncate(place / "loop.json", 50), "loop.json is no JSON: "),
+    "a digit": (edit_loop('"version": 3', '"version": 8'), "loop.json is not what was written"),
+    "a type": (edit_loop('"step": 3', '"step": "3"'), "loop.json is not what was written"),
+    "a key": (edit_loop('"step"', '"stop"'), "loop.json is not what was written"),
+    "the format": (edit_loop('"format": 2', '"format": 1'), "loop.json is not what was written"),
+    "no digest": (edit_loop('"digest"', '"digits"'), "loop.json lacks its digest"),
+}
+
+
+@pytest.mark.fault(
+    area="files",
+    what="the newest checkpoint is damaged: a file cut, zeroed, missing, a bit flipped; `loop.json` in any way",
+    happens="it is passed over and set aside, and the one before it is gone on from; the plan says so and why",
+    exit_code="0",
+    kept="everything up to the step of the whole one",
+    noticed="before a process starts",
+)
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_checkpoint_is_passed_over_and_named(resume: Make, run: RunDirectory, project: Project, kind: str):
+    damage, why = DAMAGE[kind]
+    place = leave_checkpoint(run, project, 3)
+    damage(place)
     planned = resume()
     assert planned.resumed is not None
-    assert planned.resumed.step == 2
+    assert (planned.resumed.step, planned.resumed.passed_over) == (2, (place,))
+    (note,) = [note for note in planned.notes if note.startswith("passed over")]
+    assert f"step-000003: {why}" in note
+    assert place.is_dir()  # a plan writes nothing
+    RunDirectory.create(run.path, "", resumed=planned.resumed).finish("interrupted")
+    assert {path.name for path in place.parent.iterdir()} == {"step-000002", "damaged-step-000003"}
+
+
+@pytest.mark.fault(
+    area="files",
+    what="every checkpoint is damaged",
+    happens="--resume is refused, and names what is wrong with each",
+    exit_code="2",
+    kept="everything, as it is",
+    noticed="before a process starts",
+)
+def test_without_a_whole_checkpoint_nothing_is_gone_on_with(resume: Make, run: RunDirectory, project: Project):
+    cut(run.path / "checkpoints" / "step-000002")
+    flip(leave_checkpoint(run, project, 3))
+    said = refusal(resume)
+    assert f"no checkpoint of the run in {run.path} is whole (step-000003: the content of actor/__0_0.distcp" in said
+    assert "step-000002: actor/__0_0.distcp has 100 bytes, 256 were written)" in said
+    assert "in another directory" in said
+
+
+def test_a_checkpoint_from_before_there_were_digests_is_gone_on_from_with_a_note(
+    resume: Make, run: RunDirectory, project: Project
+):
+    place = leave_checkpoint(run, project, 3)
+    content = json.loads((place / "loop.json").read_text())
+    for name in ("digest", "files", "data"):
+        del content[name]
+    (place / "loop.json").write_text(json.dumps(content | {"format": 1}))
+    planned = resume()
+    assert planned.resumed is not None
+    assert planned.resumed.step == 3
+    assert any("written before checkpoints had digests" in note for note in planned.notes)
+
+
+@pytest.mark.fault(
+    area="data",
+    what="the training data are replaced before a `--resume`, under the same name and with as many rows",
+    happens="--resume is refused, and names the file",
+    exit_code="2",
+    kept="everything, as it is",
+    noticed="before a process starts",
+)
+def test_other_rows_under_the_same_name_are_refused(resume: Make, run: RunDirectory, project: Project):
+    lines = Path("train.jsonl").read_text().splitlines(keepends=True)
+    Path("train.jsonl").write_text("".join(reversed(lines)))
+    assert "--resume: data.train: train.jsonl has other content than when" in refusal(resume)
+    Path("train.jsonl").write_text("".join(lines))
+    resume()
 
 
 def test_a_checkpoint_of_a_later_enginehouse_is_not_misread(resume: Make, run: RunDirectory, project: Project):
-    (leave_checkpoint(run, project, 3) / "loop.json").write_text('{"format": 2}')
-    assert "written by a later enginehouse (format 2" in refusal(resume)
+    (leave_checkpoint(run, project, 3) / "loop.json").write_text('{"format": 3}')
+    assert "written by a later enginehouse (format 3" in refusal(resume)
 
 
 def test_without_the_flag_an_earlier_run_with_checkpoints_is_refused_and_the_flag_named(
@@ -112,9 +220,10 @@ def test_there_must_be_a_run_and_a_checkpoint(resume: Make, project: Project):
 
 
 def test_a_run_that_is_still_under_way_is_left_alone(resume: Make, run: RunDirectory):
+    (run.path / "run.lock").unlink()  # as where a file system has no locks, or an older enginehouse runs there
     parent, now = os.getppid(), datetime.now(UTC).isoformat(timespec="seconds")
     record(run, status="running", pid=parent, host=socket.gethostname(), started=now)
-    assert f"is still under way (process {parent})" in refusal(resume)
+    assert f"is still under way (process {parent} on {socket.gethostname()})" in refusal(resume)
     record(run, started="2001-01-01T00:00:00+00:00")  # the number is another process's by now
     resume()
     record(run, started=now, host="elsewhere")  # nothing can be known of it here
@@ -173,3 +282,85 @@ def test_a_run_of_the_other_kind_is_refused(project: Project, plugins: PluginMan
     config = load_config(path, ["run.directory=runs/one"], SFTConfig)
     with pytest.raises(ConfigError, match="is a run of `enginehouse train`, not of `enginehouse sft`"):
         plan_sft(config, plugins, path, resume=True)
+
+
+def test_a_damaged_record_is_no_obstacle(resume: Make, run: RunDirectory, caplog: pytest.LogCaptureFixture):
+    for content in ("", "{", "[]"):
+        (run.path / "run.json").write_text(content)
+        again = RunDirectory.create(run.path, "", resumed=resume().resumed)
+        assert f"{run.path / 'run.json'} is damaged" in caplog.messages[-1]
+        again.finish("interrupted")
+        record = json.loads((run.path / "run.json").read_text())
+        assert (record["status"], record["resumed_after"], record["earlier"]) == ("interrupted", 2, [{}])
+
+
+def test_damaged_metrics_cost_their_own_lines(resume: Make, run: RunDirectory):
+    rows = (run.path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run.path / "metrics.jsonl").write_text(rows[0] + '{"step": \n' + '{"step": "x"}\n{"loss": 1.0}\n' + rows[1])
+    (run.path / "validation.jsonl").write_text('null\n{"step": 1, "validation/reward": 0.5}\n')
+    (run.path / "timeline.json").write_text('[\n{"name": "thread_name", "ph": "M"},\n{"ts": "x"},\n7,\n{"ph": 1}\n]\n')
+    again = RunDirectory.create(run.path, "", resumed=resume().resumed)
+    assert [row["step"] for row in again.earlier.metrics] == [1, 2]
+    assert again.validated_step == 1
+    again.finish("finished")
+    assert [json.loads(line)["step"] for line in (run.path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
+    json.loads((run.path / "timeline.json").read_text())
+
+
+def test_a_run_that_cannot_be_taken_up_does_not_say_it_runs(
+    resume: Make, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+):
+    planned = resume()
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("enginehouse.runs.directory.Timeline", full)
+    with pytest.raises(OSError, match="No space left"):
+        RunDirectory.create(run.path, "", resumed=planned.resumed)
+    assert json.loads((run.path / "run.json").read_text())["status"] == "failed"
+
+
+def overwriting(plugins: PluginManager, path: Path, *overrides: str) -> Plan:
+    return plan(load_config(path, overrides), plugins, path, overrides=overrides)
+
+
+@pytest.mark.fault(
+    area="files",
+    what="a config with `run.overwrite: true` is started on a run that did not finish and left checkpoints",
+    happens="it is refused; only `run.overwrite=true` on the command line deletes such a run",
+    exit_code="2",
+    kept="everything, as it is",
+    noticed="before a process starts",
+)
+def test_only_the_command_line_deletes_an_unfinished_run_with_checkpoints(
+    project: Project, plugins: PluginManager, run: RunDirectory
+):
+    project.config["run"]["overwrite"] = True
+    path = project.save()
+    ended = "interrupted after 3 steps, 1 checkpoint, the newest of step 2"
+    with pytest.raises(ConfigError) as caught:
+        overwriting(plugins, path)
+    assert f"holds a run that did not finish ({ended})" in str(caught.value)
+    assert "go on with it (--resume), name another directory" in str(caught.value)
+    asked = overwriting(plugins, path, "run.overwrite=true")
+    assert f"deletes    the run in {run.path}: {ended}\n" in asked.render()
+    with pytest.raises(ConfigError, match="did not finish"):  # planned before there was one
+        RunDirectory.create(run.path, "", overwrite=True, spare_unfinished=True)
+    assert (run.path / "checkpoints" / "step-000002").is_dir()
+    run.finish("finished")
+    assert f"the run in {run.path}: finished after 3 steps" in overwriting(plugins, path).render()
+    RunDirectory.create(run.path, "", overwrite=True, spare_unfinished=True).finish("finished")
+    assert not (run.path / "checkpoints").exists()
+
+
+def test_a_deletion_that_is_cut_off_can_be_repeated(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
+    def killed(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        RunDirectory.create(run.path, "", overwrite=True)
+    monkeypatch.undo()
+    assert (run.path / "run.json").exists()
+    RunDirectory.create(run.path, "", overwrite=True)

@@ -65,3 +65,30 @@ def test_a_data_set_of_another_size_cannot_be_resumed() -> None:
 def test_drawing_nothing_is_refused(rows: int, per_step: int) -> None:
     with pytest.raises(ValueError, match="rows a step"):
         Sampler(Numbers(rows), per_step)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"position": -1}, "the sampler's position is -1"),
+        ({"position": 6}, "the sampler's position is 6, in 5 rows"),
+        ({"position": "2"}, "the sampler's position is '2'"),
+        ({"position": 2.0}, "the sampler's position is 2.0"),
+        ({"epoch": True}, "the sampler's epoch is True"),
+        ({"seed": None}, "the sampler's seed is None"),
+    ],
+)
+def test_a_state_that_is_damaged_is_an_error_that_names_it(changed: dict, said: str) -> None:
+    sampler = Sampler(Numbers(5), 2)
+    with pytest.raises(DataError, match=said):
+        sampler.load_state_dict(sampler.state_dict() | changed)
+    with pytest.raises(DataError, match="the sampler's seed is None"):
+        sampler.load_state_dict({})
+
+
+def test_a_state_taken_at_the_end_of_an_epoch_goes_on() -> None:
+    sampler = Sampler(Numbers(4), 2)
+    draw(sampler, 2)
+    assert sampler.state_dict()["position"] == 4
+    sampler.load_state_dict(sampler.state_dict())
+    assert sorted(draw(sampler, 2)) == [0, 1, 2, 3]

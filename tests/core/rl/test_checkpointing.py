@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 from projects import Project
 
 from enginehouse.config.load import load_config
+from enginehouse.config.resume import Checkpoint, files_of
 from enginehouse.errors import EnginehouseError
+from enginehouse.rl import checkpointing
 from enginehouse.rl.checkpointing import Checkpointing, Standing
 from enginehouse.runs import RunDirectory
 
@@ -39,6 +42,7 @@ class Actor:
             raise EnginehouseError("no space left")
         if self.writing is not None:
             self.writing.mkdir()
+            (self.writing / "weights").write_text("w")
         self.writing = None
 
 
@@ -50,7 +54,12 @@ class Setting:
         self.published: list[int] = []
         actor: Any = self.actor
         self.checkpointing = Checkpointing(
-            actor, self.run, load_config(project.save()), background, lambda step, path: self.published.append(step)
+            actor,
+            self.run,
+            load_config(project.save()),
+            background,
+            lambda step, path: self.published.append(step),
+            {"train.jsonl": "its digest"},
         )
 
     @property
@@ -87,6 +96,42 @@ def test_a_background_checkpoint_is_published_once_the_engine_is_done(project: P
     assert setting.published == [3]
     setting.checkpointing.finish()
     assert setting.actor.calls == ["save_in_background", "finish_save"]
+
+
+def test_training_goes_on_while_a_background_checkpoint_is_read_for_its_digests(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(staged: Path) -> dict[str, tuple[int, str]]:
+        begun.set()
+        go_on.wait()
+        return files_of(staged)
+
+    monkeypatch.setattr(checkpointing, "files_of", slow)
+    setting = Setting(project, background=True)
+    setting.checkpointing.begin(standing(3))
+    setting.actor.write()
+    setting.checkpointing.look()
+    begun.wait()
+    setting.checkpointing.look()
+    assert setting.whole == []
+    with pytest.raises(TimeoutError):
+        setting.checkpointing.finish(timeout=0.01)
+    go_on.set()
+    setting.checkpointing.write_last(standing(3), 60.0)
+    assert setting.whole == ["step-000003"]
+    assert setting.actor.calls == ["save_in_background", "finish_save"]
+
+
+def test_a_checkpoint_has_the_digests_of_its_files_and_of_the_data(project: Project):
+    setting = Setting(project, background=True)
+    setting.checkpointing.begin(standing(3))
+    setting.checkpointing.finish()
+    read = Checkpoint.read(setting.run.path / "checkpoints" / "step-000003")
+    assert read.data == {"train.jsonl": "its digest"}
+    assert set(read.files) == {"actor/weights"}
+    read.check_files()
 
 
 def test_the_next_checkpoint_waits_for_the_one_under_way(project: Project):

@@ -42,7 +42,7 @@ def spans(run: RunDirectory) -> list[str]:
 
 
 def resume(run: RunDirectory) -> RunDirectory:
-    checkpoint = newest_checkpoint(run.path)
+    checkpoint, _ = newest_checkpoint(run.path)
     assert checkpoint is not None
     return RunDirectory.create(run.path, "", resumed=checkpoint)
 
@@ -60,9 +60,9 @@ def test_a_checkpoint_reads_back_as_it_was_written(run: RunDirectory):
 def test_what_is_being_written_is_no_checkpoint(run: RunDirectory):
     staged = run.checkpoints.stage(5)
     (staged / "actor").mkdir()
-    assert newest_checkpoint(run.path) is None
+    assert newest_checkpoint(run.path) == (None, {})
     run.checkpoints.publish(staged, at(5))
-    newest = newest_checkpoint(run.path)
+    newest, _ = newest_checkpoint(run.path)
     assert newest is not None
     assert newest.step == 5
 
@@ -72,6 +72,14 @@ def test_the_newest_two_are_kept(run: RunDirectory):
         write(run, step)
     assert names(run) == ["step-000004", "step-000006"]
     assert run.checkpoints.newest_step == 6
+
+
+@pytest.mark.parametrize("kept", [1, 3])
+def test_as_many_are_kept_as_is_asked_for(tmp_path: Path, kept: int):
+    run = RunDirectory.create(tmp_path / "one", "", checkpoints_kept=kept)
+    for step in range(1, 6):
+        write(run, step)
+    assert names(run) == [f"step-00000{step}" for step in range(6 - kept, 6)]
 
 
 def test_the_older_ones_stay_until_the_new_one_is_whole(run: RunDirectory):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
+import shutil
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -91,3 +94,32 @@ def test_one_line_of_the_config_moves_the_rollout_to_processes_of_its_own(tmp_pa
     assert apart == together.model_copy(
         update={"rollout": together.rollout.model_copy(update={"placement": "separate"})}
     )
+
+
+def test_the_script_writes_to_free_directories_and_deletes_nothing(tmp_path):
+    script = tmp_path / "examples" / "quickstart" / "run.sh"
+    script.parent.mkdir(parents=True)
+    shutil.copy(QUICKSTART / "run.sh", script)
+    for name in ("python", "enginehouse"):  # stand-ins that make the run's directory and note what they were told
+        command = tmp_path / "bin" / name
+        command.parent.mkdir(exist_ok=True)
+        command.write_text(
+            f'#!/bin/sh\necho "{name} $*" >> told\n'
+            'for word in "$@"; do case $word in run.directory=*) mkdir -p "${word#run.directory=}";; esac; done\n'
+        )
+        command.chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    for _ in range(3):
+        subprocess.run([script, "train.steps=3"], env=env, check=True, capture_output=True)
+    told = [line for line in (tmp_path / "told").read_text().splitlines() if line.startswith("enginehouse")]
+    for number, (warm_up, run) in enumerate(zip(told[::2], told[1::2], strict=True), start=1):
+        suffix = "" if number == 1 else f"-{number}"
+        assert warm_up.endswith(f" run.directory=runs/quickstart-sft{suffix}")
+        assert run.endswith(
+            f" model.path=runs/quickstart-sft{suffix}/model run.directory=runs/quickstart{suffix} train.steps=3"
+        )
+
+
+def test_the_shipped_configs_delete_nothing():
+    assert not load_config(QUICKSTART / "grpo.yaml").run.overwrite
+    assert not load_config(QUICKSTART / "sft.yaml", schema=SFTConfig).run.overwrite

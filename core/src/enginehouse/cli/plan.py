@@ -26,7 +26,11 @@ def plan(config: str, overrides: tuple[str, ...], resume: bool, supervised: bool
 
     planned: RunPlan
     if supervised:
-        planned = plan_sft(load_config(config, overrides, SFTConfig), config_path=config, resume=resume)
+        planned = plan_sft(
+            load_config(config, overrides, SFTConfig), config_path=config, resume=resume, overrides=overrides
+        )
     else:
-        planned = plan_rl(load_config(config, overrides, Config), config_path=config, resume=resume)
+        planned = plan_rl(
+            load_config(config, overrides, Config), config_path=config, resume=resume, overrides=overrides
+        )
     click.echo(planned.render())

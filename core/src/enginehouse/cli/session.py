@@ -50,9 +50,11 @@ def run_plan(plan: Plan | SFTPlan, build: Callable[[RunDirectory, Progress], Tra
         plan.run_directory,
         dump_config(plan.config),
         overwrite=settings.overwrite,
+        spare_unfinished=plan.spare_unfinished,
         command=sys.argv,
         packages=plan.distributions,
         resumed=plan.resumed,
+        checkpoints_kept=plan.config.train.checkpoints_kept,
     )
     progress = Progress(run.path.name, mode="quiet" if quiet else None)
 

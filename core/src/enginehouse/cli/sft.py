@@ -25,7 +25,9 @@ def sft(config: str, overrides: tuple[str, ...], resume: bool, quiet: bool) -> N
     from enginehouse.config.plan import plan_sft
     from enginehouse.config.schema import SFTConfig
 
-    planned = plan_sft(load_config(config, overrides, SFTConfig), config_path=config, resume=resume)
+    planned = plan_sft(
+        load_config(config, overrides, SFTConfig), config_path=config, resume=resume, overrides=overrides
+    )
 
     def build(run, progress):
         from enginehouse.rl.sft import SFTTrainer

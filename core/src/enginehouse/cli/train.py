@@ -32,7 +32,7 @@ def train(config: str, overrides: tuple[str, ...], resume: bool, quiet: bool) ->
     from enginehouse.config.plan import plan
     from enginehouse.config.schema import Config
 
-    planned = plan(load_config(config, overrides, Config), config_path=config, resume=resume)
+    planned = plan(load_config(config, overrides, Config), config_path=config, resume=resume, overrides=overrides)
 
     def build(run, progress):
         from enginehouse.rl.trainer import Trainer

@@ -11,14 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from enginehouse.config.earlier_run import RUN_MARKER, can_go_on, checkpoint_paths, outcome
+from enginehouse.config.run_lock import LOCK_FILE, check_free
 from enginehouse.engines.model import TOKENIZER_FILES
 from enginehouse.errors import ConfigError, ModelError
-
-RUN_MARKER = "run.json"
-"""The file that tells a run directory from any other; only a directory that holds it is ever deleted."""
-
-CHECKPOINTS = "checkpoints"
-"""The directory in a run directory that holds what `--resume` goes on from."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -69,18 +65,28 @@ def has_chat_template(path: str) -> bool:
 
 
 def check_run_directory(
-    path: str | Path, *, overwrite: bool, needed: Mapping[str, str] | None = None, resuming: bool = False
-) -> None:
+    path: str | Path,
+    *,
+    overwrite: bool,
+    spare_unfinished: bool = False,
+    needed: Mapping[str, str] | None = None,
+    resuming: bool = False,
+) -> str | None:
     """Check that a run may write to `path`. Nothing is made or deleted.
 
     Args:
         path: the run directory.
         overwrite: an earlier run in it may be deleted.
+        spare_unfinished: not one that did not finish and left checkpoints.
         needed: paths the run reads, by the config key that names each: none may be deleted with the directory.
         resuming: an earlier run in it is gone on with; nothing is deleted.
 
+    Returns:
+        What of an earlier run would be deleted, in words; None if there is none.
+
     Raises:
-        ConfigError: something else is there, or an earlier run without `overwrite`, or it cannot be written.
+        ConfigError: something else is there, or an earlier run without `overwrite`, or one that is still running, or
+            it cannot be written.
     """
     path = Path(path).absolute()
     if not path.exists():
@@ -89,30 +95,38 @@ def check_run_directory(
             raise ConfigError(f"run.directory: {path} cannot be made, {parent} is a file")
         if not os.access(parent, os.W_OK):
             raise ConfigError(f"run.directory: {path} cannot be made, {parent} may not be written to")
-        return
+        return None
     if not path.is_dir():
         raise ConfigError(f"run.directory: {path} is a file")
     if not os.access(path, os.W_OK):
         raise ConfigError(f"run.directory: {path} may not be written to")
-    content = sorted(entry.name for entry in path.iterdir())
+    check_free(path)
+    content = sorted(entry.name for entry in path.iterdir() if entry.name != LOCK_FILE)
     if not content:
-        return
+        return None
     if RUN_MARKER not in content:
         raise ConfigError(
             f"run.directory: {path} is not empty and was not made by a run (it has no {RUN_MARKER}; it holds "
             f"{', '.join(content[:8])}). It is never deleted: name another directory"
         )
     if resuming:
-        return
+        return None
+    resume = "go on with it (--resume), " if checkpoint_paths(path) else ""
     if not overwrite:
-        resume = "go on with it (--resume), " if any(path.glob(f"{CHECKPOINTS}/step-*")) else ""
         raise ConfigError(
             f"run.directory: {path} holds an earlier run: {resume}name another directory (run.directory=...), "
             "or delete that run by run.overwrite=true"
         )
+    if spare_unfinished and can_go_on(path):
+        raise ConfigError(
+            f"run.overwrite: {path} holds a run that did not finish ({outcome(path)}). From a file run.overwrite does "
+            f"not delete such a one: {resume}name another directory (run.directory=...), or delete it by "
+            "run.overwrite=true on the command line"
+        )
     for key, used in {"the current directory": str(Path.cwd()), **(needed or {})}.items():
         if Path(used).resolve().is_relative_to(path.resolve()):
             raise ConfigError(f"run.overwrite: {key} ({used}) lies in {path} and would be deleted with it")
+    return f"the run in {path}: {outcome(path)}"
 
 
 def _no_directory(path: str) -> str:

@@ -56,6 +56,8 @@ if TYPE_CHECKING:
 
 REWARD_GETS = ("prompt", "messages", "response", "finish_reason")
 """What a reward may take by name, besides the data set's columns; `reward.arguments` it has to take."""
+_OVERWRITE = ("run.overwrite", "run")
+"""Overrides that set `run.overwrite`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,7 @@ class RunPlan:
         facts: what the run will do, as `(label, sentence)`.
         notes: what the user may not have expected.
         resumed: the checkpoint the run goes on from; None for a run that starts.
+        spare_unfinished: `run.overwrite` is not to delete a run that can be gone on with.
     """
 
     device: Device
@@ -83,6 +86,7 @@ class RunPlan:
     facts: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
     resumed: Checkpoint | None
+    spare_unfinished: bool
 
     def render(self) -> str:
         """The plan as text, a line a fact."""
@@ -157,6 +161,7 @@ def plan(
     plugins: PluginManager | None = None,
     config_path: str | Path | None = None,
     resume: bool = False,
+    overrides: Sequence[str] = (),
 ) -> Plan:
     """Check a reinforcement-learning run.
 
@@ -166,13 +171,16 @@ def plan(
         config: a loaded config.
         plugins: what is installed; None: this process's plugins, by the config's switches.
         config_path: where it was loaded from, for messages and imports.
-        resume: go on with the run in `run.directory`, from its newest checkpoint; `run.overwrite` then says nothing.
+        resume: go on with the run in `run.directory`, from its newest whole checkpoint; `run.overwrite` then says
+            nothing.
+        overrides: what of the config was given on the command line; only there can `run.overwrite` delete a run that
+            did not finish and left checkpoints.
 
     Raises:
         UserError: `ConfigError`, `DataError`, `ModelError` or `PluginLookupError`; where several things are wrong, one
             `ConfigError` that lists them.
     """
-    setting = _Setting(config, plugins, config_path, resume)
+    setting = _Setting(config, plugins, config_path, resume, overrides)
     findings, algorithm = setting.findings, config.algorithm
     optimizer_steps = config.train.steps * algorithm.epochs * algorithm.minibatches
     uses_reference = algorithm.kl.coefficient > 0
@@ -249,9 +257,10 @@ def plan_sft(
     plugins: PluginManager | None = None,
     config_path: str | Path | None = None,
     resume: bool = False,
+    overrides: Sequence[str] = (),
 ) -> SFTPlan:
     """Check a supervised run; as `plan`."""
-    setting = _Setting(config, plugins, config_path, resume)
+    setting = _Setting(config, plugins, config_path, resume, overrides)
     findings, data, processes = setting.findings, config.data, config.actor.processes
     train = find_backend(findings, setting.plugins, TrainBackend, config.actor.engine, "actor", setting.device)
     actor_options = scheduled_options(findings, train, config.actor.engine, processes, config.train.steps)
@@ -283,10 +292,13 @@ class _Setting:
         plugins: PluginManager | None,
         config_path: str | Path | None,
         resume: bool,
+        overrides: Sequence[str],
     ):
         switches = config.plugins
         self.resume = resume
         self.resumed: Checkpoint | None = None
+        self.deletes: str | None = None
+        self.spare_unfinished = not any(given.partition("=")[0].strip() in _OVERWRITE for given in overrides)
         self.config = config
         self.plugins = plugins or configure_plugins(switches.enabled, switches.blocked, switches.strict)
         self.source = f"the config {config_path}" if config_path else "the config"
@@ -302,6 +314,8 @@ class _Setting:
         owners = [one.plugin.distribution for one in self.plugins.providers() if one.record in backends]
         if self.resumed:
             facts = [*facts, ("resumes", f"after step {self.resumed.step}, from {self.resumed.path}")]
+        if self.deletes:
+            facts = [*facts, ("deletes", self.deletes)]
         facts = [*facts, ("device", f"{self.device} ({self.device_reason})"), ("results", str(directory))]
         return {
             "device": self.device,
@@ -311,6 +325,7 @@ class _Setting:
             "facts": tuple(facts),
             "notes": tuple(self.findings.notes),
             "resumed": self.resumed,
+            "spare_unfinished": self.spare_unfinished,
         }
 
     def interpreter(self, record: Backend | None, engine: Engine, options: Mapping[str, Any], key: str) -> Interpreter:
@@ -369,7 +384,13 @@ class _Setting:
             self.resumed = check_resume(self.findings, self.config)
         kept = {key: path for key, path in needed.items() if path}
         with self.findings.collecting():
-            check_run_directory(run.directory, overwrite=run.overwrite, needed=kept, resuming=self.resume)
+            self.deletes = check_run_directory(
+                run.directory,
+                overwrite=run.overwrite,
+                spare_unfinished=self.spare_unfinished,
+                needed=kept,
+                resuming=self.resume,
+            )
         return Path(run.directory).absolute()
 
     def reward(self, config: Config, columns: Sequence[str] | None) -> str:

@@ -250,7 +250,10 @@ _SEED = Field(default=0, ge=0, description="Of all that is drawn: the order of d
 _CHECKPOINT_EVERY = Field(
     default=0,
     ge=0,
-    description="Steps between checkpoints for --resume, of which two are kept; 0: only when the run is interrupted",
+    description="Steps between checkpoints for --resume; 0: only when the run is interrupted",
+)
+_CHECKPOINTS_KEPT = Field(
+    default=2, gt=0, description="The newest checkpoints; one that is damaged is passed over for the one before it"
 )
 
 
@@ -268,6 +271,7 @@ class Train(Section):
     samples_every: int = Field(default=10, ge=0, description="Steps between files of samples; 0: none")
     save_every: int = Field(default=0, ge=0, description="Steps between model exports; 0: only at the end")
     checkpoint_every: int = _CHECKPOINT_EVERY
+    checkpoints_kept: int = _CHECKPOINTS_KEPT
 
 
 class Cluster(Section):
@@ -296,7 +300,11 @@ class Run(Section):
     """The run directory."""
 
     directory: str = Field(default="runs/run", description="Where everything the run writes goes")
-    overwrite: bool = Field(default=False, description="Delete what an earlier run left there")
+    overwrite: bool = Field(
+        default=False,
+        description="Delete what an earlier run left there; one that did not finish and left checkpoints only if this "
+        "is given on the command line",
+    )
 
 
 class Config(Section):
@@ -336,6 +344,7 @@ class SFTTrain(Section):
     rows_per_step: int = Field(default=128, gt=0, description="Demonstrations of an optimizer step")
     seed: int = _SEED
     checkpoint_every: int = _CHECKPOINT_EVERY
+    checkpoints_kept: int = _CHECKPOINTS_KEPT
 
 
 class SFTConfig(Section):

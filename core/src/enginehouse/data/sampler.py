@@ -72,16 +72,27 @@ class Sampler:
         """Go on where `state_dict` was taken, with its seed; the number of rows a step may differ.
 
         Raises:
-            DataError: if the data set has another number of rows than the one the state was taken of.
+            DataError: if the data set has another number of rows than the one the state was taken of, or the state is
+                none that `state_dict` gives.
         """
+        for name in ("seed", "epoch", "position", "rows"):
+            value = state.get(name)
+            if type(value) is not int or (value < 0 and name != "seed"):
+                raise DataError(
+                    f"cannot resume: the checkpoint is damaged: the sampler's {name} is {value!r}, where a whole "
+                    "number is wanted, none below 0 but the seed"
+                )
         if state["rows"] != len(self.dataset):
             raise DataError(
                 f"cannot resume: the checkpoint was written with a data set of {state['rows']} rows, "
                 f"this one has {len(self.dataset)}. Resume with the same file, or start a new run"
             )
-        self.seed = int(state["seed"])
-        self.epoch = int(state["epoch"])
-        self.position = int(state["position"])
+        if state["position"] > len(self.dataset):
+            raise DataError(
+                f"cannot resume: the checkpoint is damaged: the sampler's position is {state['position']}, in "
+                f"{len(self.dataset)} rows"
+            )
+        self.seed, self.epoch, self.position = state["seed"], state["epoch"], state["position"]
         self._order = self._shuffled()
 
     def _shuffled(self) -> np.ndarray:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from enginehouse.config.resume import ACTOR, Checkpoint, kind_of
+from enginehouse.config.resume import ACTOR, Checkpoint, files_of, kind_of
 
 if TYPE_CHECKING:
     from enginehouse.config.schema import Config, SFTConfig
     from enginehouse.controller import WorkerGroup
     from enginehouse.runs import RunDirectory
+
+LOOK_SECONDS = 0.1
+"""Longest time that looking at a checkpoint under way holds up the loop."""
 
 
 class Standing(NamedTuple):
@@ -28,7 +32,8 @@ class Standing(NamedTuple):
 
 
 class Checkpointing:
-    """Writes a loop's checkpoints. With an engine that saves in the background, training goes on meanwhile.
+    """Writes a loop's checkpoints. With an engine that saves in the background, training goes on meanwhile, and while
+    what it wrote is read for its digests.
 
     Args:
         actor: the workers whose state is saved.
@@ -36,6 +41,7 @@ class Checkpointing:
         config: the run's config.
         background: whether the actor's backend declares `background_save`.
         published: called with step and path of each checkpoint once it is whole.
+        data: digests of the training data's files, which go into each checkpoint.
     """
 
     def __init__(
@@ -45,10 +51,13 @@ class Checkpointing:
         config: Config | SFTConfig,
         background: bool,
         published: Callable[[int, Path], None],
+        data: Mapping[str, str] | None = None,
     ):
         self._actor, self._run, self._config = actor, run, config
-        self._background, self._published = background, published
+        self._background, self._published, self._data = background, published, data or {}
         self._under_way: tuple[Path, Checkpoint] | None = None
+        self._digests: Future[dict[str, tuple[int, str]]] | None = None
+        self._reader = ThreadPoolExecutor(1, "checkpoint-digests")
 
     def begin(self, standing: Standing) -> None:
         """Write a checkpoint, or begin to; one still under way is waited for first."""
@@ -61,26 +70,40 @@ class Checkpointing:
         self._under_way = staged, checkpoint
 
     def look(self) -> None:
-        """Publish the checkpoint under way if the engine has moved its part into place; wait for nothing."""
+        """Publish the checkpoint under way if it is there, to the last digest; wait for hardly anything."""
         if self._under_way is not None and (self._under_way[0] / ACTOR).is_dir():
-            self.finish()
+            self._saved(None)
+            if self._digests is not None and wait([self._digests], LOOK_SECONDS).done:
+                self.finish()
 
     def finish(self, timeout: float | None = None) -> None:
         """Wait for the checkpoint under way, if there is one, and publish it.
 
         Raises:
             WorkerError: it could not be written.
+            OSError: it could not be read back.
+            TimeoutError: reading it back takes longer than `timeout`.
         """
         if self._under_way is None:
             return
+        self._saved(timeout)
+        digests = None if self._digests is None else self._digests.result(timeout)
         staged, checkpoint = self._under_way
+        self._under_way = self._digests = None
+        self._publish(staged, checkpoint, digests)
+
+    def _saved(self, timeout: float | None) -> None:
+        """Wait until the engine has moved its part into place, and begin to read it."""
+        if self._under_way is None or self._digests is not None:
+            return
         try:
             self._actor.call("finish_save", timeout=timeout)
         except Exception:  # an interrupt leaves it under way: the end of the run waits for it once more
             self._under_way = None
             raise
-        self._under_way = None
-        self._publish(staged, checkpoint)
+        staged, _ = self._under_way
+        if (staged / ACTOR).is_dir():  # else `publish` says what is wrong
+            self._digests = self._reader.submit(files_of, staged)
 
     def write_last(self, standing: Standing, seconds: float) -> None:
         """Have a checkpoint of `standing`, in at most `seconds`: the run is about to end.
@@ -100,12 +123,14 @@ class Checkpointing:
         self._publish(staged, checkpoint)
 
     def _staged(self, standing: Standing) -> tuple[Path, Checkpoint]:
-        self._run.timeline.flush()  # a run that is resumed here has it up to here
+        self._run.flush()  # a run that is resumed here has it up to here
         staged = self._run.checkpoints.stage(standing.step)
         config = self._config.model_dump(mode="json")
         return staged, Checkpoint(
-            staged, standing.step, self._run.elapsed_seconds, standing.loop, config, kind_of(self._config)
+            staged, standing.step, self._run.elapsed_seconds, standing.loop, config, kind_of(self._config), self._data
         )
 
-    def _publish(self, staged: Path, checkpoint: Checkpoint) -> None:
-        self._published(checkpoint.step, self._run.checkpoints.publish(staged, checkpoint))
+    def _publish(
+        self, staged: Path, checkpoint: Checkpoint, files: Mapping[str, tuple[int, str]] | None = None
+    ) -> None:
+        self._published(checkpoint.step, self._run.checkpoints.publish(staged, checkpoint, files))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from enginehouse.controller import WorkerGroup
 from enginehouse.controller.future import Future
 from enginehouse.controller.interruption import interrupt_put_off
+from enginehouse.data.digests import data_digests
 from enginehouse.plugin import capabilities, plugins
 from enginehouse.rl.checkpointing import Checkpointing, Standing
 from enginehouse.rl.samples import plain
@@ -20,6 +21,7 @@ from enginehouse.rl.stalls import Stalls
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import Plan, SFTPlan
+    from enginehouse.config.resume import Checkpoint
     from enginehouse.config.schema import Config, SFTConfig
     from enginehouse.data import Batch
     from enginehouse.runs import Progress, RunDirectory
@@ -54,6 +56,7 @@ class Loop(ABC):
         self.config = plan.config
         self.steps = plan.config.train.steps
         self.checkpoint_every = plan.config.train.checkpoint_every
+        self._data = data_digests(plan.config.data.train)  # just before they are read
         self.save_every = 0
         self.resumed = plan.resumed
         self.stalls = Stalls()
@@ -142,10 +145,15 @@ class Loop(ABC):
         self.run_directory.describe(self.describe())
         background = capabilities.BACKGROUND_SAVE in self._backend_capabilities()
         self.checkpointing = Checkpointing(
-            self.actor, self.run_directory, self.config, background, lambda step, path: self._saved(step, path, "state")
+            self.actor,
+            self.run_directory,
+            self.config,
+            background,
+            lambda step, path: self._saved(step, path, "state"),
+            self._data,
         )
         if self.resumed is not None:
-            self.actor.load(str(self.resumed.actor))
+            self._load(self.resumed)
         self.progress.remember(self.run_directory.earlier)
         self.before_first_step()
         plugins().observe("run_started", run=self)
@@ -162,6 +170,18 @@ class Loop(ABC):
         if self.run_directory.saved_step != self.steps:
             self.save(self.steps)
         self.checkpointing.finish()
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        try:
+            self.actor.load(str(checkpoint.actor))
+        except Exception:
+            self.run_directory.checkpoints.newest_step = None  # nobody is told to go on from it
+            log.warning(
+                "%s could not be loaded, and --resume would try it again. If it is damaged, delete it: the run then "
+                "goes on from the one before",
+                checkpoint.path,
+            )
+            raise
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.run_directory.log(step, metrics)

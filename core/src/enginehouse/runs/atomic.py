@@ -1,17 +1,30 @@
-"""Files and directories that are there whole or not at all."""
+"""Files and directories that are there whole or not at all, also after a power cut."""
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace the file `path` by `text` in one step: a reader sees the old file or the new one."""
+    """Replace the file `path` by `text` in one step: a reader sees the old file or the new one.
+
+    Raises:
+        OSError: it could not be written; what was there is as it was, and nothing else is.
+    """
     staging = path.with_name(f".{path.name}.partial")
-    staging.write_text(text, encoding="utf-8")
-    os.replace(staging, path)
+    try:
+        with staging.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(staging, path)
+    except OSError:
+        staging.unlink(missing_ok=True)
+        raise
+    _entries_to_disk(path.parent)
 
 
 def staging_path(path: Path) -> Path:
@@ -26,12 +39,17 @@ def staging_path(path: Path) -> Path:
 
 
 def move_into_place(staging: Path, path: Path) -> None:
-    """Make the directory `staging` be `path`, in place of what was there."""
+    """Make the directory `staging` be `path`, in place of what was there, once all of it is on disk."""
+    for directory, _, files in os.walk(staging):
+        for name in files:
+            _to_disk(Path(directory, name))
+        _entries_to_disk(Path(directory))
     former = path.with_name(f".{path.name}.former")
     _remove(former)
     if path.exists():
         os.rename(path, former)
     os.rename(staging, path)
+    _entries_to_disk(path.parent)
     _remove(former)
 
 
@@ -45,6 +63,23 @@ def point_to(link: Path, target: Path) -> None:
     staging.unlink(missing_ok=True)
     staging.symlink_to(os.path.relpath(target, link.parent))
     os.replace(staging, link)
+
+
+def _entries_to_disk(directory: Path) -> None:
+    """Write to disk what is called what in a directory, where its file system can."""
+    try:
+        _to_disk(directory)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES):
+            raise
+
+
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _remove(path: Path) -> None:

@@ -5,29 +5,35 @@ What is in one is said in `enginehouse.config.resume`; who writes when, in `engi
 
 from __future__ import annotations
 
+import logging
 import shutil
 import uuid
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from enginehouse.config.paths import CHECKPOINTS
-from enginehouse.config.resume import ACTOR, LOOP_FILE, Checkpoint, checkpoint_paths
+from enginehouse.config.earlier_run import CHECKPOINTS, checkpoint_paths
+from enginehouse.config.resume import ACTOR, LOOP_FILE, Checkpoint, files_of
 from enginehouse.errors import EnginehouseError
 from enginehouse.runs.atomic import move_into_place, write_whole
 
-KEPT = 2
-"""How many are kept: the newest, and one before it, should the newest be damaged."""
+log = logging.getLogger(__name__)
 
 
 class Checkpoints:
     """The checkpoints in a run directory. Nothing is made before the first is staged.
 
+    Args:
+        run_directory: whose they are.
+        newest_step: of the checkpoint the run is resumed from.
+        kept: how many are kept: the newest, and those before it, should the newest be damaged.
+
     Attributes:
         newest_step: the step of the newest that was published or resumed from; None before there is one.
     """
 
-    def __init__(self, run_directory: Path, newest_step: int | None = None):
-        self._run = run_directory
+    def __init__(self, run_directory: Path, newest_step: int | None = None, kept: int = 2):
+        self._run, self._kept = run_directory, kept
         self._directory = run_directory / CHECKPOINTS
         self.newest_step = newest_step
 
@@ -36,18 +42,27 @@ class Checkpoints:
         for partial in self._directory.glob(".*"):
             shutil.rmtree(partial, ignore_errors=True)
 
+    def set_aside(self, damaged: Iterable[Path]) -> None:
+        """Rename damaged checkpoints, so that none is ever taken for one of the steps to come."""
+        for path in damaged:
+            aside = path.with_name(f"damaged-{path.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+            log.warning("the damaged checkpoint %s is now %s, and can be deleted", path, aside.name)
+
     def stage(self, step: int) -> Path:
         """Make a new directory, in which the actor's engine is to write `actor/`."""
         staged = self._directory / f".step-{step:06d}.partial-{uuid.uuid4().hex[:8]}"
         staged.mkdir(parents=True)
         return staged
 
-    def publish(self, staged: Path, checkpoint: Checkpoint) -> Path:
+    def publish(self, staged: Path, checkpoint: Checkpoint, files: Mapping[str, tuple[int, str]] | None = None) -> Path:
         """Make what was staged, with the actor's state in it, the checkpoint of its step; delete those grown old.
 
         Args:
             staged: as `stage` made it.
-            checkpoint: what to write beside the actor's state; its path is not looked at.
+            checkpoint: what to write beside the actor's state; its path and files are not looked at.
+            files: what `files_of` gave of `staged`, where that is done already: it reads every byte.
 
         Raises:
             EnginehouseError: the actor's state is not there: workers and controller do not share a file system.
@@ -58,10 +73,11 @@ class Checkpoints:
                 "it. Do the actor's node and this one share the file system of run.directory? They have to."
             )
         place = self._directory / f"step-{checkpoint.step:06d}"
-        write_whole(staged / LOOP_FILE, replace(checkpoint, path=place).encoded())
+        files = files_of(staged) if files is None else files
+        write_whole(staged / LOOP_FILE, replace(checkpoint, path=place, files=files).encoded())
         move_into_place(staged, place)
         self.newest_step = checkpoint.step
-        older = [path for step, path in checkpoint_paths(self._run) if step <= checkpoint.step][KEPT:]
+        older = [path for step, path in checkpoint_paths(self._run) if step <= checkpoint.step][self._kept :]
         for path in older:
             # Renamed first: one that is deleted halfway must not look like a checkpoint.
             dying = path.with_name(f".{path.name}.deleted")

@@ -1,6 +1,7 @@
 """The run directory: everything a run writes, in one place that can be moved, read and compared.
 
 config.yaml         the config with every default and override; `enginehouse train` reads it back
+run.lock            locked by the run's process as long as it lives; says which that is
 run.json            status, command, versions, roles; there from the first moment: it marks the directory as ours
 metrics.jsonl       one line a step
 validation.jsonl    one line a validation
@@ -8,13 +9,15 @@ samples/            what the model said: step-000010.jsonl, and validation-00001
 timeline.json       a Chrome trace
 models/             models in Hugging Face format: step-000250/, whole or not there
 model               a link to the newest of them
-checkpoints/        what `--resume` goes on from: the newest two, step-000250/, whole or not there
+checkpoints/        what `--resume` goes on from: the newest, step-000250/, whole or not there
 error.txt           the traceback of a run that failed
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import re
 import shutil
 import time
@@ -22,9 +25,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from enginehouse.config.paths import RUN_MARKER, check_run_directory
+from enginehouse.config import run_lock
+from enginehouse.config.earlier_run import RUN_MARKER, read_record
+from enginehouse.config.paths import check_run_directory
 from enginehouse.config.resume import Checkpoint
-from enginehouse.errors import EnginehouseError
+from enginehouse.errors import ConfigError, EnginehouseError
 from enginehouse.runs.atomic import move_into_place, point_to, staging_path, write_whole
 from enginehouse.runs.checkpoints import Checkpoints
 from enginehouse.runs.clock import StepClock
@@ -49,10 +54,12 @@ class RunDirectory:
         path: where; parents are made.
         config: the config as YAML, written to `config.yaml`.
         overwrite: delete an earlier run.
+        spare_unfinished: not one that did not finish and left checkpoints.
         command: how the run was started, for `run.json`.
         packages: distributions to record the versions of, besides the usual.
         resumed: the checkpoint an earlier run in the directory goes on from. What that run wrote of later steps is
             then cut away by `open`, and nothing else of it; `overwrite` says nothing.
+        checkpoints_kept: how many checkpoints are kept, the newest.
 
     Attributes:
         path: absolute path.
@@ -75,9 +82,11 @@ class RunDirectory:
         config: str,
         *,
         overwrite: bool = False,
+        spare_unfinished: bool = False,
         command: Sequence[str] = (),
         packages: Sequence[str] = (),
         resumed: Checkpoint | None = None,
+        checkpoints_kept: int = 2,
     ):
         self.path = Path(path).absolute()
         self.clock = StepClock()
@@ -86,36 +95,78 @@ class RunDirectory:
         self.validated_step = -1
         self.saved_step: int | None = None
         self.earlier = Earlier([], [])
-        self.checkpoints = Checkpoints(self.path, resumed.step if resumed else None)
+        self.checkpoints = Checkpoints(self.path, resumed.step if resumed else None, checkpoints_kept)
         self._resumed = resumed
-        self._config, self._overwrite, self._command, self._packages = config, overwrite, command, packages
+        self._overwrite, self._spare_unfinished = overwrite, spare_unfinished
+        self._config, self._command, self._packages = config, command, packages
 
     def open(self) -> None:
         """Make the directory, after deleting what an earlier run left there if `overwrite` says so; or take it up.
 
+        It is this process's alone from then on, until `finish`.
+
         Raises:
-            ConfigError: there is something else, or an earlier run without `overwrite`.
+            ConfigError: there is something else, or an earlier run without `overwrite`, or one that is still running.
         """
-        resumed = self._resumed
-        check_run_directory(self.path, overwrite=self._overwrite, resuming=resumed is not None)
-        if resumed is None and self.path.is_dir() and any(self.path.iterdir()):
-            shutil.rmtree(self.path)
+        self._check()  # before anything is made
         self.path.mkdir(parents=True, exist_ok=True)
-        marker = self.path / RUN_MARKER
-        self.record = RunRecord(marker, self._command, self._packages, resumed.step if resumed else None)
-        before = 0.0 if resumed is None else resumed.elapsed_seconds
-        self._started = time.monotonic() - before
-        if resumed is not None:
-            self._cut_after(resumed.step)
-        self.clock.timeline = self.timeline = Timeline(self.path / "timeline.json", before)
-        self._metrics = JsonLines(self.path / "metrics.jsonl")
-        write_whole(self.path / "config.yaml", self._config)
+        run_lock.take(self.path)
+        try:
+            self._check()  # what another process did until then
+            if self._resumed is None:
+                self._empty()
+            self._open()
+        except BaseException:
+            run_lock.release(self.path)
+            raise
         self.opened = True
 
-    def _cut_after(self, step: int) -> None:
-        """Leave of an earlier run what it wrote up to a step. Its models stay, until they are written anew."""
+    def _check(self) -> None:
+        resumed = self._resumed
+        check_run_directory(
+            self.path,
+            overwrite=self._overwrite,
+            spare_unfinished=self._spare_unfinished,
+            resuming=resumed is not None,
+        )
+        if resumed is not None and read_record(self.path) != resumed.record:
+            raise ConfigError(
+                f"--resume: another process went on with the run in {self.path} meanwhile. Look how it ended, and "
+                "start this one again"
+            )
+
+    def _empty(self) -> None:
+        """Delete what an earlier run left, what marks it as a run last: a deletion that was cut off can be repeated."""
+        left = [entry for entry in self.path.iterdir() if entry.name != run_lock.LOCK_FILE]
+        for entry in sorted(left, key=lambda entry: entry.name == RUN_MARKER):
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+
+    def _open(self) -> None:
+        resumed = self._resumed
+        self.record = RunRecord(
+            self.path / RUN_MARKER, self._command, self._packages, resumed.step if resumed else None
+        )
+        try:
+            before = 0.0 if resumed is None else resumed.elapsed_seconds
+            self._started = time.monotonic() - before
+            if resumed is not None:
+                self._cut_after(resumed)
+            self.clock.timeline = self.timeline = Timeline(self.path / "timeline.json", before)
+            self._metrics = JsonLines(self.path / "metrics.jsonl")
+            write_whole(self.path / "config.yaml", self._config)
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                self.record.finish("failed", self.last_step, str(error) or type(error).__name__)
+            raise
+
+    def _cut_after(self, resumed: Checkpoint) -> None:
+        """Leave of an earlier run what it wrote up to a checkpoint. Its models stay, until they are written anew."""
+        step = resumed.step
         metrics, validations = (
-            [row for row in read_whole_lines(self.path / name) if row["step"] <= step]
+            [row for row in read_whole_lines(self.path / name) if _step_in(row) <= step]
             for name in ("metrics.jsonl", "validation.jsonl")
         )
         self.earlier = Earlier(metrics, validations)
@@ -126,6 +177,7 @@ class RunDirectory:
                 said.unlink()
         (self.path / "error.txt").unlink(missing_ok=True)
         self.checkpoints.clear_partial()
+        self.checkpoints.set_aside(resumed.passed_over)
         self.last_step = step
         self.validated_step = max((row["step"] for row in validations), default=-1)
         models = [number for path in (self.path / "models").glob("step-*") if (number := _step_of(path.name)) <= step]
@@ -152,10 +204,16 @@ class RunDirectory:
         self._metrics.append({"step": step, "elapsed_seconds": round(self.elapsed_seconds, 4), **metrics})
         self.last_step = step
 
+    def flush(self) -> None:
+        """Have on disk what a run that is resumed here needs of what was logged."""
+        self.timeline.flush()
+        self._metrics.to_disk()
+
     def log_validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a validation's metrics to `validation.jsonl`; step 0 is the model as it came."""
         lines = JsonLines(self.path / "validation.jsonl")
         lines.append({"step": step, **metrics})
+        lines.to_disk()
         lines.close()
         self.validated_step = step
 
@@ -213,9 +271,16 @@ class RunDirectory:
         self.record.finish(status, self.last_step, error)  # first: a thread that is stuck may hold the timeline
         self.timeline.close()
         self._metrics.close()
+        run_lock.release(self.path)  # last: another process may write here from now on
 
     def _model(self, step: int) -> Path:
         return self.path / "models" / f"step-{step:06d}"
+
+
+def _step_in(row: Mapping[str, Any]) -> float:
+    """The step a row is of; one after all steps, where it does not say."""
+    step = row.get("step")
+    return step if isinstance(step, int) else math.inf
 
 
 def _step_of(name: str) -> int:

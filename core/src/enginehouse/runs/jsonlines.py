@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+log = logging.getLogger(__name__)
 
 
 class JsonLines:
@@ -14,12 +18,26 @@ class JsonLines:
 
     def __init__(self, path: Path):
         self.path = path
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write one object as one line. Numbers that are not finite become null, which JSON lacks a word for."""
-        self._file.write(encoded(row) + "\n")
-        self._file.flush()
+        """Write one object as one line. Numbers that are not finite become null, which JSON lacks a word for.
+
+        Raises:
+            OSError: it could not be written; the file is as it was.
+        """
+        line = (encoded(row) + "\n").encode("utf-8", "replace")
+        before = os.fstat(self._file.fileno()).st_size
+        try:
+            while line:  # in one piece, unless the disk is full
+                line = line[self._file.write(line) :]
+        except OSError:
+            self._file.truncate(before)
+            raise
+
+    def to_disk(self) -> None:
+        """Return when all that was appended is on disk."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
@@ -40,11 +58,27 @@ def write_json_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_whole_lines(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file, but for a last line that was cut off; none if there is no file."""
+    """The rows of a file, but for a last line that was cut off; none if there is no file.
+
+    A line that holds no JSON object is left out, with a warning that names it.
+    """
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    rows = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
+        else:
+            log.warning("%s, line %d is damaged and left out: %s", path, number, _shown(line))
+    return rows
+
+
+def _shown(line: bytes) -> str:
+    return repr(line[:40].decode("utf-8", "replace")) + ("..." if len(line) > 40 else "")
 
 
 def _plain(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import socket
@@ -14,7 +15,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from enginehouse.config.earlier_run import read_record
 from enginehouse.runs.atomic import write_whole
+
+log = logging.getLogger(__name__)
 
 Status = Literal["running", "finished", "interrupted", "failed"]
 
@@ -51,8 +55,11 @@ class RunRecord:
             "versions": versions((*PACKAGES, *packages)),
         }
         if resumed_after is not None:
-            former = json.loads(path.read_text(encoding="utf-8"))
+            former = dict(read_record(path.parent))
+            if not former:
+                log.warning("%s is damaged: what it said of the run up to here is lost", path)
             earlier = former.pop("earlier", [])
+            earlier = earlier if isinstance(earlier, list) else []
             if former.get("status") == "running":
                 former["status"] = "killed"
             self.content |= {"resumed_after": resumed_after, "earlier": [*earlier, former]}

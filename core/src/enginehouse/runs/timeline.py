@@ -132,13 +132,24 @@ class Timeline:
 
 
 def _events_until(path: Path, seconds: float) -> list[dict[str, Any]]:
-    """The events of a trace that began within its first `seconds`; it may be cut off within its last line."""
+    """The events of a trace that began within its first `seconds`; lines that hold none are left out."""
     kept = []
     for line in path.read_bytes().split(b"\n") if path.exists() else ():
         try:
             event = json.loads(line.removesuffix(b","))
         except ValueError:
             continue
-        if isinstance(event, dict) and event.get("ts", 0.0) <= seconds * 1e6:
+        if _is_event(event) and event.get("ts", 0.0) <= seconds * 1e6:
             kept.append(event)
     return kept
+
+
+def _is_event(event: Any) -> bool:
+    """Whether it is an event as this module writes them, as far as it reads them."""
+    if not isinstance(event, dict) or not isinstance(event.get("ts", 0.0), (int, float)):
+        return False
+    if event.get("name") != "thread_name":
+        return "name" in event and "ph" in event
+    arguments = event.get("args")
+    named = isinstance(arguments, dict) and isinstance(arguments.get("name"), str)
+    return named and isinstance(event.get("tid"), int) and "ph" in event

@@ -1,0 +1,94 @@
+"""Files of a run on a full disk, and damaged ones: what is written is whole, and a bad line costs only itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from enginehouse.runs.atomic import move_into_place, write_whole
+from enginehouse.runs.jsonlines import JsonLines, read_whole_lines
+
+FULL = """
+# Writes lines until the file may not grow any more, as on a full disk: the last write is cut off within a line.
+import resource, sys
+from pathlib import Path
+from enginehouse.runs.jsonlines import JsonLines
+
+lines = JsonLines(Path(sys.argv[1]))
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+for step in range(100):
+    try:
+        lines.append({"step": step, "text": "x" * 50})
+    except OSError:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        lines.append({"step": "after"})
+        print(step)
+        break
+"""
+
+
+def test_a_line_the_disk_has_no_room_for_is_not_begun(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    done = subprocess.run([sys.executable, "-c", FULL, path], capture_output=True, text=True, check=True)
+    failed = int(done.stdout)
+    assert 0 < failed < 100
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [*range(failed), "after"]
+
+
+def test_appending_goes_on_after_what_is_there(tmp_path: Path):
+    for step in (1, 2):
+        lines = JsonLines(tmp_path / "a.jsonl")
+        lines.append({"step": step, "text": "ä\u2028"})
+        lines.to_disk()
+        lines.close()
+    assert read_whole_lines(tmp_path / "a.jsonl") == [{"step": 1, "text": "ä\u2028"}, {"step": 2, "text": "ä\u2028"}]
+
+
+def test_lines_that_are_damaged_are_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2, \n\xff\xfe\n[3]\n{"step": 4}\n{"step": 5')
+    assert [row["step"] for row in read_whole_lines(path)] == [1, 4]
+    assert [record.message.split(" is damaged")[0] for record in caplog.records] == [
+        f"{path}, line {number}" for number in (2, 3, 4)
+    ]
+
+
+def test_a_file_that_cannot_be_replaced_is_as_it_was_and_leaves_nothing(tmp_path: Path, monkeypatch):
+    path = tmp_path / "run.json"
+    write_whole(path, "old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_whole(path, "new")
+    assert path.read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_what_is_moved_into_place_is_on_disk_before_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "new" / "actor").mkdir(parents=True)
+    (tmp_path / "new" / "actor" / "weights").write_text("w")
+    happened: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def noted_fsync(descriptor: int) -> None:
+        happened.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def noted_rename(*names: Path) -> None:
+        happened.append("renamed")
+        rename(*names)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "rename", noted_rename)
+    move_into_place(tmp_path / "new", tmp_path / "place")
+    assert set(happened[:3]) == {"new", "actor", "weights"}
+    assert happened[3:] == ["renamed", tmp_path.name]
