@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.config.arithmetic import samples_per_step
+from enginehouse.config.rows import named
 from enginehouse.plugin.runtimes import CURRENT
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import EvaluationPlan
+    from enginehouse.config.rows import Rows
     from enginehouse.config.schema import Config, Engine, Model, SFTConfig
     from enginehouse.plugin.runtimes import Interpreter
 
@@ -19,7 +21,7 @@ Facts = list[tuple[str, str]]
 def outline_rl(
     config: Config,
     model: Mapping[str, Any],
-    prompts: int,
+    rows: Rows,
     transport: str,
     effect_check_every: int,
     apart: str,
@@ -30,7 +32,7 @@ def outline_rl(
 
     Args:
         model: the model's `config.json`.
-        prompts: rows of the training file.
+        rows: those of the training files.
         transport: the transport, and why it.
         effect_check_every: updates between checks of their effect; 0 for none.
         apart: why the rollout does not live in the actor's processes; empty where it does.
@@ -50,7 +52,7 @@ def outline_rl(
         ("weights", f"by {transport}; {checked}"),
         ("reward", _reward(config)),
         ("algorithm", f"{config.algorithm.advantage.name} advantages, {config.algorithm.loss.name} loss"),
-        ("data", _data(prompts, "prompts", config.data.train, config.train.steps * config.train.prompts_per_step)),
+        ("data", _prompts(config, rows)),
         ("a step", _step(config)),
         ("the run", _run(config)),
     ]
@@ -121,8 +123,13 @@ def _reward(config: Config) -> str:
     )
 
 
-def _data(rows: int, noun: str, path: str, drawn: int) -> str:
-    return f"{rows:,} {noun} in {path}, each drawn {drawn / rows:.2g} times"
+def _prompts(config: Config, rows: Rows) -> str:
+    said = _data(rows.number, "prompts", config.data.train, config.train.steps * config.train.prompts_per_step)
+    return f"{said}; {rows.dropped:,} more are too long and left out" if rows.dropped else said
+
+
+def _data(rows: int, noun: str, files: str | list[str], drawn: int) -> str:
+    return f"{rows:,} {noun} in {named(files)[0]}, each drawn {drawn / rows:.2g} times"
 
 
 def _step(config: Config) -> str:

@@ -14,15 +14,12 @@ from typing import TYPE_CHECKING, Any
 from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec, colocate, start_ray
 from enginehouse.controller.weight_sync import WeightSync
 from enginehouse.engines.model import ModelSpec
-from enginehouse.errors import ModelError
 from enginehouse.rl.drawing import drawn_by_group
 from enginehouse.rl.fleet import RolloutFleet
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
 from enginehouse.transports.buckets import BUCKET_BYTES
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from enginehouse.config.plan import Plan, SFTPlan
     from enginehouse.config.schema import Cluster, Model
     from enginehouse.data import Batch
@@ -84,20 +81,6 @@ class Roles:
     def rollout_metrics(self) -> dict[str, float]:
         """What happened to the rollout replicas in a step, where they are a fleet."""
         return self.rollout.metrics() if isinstance(self.rollout, RolloutFleet) else {}
-
-
-def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that lies with the model.
-
-    Raises:
-        ModelError: there is none, or it cannot be loaded.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    except Exception as error:
-        raise ModelError(f"cannot load a tokenizer from {model.path}: {error}") from error
 
 
 @contextmanager
