@@ -125,7 +125,8 @@ def _reward(config: Config) -> str:
 
 def _prompts(config: Config, rows: Rows) -> str:
     said = _data(rows.number, "prompts", config.data.train, config.train.steps * config.train.prompts_per_step)
-    return f"{said}; {rows.dropped:,} more are too long and left out" if rows.dropped else said
+    left_out = f"{'at least ' if rows.sampled else ''}{rows.dropped:,} more are too long and left out"
+    return f"{said}; {left_out}" if rows.dropped else said
 
 
 def _data(rows: int, noun: str, files: str | list[str], drawn: int) -> str:

@@ -55,12 +55,14 @@ class Rows:
 
     Attributes:
         number: rows to draw from.
-        dropped: rows that are left out because they are too long; of those looked at.
+        dropped: rows that are left out because they are too long.
+        sampled: whether there was no time to look at all lengths, so that more may be left out.
         columns: what the reward gets; None where a file could not be read.
     """
 
     number: int = 0
     dropped: int = 0
+    sampled: bool = False
     columns: tuple[Columns, ...] | None = None
 
 
@@ -73,18 +75,17 @@ def look_at_prompts(findings: Findings, config: Config, limit: TokenLimit, model
     """
     data, wanted = config.data, config.train.prompts_per_step
     files = [named(data.train), *validation_files(config)]
-    tables = [_open(findings, paths, (data.prompt,), READ_SECONDS / len(files)) for _, paths in files]
+    until = time.monotonic() + READ_SECONDS
+    # The training files are the largest, so they come last and get what time the others left.
+    tables = [_open(findings, paths, (data.prompt,), until) for _, paths in reversed(files)][::-1]
     tokenizer = _Tokenizer(findings, config) if model_found else None
-    number = dropped = 0
-    for (name, _), table in zip(files, tables, strict=True):
-        if table is None:
-            continue
-        left_out = 0
-        if tokenizer:
+    dropped, sampled = 0, False
+    for (name, _), table in zip(reversed(files), reversed(tables), strict=True):
+        dropped, sampled = 0, False  # of the training files, in the end
+        if table is not None and tokenizer:
             with findings.collecting():
-                left_out = _look_at_prompt_lengths(findings, config, table, name, limit, tokenizer)
-        if table is tables[0]:
-            number, dropped = len(table) + table.unread - left_out, left_out
+                dropped, sampled = _look_at_prompt_lengths(findings, config, table, name, limit, tokenizer)
+    number = len(tables[0]) + tables[0].unread - dropped if tables[0] is not None else 0
     train = tables[0]
     if train is not None:
         if number < wanted:
@@ -95,21 +96,21 @@ def look_at_prompts(findings: Findings, config: Config, limit: TokenLimit, model
             if table is not None:
                 _note_shared(findings, name, table.needed[data.prompt], files[0][0], train.needed[data.prompt])
     if any(table is None for table in tables):
-        return Rows(number, dropped)
+        return Rows(number, dropped, sampled)
     columns = [
         one
         for (name, _), table in zip(files, tables, strict=True)
         if table is not None
         for one in columns_of(table.shapes(), name, data.prompt, table.where)
     ]
-    return Rows(number, dropped, tuple(columns))
+    return Rows(number, dropped, sampled, tuple(columns))
 
 
 def look_at_demonstrations(findings: Findings, config: SFTConfig, limit: TokenLimit, model_found: bool) -> int:
     """As `look_at_prompts`, for a supervised run; returns the number of rows."""
     data = config.data
     name, paths = named(data.train)
-    table = _open(findings, paths, (data.prompt, data.response), READ_SECONDS)
+    table = _open(findings, paths, (data.prompt, data.response), time.monotonic() + READ_SECONDS)
     if table is None:
         return 0
     if model_found:
@@ -190,9 +191,9 @@ class _Tokenizer:
         return self._tokenizer
 
 
-def _open(findings: Findings, paths: Sequence[str], needed: Sequence[str], seconds: float) -> Table | None:
+def _open(findings: Findings, paths: Sequence[str], needed: Sequence[str], until: float) -> Table | None:
     with findings.collecting():
-        table = open_table(paths, needed, seconds)
+        table = open_table(paths, needed, until - time.monotonic())
         if table.unread:
             findings.note(
                 f"{len(table):,} of {len(table) + table.unread:,} rows of {named(paths)[0]} were read; the run reads "
@@ -204,15 +205,15 @@ def _open(findings: Findings, paths: Sequence[str], needed: Sequence[str], secon
 
 def _look_at_prompt_lengths(
     findings: Findings, config: Config, table: Table, name: str, limit: TokenLimit, tokenizer: _Tokenizer
-) -> int:
-    """Check lengths of prompts that may be too long; returns how many of them are to be dropped."""
+) -> tuple[int, bool]:
+    """Check prompts that may be too long; returns how many are to be dropped, and if some were not looked at."""
     data = config.data
     prompts = table.needed[data.prompt]
     unsure = [
         row for row, prompt in enumerate(prompts) if data.chat_template or not is_surely_short(prompt, limit.tokens)
     ]
     if not unsure or (loaded := tokenizer()) is None:
-        return 0
+        return 0, False
     renderer = Renderer(loaded, data.chat_template)
     problems = RowProblems()
 
@@ -227,7 +228,7 @@ def _look_at_prompt_lengths(
     dropped = sum(length > limit.tokens for length in lengths)
     if dropped == len(prompts):
         raise all_too_long(dropped, min(lengths), limit)
-    return dropped
+    return dropped, len(rows) < len(unsure) or table.unread > 0
 
 
 def _look_at_demonstration_lengths(

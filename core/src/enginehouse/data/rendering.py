@@ -236,7 +236,7 @@ def check_length(lengths: Sequence[int], limit: TokenLimit, what: str, where: Wh
     """
     longer = [row for row, length in enumerate(lengths) if length > limit.tokens]
     if longer:
-        others = f" ({len(longer)} rows are longer; the longest has {max(lengths)})" if len(longer) > 1 else ""
+        others = f" ({len(longer):,} rows are longer; the longest has {max(lengths)})" if len(longer) > 1 else ""
         said = f"{what} has {lengths[longer[0]]} tokens, more than {limit.option}{others}"
         raise DataError(f"{where(longer[0])}: {said}: {limit.cure}")
 
