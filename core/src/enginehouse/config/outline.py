@@ -27,6 +27,7 @@ def outline_rl(
     apart: str,
     interpreters: Mapping[str, Interpreter],
     evaluation: EvaluationPlan | None = None,
+    base_is_reference: bool = False,
 ) -> Facts:
     """A reinforcement-learning run.
 
@@ -38,6 +39,7 @@ def outline_rl(
         apart: why the rollout does not live in the actor's processes; empty where it does.
         interpreters: what each role's workers run under.
         evaluation: what answers the validation prompts, where that is not the rollout.
+        base_is_reference: whether the reference is the actor's own model without its adapters.
     """
     checked = (
         f"their effect checked every {effect_check_every} updates" if effect_check_every else "their effect unchecked"
@@ -47,7 +49,7 @@ def outline_rl(
         ("actor", f"{_count(config.actor.processes, 'process')} of {_engine(config.actor.engine)}"),
         ("rollout", _rollout(config, apart)),
         *([("evaluation", _evaluation(config, evaluation))] if evaluation else []),
-        ("reference", _reference(config)),
+        ("reference", _reference(config, base_is_reference)),
         ("runtimes", _runtimes(interpreters)),
         ("weights", f"by {transport}; {checked}"),
         ("reward", _reward(config)),
@@ -106,12 +108,13 @@ def _evaluation(config: Config, evaluation: EvaluationPlan) -> str:
     )
 
 
-def _reference(config: Config) -> str:
+def _reference(config: Config, base_is_reference: bool) -> str:
     kl = config.algorithm.kl
     if not kl.coefficient:
         return "none (algorithm.kl.coefficient is 0)"
     path = config.reference.path or config.model.path
-    return f"{path}, in the actor's processes; {kl.coefficient:g} times the {kl.estimator} divergence in the {kl.place}"
+    what = "the actor's base, without its adapters" if base_is_reference else f"{path}, in the actor's processes"
+    return f"{what}; {kl.coefficient:g} times the {kl.estimator} divergence in the {kl.place}"
 
 
 def _reward(config: Config) -> str:

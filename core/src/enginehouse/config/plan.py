@@ -44,7 +44,16 @@ from enginehouse.config.rows import check_reward_columns, look_at_demonstrations
 from enginehouse.config.schema import Config, SFTConfig
 from enginehouse.engines.model import Device
 from enginehouse.errors import ConfigError, ModelError
-from enginehouse.plugin import Advantage, Function, Loss, Reward, RolloutBackend, TrainBackend, configure_plugins
+from enginehouse.plugin import (
+    Advantage,
+    Function,
+    Loss,
+    Reward,
+    RolloutBackend,
+    TrainBackend,
+    capabilities,
+    configure_plugins,
+)
 
 if TYPE_CHECKING:
     from enginehouse.config.rows import Columns
@@ -116,8 +125,9 @@ class Plan(RunPlan):
     Attributes:
         config: the config it was made from, unchanged.
         rollout_options: the rollout backend's options, as plain data.
-        reference_options: the reference's, which are the actor's; empty where there is no reference.
-        uses_reference: whether a reference model runs, on the actor's backend.
+        reference_options: the reference's, which are the actor's; empty where there is none of its own.
+        uses_reference: whether there is a reference model, on the actor's backend.
+        base_is_reference: whether it is the actor's own model, without its adapters.
         colocated: whether the rollout lives in the actor's processes.
         transport: name of the weight transport.
         effect_check_every: `weights.effect_check_every`; 0 where the rollout backend cannot score prompts.
@@ -132,6 +142,7 @@ class Plan(RunPlan):
     rollout_options: dict[str, Any]
     reference_options: dict[str, Any]
     uses_reference: bool
+    base_is_reference: bool
     colocated: bool
     transport: str
     effect_check_every: int
@@ -184,6 +195,8 @@ def plan(
     rollout = find_backend(findings, setting.plugins, RolloutBackend, config.rollout.engine, "rollout", setting.device)
     actor_options = scheduled_options(findings, train, config.actor.engine, config.actor.processes, optimizer_steps)
     rollout_options = typed_options(findings, rollout, config.rollout.engine, "rollout", config.rollout.replicas)
+    adapted = train is not None and capabilities.LORA in train.capabilities and bool(actor_options.get("lora"))
+    base_is_reference = uses_reference and adapted and not config.reference.path
     effect_check_every = check_capabilities(findings, config, rollout)
     interpreters = {
         "actor": setting.interpreter(train, config.actor.engine, actor_options, "actor"),
@@ -228,12 +241,13 @@ def plan(
     )
     findings.raise_problems(setting.source)
     by = f"{transport} ({reason})"
-    facts = outline_rl(config, model, rows, by, effect_check_every, apart, interpreters, evaluation)
+    facts = outline_rl(config, model, rows, by, effect_check_every, apart, interpreters, evaluation, base_is_reference)
     return Plan(
         config=config,
         rollout_options=rollout_options,
-        reference_options=actor_options if uses_reference else {},
+        reference_options=actor_options if uses_reference and not base_is_reference else {},
         uses_reference=uses_reference,
+        base_is_reference=base_is_reference,
         colocated=colocated,
         transport=transport,
         effect_check_every=effect_check_every,

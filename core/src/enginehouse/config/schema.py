@@ -118,7 +118,9 @@ class Evaluation(Section):
 class Reference(Section):
     """The frozen model a KL term holds the policy near to, on the actor's backend. It runs only for a KL term."""
 
-    path: str | None = Field(default=None, description="Model directory; unset: model.path")
+    path: str | None = Field(
+        default=None, description="Model directory; unset: model.path, of an actor with adapters its own base"
+    )
 
 
 class Reward(Section):

@@ -16,7 +16,6 @@ from enginehouse.engines.rollout import (
     SamplingParams,
 )
 from enginehouse.engines.train import (
-    ExportsAdapter,
     LossSpec,
     LossValue,
     Max,
@@ -27,6 +26,7 @@ from enginehouse.engines.train import (
     SavesInBackground,
     TokenView,
     TrainEngine,
+    TrainsAdapters,
     merge_metrics,
 )
 from enginehouse.engines.weights import (
@@ -44,7 +44,6 @@ from enginehouse.engines.weights import (
 __all__ = [
     "Completion",
     "Endpoint",
-    "ExportsAdapter",
     "GenerateRequest",
     "GenerateResult",
     "Health",
@@ -65,6 +64,7 @@ __all__ = [
     "SavesInBackground",
     "TokenView",
     "TrainEngine",
+    "TrainsAdapters",
     "TransferPlan",
     "TransportSession",
     "WeightChunk",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from enginehouse.config.schema import Cluster, Model
     from enginehouse.data import Batch
     from enginehouse.engines.rollout import SamplingParams
+    from enginehouse.engines.train import Outputs
     from enginehouse.plugin.runtimes import Interpreter
 
 SHORTEST_START_LIMIT_SECONDS = 300.0
@@ -47,19 +48,31 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Roles:
-    """The worker groups of a run."""
+    """The worker groups of a run.
+
+    Attributes:
+        reference: the model a KL term compares with; None where there is no such term, or `base_is_reference`.
+        base_is_reference: that model is the actor's without its adapters.
+    """
 
     actor: WorkerGroup
     rollout: WorkerGroup | RolloutFleet
     reference: WorkerGroup | None
     sync: WeightSync
     evaluation: Evaluation | None = None
+    base_is_reference: bool = False
 
     def describe(self) -> dict[str, Any]:
         """For reports: each role's processes and what they run."""
         groups = {"actor": self.actor, "rollout": self.rollout, "reference": self.reference}
         described = {name: group.call("describe") for name, group in groups.items() if group is not None}
         return described | ({"evaluation": self.evaluation.fleet.describe()} if self.evaluation else {})
+
+    def score_by_reference(self, batch: Batch, outputs: Outputs) -> Batch | None:
+        """What the reference gives for `batch`, as `TrainWorker.forward`; None where there is none."""
+        if self.base_is_reference:
+            return self.actor.forward_base(batch, outputs)
+        return None if self.reference is None else self.reference.forward(batch, outputs)
 
     def generate_each(
         self, batch: Batch, sampling: SamplingParams, seed: int | None = None
@@ -97,7 +110,7 @@ def place(plan: Plan, probe: Sequence[Sequence[int]]) -> Iterator[Roles]:
         RolloutWorker, config.rollout.engine.backend, _model_spec(config.model, config.model.path), plan.rollout_options
     )
     specs = {"actor": actor}
-    if plan.uses_reference:
+    if plan.uses_reference and not plan.base_is_reference:
         path = config.reference.path or config.model.path
         specs["reference"] = _train_spec(plan, config.actor.engine.backend, path, plan.reference_options)
     rollout = _under(plan.interpreters["rollout"], rollout)
@@ -129,7 +142,7 @@ def place(plan: Plan, probe: Sequence[Sequence[int]]) -> Iterator[Roles]:
         stack.callback(sync.close)
         if isinstance(replicas, RolloutFleet):
             replicas.catch_up = sync.catch_up
-        yield Roles(groups["actor"], replicas, groups.get("reference"), sync, evaluation)
+        yield Roles(groups["actor"], replicas, groups.get("reference"), sync, evaluation, plan.base_is_reference)
 
 
 @contextmanager

@@ -169,9 +169,9 @@ class Trainer(Loop):
     def with_reference(self, batch: Batch) -> Batch:
         """Add `reference_logprobs`, if there is a KL term, and take the term from the rewards if that is its place."""
         kl = self.config.algorithm.kl
-        if self.roles.reference is None:
+        scored = self.roles.score_by_reference(batch.select(["input_ids", "loss_mask"]), self._outputs())
+        if scored is None:
             return batch
-        scored = self.roles.reference.forward(batch.select(["input_ids", "loss_mask"]), self._outputs())
         batch = batch.with_columns(reference_logprobs=scored["logprobs"])
         if kl.place == "loss":
             return batch
@@ -194,7 +194,7 @@ class Trainer(Loop):
         """The configured loss, with the KL term if that is its place."""
         algorithm = self.config.algorithm
         arguments = dict(algorithm.loss.arguments)
-        if self.roles.reference is not None and algorithm.kl.place == "loss":
+        if self.plan.uses_reference and algorithm.kl.place == "loss":
             arguments |= {"kl_coefficient": algorithm.kl.coefficient, "kl_estimator": algorithm.kl.estimator}
         outputs = self._outputs(entropy=bool(arguments.get("entropy_coefficient")))
         return LossSpec(algorithm.loss.name, arguments, outputs)
