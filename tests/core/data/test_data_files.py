@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 
-from enginehouse.data import check_demonstration_file, check_prompt_file
-from enginehouse.data.files import open_table
+from enginehouse.data.files import check_file, open_table
 from enginehouse.errors import DataError, UserError
 
 KINDS = pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
 
 
 @pytest.mark.parametrize("kind", ["a.jsonl", "a.parquet"])
-@pytest.mark.parametrize("use", [lambda p: check_prompt_file(p, "prompt"), lambda p: open_table(p, ["prompt"])])
+@pytest.mark.parametrize("use", [lambda p: check_file(p, ["prompt"]), lambda p: open_table(p, ["prompt"])])
 def test_a_missing_column_is_answered_with_the_nearest(write: Any, kind: str, use: Any) -> None:
     path = write(kind, [{"promt": "a", "answer": 1}])
     with pytest.raises(DataError, match=r"no column 'prompt': did you mean 'promt'\? Choices: answer, promt") as caught:
@@ -30,31 +29,31 @@ def test_a_missing_column_is_answered_with_the_nearest(write: Any, kind: str, us
 @KINDS
 def test_a_good_file_gives_its_columns(write: Any, name: str) -> None:
     path = write(name, [{"prompt": "a", "response": "b", "answer": 1}])
-    assert check_prompt_file(path, "prompt") == ("prompt", "response", "answer")
-    assert check_demonstration_file(str(path), "prompt", "response") == ("prompt", "response", "answer")
+    assert check_file(path, ["prompt"]) == ("prompt", "response", "answer")
+    assert check_file(path, ["prompt", "response"]) == ("prompt", "response", "answer")
     with pytest.raises(DataError, match="no column 'reply'"):
-        check_demonstration_file(path, "prompt", "reply")
+        check_file(path, ["prompt", "reply"])
 
 
 def test_a_missing_file_is_answered_with_the_nearest(write: Any, tmp_path: Path) -> None:
     write("train.jsonl", [{"prompt": "a"}])
     write("other.txt", ["x"])
     with pytest.raises(DataError, match=r"no data file .*trian\.jsonl; the nearest in .* is 'train\.jsonl'"):
-        check_prompt_file(tmp_path / "trian.jsonl", "prompt")
+        check_file(tmp_path / "trian.jsonl", ["prompt"])
     with pytest.raises(DataError, match=r"holds train\.jsonl"):
-        check_prompt_file(tmp_path / "zzzzzz.parquet", "prompt")
+        check_file(tmp_path / "zzzzzz.parquet", ["prompt"])
     with pytest.raises(DataError, match=rf"folder {tmp_path}/no/such does not exist \({tmp_path} does\)"):
-        check_prompt_file(tmp_path / "no" / "such" / "train.jsonl", "prompt")
+        check_file(tmp_path / "no" / "such" / "train.jsonl", ["prompt"])
     with pytest.raises(DataError, match=r"is a directory.*train\.jsonl"):
-        check_prompt_file(tmp_path, "prompt")
+        check_file(tmp_path, ["prompt"])
     with pytest.raises(DataError, match=r"no known kind: data files end in \.jsonl"):
-        check_prompt_file(tmp_path / "other.txt", "prompt")
+        check_file(tmp_path / "other.txt", ["prompt"])
 
 
 @KINDS
 def test_an_empty_file_has_no_rows(write: Any, name: str) -> None:
     with pytest.raises(DataError, match="has no rows"):
-        check_prompt_file(write(name, []), "prompt")
+        check_file(write(name, []), ["prompt"])
 
 
 @pytest.mark.parametrize(
@@ -165,7 +164,7 @@ def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
     broken = tmp_path / "a.parquet"
     broken.write_bytes(b"not parquet at all")
     with pytest.raises(DataError, match=r"a\.parquet cannot be read as Parquet"):
-        check_prompt_file(broken, "prompt")
+        check_file(broken, ["prompt"])
 
 
 def test_values_in_jsonl_reach_the_reward_as_they_stand_in_the_file(write: Any) -> None:
@@ -212,13 +211,13 @@ def test_checking_a_file_imports_no_torch_and_reading_leaves_nothing_behind(writ
 import socket, sys
 def refuse(*a, **k): raise AssertionError("the network was asked")
 socket.socket.connect = socket.getaddrinfo = refuse
-from enginehouse.data import check_prompt_file
-assert check_prompt_file("a.jsonl", "prompt") == ("prompt",)
+from pathlib import Path
+from enginehouse.data.files import check_file, open_table
+assert check_file(Path("a.jsonl"), ["prompt"]) == ("prompt",)
 assert "pyarrow" not in sys.modules
-assert check_prompt_file("a.parquet", "prompt") == ("prompt",)
+assert check_file(Path("a.parquet"), ["prompt"]) == ("prompt",)
 heavy = {"torch", "ray", "transformers", "datasets"} & set(sys.modules)
 assert not heavy, heavy
-from enginehouse.data.files import open_table
 assert len(open_table("a.parquet", ["prompt"])) == 1
 assert len(open_table("a.jsonl", ["prompt"])) == 1
 """

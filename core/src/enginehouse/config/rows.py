@@ -91,10 +91,14 @@ def look_at_prompts(findings: Findings, config: Config, limit: TokenLimit, model
         if number < wanted:
             short = f" of at most {limit.tokens} tokens" if dropped else ""
             findings.refuse(f"train.prompts_per_step is {wanted}, and {files[0][0]} holds only {number} prompts{short}")
-        _note_repeated(findings, files[0][0], train.needed[data.prompt])
+        trained = _distinct(train.needed[data.prompt])
+        if len(train) - len(trained) >= REPEATED * len(train):
+            findings.note(
+                f"of the {len(train):,} prompts of {files[0][0]} only {len(trained):,} differ; the others repeat them"
+            )
         for (name, _), table in zip(files[1:], tables[1:], strict=True):
             if table is not None:
-                _note_shared(findings, name, table.needed[data.prompt], files[0][0], train.needed[data.prompt])
+                _note_shared(findings, name, _distinct(table.needed[data.prompt]), files[0][0], trained)
     if any(table is None for table in tables):
         return Rows(number, dropped, sampled)
     columns = [
@@ -311,20 +315,11 @@ def _size(prompt: Any) -> float:
 
 
 def _distinct(prompts: Sequence[Any]) -> set[str]:
-    return {
-        prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True, default=str) for prompt in prompts
-    }
+    return {prompt if isinstance(prompt, str) else json.dumps(prompt, default=str) for prompt in prompts}
 
 
-def _note_repeated(findings: Findings, name: str, prompts: Sequence[Any]) -> None:
-    distinct = len(_distinct(prompts))
-    if len(prompts) - distinct >= REPEATED * len(prompts):
-        findings.note(f"of the {len(prompts):,} prompts of {name} only {distinct:,} differ; the others repeat them")
-
-
-def _note_shared(findings: Findings, name: str, prompts: Sequence[Any], train: str, trained: Sequence[Any]) -> None:
-    held_out = _distinct(prompts)
-    shared = len(held_out & _distinct(trained))
+def _note_shared(findings: Findings, name: str, held_out: set[str], train: str, trained: set[str]) -> None:
+    shared = len(held_out & trained)
     if shared and shared >= SHARED * len(held_out):
         which = "all" if shared == len(held_out) else f"{shared:,} of {len(held_out):,}"
         findings.note(

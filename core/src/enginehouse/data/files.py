@@ -99,23 +99,6 @@ class RowProblems:
             raise DataError("\n  - ".join([f"{self._rows:,} rows of the data cannot be used:", *listed]))
 
 
-def check_prompt_file(path: str | Path, prompt_column: str) -> tuple[str, ...]:
-    """Check that a file of prompts exists, is readable and has the column, looking at its schema or first row only.
-
-    Returns:
-        The file's columns.
-
-    Raises:
-        DataError: saying what is wrong and what would be right.
-    """
-    return check_file(Path(path), (prompt_column,))
-
-
-def check_demonstration_file(path: str | Path, prompt_column: str, response_column: str) -> tuple[str, ...]:
-    """As `check_prompt_file`, for a file of demonstrations."""
-    return check_file(Path(path), (prompt_column, response_column))
-
-
 def check_file(path: Path, needed: Sequence[str]) -> tuple[str, ...]:
     """Check suffix, existence, readability and columns without reading all rows; return the columns."""
     _check_path(path)
