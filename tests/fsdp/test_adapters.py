@@ -172,6 +172,43 @@ def test_any_layout_trains_serves_and_exports_as_peft_does(run_ranks, tmp_path, 
         torch.testing.assert_close(found, logprobs, atol=1e-5, rtol=1e-5)
 
 
+def _scores_of_a_copy(rank, world_size, path, sizes, dtype):
+    engine = make_adapted(path, rank, world_size, dtype=dtype, lora=None)
+    scores = engine.forward(make_batch(4, 4).split(sizes)[rank], outputs_of("causal_lm"))
+    engine.shutdown()
+    return scores
+
+
+def _scores_of_the_base(rank, world_size, path, sizes, dtype):
+    """Of the base before anything and after steps, and logprobs of the adapted model after some of them and all."""
+    shard = make_batch(4, 4).split(sizes)[rank]
+    engine = make_adapted(path, rank, world_size, dtype=dtype)
+    before = engine.forward_base(shard, outputs_of("causal_lm"))
+    moved = []
+    for _ in range(2):
+        train(engine, "causal_lm", shard, 2)
+        moved.append(engine.forward(shard, outputs_of("causal_lm"))["logprobs"].values)
+        after = engine.forward_base(shard, outputs_of("causal_lm"))
+    assert torch.equal(engine.forward(shard, outputs_of("causal_lm"))["logprobs"].values, moved[-1]), (
+        "left switched off"
+    )
+    engine.shutdown()
+    return before, after, moved
+
+
+@pytest.mark.parametrize(("sizes", "dtype"), [([16], "float32"), ([9, 7], "float32"), ([9, 7], "bfloat16")], ids=str)
+def test_without_its_adapters_a_model_is_the_reference_that_a_copy_would_be(run_ranks, sizes, dtype):
+    arguments = (tiny_model(), sizes, dtype)
+    copies = run_ranks(len(sizes), _scores_of_a_copy, *arguments)
+    for copy, (before, after, moved) in zip(copies, run_ranks(len(sizes), _scores_of_the_base, *arguments)):
+        for column in ("logprobs", "entropy"):
+            assert torch.equal(before[column].values, copy[column].values)
+            assert torch.equal(after[column].values, copy[column].values)
+        first, last = moved
+        assert (first - copy["logprobs"].values).abs().max() > 1e-3
+        assert (last - first).abs().max() > 1e-3, "adapters train no more"
+
+
 def test_the_first_adapters_depend_on_seed_and_name_alone(run_ranks, tmp_path):
     found = []
     for number, (world_size, seed) in enumerate([(1, 0), (2, 0), (1, 1)]):

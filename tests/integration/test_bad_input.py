@@ -60,3 +60,18 @@ def test_a_config_that_is_not_there(start: Start, without_ray: dict[str, str]):
     ended = run.finish()
     assert ended.code == 2
     assert "did you mean 'grpo.yaml'?" in ended.err
+
+
+def test_prompts_that_are_too_long_are_left_out_and_counted(train: Start, house: Path):
+    (house / "long.jsonl").write_text(
+        "".join(f'{{"prompt": "s{n:06}="}}\n{{"prompt": "s{n:09}="}}\n' for n in range(5))
+    )
+    files = "data.train=[long.jsonl, examples/quickstart/work/train.jsonl]"
+    run = train(files, "data.max_prompt_tokens=8", "data.overlong_prompts=drop", "reward.function=rewards:varied",
+                "train.steps=1", "cluster.launcher=inline")  # fmt: skip
+    ended = run.finish()
+    assert ended.code == 0, ended.err
+    name = "long.jsonl, examples/quickstart/work/train.jsonl"
+    assert run.record["prompts"] == {"used": 8192 + 5, "too_long": {name: 5}}
+    assert f"8,197 prompts in {name}, each drawn 0.00049 times; 5 more are too long and left out" in ended.out
+    assert f"5 prompts of {name} are left out: they have more tokens than data.max_prompt_tokens=8" in ended.out

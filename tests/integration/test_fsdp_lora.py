@@ -33,3 +33,20 @@ def test_adapters_learn_the_quickstart(start: Start, warmed_up: RunProcess):
     assert len(rewards) == STEPS
     assert sum(rewards[:5]) / 5 < 0.1
     assert sum(rewards[-5:]) / 5 > 0.6, rewards
+
+
+def test_the_base_of_the_adapters_is_the_reference_that_a_second_model_would_be(train: Start):
+    short = (
+        "reward.function=rewards:varied",
+        "train.steps=3",
+        "cluster.launcher=inline",
+        "algorithm.kl.coefficient=0.01",
+    )
+    adapted = (*short, "actor.engine.backend=fsdp", "actor.engine.options={lr: 3.0e-3, lora: {rank: 4}}")
+    runs = [train(*adapted), train(*adapted, "reference.path=examples/quickstart/work/model")]
+    for run in runs:
+        assert (ended := run.finish()).code == 0, ended.err
+    base, copy = ([{name: line[name] for name in ("kl", "loss", "grad_norm")} for line in run.metrics] for run in runs)
+    assert base == copy
+    assert base[2]["kl"] > base[0]["kl"]
+    assert ["reference" in run.record["roles"] for run in runs] == [False, True]

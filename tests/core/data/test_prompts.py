@@ -83,6 +83,12 @@ def test_strings_and_messages_may_be_mixed(write: Any, chat_tokenizer: Any) -> N
         ([[{"content": "x"}]], {}, r"row 0 .*'role' and 'content'"),
         ([["hi"]], {}, r"row 0 .*'role' and 'content'"),
         (["ok", ""], {}, r"row 1 .*the prompt has no tokens"),
+        (
+            [[*CHAT, {"role": "assistant", "content": "x"}]],
+            {},
+            r"row 0 .*ends with a turn of the assistant.*leave that",
+        ),
+        (["ok", 7, "ok", None], {}, r"2 rows of the data cannot be used:\n.*row 1 .*\n.*row 3 "),
         ([CHAT], {"chat_template": False}, r"row 0 .*chat messages, but data.chat_template is false"),
         (
             ["abc", "abcdef", "abcdefg"],
@@ -115,6 +121,51 @@ def test_arrow_does_not_add_keys_to_messages(write: Any) -> None:
     tokenizer = make_tokenizer("{% for m in messages %}{{ m | length }}{% endfor %}")
     rows = [{"prompt": CHAT}, {"prompt": [{"role": "user", "content": "x", "name": "bob"}]}]
     assert PromptDataset.load(write("a.parquet", rows), tokenizer).all()["prompt"] == ("22", "3")
+
+
+def test_overlong_prompts_are_left_out_where_that_is_asked_for(write: Any, tokenizer: Any) -> None:
+    path = write("a.jsonl", [{"prompt": "p" * n, "n": n} for n in (3, 9, 4, 8, 5)])
+    dataset = PromptDataset.load(path, tokenizer, max_prompt_tokens=5, overlong="drop")
+    batch = dataset.all()
+    assert (len(dataset), dataset.dropped) == (3, 2)
+    assert batch["prompt"] == ("ppp", "pppp", "ppppp")
+    assert batch["row"].tolist() == [0, 2, 4]
+    assert [row["n"] for row in batch["columns"]] == [len(ids) for ids in batch["prompt_ids"]] == [3, 4, 5]
+    with pytest.raises(DataError, match=r"leaves none of 5 prompts: the shortest has 3 tokens, more than .*=2"):
+        PromptDataset.load(path, tokenizer, max_prompt_tokens=2, overlong="drop")
+
+
+def test_a_sampler_of_several_files_with_prompts_left_out_resumes(write: Any, tokenizer: Any) -> None:
+    files = [
+        write("a.jsonl", [{"prompt": "p" * (1 + n % 7), "x": n} for n in range(10)]),
+        write("b.parquet", [{"prompt": "q" * (1 + n % 7), "x": n} for n in range(10, 20)]),
+    ]
+
+    def sampler(seed: int) -> PromptSampler:
+        dataset = PromptDataset.load(files, tokenizer, max_prompt_tokens=5, overlong="drop")
+        return PromptSampler(dataset, prompts_per_step=4, seed=seed)
+
+    first = sampler(3)
+    drawn = [row for _ in range(3) for row in first.next()["columns"]]
+    assert all(1 + row["x"] % 7 <= 5 for row in drawn)
+    again = sampler(0)
+    again.load_state_dict(first.state_dict())
+    for _ in range(5):
+        assert again.next().equal(first.next())
+
+
+def test_how_far_tokenizing_is_can_be_shown(write: Any, tokenizer: Any) -> None:
+    path = write("a.jsonl", [{"prompt": f"p{n}"} for n in range(3000)])
+    shown: list[Any] = []
+
+    def counted(parts: Any, what: str, of: int, size: Any) -> Any:
+        shown.extend([what, of])
+        for part in parts:
+            shown.append(size(part))
+            yield part
+
+    PromptDataset.load(path, tokenizer, counted=counted)
+    assert shown == ["prompts", 3000, 1024, 1024, 952]
 
 
 def test_a_sampler_draws_batches_and_resumes(write: Any, tokenizer: Any) -> None:

@@ -123,6 +123,7 @@ def test_a_saved_model_comes_back(house, tmp_path):
         (("save_in_background", "somewhere"), "background_save"),
         (("finish_save",), "background_save"),
         (("export_adapter", "somewhere"), "lora"),
+        (("forward_base", PROMPTS, Outputs()), "lora"),
     ],
 )
 def test_what_a_backend_does_not_declare_is_refused(house, call, capability):

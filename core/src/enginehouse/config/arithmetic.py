@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.config.device import visible_gpus
+from enginehouse.data.rendering import TokenLimit
 from enginehouse.plugin import Advantage
 
 if TYPE_CHECKING:
@@ -128,28 +130,45 @@ def check_evaluation(findings: Findings, config: Config) -> None:
 
 def check_lengths(
     findings: Findings, config: Config, options: Mapping[str, Mapping[str, Any]], model: Mapping[str, Any]
-) -> None:
-    """Check that a prompt and a response fit into the model and each engine that generates, where limits are known.
+) -> TokenLimit:
+    """Check that a response fits into the model and each engine that generates, where limits are known.
 
     Args:
         options: of the engines, by role.
         model: the model's `config.json`.
+
+    Returns:
+        How long prompts may be: as the config says, or what a response leaves.
     """
+    prompt = config.data.max_prompt_tokens
+    said = TokenLimit.of("data.max_prompt_tokens", prompt)
+    asked = replace(said, cure=f"{said.cure}; data.overlong_prompts=drop leaves them out")
     limits = {"the model's positions (max_position_embeddings)": model.get("max_position_embeddings")}
     limits |= {f"{role}.engine.options.max_model_tokens": one.get("max_model_tokens") for role, one in options.items()}
     known = [(limit, name) for name, limit in limits.items() if isinstance(limit, int)]
     if not known:
-        return
+        return asked
     limit, name = min(known)
-    prompt = config.data.max_prompt_tokens
-    asked = {"rollout.sampling.max_tokens": config.rollout.sampling.max_tokens}
+    wanted_by = {"rollout.sampling.max_tokens": config.rollout.sampling.max_tokens}
     if config.evaluation.sampling.max_tokens and config.data.validation_files():
-        asked["evaluation.sampling.max_tokens"] = config.evaluation.sampling.max_tokens
-    for key, wanted in asked.items():
+        wanted_by["evaluation.sampling.max_tokens"] = config.evaluation.sampling.max_tokens
+    for key, wanted in wanted_by.items():
         if wanted >= limit:
             findings.refuse(f"{key} is {wanted}, which with a prompt before it is more than {name}, {limit}")
-        elif prompt + wanted > limit:
-            findings.note(
-                f"prompts of more than {limit - wanted} tokens leave no room for {wanted} new ones ({key}) within "
-                f"{name}, {limit}; data.max_prompt_tokens allows {prompt}"
-            )
+    key, wanted = max(wanted_by.items(), key=lambda one: one[1])
+    if wanted < limit < prompt + wanted:
+        return TokenLimit(
+            limit - wanted,
+            f"the {limit - wanted} that leave room for {wanted} new ones ({key}) within {name}, {limit}",
+            f"drop such rows (data.overlong_prompts=drop leaves them out) or lower {key}",
+        )
+    return asked
+
+
+def row_limit(config: SFTConfig, model: Mapping[str, Any]) -> TokenLimit:
+    """How long a demonstration may be: as the config says, or what the model, given its `config.json`, has room for."""
+    positions = model.get("max_position_embeddings")
+    if isinstance(positions, int) and positions < config.data.max_tokens:
+        said = f"the model's positions (max_position_embeddings), {positions}"
+        return TokenLimit(positions, said, "drop such rows, or shorten them")
+    return TokenLimit.of("data.max_tokens", config.data.max_tokens)

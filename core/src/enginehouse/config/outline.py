@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.config.arithmetic import samples_per_step
+from enginehouse.config.rows import named
 from enginehouse.plugin.runtimes import CURRENT
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import EvaluationPlan
+    from enginehouse.config.rows import Rows
     from enginehouse.config.schema import Config, Engine, Model, SFTConfig
     from enginehouse.plugin.runtimes import Interpreter
 
@@ -19,25 +21,25 @@ Facts = list[tuple[str, str]]
 def outline_rl(
     config: Config,
     model: Mapping[str, Any],
-    prompts: int,
+    rows: Rows,
     transport: str,
     effect_check_every: int,
     apart: str,
     interpreters: Mapping[str, Interpreter],
     evaluation: EvaluationPlan | None = None,
-    held_out: Mapping[str, int] | None = None,
+    base_is_reference: bool = False,
 ) -> Facts:
     """A reinforcement-learning run.
 
     Args:
         model: the model's `config.json`.
-        prompts: rows of the training file.
+        rows: those of the training files.
         transport: the transport, and why it.
         effect_check_every: updates between checks of their effect; 0 for none.
         apart: why the rollout does not live in the actor's processes; empty where it does.
         interpreters: what each role's workers run under.
         evaluation: what answers the validation prompts, where that is not the rollout.
-        held_out: how many held-out prompts are used of each file, by path.
+        base_is_reference: whether the reference is the actor's own model without its adapters.
     """
     checked = (
         f"their effect checked every {effect_check_every} updates" if effect_check_every else "their effect unchecked"
@@ -47,14 +49,14 @@ def outline_rl(
         ("actor", f"{_count(config.actor.processes, 'process')} of {_engine(config.actor.engine)}"),
         ("rollout", _rollout(config, apart)),
         *([("evaluation", _evaluation(config, evaluation))] if evaluation else []),
-        ("reference", _reference(config)),
+        ("reference", _reference(config, base_is_reference)),
         ("runtimes", _runtimes(interpreters)),
         ("weights", f"by {transport}; {checked}"),
         ("reward", _reward(config)),
         ("algorithm", f"{config.algorithm.advantage.name} advantages, {config.algorithm.loss.name} loss"),
-        ("data", _data(prompts, "prompts", config.data.train, config.train.steps * config.train.prompts_per_step)),
+        ("data", _prompts(config, rows)),
         ("a step", _step(config)),
-        *([("validation", _validation(config, held_out))] if held_out else []),
+        *([("validation", _validation(config, rows.held_out))] if rows.held_out else []),
         ("the run", _run(config)),
     ]
 
@@ -107,12 +109,13 @@ def _evaluation(config: Config, evaluation: EvaluationPlan) -> str:
     )
 
 
-def _reference(config: Config) -> str:
+def _reference(config: Config, base_is_reference: bool) -> str:
     kl = config.algorithm.kl
     if not kl.coefficient:
         return "none (algorithm.kl.coefficient is 0)"
     path = config.reference.path or config.model.path
-    return f"{path}, in the actor's processes; {kl.coefficient:g} times the {kl.estimator} divergence in the {kl.place}"
+    what = "the actor's base, without its adapters" if base_is_reference else f"{path}, in the actor's processes"
+    return f"{what}; {kl.coefficient:g} times the {kl.estimator} divergence in the {kl.place}"
 
 
 def _reward(config: Config) -> str:
@@ -124,8 +127,14 @@ def _reward(config: Config) -> str:
     )
 
 
-def _data(rows: int, noun: str, path: str, drawn: int) -> str:
-    return f"{rows:,} {noun} in {path}, each drawn {drawn / rows:.2g} times"
+def _prompts(config: Config, rows: Rows) -> str:
+    said = _data(rows.number, "prompts", config.data.train, config.train.steps * config.train.prompts_per_step)
+    left_out = f"{'at least ' if rows.sampled else ''}{rows.dropped:,} more are too long and left out"
+    return f"{said}; {left_out}" if rows.dropped else said
+
+
+def _data(rows: int, noun: str, files: str | list[str], drawn: int) -> str:
+    return f"{rows:,} {noun} in {named(files)[0]}, each drawn {drawn / rows:.2g} times"
 
 
 def _step(config: Config) -> str:

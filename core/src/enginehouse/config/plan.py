@@ -9,7 +9,6 @@ only if a function that has to be looked at imports it. What is checked lies bes
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from enginehouse.config.arithmetic import (
     check_lengths,
     check_placement,
     check_rows,
+    row_limit,
 )
 from enginehouse.config.backends import (
     check_capabilities,
@@ -41,16 +41,25 @@ from enginehouse.config.functions import check_call, extend_path, find_function
 from enginehouse.config.outline import Facts, outline_rl, outline_sft
 from enginehouse.config.paths import check_run_directory, has_chat_template, read_model
 from enginehouse.config.resume import Checkpoint, check_resume
-from enginehouse.config.rows import count_rows
+from enginehouse.config.rows import check_reward_columns, look_at_demonstrations, look_at_prompts, named
 from enginehouse.config.schema import Config, SFTConfig
-from enginehouse.data import check_demonstration_file, check_prompt_file
 from enginehouse.engines.model import Device
-from enginehouse.errors import ConfigError, DataError, ModelError, nearest
-from enginehouse.plugin import Advantage, Function, Loss, Reward, RolloutBackend, TrainBackend, configure_plugins
-from enginehouse.plugin.records import keywords
+from enginehouse.errors import ConfigError, ModelError
+from enginehouse.plugin import (
+    Advantage,
+    Function,
+    Loss,
+    Reward,
+    RolloutBackend,
+    TrainBackend,
+    capabilities,
+    configure_plugins,
+)
 
 if TYPE_CHECKING:
+    from enginehouse.config.rows import Columns
     from enginehouse.config.schema import Engine
+    from enginehouse.data.rendering import TokenLimit
     from enginehouse.plugin import Backend, PluginManager
     from enginehouse.plugin.runtimes import Interpreter
 
@@ -121,8 +130,9 @@ class Plan(RunPlan):
     Attributes:
         config: the config it was made from, unchanged.
         rollout_options: the rollout backend's options, as plain data.
-        reference_options: the reference's, which are the actor's; empty where there is no reference.
-        uses_reference: whether a reference model runs, on the actor's backend.
+        reference_options: the reference's, which are the actor's; empty where there is none of its own.
+        uses_reference: whether there is a reference model, on the actor's backend.
+        base_is_reference: whether it is the actor's own model, without its adapters.
         colocated: whether the rollout lives in the actor's processes.
         transport: name of the weight transport.
         effect_check_every: `weights.effect_check_every`; 0 where the rollout backend cannot score prompts.
@@ -130,12 +140,14 @@ class Plan(RunPlan):
         advantage: `"module:function"`.
         evaluation: what answers the validation prompts; None: the rollout.
         gpus_per_replica: GPUs of a replica in processes of its own, where the run is on GPUs.
+        prompt_limit: how long prompts may be.
     """
 
     config: Config
     rollout_options: dict[str, Any]
     reference_options: dict[str, Any]
     uses_reference: bool
+    base_is_reference: bool
     colocated: bool
     transport: str
     effect_check_every: int
@@ -143,6 +155,7 @@ class Plan(RunPlan):
     advantage: str
     evaluation: EvaluationPlan | None
     gpus_per_replica: int
+    prompt_limit: TokenLimit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,9 +164,11 @@ class SFTPlan(RunPlan):
 
     Attributes:
         config: the config it was made from, unchanged.
+        row_limit: how long a demonstration may be.
     """
 
     config: SFTConfig
+    row_limit: TokenLimit
 
 
 def plan(
@@ -189,6 +204,8 @@ def plan(
     rollout = find_backend(findings, setting.plugins, RolloutBackend, config.rollout.engine, "rollout", setting.device)
     actor_options = scheduled_options(findings, train, config.actor.engine, config.actor.processes, optimizer_steps)
     rollout_options = typed_options(findings, rollout, config.rollout.engine, "rollout", config.rollout.replicas)
+    adapted = train is not None and capabilities.LORA in train.capabilities and bool(actor_options.get("lora"))
+    base_is_reference = uses_reference and adapted and not config.reference.path
     effect_check_every = check_capabilities(findings, config, rollout)
     interpreters = {
         "actor": setting.interpreter(train, config.actor.engine, actor_options, "actor"),
@@ -212,11 +229,12 @@ def plan(
     gpus = gpus_of(rollout, rollout_options)
     check_placement(findings, config, setting.device, colocated, gpus, evaluation.gpus if evaluation else 0)
     generating = {"rollout": rollout_options} | ({"evaluation": evaluation.options} if evaluation else {})
-    check_lengths(findings, config, generating, model)
+    limit = check_lengths(findings, config, generating, model)
     check_evaluation(findings, config)
-    prompts, columns = _prompts(findings, config)
-    held_out = _held_out(findings, config)
-    reward = setting.reward(config, columns)
+    rows = look_at_prompts(findings, config, limit, bool(model))
+    if config.train.validate_every and not config.data.validation_files():
+        findings.refuse("train.validate_every is set, but there is no file to validate on (data.validation)")
+    reward = setting.reward(config, rows.columns)
     advantage = setting.function(
         Advantage, algorithm.advantage.name, "algorithm.advantage", algorithm.advantage.arguments
     )
@@ -227,18 +245,19 @@ def plan(
         {
             "model.path": config.model.path,
             "reference.path": config.reference.path,
-            "data.train": config.data.train,
+            **_by_key("data.train", config.data.train),
             **{f"data.validation.{name}".rstrip("."): path for name, path in config.data.validation_files().items()},
         }
     )
     findings.raise_problems(setting.source)
     by = f"{transport} ({reason})"
-    facts = outline_rl(config, model, prompts, by, effect_check_every, apart, interpreters, evaluation, held_out)
+    facts = outline_rl(config, model, rows, by, effect_check_every, apart, interpreters, evaluation, base_is_reference)
     return Plan(
         config=config,
         rollout_options=rollout_options,
-        reference_options=actor_options if uses_reference else {},
+        reference_options=actor_options if uses_reference and not base_is_reference else {},
         uses_reference=uses_reference,
+        base_is_reference=base_is_reference,
         colocated=colocated,
         transport=transport,
         effect_check_every=effect_check_every,
@@ -246,6 +265,7 @@ def plan(
         advantage=advantage,
         evaluation=evaluation,
         gpus_per_replica=gpus,
+        prompt_limit=limit,
         actor_options=actor_options,
         interpreters=interpreters,
         **setting.common(facts, directory, (train, rollout, evaluator)),
@@ -261,7 +281,7 @@ def plan_sft(
 ) -> SFTPlan:
     """Check a supervised run; as `plan`."""
     setting = _Setting(config, plugins, config_path, resume, overrides)
-    findings, data, processes = setting.findings, config.data, config.actor.processes
+    findings, processes = setting.findings, config.actor.processes
     train = find_backend(findings, setting.plugins, TrainBackend, config.actor.engine, "actor", setting.device)
     actor_options = scheduled_options(findings, train, config.actor.engine, processes, config.train.steps)
     interpreters = {"actor": setting.interpreter(train, config.actor.engine, actor_options, "actor")}
@@ -269,14 +289,14 @@ def plan_sft(
     check_model(findings, train, actor_options, model, "actor")
     check_rows(findings, config)
     check_cluster(findings, config.cluster, processes, {"actor": processes}, setting.device)
-    rows = 0
-    with findings.collecting():
-        check_demonstration_file(data.train, data.prompt, data.response)
-        rows = count_rows(data.train)
-    directory = setting.run_directory({"model.path": config.model.path, "data.train": data.train})
+    limit = row_limit(config, model)
+    rows = look_at_demonstrations(findings, config, limit, bool(model))
+    needed = {"model.path": config.model.path, **_by_key("data.train", config.data.train)}
+    directory = setting.run_directory(needed)
     findings.raise_problems(setting.source)
     return SFTPlan(
         config=config,
+        row_limit=limit,
         actor_options=actor_options,
         interpreters=interpreters,
         **setting.common(outline_sft(config, model, rows, interpreters), directory, (train,)),
@@ -393,25 +413,13 @@ class _Setting:
             )
         return Path(run.directory).absolute()
 
-    def reward(self, config: Config, columns: Sequence[str] | None) -> str:
-        """Check the reward against what it will be called with; `columns` is None where the file is unknown."""
-        given = [*REWARD_GETS, *(name for name in columns or () if name not in REWARD_GETS)]
-        arguments = config.reward.arguments
-        if clash := [name for name in arguments if name in given]:
-            self.findings.refuse(
-                f"reward.arguments: a reward already gets {', '.join(map(repr, clash))}, from the run or as a column "
-                f"of {config.data.train}; name the argument differently"
-            )
+    def reward(self, config: Config, columns: Sequence[Columns] | None) -> str:
+        """Check the reward against what it will be called with; `columns` is None where a file is unknown."""
         with self.findings.collecting():
             reference, function = find_function(
                 self.plugins, Reward, config.reward.function, "reward.function", self.python_path, always=True
             )
-            if function is not None and columns is not None and not clash:
-                run_gives, columns_of = ", ".join(REWARD_GETS), f"the columns of {config.data.train}"
-                named = f"{run_gives}, {columns_of} and reward.arguments (docs/rewards.md)"
-                taken = keywords(function)
-                given = [name for name in given if taken is None or name in taken]
-                check_call(function, "reward.function", [*given, *arguments], named)
+            check_reward_columns(function, config, columns or (), REWARD_GETS)
             return reference
         return ""
 
@@ -439,49 +447,10 @@ def _read_reference(path: str, model: Mapping[str, Any]) -> Mapping[str, Any]:
     return reference
 
 
-def _prompts(findings: Findings, config: Config) -> tuple[int, list[str] | None]:
-    """Check the data files; the number of training prompts, and the columns the reward gets (None: not known)."""
-    data, wanted = config.data, config.train.prompts_per_step
-    rows, columns = 0, None
-    with findings.collecting():
-        columns = _reward_columns(findings, data.train, data.prompt)
-        rows = count_rows(data.train)
-        if rows < wanted:
-            raise ConfigError(f"train.prompts_per_step is {wanted}, and {data.train} holds only {rows} prompts")
-    if config.train.validate_every and not data.validation_files():
-        findings.refuse("train.validate_every is set, but there is no file to validate on (data.validation)")
-    return rows, columns
-
-
-def _held_out(findings: Findings, config: Config) -> dict[str, int]:
-    """Check the files of held-out prompts; how many prompts of each are used, by its path."""
-    evaluation, found = config.evaluation, {}
-    for path in config.data.validation_files().values():
-        with findings.collecting():
-            columns = _reward_columns(findings, path, config.data.prompt)
-            if evaluation.by is not None and evaluation.by not in columns:
-                raise DataError(
-                    f"evaluation.by: {path} has no column {evaluation.by!r} to measure figures by; "
-                    + nearest(evaluation.by, columns)
-                )
-            found[path] = min(count_rows(path), evaluation.max_prompts or sys.maxsize)
-    return found
-
-
-def _reward_columns(findings: Findings, path: str, prompt: str) -> list[str]:
-    """Check a file of prompts; returns the columns a reward gets. None may be named as what the run gives it.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
-    columns = [name for name in check_prompt_file(path, prompt) if name != prompt]
-    for name in REWARD_GETS:
-        if name in columns:
-            findings.refuse(
-                f"{path}: a reward gets {name!r} from the run, so it would never see the column {name!r}; rename the "
-                "column in the data"
-            )
-    return columns
+def _by_key(key: str, paths: str | Sequence[str]) -> dict[str, str]:
+    """Paths by the key that names each."""
+    paths = named(paths)[1]
+    return {key if len(paths) == 1 else f"{key}[{number}]": path for number, path in enumerate(paths)}
 
 
 def _check_old_logprobs(findings: Findings, plugins: PluginManager, config: Config) -> None:

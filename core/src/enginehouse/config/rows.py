@@ -1,21 +1,340 @@
-"""How many rows a data file has, without holding them."""
+"""The rows of a config's data files, looked at before the run: as the run reads them, but within a time."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from enginehouse.config.functions import check_call
+from enginehouse.data.files import RowProblems, Shape, Table, open_table
+from enginehouse.data.rendering import (
+    Renderer,
+    TokenLimit,
+    all_too_long,
+    check_length,
+    is_surely_short,
+    load_tokenizer,
+)
+from enginehouse.errors import ConfigError, nearest
+from enginehouse.plugin.records import keywords
+
+if TYPE_CHECKING:
+    from enginehouse.config.findings import Findings
+    from enginehouse.config.schema import Config, SFTConfig
+
+READ_SECONDS = 5.0
+"""About how long `plan` reads a config's files; a second reads some hundred megabytes."""
+LENGTHS_SECONDS = 3.0
+"""About how long it tokenizes rows of each, once the tokenizer is loaded."""
+REPEATED = 0.1
+"""Share of prompts that stand in a file more than once, from which on that is noted."""
+SHARED = 0.01
+"""Share of validation prompts that are trained on, from which on that is noted."""
+_ROWS_AT_ONCE = 512
 
 
-def count_rows(path: str | Path) -> int:
-    """Rows of a JSONL, JSON or Parquet file that `enginehouse.data.check_prompt_file` has accepted."""
-    path = Path(path)
-    if path.suffix.lower() == ".parquet":
-        from pyarrow import parquet
+@dataclass(frozen=True)
+class Columns:
+    """Rows whose columns a reward gets.
 
-        return parquet.read_metadata(path).num_rows
-    with path.open("rb") as file:
-        if path.suffix.lower() == ".json" and file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-            file.seek(0)
-            return len(json.load(file))
-        file.seek(0)
-        return sum(1 for line in file if line.strip())
+    Attributes:
+        where: which rows, as messages name them.
+        names: the columns, without the prompt.
+    """
+
+    where: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What is known of the rows of a config's files.
+
+    Attributes:
+        number: rows to draw from.
+        dropped: rows that are left out because they are too long.
+        sampled: whether there was no time to look at all lengths, so that more may be left out.
+        columns: what the reward gets; None where a file could not be read.
+        held_out: how many held-out prompts are used of each file, by what messages call it.
+    """
+
+    number: int = 0
+    dropped: int = 0
+    sampled: bool = False
+    columns: tuple[Columns, ...] | None = None
+    held_out: Mapping[str, int] = field(default_factory=dict)
+
+
+def look_at_prompts(findings: Findings, config: Config, limit: TokenLimit, model_found: bool) -> Rows:
+    """Read the files of prompts, and check every row as the run does when it starts.
+
+    Args:
+        limit: of a prompt.
+        model_found: whether the model is there, and so its tokenizer.
+    """
+    data, wanted = config.data, config.train.prompts_per_step
+    files = [named(data.train), *validation_files(config)]
+    until = time.monotonic() + READ_SECONDS
+    # The training files are the largest, so they come last and get what time the others left.
+    tables = [_open(findings, paths, (data.prompt,), until) for _, paths in reversed(files)][::-1]
+    tokenizer = _Tokenizer(findings, config) if model_found else None
+    dropped, sampled = 0, False
+    held_out: dict[str, int] = {}
+    for (name, _), table in zip(reversed(files), reversed(tables), strict=True):
+        dropped, sampled = 0, False  # of the training files, in the end
+        if table is not None and tokenizer:
+            with findings.collecting():
+                dropped, sampled = _look_at_prompt_lengths(findings, config, table, name, limit, tokenizer)
+        if table is not None and table is not tables[0]:
+            used = len(table) + table.unread - dropped
+            held_out = {name: min(used, config.evaluation.max_prompts or used), **held_out}
+    number = len(tables[0]) + tables[0].unread - dropped if tables[0] is not None else 0
+    train = tables[0]
+    if train is not None:
+        if number < wanted:
+            short = f" of at most {limit.tokens} tokens" if dropped else ""
+            findings.refuse(f"train.prompts_per_step is {wanted}, and {files[0][0]} holds only {number} prompts{short}")
+        trained = _distinct(train.needed[data.prompt])
+        if len(train) - len(trained) >= REPEATED * len(train):
+            findings.note(
+                f"of the {len(train):,} prompts of {files[0][0]} only {len(trained):,} differ; the others repeat them"
+            )
+        for (name, _), table in zip(files[1:], tables[1:], strict=True):
+            if table is not None:
+                _note_shared(findings, name, _distinct(table.needed[data.prompt]), files[0][0], trained)
+    if any(table is None for table in tables):
+        return Rows(number, dropped, sampled)
+    columns = [
+        one
+        for (name, _), table in zip(files, tables, strict=True)
+        if table is not None
+        for one in columns_of(table.shapes(), name, data.prompt, table.where)
+    ]
+    if (by := config.evaluation.by) is not None:
+        for one in columns[len(train.shapes()) if train is not None else 0 :]:
+            if by not in one.names:
+                lacks = f"evaluation.by: {one.where} has no column {by!r} to measure figures by; "
+                findings.refuse(lacks + nearest(by, one.names))
+    return Rows(number, dropped, sampled, tuple(columns), held_out)
+
+
+def look_at_demonstrations(findings: Findings, config: SFTConfig, limit: TokenLimit, model_found: bool) -> int:
+    """As `look_at_prompts`, for a supervised run; returns the number of rows."""
+    data = config.data
+    name, paths = named(data.train)
+    table = _open(findings, paths, (data.prompt, data.response), time.monotonic() + READ_SECONDS)
+    if table is None:
+        return 0
+    if model_found:
+        with findings.collecting():
+            _look_at_demonstration_lengths(findings, config, table, name, limit, _Tokenizer(findings, config))
+    return len(table) + table.unread
+
+
+def named(train: str | Sequence[str]) -> tuple[str, list[str]]:
+    """What messages call one file, or several; and their paths."""
+    paths = [train] if isinstance(train, str) else list(train)
+    return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more files" if len(paths) > 3 else ""), paths
+
+
+def validation_files(config: Config) -> list[tuple[str, list[str]]]:
+    """As `named`, the files of held-out prompts."""
+    return [named(path) for path in config.data.validation_files().values()]
+
+
+def columns_of(shapes: Sequence[Shape], name: str, prompt: str, where: Callable[[int], str]) -> list[Columns]:
+    """The columns of a file's rows, but for the prompt; `name` stands for the rows with those of the first."""
+    found = []
+    for number, shape in enumerate(shapes):
+        more = f" and {shape.rows - 1:,} more rows" if shape.rows > 1 else ""
+        rows = f"{where(shape.first)}{more}" if number else name
+        found.append(Columns(rows, tuple(column for column in shape.columns if column != prompt)))
+    return found
+
+
+def check_reward_columns(
+    function: Callable[..., Any] | None, config: Config, columns: Sequence[Columns], gets: Sequence[str]
+) -> None:
+    """Check that a reward can be called with the columns of each row.
+
+    Args:
+        function: the reward; None: only names are checked.
+        columns: of all rows.
+        gets: what a reward gets besides.
+
+    Raises:
+        ConfigError: naming the rows, and the first column that is missing, too many, or taken by something else.
+    """
+    arguments = config.reward.arguments
+    for one in columns:
+        for name in gets:
+            if name in one.names:
+                raise ConfigError(
+                    f"{one.where}: a reward gets {name!r} from the run, so it would never see the column {name!r}; "
+                    "rename the column in the data"
+                )
+    for one in columns or [Columns("", ())]:
+        given = [*gets, *one.names]
+        if clash := [name for name in arguments if name in given]:
+            raise ConfigError(
+                f"reward.arguments: a reward already gets {', '.join(map(repr, clash))}, from the run or as a column "
+                f"of {one.where}; name the argument differently"
+            )
+        if function is not None and columns:
+            said = f"{', '.join(gets)}, the columns of {one.where} and reward.arguments (docs/rewards.md)"
+            taken = keywords(function)
+            passed = [name for name in given if taken is None or name in taken]
+            check_call(function, "reward.function", [*passed, *arguments], said)
+
+
+class _Tokenizer:
+    """The model's tokenizer, loaded when it is needed: that imports torch."""
+
+    def __init__(self, findings: Findings, config: Config | SFTConfig):
+        self._findings, self._model = findings, config.model
+        self._tokenizer: Any = None
+        self._failed = False
+
+    def __call__(self) -> Any:
+        """The tokenizer; None if it cannot be loaded, which is a finding once."""
+        if self._tokenizer is None and not self._failed:
+            self._failed = True
+            with self._findings.collecting():
+                self._tokenizer = load_tokenizer(self._model.path, self._model.trust_remote_code)
+        return self._tokenizer
+
+
+def _open(findings: Findings, paths: Sequence[str], needed: Sequence[str], until: float) -> Table | None:
+    with findings.collecting():
+        table = open_table(paths, needed, until - time.monotonic())
+        if table.unread:
+            findings.note(
+                f"{len(table):,} of {len(table) + table.unread:,} rows of {named(paths)[0]} were read; the run reads "
+                "all of them before anything starts"
+            )
+        return table
+    return None
+
+
+def _look_at_prompt_lengths(
+    findings: Findings, config: Config, table: Table, name: str, limit: TokenLimit, tokenizer: _Tokenizer
+) -> tuple[int, bool]:
+    """Check prompts that may be too long; returns how many are to be dropped, and if some were not looked at."""
+    data = config.data
+    prompts = table.needed[data.prompt]
+    unsure = [
+        row for row, prompt in enumerate(prompts) if data.chat_template or not is_surely_short(prompt, limit.tokens)
+    ]
+    if not unsure or (loaded := tokenizer()) is None:
+        return 0, False
+    renderer = Renderer(loaded, data.chat_template)
+    problems = RowProblems()
+
+    def tokens(rows: Sequence[int]) -> list[int]:
+        _, ids = renderer.prompts([prompts[row] for row in rows], lambda row: table.where(rows[row]), problems=problems)
+        return [len(one) for one in ids]
+
+    rows, lengths = _lengths(findings, name, "prompts", len(prompts), unsure, lambda row: _size(prompts[row]), tokens)
+    problems.raise_any()
+    if data.overlong_prompts == "error":
+        check_length(lengths, limit, "the prompt", lambda row: table.where(rows[row]))
+    dropped = sum(length > limit.tokens for length in lengths)
+    if dropped == len(prompts):
+        raise all_too_long(dropped, min(lengths), limit)
+    return dropped, len(rows) < len(unsure) or table.unread > 0
+
+
+def _look_at_demonstration_lengths(
+    findings: Findings, config: SFTConfig, table: Table, name: str, limit: TokenLimit, tokenizer: _Tokenizer
+) -> None:
+    data = config.data
+    prompts, responses = table.needed[data.prompt], table.needed[data.response]
+
+    def is_short(row: int) -> bool:
+        prompt, response = prompts[row], responses[row]
+        return (
+            not data.chat_template
+            and isinstance(response, str)
+            and is_surely_short(prompt, limit.tokens - len(response.encode()))
+        )
+
+    unsure = [row for row in range(len(table)) if not is_short(row)]
+    if not unsure or (loaded := tokenizer()) is None:
+        return
+    renderer = Renderer(loaded, data.chat_template)
+    problems = RowProblems()
+
+    def tokens(rows: Sequence[int]) -> list[int]:
+        def where(row: int) -> str:
+            return table.where(rows[row])
+
+        _, first = renderer.prompts([prompts[row] for row in rows], where, problems=problems)
+        second = renderer.responses([responses[row] for row in rows], data.response, where, problems)
+        return [len(prompt) + len(response) for prompt, response in zip(first, second, strict=True)]
+
+    def size(row: int) -> float:
+        return _size(prompts[row]) + (_size(responses[row]) if responses[row] else 0)
+
+    rows, lengths = _lengths(findings, name, "demonstrations", len(table), unsure, size, tokens)
+    problems.raise_any()
+    check_length(lengths, limit, "prompt and response together", lambda row: table.where(rows[row]))
+
+
+def _lengths(
+    findings: Findings,
+    name: str,
+    noun: str,
+    number: int,
+    unsure: list[int],
+    size: Callable[[int], float],
+    tokens: Callable[[Sequence[int]], list[int]],
+) -> tuple[list[int], list[int]]:
+    """Rows that were looked at, in their order, and their lengths: as many of `unsure` as there is time for.
+
+    What is likeliest to be wrong comes first: rows of an odd type, then the longest.
+    """
+    unsure.sort(key=size, reverse=True)
+    found: dict[int, int] = {}
+    until = time.monotonic() + LENGTHS_SECONDS
+    for at in range(0, len(unsure), _ROWS_AT_ONCE):
+        rows = unsure[at : at + _ROWS_AT_ONCE]
+        found.update(zip(rows, tokens(rows), strict=True))
+        if time.monotonic() > until:
+            break
+    if len(found) < len(unsure):
+        looked = number - len(unsure) + len(found)
+        findings.note(
+            f"lengths of {looked:,} of {number:,} {noun} of {name} were looked at, those of the longest texts among "
+            "them; the run looks at all before anything starts"
+        )
+    ordered = sorted(found)
+    return ordered, [found[row] for row in ordered]
+
+
+def _size(prompt: Any) -> float:
+    """Characters of a prompt; what a run would refuse is larger than all."""
+    if isinstance(prompt, str) and prompt.strip():
+        return len(prompt)
+    messages = prompt if isinstance(prompt, list) else []
+    contents = [message.get("content") if isinstance(message, dict) else None for message in messages]
+    strings = [content for content in contents if isinstance(content, str)]
+    if not strings or len(strings) < len(contents) or prompt[-1].get("role") == "assistant":
+        return math.inf
+    return sum(map(len, strings))
+
+
+def _distinct(prompts: Sequence[Any]) -> set[str]:
+    return {prompt if isinstance(prompt, str) else json.dumps(prompt, default=str) for prompt in prompts}
+
+
+def _note_shared(findings: Findings, name: str, held_out: set[str], train: str, trained: set[str]) -> None:
+    shared = len(held_out & trained)
+    if shared and shared >= SHARED * len(held_out):
+        which = "all" if shared == len(held_out) else f"{shared:,} of {len(held_out):,}"
+        findings.note(
+            f"{which} validation prompts of {name} are in {train} too: validation then measures what was trained on"
+        )

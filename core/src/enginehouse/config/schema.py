@@ -28,6 +28,12 @@ class Section(BaseModel):
         return value
 
 
+def _one_path_or_several(value: Any) -> Any:
+    if isinstance(value, str) or (isinstance(value, list) and value and all(isinstance(one, str) for one in value)):
+        return value
+    raise ValueError("a path is wanted, or a list of paths")
+
+
 class Model(Section):
     """The model that is trained, a Hugging Face directory."""
 
@@ -48,15 +54,22 @@ class Model(Section):
 class Data(Section):
     """Prompts, as JSONL or Parquet files. Columns besides the prompt are handed to the reward function."""
 
-    train: str = Field(description="File of training prompts")
+    train: str | list[str] = Field(description="File of training prompts, or a list of files")
     validation: str | dict[str, str] | None = Field(
         default=None, description="File of held-out prompts; or several by name, {aime: a.jsonl, gsm: b.parquet}"
     )
     prompt: str = Field(default="prompt", description="Column with the prompt: a string, or a list of chat messages")
-    max_prompt_tokens: int = Field(default=1024, gt=0, description="Longer prompts are an error")
+    max_prompt_tokens: int = Field(
+        default=1024, gt=0, description="A longer prompt is too long, as is one that leaves a response no room"
+    )
+    overlong_prompts: Literal["error", "drop"] = Field(
+        default="error", description="What is done about prompts that are too long: refuse them, or leave them out"
+    )
     chat_template: bool | None = Field(
         default=None, description="Apply the tokenizer's chat template; unset: to messages only"
     )
+
+    _paths = field_validator("train", mode="before")(_one_path_or_several)
 
     @field_validator("validation", mode="before")
     @classmethod
@@ -168,7 +181,9 @@ class Evaluation(Section):
 class Reference(Section):
     """The frozen model a KL term holds the policy near to, on the actor's backend. It runs only for a KL term."""
 
-    path: str | None = Field(default=None, description="Model directory; unset: model.path")
+    path: str | None = Field(
+        default=None, description="Model directory; unset: model.path, of an actor with adapters its own base"
+    )
 
 
 class Reward(Section):
@@ -328,13 +343,15 @@ class Config(Section):
 class SFTData(Section):
     """Demonstrations, as JSONL or Parquet files."""
 
-    train: str = Field(description="File of demonstrations")
+    train: str | list[str] = Field(description="File of demonstrations, or a list of files")
     prompt: str = Field(default="prompt", description="Column with the prompt: a string, or a list of chat messages")
     response: str = Field(default="response", description="Column with the response, a string; only it is learned")
     max_tokens: int = Field(default=2048, gt=0, description="Longer prompt and response together are an error")
     chat_template: bool | None = Field(
         default=None, description="Apply the tokenizer's chat template; unset: to messages only"
     )
+
+    _paths = field_validator("train", mode="before")(_one_path_or_several)
 
 
 class SFTTrain(Section):

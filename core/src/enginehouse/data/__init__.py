@@ -1,6 +1,6 @@
 """Data: the batch every role exchanges, how it is cut into micro-batches, and the files it comes from.
 
-Names are imported when first used: checking a data file needs no torch.
+Names are imported when first used: reading a data file (`enginehouse.data.files`) needs no torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from enginehouse.data.batch import Batch
     from enginehouse.data.demonstrations import DemonstrationDataset, DemonstrationSampler
     from enginehouse.data.errors import BatchError, UnknownColumnError, WireVersionError
-    from enginehouse.data.files import check_demonstration_file, check_prompt_file
     from enginehouse.data.microbatch import plan_microbatches
     from enginehouse.data.prompts import PromptDataset, PromptSampler
     from enginehouse.data.ragged import Ragged
@@ -34,8 +33,6 @@ __all__ = [
     "UnknownColumnError",
     "WireVersionError",
     "balance",
-    "check_demonstration_file",
-    "check_prompt_file",
     "plan_microbatches",
 ]
 
@@ -46,7 +43,6 @@ __getattr__ = exports(
         "batch": ["Batch"],
         "demonstrations": ["DemonstrationDataset", "DemonstrationSampler"],
         "errors": ["BatchError", "UnknownColumnError", "WireVersionError"],
-        "files": ["check_demonstration_file", "check_prompt_file"],
         "microbatch": ["plan_microbatches"],
         "prompts": ["PromptDataset", "PromptSampler"],
         "ragged": ["Ragged"],

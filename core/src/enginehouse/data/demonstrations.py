@@ -10,15 +10,14 @@ import numpy as np
 import torch
 
 from enginehouse.data.batch import Batch
-from enginehouse.data.files import Table, open_table
+from enginehouse.data.files import open_table
 from enginehouse.data.ragged import Ragged
-from enginehouse.data.rendering import Renderer, check_length
+from enginehouse.data.rendering import Counted, Renderer, TokenLimit, check_length, uncounted
 from enginehouse.data.sampler import Sampler
-from enginehouse.errors import DataError
 
 
 class DemonstrationDataset:
-    """The demonstrations of a file, tokenized once."""
+    """The demonstrations of a file, or of several, tokenized once."""
 
     def __init__(self, tokens: Sequence[np.ndarray], prompt_lengths: Sequence[int]) -> None:
         """Use `load`. `tokens` holds prompt and response together."""
@@ -28,36 +27,38 @@ class DemonstrationDataset:
     @classmethod
     def load(
         cls,
-        path: str | Path,
+        path: str | Path | Sequence[str | Path],
         tokenizer: Any,
         prompt_column: str = "prompt",
         response_column: str = "response",
-        max_tokens: int = 2048,
+        max_tokens: int | TokenLimit = 2048,
         chat_template: bool | None = None,
+        counted: Counted = uncounted,
     ) -> DemonstrationDataset:
-        """Read a JSONL or Parquet file and tokenize its demonstrations.
+        """Read JSONL or Parquet files and tokenize their demonstrations.
 
         A demonstration is the prompt as `PromptDataset` renders it, the response, and the tokenizer's end of
         sequence if it has one and the response does not already end with it.
 
         Args:
-            path: the file.
+            path: the file, or several, whose rows follow each other.
             tokenizer: the model's `transformers` tokenizer.
             prompt_column: column with the prompt, a string or a list of chat messages.
             response_column: column with the response, a string.
             max_tokens: longer demonstrations, prompt and response together, are an error.
             chat_template: as for `PromptDataset.load`.
+            counted: shows how many are done.
 
         Raises:
             DataError: saying which file, row and column is wrong and what would be right.
         """
+        limit = TokenLimit.of("data.max_tokens", max_tokens) if isinstance(max_tokens, int) else max_tokens
         table = open_table(path, (prompt_column, response_column))
         renderer = Renderer(tokenizer, chat_template)
-        _, prompts = renderer.prompts(table.needed[prompt_column], table.where)
-        responses = _responses(renderer, table, response_column)
+        _, prompts = renderer.prompts(table.needed[prompt_column], table.where, counted)
+        responses = renderer.responses(table.needed[response_column], response_column, table.where)
         tokens = [np.concatenate(parts) for parts in zip(prompts, responses, strict=True)]
-        lengths = [len(ids) for ids in tokens]
-        check_length(lengths, max_tokens, "prompt and response together", "data.max_tokens", table.where)
+        check_length([len(ids) for ids in tokens], limit, "prompt and response together", table.where)
         return cls(tokens, [len(prompt) for prompt in prompts])
 
     def __len__(self) -> int:
@@ -88,21 +89,3 @@ class DemonstrationSampler(Sampler):
     def __init__(self, dataset: DemonstrationDataset, rows_per_step: int, seed: int = 0) -> None:
         """Start before the first demonstration of epoch 0."""
         super().__init__(dataset, rows_per_step, seed)
-
-
-def _responses(renderer: Renderer, table: Table, column: str) -> list[np.ndarray]:
-    """Token ids of each response with its end of sequence, int32."""
-    texts = table.needed[column]
-    for row, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise DataError(
-                f"{table.where(row)}: the response in column {column!r} is a {type(text).__name__}, expected a string"
-            )
-    end = getattr(renderer.tokenizer, "eos_token_id", None)
-    responses = renderer.tokens(texts, special=False)
-    for row, ids in enumerate(responses):
-        if end is not None and (not len(ids) or ids[-1] != end):
-            responses[row] = np.append(ids, np.int32(end))
-        elif not len(ids):
-            raise DataError(f"{table.where(row)}: the response in column {column!r} has no tokens")
-    return responses

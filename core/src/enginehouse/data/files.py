@@ -1,33 +1,61 @@
-"""Data files on disk: JSONL and Parquet, read whole, with errors that name file, line and row.
+"""Data files on disk: JSONL and Parquet, every row looked at, with errors that name file, line and row.
 
 JSONL is parsed line by line, so the reward function gets the very values that stand in the file (a loader that
 infers one type a column turns the string "2024-01-01" into a date and 1 into 1.0) and a bad line is named.
-Parquet goes through `datasets`, which knows how its richer types are stored. This module imports neither torch
-nor `datasets` before it has to: `plan` checks files with it.
+Of Parquet, needed columns are read with pyarrow, the others with `datasets`, which knows how its richer types are
+stored. This module imports neither torch nor `datasets` before it has to: `plan` reads with it.
 """
 
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
+import re
 import tempfile
-from collections.abc import Sequence
+import time
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from enginehouse.errors import DataError, nearest
 
 JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
 PARQUET_SUFFIXES = (".parquet",)
 SUFFIXES = (*JSON_SUFFIXES, *PARQUET_SUFFIXES)
+MOST_NESTED = 64
+"""Levels of lists and objects in a row: what is deeper passes neither to another process nor into a file later on."""
 _SHOWN = 60
+_LISTED = 5
+_ROWS_AT_ONCE = 1024
+
+
+class Shape(NamedTuple):
+    """Rows that have the same columns.
+
+    Attributes:
+        columns: their names, in the order of the first such row.
+        first: the first such row.
+        rows: how many there are.
+    """
+
+    columns: tuple[str, ...]
+    first: int
+    rows: int
 
 
 class Table(Protocol):
-    """The rows of a file. `needed` columns are held ready, the others are fetched by row."""
+    """Rows of files. `needed` columns are held ready, the others are fetched by row.
 
-    path: Path
+    Attributes:
+        needed: values by column, one a row.
+        unread: rows there are besides, which were not looked at for want of time.
+    """
+
     needed: dict[str, list[Any]]
+    unread: int
 
     def __len__(self) -> int: ...
 
@@ -39,22 +67,36 @@ class Table(Protocol):
         """Name a row for a message: file, row (from 0) and line."""
         ...
 
-
-def check_prompt_file(path: str | Path, prompt_column: str) -> tuple[str, ...]:
-    """Check that a file of prompts exists, is readable and has the column, looking at its schema or first row only.
-
-    Returns:
-        The file's columns.
-
-    Raises:
-        DataError: saying what is wrong and what would be right.
-    """
-    return check_file(Path(path), (prompt_column,))
+    def shapes(self) -> list[Shape]:
+        """Which columns rows have, those of the first row first; a file of Parquet has one shape."""
+        ...
 
 
-def check_demonstration_file(path: str | Path, prompt_column: str, response_column: str) -> tuple[str, ...]:
-    """As `check_prompt_file`, for a file of demonstrations."""
-    return check_file(Path(path), (prompt_column, response_column))
+class RowProblems:
+    """What is wrong with rows: all are counted, and the first few named together."""
+
+    def __init__(self) -> None:
+        self._first: list[str] = []
+        self._rows = 0
+
+    def add(self, problem: str) -> None:
+        """Take in what is wrong with one row, which it names."""
+        self._rows += 1
+        if len(self._first) < _LISTED:
+            self._first.append(problem)
+
+    def raise_any(self) -> None:
+        """Raise the only problem as it is, several as a list.
+
+        Raises:
+            DataError: if there is a problem.
+        """
+        if self._rows == 1:
+            raise DataError(self._first[0])
+        if self._rows:
+            more = self._rows - len(self._first)
+            listed = [*self._first, *([f"and {more:,} more"] if more else [])]
+            raise DataError("\n  - ".join([f"{self._rows:,} rows of the data cannot be used:", *listed]))
 
 
 def check_file(path: Path, needed: Sequence[str]) -> tuple[str, ...]:
@@ -71,33 +113,67 @@ def check_file(path: Path, needed: Sequence[str]) -> tuple[str, ...]:
     return columns
 
 
-def open_table(path: str | Path, needed: Sequence[str]) -> Table:
-    """Read a whole file.
+def open_table(path: str | Path | Sequence[str | Path], needed: Sequence[str], seconds: float | None = None) -> Table:
+    """Read a file whole, or several one after the other.
+
+    Args:
+        path: a path, or several.
+        needed: columns that every row has to have.
+        seconds: stop after about this long, and count what is left (`Table.unread`); None: read all.
 
     Raises:
-        DataError: if it is missing, empty, unreadable, of an unknown kind, or lacks a needed column in any row.
+        DataError: if one is missing, empty, unreadable or of an unknown kind, or a row cannot be read or lacks a needed
+            column.
     """
-    path = Path(path)
-    check_file(path, needed)
-    return ParquetTable(path, needed) if path.suffix.lower() in PARQUET_SUFFIXES else JsonTable(path, needed)
+    paths = [Path(one) for one in ([path] if isinstance(path, str | Path) else path)]
+    if not paths:
+        raise DataError("no data file is named: give a path, or a list of paths")
+    for one in paths:
+        check_file(one, needed)
+    until = None if seconds is None else time.monotonic() + seconds
+    problems = RowProblems()
+    tables: list[Table] = [
+        ParquetTable(one, needed, problems, until)
+        if one.suffix.lower() in PARQUET_SUFFIXES
+        else JsonTable(one, needed, problems, until)
+        for one in paths
+    ]
+    problems.raise_any()
+    return tables[0] if len(tables) == 1 else Tables(tables)
 
 
 class JsonTable:
-    """A JSONL file (one object a line), or a JSON file that is one array of objects."""
+    """A JSONL file (one object a line), or a JSON file that is one array of objects. Arguments as of `open_table`.
 
-    def __init__(self, path: Path, needed: Sequence[str]) -> None:
-        self.path = path
+    Args:
+        problems: takes in what is wrong with rows; these are left out.
+        until: the `time.monotonic` at which to stop.
+    """
+
+    def __init__(self, path: Path, needed: Sequence[str], problems: RowProblems, until: float | None = None) -> None:
+        self._path = path
         self.needed: dict[str, list[Any]] = {name: [] for name in needed}
+        self.unread = 0
         self._rows: list[bytes] = []  # parsed again when asked for: a tenth of the memory of Python objects
-        self._lines: list[int] = []
-        for number, line in _json_lines(path):
-            record = _parse(path, number, line)
+        self._lines: list[int | None] = []
+        self._shapes: dict[frozenset[str], Shape] = {}
+        for row, (number, line) in enumerate(_json_lines(path)):
+            if self.unread or (until is not None and row and row % _ROWS_AT_ONCE == 0 and time.monotonic() > until):
+                self.unread += 1
+                continue
+            place = _place(path, row, number)
+            try:
+                record = _parse(place, line)
+                for name in needed:
+                    if name not in record:
+                        raise DataError(f"{place} has no column {name!r}: {nearest(name, record)}")
+            except DataError as error:
+                problems.add(str(error))
+                continue
             for name, values in self.needed.items():
-                if name not in record:
-                    raise DataError(
-                        f"{_place(path, len(self._rows), number)} has no column {name!r}: {nearest(name, record)}"
-                    )
                 values.append(record[name])
+            seen = self._shapes.get(names := frozenset(record))
+            self._shapes[names] = seen._replace(rows=seen.rows + 1) if seen else Shape(tuple(record), row, 1)
             self._rows.append(line)
             self._lines.append(number)
 
@@ -109,42 +185,122 @@ class JsonTable:
         return [{name: value for name, value in record.items() if name not in self.needed} for record in records]
 
     def where(self, row: int) -> str:
-        return _place(self.path, row, self._lines[row])
+        return _place(self._path, row, self._lines[row])
+
+    def shapes(self) -> list[Shape]:
+        return list(self._shapes.values())
 
 
 class ParquetTable:
-    """A Parquet file, held as Arrow in memory."""
+    """A Parquet file: needed columns as Python objects, the others as Arrow in memory. Arguments as of `JsonTable`."""
 
-    def __init__(self, path: Path, needed: Sequence[str]) -> None:
+    def __init__(self, path: Path, needed: Sequence[str], problems: RowProblems, until: float | None = None) -> None:
+        from pyarrow import parquet
+
+        self._path = path
+        self._columns, rows = _parquet_schema(path)
+        self.needed: dict[str, list[Any]] = {name: [] for name in needed}
+        self._rest: Any = None
+        self._rows = 0
+        with _reading_parquet(path), parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(_ROWS_AT_ONCE, columns=list(needed)):
+                if self._rows and until is not None and time.monotonic() > until:
+                    break
+                for name, values in self.needed.items():
+                    values.extend(self._values(batch, name, problems))
+                self._rows += batch.num_rows
+        self.unread = rows - self._rows
+        if until is None:
+            self._rest = self._read_others()
+
+    def _values(self, batch: Any, name: str, problems: RowProblems) -> list[Any]:
+        column = batch[batch.schema.get_field_index(name)]
+        try:
+            return column.to_pylist()
+        except UnicodeDecodeError:
+            values = []
+            for row, value in enumerate(column):
+                try:
+                    values.append(value.as_py())
+                except UnicodeDecodeError as error:
+                    problems.add(f"{_place(self._path, self._rows + row, None)}: column {name!r} is no text: {error}")
+                    values.append(None)
+            return values
+
+    def _read_others(self) -> Any:
         import datasets
 
-        self.path = path
+        names = [name for name in self._columns if name not in self.needed]
+        if not names:
+            return None
         bars = datasets.are_progress_bars_disabled()
         datasets.disable_progress_bars()
         try:
-            with tempfile.TemporaryDirectory(prefix="enginehouse-") as cache:
-                table: Any = datasets.Dataset.from_parquet(str(path), cache_dir=cache, keep_in_memory=True)
-        except Exception as error:  # datasets wraps whatever pyarrow or the disk raises
-            raise DataError(f"{path} cannot be read as Parquet: {error.__cause__ or error}") from error
+            with _reading_parquet(self._path), tempfile.TemporaryDirectory(prefix="enginehouse-") as cache:
+                rest: Any = datasets.Dataset.from_parquet(
+                    str(self._path), cache_dir=cache, keep_in_memory=True, columns=names
+                )
+                rest.data.validate(full=True)  # text that is none: it would end the run when it is drawn
+                return rest
         finally:
             if not bars:
                 datasets.enable_progress_bars()
-        self.needed = {name: list(table[name]) for name in needed}
-        self._others = table.remove_columns(list(needed))
-        self._rows = len(table)
 
     def __len__(self) -> int:
         return self._rows
 
     def others(self, rows: Sequence[int]) -> list[dict[str, Any]]:
-        names = self._others.column_names
-        if not names:
+        if self._rest is None:
             return [{} for _ in rows]
-        columns = self._others[list(rows)]
+        names = self._rest.column_names
+        columns = self._rest[list(rows)]
         return [dict(zip(names, values)) for values in zip(*(columns[name] for name in names))]
 
     def where(self, row: int) -> str:
-        return _place(self.path, row, None)
+        return _place(self._path, row, None)
+
+    def shapes(self) -> list[Shape]:
+        return [Shape(self._columns, 0, self._rows)]
+
+
+class Tables:
+    """Several tables as one: their rows one after the other."""
+
+    def __init__(self, tables: Sequence[Table]) -> None:
+        self._tables = tables
+        self._starts = list(itertools.accumulate((len(table) for table in tables[:-1]), initial=0))
+        self.needed = {
+            name: list(itertools.chain.from_iterable(table.needed[name] for table in tables))
+            for name in tables[0].needed
+        }
+        self.unread = sum(table.unread for table in tables)
+
+    def __len__(self) -> int:
+        return sum(len(table) for table in self._tables)
+
+    def others(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        found: dict[int, dict[str, Any]] = {}
+        for number, (table, start) in enumerate(zip(self._tables, self._starts, strict=True)):
+            mine = [row for row in dict.fromkeys(rows) if self._table_of(row) == number]
+            found.update(zip(mine, table.others([row - start for row in mine]), strict=True))
+        return [found[row] for row in rows]
+
+    def where(self, row: int) -> str:
+        number = self._table_of(row)
+        return self._tables[number].where(row - self._starts[number])
+
+    def shapes(self) -> list[Shape]:
+        found: dict[frozenset[str], Shape] = {}
+        for table, start in zip(self._tables, self._starts, strict=True):
+            for shape in table.shapes():
+                seen = found.get(names := frozenset(shape.columns))
+                found[names] = (
+                    seen._replace(rows=seen.rows + shape.rows) if seen else shape._replace(first=shape.first + start)
+                )
+        return list(found.values())
+
+    def _table_of(self, row: int) -> int:
+        return bisect_right(self._starts, row) - 1
 
 
 def _place(path: Path, row: int, line: int | None) -> str:
@@ -183,25 +339,30 @@ def _check_column(path: Path, name: str, columns: Sequence[str]) -> None:
         raise DataError(f"{path} has no column {name!r}: {nearest(name, columns)}")
 
 
+@contextmanager
+def _reading_parquet(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # datasets wraps whatever pyarrow or the disk raises
+        raise DataError(f"{path} cannot be read as Parquet: {error.__cause__ or error}") from error
+
+
 def _parquet_schema(path: Path) -> tuple[tuple[str, ...], int]:
     """Column names and number of rows."""
-    import pyarrow
     from pyarrow import parquet
 
-    try:
+    with _reading_parquet(path):
         metadata = parquet.read_metadata(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path} cannot be read as Parquet: {error}") from error
     return tuple(metadata.schema.to_arrow_schema().names), metadata.num_rows
 
 
 def _first_json_row(path: Path) -> dict[str, Any]:
     for number, line in _json_lines(path):
-        return _parse(path, number, line)
+        return _parse(_place(path, 0, number), line)
     raise DataError(f"{path} has no rows")
 
 
-def _json_lines(path: Path) -> Any:
+def _json_lines(path: Path) -> Iterator[tuple[int | None, bytes]]:
     """Line number (from 1; None in a JSON array) and bytes of each row; blank lines are none."""
     try:
         with path.open("rb") as file:
@@ -218,21 +379,95 @@ def _json_lines(path: Path) -> Any:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _array_rows(path: Path, content: bytes) -> list[bytes]:
+def _array_rows(path: Path, content: bytes) -> Iterator[bytes]:
+    """The text of each value in a JSON array."""
+    row = 0
     try:
-        rows = json.loads(content)
-    except ValueError as error:
-        raise DataError(f"{path} is not valid JSON: {error}") from error
-    return [json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass") for row in rows]
+        text = content.decode("utf-8-sig")
+        at = _end_of(_OPENING, text, 0)
+        while text[at : at + 1] != "]":
+            _, end = _scan(text, at)
+            yield text[at:end].encode()
+            row += 1
+            at = _end_of(_SPACE, text, end)
+            if text[at : at + 1] != "]":
+                at = _end_of(_COMMA, text, at)
+        if (end := _end_of(_SPACE, text, at + 1)) < len(text):
+            raise json.JSONDecodeError("Extra data", text, end)
+    except (ValueError, RecursionError) as error:
+        said = _NESTED if isinstance(error, RecursionError) else f"not valid JSON: {error}"
+        raise DataError(f"{path}, in row {row}: {said}") from error
 
 
-def _parse(path: Path, number: int | None, line: bytes) -> dict[str, Any]:
-    place = f"{path}, line {number}" if number is not None else str(path)
+_OPENING, _COMMA, _SPACE = re.compile(r"\s*\[\s*"), re.compile(r",\s*(?!\])"), re.compile(r"\s*")
+_NESTED = f"lists and objects are nested more than {MOST_NESTED} deep: flatten the value, or give it as a string"
+
+
+def _end_of(pattern: re.Pattern[str], text: str, at: int) -> int:
+    found = pattern.match(text, at)
+    if found is None:
+        raise json.JSONDecodeError("Expecting ',' and a value, or the end of the array", text, at)
+    return found.end()
+
+
+class _Twice(ValueError):
+    """A key that stands twice in one object."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _Twice(next(name for name in names if names.count(name) > 1))
+    return record
+
+
+_decode = json.JSONDecoder(object_pairs_hook=_unique).decode
+_scan = json.JSONDecoder().raw_decode
+
+
+def _parse(place: str, line: bytes) -> dict[str, Any]:
+    """A row's object.
+
+    Raises:
+        DataError: it is none, or holds what could not be used later.
+    """
     try:
-        record = json.loads(line)
+        record = _decode(line.decode("utf-8"))
+    except _Twice as error:
+        raise DataError(f"{place}: the key {str(error)!r} stands twice in one object: keep one of them") from error
     except ValueError as error:  # also UnicodeDecodeError
         shown = line[:_SHOWN].decode("utf-8", "replace") + ("..." if len(line) > _SHOWN else "")
         raise DataError(f"{place}: not valid JSON: {error}: {shown}") from error
+    except RecursionError as error:
+        raise DataError(f"{place}: {_NESTED}") from error
     if not isinstance(record, dict):
         raise DataError(f"{place}: expected one JSON object a line, found a {type(record).__name__}")
+    if line.count(b"[") + line.count(b"{") > MOST_NESTED and _depth(record) > MOST_NESTED:
+        raise DataError(f"{place}: {_NESTED}")
+    if (b"\\ud" in line or b"\\uD" in line) and (broken := _no_text(record)):
+        raise DataError(
+            f"{place}: {broken} holds half of a character, a lone surrogate such as \\ud83d, which is no text: cut it "
+            "out, or write the whole character"
+        )
     return record
+
+
+def _depth(value: Any) -> int:
+    """Levels of lists and dictionaries."""
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        inner: Iterator[Iterable[Any]] = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [one for values in inner for one in values if isinstance(one, dict | list)]
+    return depth
+
+
+def _no_text(record: dict[str, Any]) -> str:
+    """The first column with a string that cannot be encoded; empty if there is none."""
+    for name, value in record.items():
+        try:
+            json.dumps({name: value}, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            return f"column {name!a}"
+    return ""

@@ -4,57 +4,87 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from enginehouse.data.batch import Batch
-from enginehouse.data.files import Table, open_table
+from enginehouse.data.files import Shape, Table, open_table
 from enginehouse.data.ragged import Ragged
-from enginehouse.data.rendering import Renderer, check_length
+from enginehouse.data.rendering import Counted, Renderer, TokenLimit, all_too_long, check_length, uncounted
 from enginehouse.data.sampler import Sampler
 
 
 class PromptDataset:
-    """The prompts of a file, tokenized once; every other column is kept for the reward function."""
+    """The prompts of a file, or of several, tokenized once; other columns are kept for the reward function.
+
+    Attributes:
+        dropped: how many prompts were left out because they are too long.
+    """
 
     def __init__(
-        self, table: Table, prompts: Sequence[Any], texts: Sequence[str], tokens: Sequence[np.ndarray]
+        self,
+        table: Table,
+        prompts: Sequence[Any],
+        texts: Sequence[str],
+        tokens: Sequence[np.ndarray],
+        kept: Sequence[int] | None = None,
     ) -> None:
-        """Use `load`."""
+        """Use `load`. `kept` are the rows of the table to use; None: all."""
         self._table = table
         self._prompts = prompts
-        self._texts = texts
-        self._tokens = Ragged.from_list(tokens, dtype=torch.int32)  # half the memory; batches get int64
+        self._kept = np.arange(len(texts)) if kept is None else np.array(kept, dtype=np.int64)
+        self._texts = [texts[row] for row in self._kept]
+        self._tokens = Ragged.from_list([tokens[row] for row in self._kept], dtype=torch.int32)  # batches get int64
+        self.dropped = len(texts) - len(self._kept)
 
     @classmethod
     def load(
         cls,
-        path: str | Path,
+        path: str | Path | Sequence[str | Path],
         tokenizer: Any,
         prompt_column: str = "prompt",
-        max_prompt_tokens: int = 1024,
+        max_prompt_tokens: int | TokenLimit = 1024,
         chat_template: bool | None = None,
+        overlong: Literal["error", "drop"] = "error",
+        counted: Counted = uncounted,
     ) -> PromptDataset:
-        """Read a JSONL or Parquet file and tokenize its prompts.
+        """Read JSONL or Parquet files and tokenize their prompts.
 
         Args:
-            path: the file.
+            path: the file, or several, whose rows follow each other.
             tokenizer: the model's `transformers` tokenizer.
             prompt_column: column with the prompt, a string or a list of chat messages.
-            max_prompt_tokens: longer prompts are an error.
+            max_prompt_tokens: what is longer is too long.
             chat_template: apply the tokenizer's chat template: None to messages only; True also to plain strings, as
                 one message of the user; False never.
+            overlong: what to do with prompts that are too long; `"drop"` leaves them out.
+            counted: shows how many are done.
 
         Raises:
-            DataError: saying which file, row and column is wrong and what would be right.
+            DataError: saying which file, row and column is wrong and what would be right; all prompts are too long.
         """
+        limit = max_prompt_tokens
+        if isinstance(limit, int):
+            limit = TokenLimit.of("data.max_prompt_tokens", limit)
         table = open_table(path, (prompt_column,))
-        texts, tokens = Renderer(tokenizer, chat_template).prompts(table.needed[prompt_column], table.where)
+        texts, tokens = Renderer(tokenizer, chat_template).prompts(table.needed[prompt_column], table.where, counted)
         lengths = [len(ids) for ids in tokens]
-        check_length(lengths, max_prompt_tokens, "the prompt", "data.max_prompt_tokens", table.where)
-        return cls(table, table.needed[prompt_column], texts, tokens)
+        if overlong == "error":
+            check_length(lengths, limit, "the prompt", table.where)
+        kept = [row for row, length in enumerate(lengths) if length <= limit.tokens]
+        if not kept:
+            raise all_too_long(len(lengths), min(lengths), limit)
+        return cls(table, table.needed[prompt_column], texts, tokens, kept)
+
+    def shapes(self) -> list[Shape]:
+        """Which columns the rows have; see `Table.shapes`."""
+        return self._table.shapes()
+
+    def where(self, row: int) -> str:
+        """Name a row of the files, as `Shape.first` and the column `row` count them, for a message."""
+        return self._table.where(row)
 
     def __len__(self) -> int:
         """Number of prompts."""
@@ -66,18 +96,21 @@ class PromptDataset:
         Returns:
             A batch with `prompt_ids` (ragged int64), `prompt` (str, as given or as the chat template rendered it),
             `messages` (the chat messages as in the file; None for a text), `row` (int64 `(rows,)`, the prompt's place
-            in the file) and `columns` (a dict of the row's other columns).
+            among the files' rows) and `columns` (a dict of the row's other columns).
         """
         index = np.asarray(indices, dtype=np.int64)
         numbers = index.tolist()
         tokens = self._tokens.take(index)
+        places = self._kept[index]
         return Batch(
             {
                 "prompt_ids": tokens.like(tokens.values.to(torch.int64)),
                 "prompt": [self._texts[row] for row in numbers],
-                "messages": [None if isinstance(given := self._prompts[row], str) else given for row in numbers],
-                "row": torch.from_numpy(index.copy()),
-                "columns": self._table.others(numbers),
+                "messages": [
+                    None if isinstance(given := self._prompts[row], str) else given for row in places.tolist()
+                ],
+                "row": torch.from_numpy(places),
+                "columns": self._table.others(places.tolist()),
             }
         )
 

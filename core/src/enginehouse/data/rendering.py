@@ -2,14 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from enginehouse.errors import DataError
+from enginehouse.data.files import RowProblems
+from enginehouse.errors import DataError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _ROWS_AT_ONCE = 1024
+_SPECIAL_TOKENS = 8
+"""More than any tokenizer adds to a text."""
+
+Where = Callable[[int], str]
+"""Names row `i` in messages."""
+
+
+class Counted(Protocol):
+    """Shows how much of something has come; `enginehouse.runs.Progress.counted` is one."""
+
+    def __call__(self, parts: Iterable[range], what: str, of: int, size: Callable[[range], int]) -> Iterable[range]: ...
+
+
+def uncounted(parts: Iterable[range], what: str, of: int, size: Callable[[range], int]) -> Iterable[range]:
+    """Show nothing."""
+    return parts
+
+
+@dataclass(frozen=True)
+class TokenLimit:
+    """The most tokens a row may have.
+
+    Attributes:
+        tokens: how many.
+        option: what sets it, as messages say it: `"data.max_prompt_tokens=1024"`.
+        cure: what to do about longer rows.
+    """
+
+    tokens: int
+    option: str
+    cure: str
+
+    @classmethod
+    def of(cls, option: str, tokens: int) -> TokenLimit:
+        """The limit that a config key sets."""
+        return cls(tokens, f"{option}={tokens}", f"drop such rows or raise {option}")
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that lies with the model in the directory `path`.
+
+    Raises:
+        ModelError: there is none, or it cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise ModelError(f"cannot load a tokenizer from {path}: {error}") from error
 
 
 class Renderer:
@@ -25,40 +80,104 @@ class Renderer:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
 
-    def prompts(self, prompts: Sequence[Any], where: Callable[[int], str]) -> tuple[list[str], list[np.ndarray]]:
+    def prompts(
+        self,
+        prompts: Sequence[Any],
+        where: Where,
+        counted: Counted = uncounted,
+        problems: RowProblems | None = None,
+    ) -> tuple[list[str], list[np.ndarray]]:
         """Render and tokenize prompts.
 
         Args:
             prompts: strings, or lists of `{"role": ..., "content": ...}`.
             where: names row `i` in messages.
+            counted: shows how many are done.
+            problems: takes in what is wrong with rows, for the caller to raise; None: it is raised here.
 
         Returns:
             The text of each prompt, as given or as the template renders it, and its token ids (int32).
 
         Raises:
-            DataError: naming the row whose prompt has a wrong type, cannot be rendered or has no tokens.
+            DataError: naming the rows whose prompts have a wrong type, cannot be rendered or have no tokens.
         """
-        texts = [self._text(prompt, row, where) for row, prompt in enumerate(prompts)]
-        plain = [row for row, prompt in enumerate(prompts) if isinstance(prompt, str) and not self.chat_template]
-        tokens: list[np.ndarray] = [np.empty(0, np.int32)] * len(texts)
-        templated = set(range(len(texts))).difference(plain)
-        # A template writes the special tokens itself; a plain string gets those the tokenizer adds by default.
-        for rows, special in ((plain, True), (sorted(templated), False)):
-            for row, ids in zip(rows, self.tokens([texts[row] for row in rows], special), strict=True):
-                tokens[row] = ids
-        for row, ids in enumerate(tokens):
-            if not len(ids):
-                raise DataError(f"{where(row)}: the prompt has no tokens: {prompts[row]!r}")
+        found = RowProblems() if problems is None else problems
+        texts: list[str] = []
+        tokens: list[np.ndarray] = []
+        chunks = [range(at, min(at + _ROWS_AT_ONCE, len(prompts))) for at in range(0, len(prompts), _ROWS_AT_ONCE)]
+        for rows in counted(chunks, "prompts", len(prompts), len):
+            rendered = [self._rendered(prompts[row], row, where, found) for row in rows]
+            texts += [text or "" for text in rendered]
+            tokens += self._tokens_of([prompts[row] for row in rows], rendered, where, rows.start, found)
+        if problems is None:
+            found.raise_any()
         return texts, tokens
+
+    def _tokens_of(
+        self, prompts: Sequence[Any], texts: Sequence[str | None], where: Where, start: int, problems: RowProblems
+    ) -> list[np.ndarray]:
+        """Token ids of each prompt, whose text is None where it could not be rendered."""
+        tokens: list[np.ndarray] = [np.empty(0, np.int32)] * len(texts)
+        plain = [row for row, prompt in enumerate(prompts) if isinstance(prompt, str) and not self.chat_template]
+        templated = sorted(set(range(len(texts))).difference(plain))
+        # A template writes the special tokens itself; a plain string gets those the tokenizer adds by default.
+        for rows, special in ((plain, True), (templated, False)):
+            for row, ids in zip(rows, self.tokens([texts[row] or "" for row in rows], special), strict=True):
+                tokens[row] = ids
+                if not len(ids) and texts[row] is not None:
+                    problems.add(f"{where(start + row)}: the prompt has no tokens: {prompts[row]!r}")
+        return tokens
 
     def tokens(self, texts: Sequence[str], special: bool) -> list[np.ndarray]:
         """Token ids of each text, int32; `special`: with the special tokens the tokenizer adds by default."""
         found: list[np.ndarray] = []
         for start in range(0, len(texts), _ROWS_AT_ONCE):
             chunk = list(texts[start : start + _ROWS_AT_ONCE])
-            encoded = self.tokenizer(chunk) if special else self.tokenizer(chunk, add_special_tokens=False)
+            encoded = self.tokenizer(
+                chunk, add_special_tokens=special, return_attention_mask=False, return_token_type_ids=False
+            )
             found.extend(np.array(ids, dtype=np.int32) for ids in encoded["input_ids"])
         return found
+
+    def responses(
+        self, responses: Sequence[Any], column: str, where: Where, problems: RowProblems | None = None
+    ) -> list[np.ndarray]:
+        """Tokenize responses, each with the tokenizer's end of sequence if it has one and they lack it.
+
+        Args:
+            responses: strings.
+            column: where they stand, for messages.
+            where: as for `prompts`.
+            problems: as for `prompts`.
+
+        Returns:
+            The token ids of each (int32).
+
+        Raises:
+            DataError: naming the rows whose response is no string, or has no tokens.
+        """
+        found = RowProblems() if problems is None else problems
+        for row, text in enumerate(responses):
+            if not isinstance(text, str):
+                kind = type(text).__name__
+                found.add(f"{where(row)}: the response in column {column!r} is a {kind}, expected a string")
+        end = getattr(self.tokenizer, "eos_token_id", None)
+        tokens = self.tokens([text if isinstance(text, str) else "" for text in responses], special=False)
+        for row, ids in enumerate(tokens):
+            if end is not None and (not len(ids) or ids[-1] != end):
+                tokens[row] = np.append(ids, np.int32(end))
+            elif not len(ids) and isinstance(responses[row], str):
+                found.add(f"{where(row)}: the response in column {column!r} has no tokens")
+        if problems is None:
+            found.raise_any()
+        return tokens
+
+    def _rendered(self, prompt: Any, row: int, where: Where, problems: RowProblems) -> str | None:
+        try:
+            return self._text(prompt, row, where)
+        except DataError as error:
+            problems.add(str(error))
+            return None
 
     def _text(self, prompt: Any, row: int, where: Callable[[int], str]) -> str:
         if isinstance(prompt, str) and not self.chat_template:
@@ -69,6 +188,11 @@ class Renderer:
             raise DataError(
                 f"{where(row)}: the prompt is {shown[:80] + '...' if len(shown) > 80 else shown} "
                 f"({type(prompt).__name__}); expected a string, or a list of chat messages with 'role' and 'content'"
+            )
+        if messages[-1]["role"] == "assistant":
+            raise DataError(
+                f"{where(row)}: the prompt ends with a turn of the assistant, which is what the model is to write: "
+                "leave that turn out; for `enginehouse sft` it belongs in the column of responses (data.response)"
             )
         if self.chat_template is False:
             raise DataError(
@@ -99,16 +223,27 @@ def _are_messages(value: Any) -> bool:
     )
 
 
-def check_length(lengths: Sequence[int], most: int, what: str, option: str, where: Callable[[int], str]) -> None:
-    """Refuse rows longer than `most` tokens.
+def is_surely_short(prompt: Any, tokens: int) -> bool:
+    """Whether a string has at most so many tokens whatever the tokenizer, which gives each byte a token at most."""
+    return isinstance(prompt, str) and bool(prompt.strip()) and len(prompt.encode()) + _SPECIAL_TOKENS <= tokens
+
+
+def check_length(lengths: Sequence[int], limit: TokenLimit, what: str, where: Where) -> None:
+    """Refuse rows longer than `limit`.
 
     Raises:
-        DataError: naming the first such row, its length, how many there are, and the option that sets the limit.
+        DataError: naming the first such row, its length, how many there are, and what sets the limit.
     """
-    longer = [row for row, length in enumerate(lengths) if length > most]
+    longer = [row for row, length in enumerate(lengths) if length > limit.tokens]
     if longer:
-        others = f" ({len(longer)} rows are longer; the longest has {max(lengths)})" if len(longer) > 1 else ""
-        raise DataError(
-            f"{where(longer[0])}: {what} has {lengths[longer[0]]} tokens, more than {option}={most}{others}: "
-            f"drop such rows or raise {option}"
-        )
+        others = f" ({len(longer):,} rows are longer; the longest has {max(lengths)})" if len(longer) > 1 else ""
+        said = f"{what} has {lengths[longer[0]]} tokens, more than {limit.option}{others}"
+        raise DataError(f"{where(longer[0])}: {said}: {limit.cure}")
+
+
+def all_too_long(prompts: int, shortest: int, limit: TokenLimit) -> DataError:
+    """That dropping prompts leaves none; `shortest` is the length of the shortest in tokens."""
+    return DataError(
+        f"data.overlong_prompts=drop leaves none of {prompts:,} prompts: the shortest has {shortest} tokens, more than "
+        f"{limit.option}"
+    )

@@ -16,7 +16,6 @@ from enginehouse.engines.rollout import (
     SamplingParams,
 )
 from enginehouse.engines.train import (
-    ExportsAdapter,
     LossSpec,
     LossValue,
     Max,
@@ -28,6 +27,7 @@ from enginehouse.engines.train import (
     SavesInBackground,
     TokenView,
     TrainEngine,
+    TrainsAdapters,
     merge_metrics,
 )
 from enginehouse.engines.weights import (
@@ -45,7 +45,6 @@ from enginehouse.engines.weights import (
 __all__ = [
     "Completion",
     "Endpoint",
-    "ExportsAdapter",
     "GenerateRequest",
     "GenerateResult",
     "Health",
@@ -67,6 +66,7 @@ __all__ = [
     "SavesInBackground",
     "TokenView",
     "TrainEngine",
+    "TrainsAdapters",
     "TransferPlan",
     "TransportSession",
     "WeightChunk",

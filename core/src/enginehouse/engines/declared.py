@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 from enginehouse.engines.rollout import RolloutEngine
-from enginehouse.engines.train import ExportsAdapter, OffloadsState, SavesInBackground, TrainEngine
+from enginehouse.engines.train import OffloadsState, SavesInBackground, TrainEngine, TrainsAdapters
 from enginehouse.engines.weights import WeightTransport
 from enginehouse.plugin import Backend, Record, ResolveError, RolloutBackend, TrainBackend, Transport, resolve
 from enginehouse.plugin.capabilities import BACKGROUND_SAVE, LORA, OFFLOAD
@@ -19,7 +19,7 @@ PROTOCOLS: dict[type[Record], tuple[str, type]] = {
 }
 """By kind of record the field that names a class, and what that class must do."""
 
-OFFERED: dict[str, type] = {OFFLOAD: OffloadsState, BACKGROUND_SAVE: SavesInBackground, LORA: ExportsAdapter}
+OFFERED: dict[str, type] = {OFFLOAD: OffloadsState, BACKGROUND_SAVE: SavesInBackground, LORA: TrainsAdapters}
 """What a training engine must do besides, by capability."""
 
 

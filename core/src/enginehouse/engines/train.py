@@ -274,8 +274,12 @@ class SavesInBackground(Protocol):
         ...
 
 
-class ExportsAdapter(Protocol):
+class TrainsAdapters(Protocol):
     """Capability `lora`."""
+
+    def forward_base(self, batch: Batch, outputs: Outputs) -> Batch | None:
+        """As `forward`, of the model without its adapters: what a KL term holds an adapted model near to."""
+        ...
 
     def export_adapter(self, path: str) -> None:
         """Write the adapters alone into the directory `path`, in the form `peft` reads; collective."""

@@ -17,10 +17,11 @@ import numpy as np
 import torch
 
 from enginehouse.data.prompts import PromptDataset
+from enginehouse.data.rendering import load_tokenizer
 from enginehouse.errors import EnginehouseError
 from enginehouse.rl.generation import outputs_as_sampled, sampling_params
 from enginehouse.rl.mismatch import mismatch
-from enginehouse.rl.placement import load_tokenizer, place
+from enginehouse.rl.placement import place
 from enginehouse.rl.samples import plain
 
 if TYPE_CHECKING:
@@ -196,8 +197,10 @@ def compare_engines(plan: Plan, prompts: int, tolerance: float | None = None) ->
     """
     config = plan.config
     data, sampling = config.data, config.rollout.sampling
-    tokenizer = load_tokenizer(config.model)
-    dataset = PromptDataset.load(data.train, tokenizer, data.prompt, data.max_prompt_tokens, data.chat_template)
+    tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+    dataset = PromptDataset.load(
+        data.train, tokenizer, data.prompt, plan.prompt_limit, data.chat_template, data.overlong_prompts
+    )
     chosen = dataset.all(prompts)
     asked = chosen.select(["prompt_ids"]).with_columns(prompt_index=torch.arange(len(chosen)))
     with place(plan, ()) as roles:

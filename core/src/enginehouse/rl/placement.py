@@ -14,19 +14,17 @@ from typing import TYPE_CHECKING, Any
 from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec, colocate, start_ray
 from enginehouse.controller.weight_sync import WeightSync
 from enginehouse.engines.model import ModelSpec
-from enginehouse.errors import ModelError
 from enginehouse.rl.drawing import drawn_by_group
 from enginehouse.rl.fleet import RolloutFleet
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
 from enginehouse.transports.buckets import BUCKET_BYTES
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from enginehouse.config.plan import Plan, SFTPlan
     from enginehouse.config.schema import Cluster, Model
     from enginehouse.data import Batch
     from enginehouse.engines.rollout import SamplingParams
+    from enginehouse.engines.train import Outputs
     from enginehouse.plugin.runtimes import Interpreter
 
 SHORTEST_START_LIMIT_SECONDS = 300.0
@@ -50,19 +48,31 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Roles:
-    """The worker groups of a run."""
+    """The worker groups of a run.
+
+    Attributes:
+        reference: the model a KL term compares with; None where there is no such term, or `base_is_reference`.
+        base_is_reference: that model is the actor's without its adapters.
+    """
 
     actor: WorkerGroup
     rollout: WorkerGroup | RolloutFleet
     reference: WorkerGroup | None
     sync: WeightSync
     evaluation: Evaluation | None = None
+    base_is_reference: bool = False
 
     def describe(self) -> dict[str, Any]:
         """For reports: each role's processes and what they run."""
         groups = {"actor": self.actor, "rollout": self.rollout, "reference": self.reference}
         described = {name: group.call("describe") for name, group in groups.items() if group is not None}
         return described | ({"evaluation": self.evaluation.fleet.describe()} if self.evaluation else {})
+
+    def score_by_reference(self, batch: Batch, outputs: Outputs) -> Batch | None:
+        """What the reference gives for `batch`, as `TrainWorker.forward`; None where there is none."""
+        if self.base_is_reference:
+            return self.actor.forward_base(batch, outputs)
+        return None if self.reference is None else self.reference.forward(batch, outputs)
 
     def generate_each(
         self, batch: Batch, sampling: SamplingParams, seed: int | None = None
@@ -86,20 +96,6 @@ class Roles:
         return self.rollout.metrics() if isinstance(self.rollout, RolloutFleet) else {}
 
 
-def load_tokenizer(model: Model) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that lies with the model.
-
-    Raises:
-        ModelError: there is none, or it cannot be loaded.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    except Exception as error:
-        raise ModelError(f"cannot load a tokenizer from {model.path}: {error}") from error
-
-
 @contextmanager
 def place(plan: Plan, probe: Sequence[Sequence[int]]) -> Iterator[Roles]:
     """Start every worker of a run; end them all on the way out.
@@ -114,7 +110,7 @@ def place(plan: Plan, probe: Sequence[Sequence[int]]) -> Iterator[Roles]:
         RolloutWorker, config.rollout.engine.backend, _model_spec(config.model, config.model.path), plan.rollout_options
     )
     specs = {"actor": actor}
-    if plan.uses_reference:
+    if plan.uses_reference and not plan.base_is_reference:
         path = config.reference.path or config.model.path
         specs["reference"] = _train_spec(plan, config.actor.engine.backend, path, plan.reference_options)
     rollout = _under(plan.interpreters["rollout"], rollout)
@@ -146,7 +142,7 @@ def place(plan: Plan, probe: Sequence[Sequence[int]]) -> Iterator[Roles]:
         stack.callback(sync.close)
         if isinstance(replicas, RolloutFleet):
             replicas.catch_up = sync.catch_up
-        yield Roles(groups["actor"], replicas, groups.get("reference"), sync, evaluation)
+        yield Roles(groups["actor"], replicas, groups.get("reference"), sync, evaluation, plan.base_is_reference)
 
 
 @contextmanager

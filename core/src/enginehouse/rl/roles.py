@@ -76,6 +76,11 @@ class TrainWorker(Worker):
         """Compute per-token outputs of `input_ids`; see `TrainEngine.forward`."""
         return self.engine.forward(batch, outputs)
 
+    @register(dispatch="dp", collect="concat")
+    def forward_base(self, batch: Batch, outputs: Outputs) -> Batch | None:
+        """As `forward`, without adapters; see `TrainsAdapters.forward_base`."""
+        return self._offering(capabilities.LORA).forward_base(batch, outputs)
+
     @register(dispatch="dp", collect="merge")
     def update(
         self,
@@ -200,7 +205,7 @@ class TrainWorker(Worker):
 
     @register
     def export_adapter(self, path: str) -> None:
-        """Write the adapters alone; see `ExportsAdapter.export_adapter`."""
+        """Write the adapters alone; see `TrainsAdapters.export_adapter`."""
         self._offering(capabilities.LORA).export_adapter(path)
 
     def _offering(self, capability: str) -> Any:

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.data.demonstrations import DemonstrationDataset, DemonstrationSampler
+from enginehouse.data.rendering import load_tokenizer
 from enginehouse.engines.train import LossSpec
 from enginehouse.rl.loop import Loop
-from enginehouse.rl.placement import load_tokenizer, place_actor
+from enginehouse.rl.placement import place_actor
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import SFTPlan
@@ -23,14 +24,17 @@ class SFTTrainer(Loop):
         super().__init__(plan, run, progress)
         self.plan = plan
         data, train = plan.config.data, plan.config.train
-        demonstrations = DemonstrationDataset.load(
-            data.train,
-            load_tokenizer(plan.config.model),
-            data.prompt,
-            data.response,
-            data.max_tokens,
-            data.chat_template,
-        )
+        model = plan.config.model
+        with progress.task("reading data"):
+            demonstrations = DemonstrationDataset.load(
+                data.train,
+                load_tokenizer(model.path, model.trust_remote_code),
+                data.prompt,
+                data.response,
+                plan.row_limit,
+                data.chat_template,
+                progress.counted,
+            )
         self.rows = DemonstrationSampler(demonstrations, train.rows_per_step, train.seed)
         if plan.resumed:
             self.restore(plan.resumed.loop)

@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from enginehouse.config.plan import REWARD_GETS
+from enginehouse.config.rows import check_reward_columns, columns_of, named
 from enginehouse.data.prompts import PromptDataset, PromptSampler
+from enginehouse.data.rendering import load_tokenizer
 from enginehouse.engines.train import LossSpec
 from enginehouse.plugin import plugins
 from enginehouse.plugin.records import resolve
@@ -23,7 +26,7 @@ from enginehouse.rl.kl import token_kl
 from enginehouse.rl.loop import Loop
 from enginehouse.rl.minibatches import assign_minibatches
 from enginehouse.rl.mismatch import MismatchWarnings, measuring, mismatch
-from enginehouse.rl.placement import Roles, load_tokenizer, place
+from enginehouse.rl.placement import Roles, place
 from enginehouse.rl.rewards.pool import RewardPool
 from enginehouse.rl.samples import plain, sample_metrics, sample_rows, with_rewards
 from enginehouse.rl.stalls import Stalls
@@ -56,11 +59,13 @@ class Trainer(Loop):
         self.plan = plan
         config = plan.config
         self.save_every = config.train.save_every
-        self.tokenizer = load_tokenizer(config.model)
-        prompts = self._dataset(config.data.train)
+        self.dropped: dict[str, int] = {}
+        with progress.task("reading data"):
+            self.tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+            prompts = self._dataset(config.data.train)
+            self.validation = Validation.of(config, self._dataset)
         self.prompts = PromptSampler(prompts, config.train.prompts_per_step, config.train.seed)
         self.probe = [tokens.tolist() for tokens in prompts.all(PROBE_SEQUENCES)["prompt_ids"]]
-        self.validation = Validation.of(config, self._dataset)
         self.advantage = resolve(plan.advantage)
         self.version = 0
         self.warnings = MismatchWarnings(config.weights.effect_tolerance)
@@ -76,6 +81,7 @@ class Trainer(Loop):
 
     def describe(self) -> Mapping[str, Any]:
         described = self.roles.describe()
+        self.run_directory.record.update(prompts={"used": len(self.prompts.dataset), "too_long": self.dropped})
         for replica in described["rollout"]:
             if endpoint := replica.get("endpoint"):
                 self.progress.note(f"rollout replica {replica['rank']} answers OpenAI clients at {endpoint}")
@@ -165,9 +171,9 @@ class Trainer(Loop):
     def with_reference(self, batch: Batch) -> Batch:
         """Add `reference_logprobs`, if there is a KL term, and take the term from the rewards if that is its place."""
         kl = self.config.algorithm.kl
-        if self.roles.reference is None:
+        scored = self.roles.score_by_reference(batch.select(["input_ids", "loss_mask"]), self._outputs())
+        if scored is None:
             return batch
-        scored = self.roles.reference.forward(batch.select(["input_ids", "loss_mask"]), self._outputs())
         batch = batch.with_columns(reference_logprobs=scored["logprobs"])
         if kl.place == "loss":
             return batch
@@ -190,7 +196,7 @@ class Trainer(Loop):
         """The configured loss, with the KL term if that is its place."""
         algorithm = self.config.algorithm
         arguments = dict(algorithm.loss.arguments)
-        if self.roles.reference is not None and algorithm.kl.place == "loss":
+        if self.plan.uses_reference and algorithm.kl.place == "loss":
             arguments |= {"kl_coefficient": algorithm.kl.coefficient, "kl_estimator": algorithm.kl.estimator}
         outputs = self._outputs(entropy=bool(arguments.get("entropy_coefficient")))
         return LossSpec(algorithm.loss.name, arguments, outputs)
@@ -232,6 +238,24 @@ class Trainer(Loop):
     def _outputs(self, entropy: bool = False) -> Outputs:
         return outputs_as_sampled(self.config.rollout.sampling, entropy)
 
-    def _dataset(self, path: str) -> PromptDataset:
-        data = self.config.data
-        return PromptDataset.load(path, self.tokenizer, data.prompt, data.max_prompt_tokens, data.chat_template)
+    def _dataset(self, path: str | list[str]) -> PromptDataset:
+        """Read prompts. All rows are looked at here, before anything starts; the plan may have looked at fewer."""
+        config, data, (name, paths) = self.config, self.config.data, named(path)
+        dataset = PromptDataset.load(
+            paths,
+            self.tokenizer,
+            data.prompt,
+            self.plan.prompt_limit,
+            data.chat_template,
+            data.overlong_prompts,
+            self.progress.counted,
+        )
+        columns = columns_of(dataset.shapes(), name, data.prompt, dataset.where)
+        check_reward_columns(resolve(self.plan.reward), config, columns, REWARD_GETS)
+        if dataset.dropped:
+            self.dropped[name] = dataset.dropped
+            limit = self.plan.prompt_limit.option
+            self.progress.note(
+                f"{dataset.dropped:,} prompts of {name} are left out: they have more tokens than {limit}"
+            )
+        return dataset

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -114,6 +115,21 @@ def add_adapters(model: PreTrainedModel, lora: LoraOptions, spec: ModelSpec) -> 
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(getattr(torch, spec.dtype))
+
+
+@contextmanager
+def switched_off(model: PreTrainedModel) -> Iterator[None]:
+    """The model without what its adapters add. They are still run, times zero, so that ranks gather as ever."""
+    from peft.tuners.lora import LoraLayer
+
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    try:
+        for layer in layers:
+            layer.set_scale(ADAPTER, 0.0)
+        yield
+    finally:
+        for layer in layers:
+            layer.set_scale(ADAPTER, 1.0)
 
 
 def draw(model: PreTrainedModel, seed: int) -> None:

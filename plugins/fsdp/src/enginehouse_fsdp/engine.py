@@ -106,6 +106,11 @@ class FSDPEngine:
         finally:
             reshard(self._model)  # no backward pass follows that would
 
+    def forward_base(self, batch: Batch, outputs: Outputs) -> Batch | None:
+        """As `forward`, without adapters."""
+        with adapters.switched_off(self._model):
+            return self.forward(batch, outputs)
+
     def forward_backward(self, batch: Batch, loss: LossSpec) -> Metrics:
         """Accumulate the gradient of `loss`, which is computed from the tokens of `loss_mask` alone."""
         self._offloading.need("params", "grads", to="train")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from enginehouse.data import Batch
 from enginehouse.engines.train import Outputs
 from enginehouse.plugin import capabilities
 from enginehouse.testing.check import Check, Measured, Seen, outputs_of
@@ -26,16 +28,19 @@ def _train(rank: Rank) -> dict[str, Any]:
         shard = rank.shard(engine, batch())
         plain = shard.drop(["loss_mask"])
 
-        def logprobs() -> torch.Tensor | None:
-            scored = engine.forward(plain, Outputs())
+        def logprobs(forward: Callable[[Batch, Outputs], Batch | None]) -> torch.Tensor | None:
+            scored = forward(plain, Outputs())
             return None if scored is None else scored.ragged("logprobs").values.cpu()
 
-        at_start = logprobs()
+        base_at_start = logprobs(engine.forward_base)  # before all else: it must leave no trace in what is trained
+        at_start = logprobs(engine.forward)
         for _ in range(3):
             step(engine, shard)
         engine.export_hf(rank.path("merged"))
         engine.export_adapter(rank.path("adapter"))
-        found: dict[str, Any] = {"start": at_start, "trained": logprobs(), "weights": weights_of(engine)}
+        found: dict[str, Any] = {"start": at_start, "base_at_start": base_at_start, "weights": weights_of(engine)}
+        found["base"] = logprobs(engine.forward_base)
+        found["trained"] = logprobs(engine.forward)
         if rank.context.rank == 0:
             found["exported"] = stored_tensors(rank.path("merged"))
             found["merged"] = Oracle(rank.path("merged")).scores(batch(), masked=False)["logprobs"]
@@ -57,13 +62,16 @@ def _judge(seen: list[Seen]) -> Measured:
     for one in seen:
         if (bits := same_bits(first["exported"], one.value["weights"], "merged export against weights")).error:
             return Measured(float("inf"), bits.detail)
-    start = torch.cat([value["start"] for value in outputs_of(seen)])
-    trained = torch.cat([value["trained"] for value in outputs_of(seen)])
+    start, trained, base, base_at_start = (
+        torch.cat([value[name] for value in outputs_of(seen)]) for name in ("start", "trained", "base", "base_at_start")
+    )
     untouched = reference.scores("tied", 1.0)["logprobs"]
     if float((trained - untouched).abs().max()) < 1e-3:
         return Measured(float("inf"), "three steps changed nothing")
     compared = {
         "before training, against the oracle": (start, untouched),
+        "before training, without adapters, against the oracle": (base_at_start, untouched),
+        "trained, without adapters, against the oracle": (base, untouched),
         "trained, against the merged export in transformers": (trained, first["merged"]),
         "trained, against the adapter in peft": (trained, first["adapted"]),
     }
@@ -75,7 +83,7 @@ CHECKS = (
         name="lora",
         capability=capabilities.LORA,
         claim="An adapted model begins as the model it was; merged in transformers, or its adapter in peft, it "
-        "scores as in the engine",
+        "scores as in the engine, and without its adapter it stays what it was",
         tolerance=1e-5,
         acts=(_train,),
         judge=_judge,

@@ -1,0 +1,209 @@
+"""Planning reads the data files as the run does: no bad row is left to end a run in its midst."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from character_tokenizer import TEMPLATE, make_tokenizer
+from click.testing import CliRunner
+from projects import Project
+
+from enginehouse.cli.main import main
+from enginehouse.config import rows
+from enginehouse.config.load import load_config
+from enginehouse.config.plan import Plan, plan, plan_sft
+from enginehouse.config.schema import SFTConfig
+from enginehouse.errors import UserError
+from enginehouse.plugin import load_plugins
+
+GOOD = {"prompt": "1+1=", "answer": "2"}
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+def make(project: Project) -> Callable[..., Plan]:
+    plugins = load_plugins(enabled=())
+
+    def make(*overrides: str) -> Plan:
+        path = project.save()
+        return plan(load_config(path, overrides), plugins, path)
+
+    return make
+
+
+def refusal(make: Callable[..., Any], *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        make(*overrides)
+    return str(caught.value)
+
+
+def write_tokenizer(project: Project, chat_template: str | None = None) -> None:
+    (project.root / "model/tokenizer.json").unlink()
+    make_tokenizer(chat_template).save_pretrained(project.root / "model")
+
+
+BAD_ROWS = {
+    "a broken line": ('{"prompt": "1+', "row 9 (line 10): not valid JSON"),
+    "half a character": ('{"prompt": "\\ud800", "answer": "2"}', "row 9 (line 10): column 'prompt' holds half"),
+    "a key twice": ('{"prompt": "a", "answer": "", "answer": ""}', "row 9 (line 10): the key 'answer' stands twice"),
+    "a value nested deeply": ('{"prompt": "a", "answer": ' + "[" * 90_000 + "]" * 90_000 + "}", "nested more than 64"),
+    "no prompt": ('{"answer": "2"}', "row 9 (line 10) has no column 'prompt'"),
+    "no answer": ('{"prompt": "1+1="}', "needs 'answer', which is not among what every reward gets, the columns of "
+                  "train.jsonl, row 9 (line 10)"),
+    "a column that the run gives": ('{"prompt": "1+1=", "answer": "2", "response": ""}',
+                                    "train.jsonl, row 9 (line 10): a reward gets 'response' from the run"),
+    "a prompt of another type": ('{"prompt": 7, "answer": "2"}', "row 9 (line 10): the prompt is 7 (int)"),
+    "a turn of the assistant at the end": (
+        '{"prompt": [{"role": "assistant", "content": "x"}], "answer": "2"}', "row 9 (line 10): the prompt ends with"),
+    "a prompt longer than data.max_prompt_tokens": (
+        '{"prompt": "11111111111111111", "answer": "2"}', "row 9 (line 10): the prompt has 17 tokens, more than"),
+}  # fmt: skip
+
+
+@pytest.mark.fault(
+    area="data",
+    what="a row that cannot be used: broken JSON, half a character, a key twice, deep nesting, a column missing or "
+    "taken, a prompt of a wrong type, too long, or ending with a turn of the assistant",
+    happens="`plan`, `train` and `sft` name file, line and cure, list the first few such rows and count all",
+    exit_code="2",
+    kept="nothing is started or written",
+    noticed="before any worker starts",
+)
+@pytest.mark.parametrize("bad", BAD_ROWS)
+def test_a_bad_row_is_refused_by_plan_and_train_alike(project: Project, bad: str):
+    line, said = BAD_ROWS[bad]
+    write_tokenizer(project, TEMPLATE)
+    path = project.write_rows("train.jsonl", [GOOD] * 9)
+    path.write_text(f"{path.read_text()}{line}\n" + path.read_text())
+    project.save()
+    for command in ("plan", "train"):
+        done = CliRunner().invoke(main, [command, "grpo.yaml"])
+        assert done.exit_code == 2, done.output
+        assert "train.jsonl" in done.output
+        assert said in done.output
+    assert not (project.root / "runs").exists()
+
+
+def test_a_run_looks_at_every_row_where_the_plan_had_no_time(project: Project, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rows, "READ_SECONDS", 0.0)
+    write_tokenizer(project)
+    project.write_rows("train.jsonl", [{**GOOD, "answer": str(n)} for n in range(2000)] + [{"prompt": "1+1="}])
+    project.save()
+    done = CliRunner().invoke(main, ["plan", "grpo.yaml"])
+    assert done.exit_code == 0, done.output
+    assert "1,024 of 2,001 rows of train.jsonl were read; the run reads all" in done.output
+    assert "2,001 prompts in train.jsonl" in done.output
+    done = CliRunner().invoke(main, ["train", "grpo.yaml"])
+    assert done.exit_code == 2, done.output
+    assert "needs 'answer'" in done.output
+    assert "train.jsonl, row 2000 (line 2001)" in done.output
+    assert not (project.root / "runs").exists()
+
+
+def test_the_longest_texts_are_looked_at_first(
+    make: Callable[..., Plan], project: Project, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(rows, "LENGTHS_SECONDS", 0.0)
+    write_tokenizer(project)
+    project.write_rows("train.jsonl", [{**GOOD, "prompt": f"{n:09}"} for n in range(2000)])
+    said = "\n".join(make().notes)
+    assert "lengths of 512 of 2,000 prompts of train.jsonl were looked at, those of the longest texts" in said
+    project.write_rows(
+        "train.jsonl", [{**GOOD, "prompt": f"{n:09}"} for n in range(2000)] + [{**GOOD, "prompt": "1" * 17}]
+    )
+    assert "row 2000 (line 2001): the prompt has 17 tokens, more than data.max_prompt_tokens=16" in refusal(make)
+
+
+def test_a_prompt_has_to_leave_room_for_a_response(make: Callable[..., Plan], project: Project):
+    write_tokenizer(project)
+    longer = ["data.max_prompt_tokens=200"]
+    project.write_rows("train.jsonl", [GOOD] * 9 + [{**GOOD, "prompt": "1" * 120}])
+    make(*longer)
+    project.write_rows("train.jsonl", [GOOD] * 9 + [{**GOOD, "prompt": "1" * 121}])
+    said = refusal(make, *longer)
+    assert "row 9 (line 10): the prompt has 121 tokens, more than the 120 that leave room for 8 new ones" in said
+    assert "within the model's positions (max_position_embeddings), 128" in said
+    assert "(9 rows" not in said
+    make(*longer, "rollout.sampling.max_tokens=7")
+    assert make(*longer, "data.overlong_prompts=drop").prompt_limit.tokens == 120
+
+
+def test_prompts_that_are_left_out_are_counted(make: Callable[..., Plan], project: Project):
+    write_tokenizer(project)
+    project.write_rows("train.jsonl", [{**GOOD, "prompt": "1" * (12 + n % 5)} for n in range(40)])
+    drop = ["data.max_prompt_tokens=14", "data.overlong_prompts=drop"]
+    assert "24 prompts in train.jsonl, each drawn 3.3 times; 16 more are too long and left out" in make(*drop).render()
+    assert "holds only 24 prompts of at most 14 tokens" in refusal(make, *drop, "train.prompts_per_step=25")
+    assert "leaves none of 40 prompts" in refusal(make, "data.max_prompt_tokens=3", drop[1])
+
+
+def test_validation_files_are_looked_at_too(make: Callable[..., Plan], project: Project):
+    project.write_rows("held_out.jsonl", [GOOD, {"prompt": "1+1="}])
+    said = refusal(make, "data.validation=held_out.jsonl")
+    assert "needs 'answer'" in said
+    assert "held_out.jsonl, row 1 (line 2)" in said
+
+
+def test_rows_may_differ_where_the_reward_takes_any(make: Callable[..., Plan], project: Project):
+    project.write_rows("train.jsonl", [GOOD, {**GOOD, "more": 1}] * 10)
+    make()
+    (project.root / "strict.py").write_text("def right(prompt, response, finish_reason, answer): ...\n")
+    said = refusal(make, "reward.function=strict:right")
+    assert "does not take 'more'" in said
+    assert "train.jsonl, row 1 (line 2) and 9 more rows" in said
+
+
+@pytest.mark.parametrize("prompt", ["hi", CHAT])
+def test_messages_are_rendered_as_the_run_renders_them(make: Callable[..., Plan], project: Project, prompt: Any):
+    project.write_rows("train.jsonl", [{**GOOD, "prompt": prompt}] * 9)
+    template = [] if isinstance(prompt, list) else ["data.chat_template=true"]
+    write_tokenizer(project, TEMPLATE)
+    assert "the prompt has 18 tokens, more than data.max_prompt_tokens=16" in refusal(make, *template)
+    make(*template, "data.max_prompt_tokens=18")
+    if isinstance(prompt, list):
+        assert "but data.chat_template is false" in refusal(make, "data.chat_template=false")
+    (project.root / "model/chat_template.jinja").write_text("{{ raise_exception('not so') }}")
+    assert "9 rows of the data cannot be used" in (said := refusal(make, *template))
+    assert "row 0 (line 1): the chat template refuses the messages: not so" in said
+
+
+def test_several_files_are_planned_and_their_order_kept(make: Callable[..., Plan], project: Project):
+    project.write_rows("more.jsonl", [{**GOOD, "prompt": f"{n}+2="} for n in range(30)])
+    assert "70 prompts in train.jsonl, more.jsonl, each" in make("data.train=[train.jsonl, more.jsonl]").render()
+    assert "no data file mroe.jsonl" in refusal(make, "data.train=[train.jsonl, mroe.jsonl]")
+    for wrong in ("[]", "7", "[train.jsonl, 7]", "{a: train.jsonl}"):
+        assert "data.train (in the override 'data.train=" in (said := refusal(make, f"data.train={wrong}"))
+        assert "a path is wanted, or a list of paths" in said
+
+
+def test_prompts_that_repeat_and_validation_on_what_is_trained_are_noted(make: Callable[..., Plan], project: Project):
+    assert not make().notes
+    project.write_rows("same.jsonl", [GOOD] * 2000)
+    notes = make("data.train=same.jsonl", "data.validation=train.jsonl").notes
+    assert "of the 2,000 prompts of same.jsonl only 1 differ" in notes[0]
+    assert "1 of 40 validation prompts of train.jsonl are in same.jsonl too" in notes[1]
+    (note,) = make("data.validation=train.jsonl").notes
+    assert note.startswith("all validation prompts of train.jsonl are in train.jsonl too")
+
+
+def test_demonstrations_are_looked_at_too(project: Project):
+    plugins = load_plugins(enabled=())
+    write_tokenizer(project)
+
+    def make(*overrides: str) -> Any:
+        path = project.save_sft()
+        return plan_sft(load_config(path, overrides, SFTConfig), plugins, path)
+
+    good = {"prompt": "1+1=", "response": "2"}
+    project.write_rows("more.jsonl", [good])
+    assert "41 demonstrations in" in make("data.train=[demonstrations.jsonl, more.jsonl]").render()
+    project.write_rows("more.jsonl", [good, {**good, "response": 2}])
+    assert "row 1 (line 2): the response in column 'response' is a int" in refusal(make, "data.train=more.jsonl")
+    project.write_rows("more.jsonl", [good, {**good, "response": "1" * 28}])
+    said = refusal(make, "data.train=more.jsonl")
+    assert "row 1 (line 2): prompt and response together has 33 tokens, more than data.max_tokens=32" in said
+    project.write_rows("more.jsonl", [good, {**good, "response": "1" * 128}])
+    said = refusal(make, "data.train=more.jsonl", "data.max_tokens=500")
+    assert "has 133 tokens, more than the model's positions (max_position_embeddings), 128" in said
