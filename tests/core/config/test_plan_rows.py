@@ -50,7 +50,7 @@ BAD_ROWS = {
     "a key twice": ('{"prompt": "a", "answer": "", "answer": ""}', "row 9 (line 10): the key 'answer' stands twice"),
     "a value nested deeply": ('{"prompt": "a", "answer": ' + "[" * 90_000 + "]" * 90_000 + "}", "nested more than 64"),
     "no prompt": ('{"answer": "2"}', "row 9 (line 10) has no column 'prompt'"),
-    "no answer": ('{"prompt": "1+1="}', "needs 'answer', which is not among what every reward gets, the columns of "
+    "no answer": ('{"prompt": "1+1="}', "needs 'answer', which is not among prompt, messages, response, finish_reason, the columns of "
                   "train.jsonl, row 9 (line 10)"),
     "a column that the run gives": ('{"prompt": "1+1=", "answer": "2", "response": ""}',
                                     "train.jsonl, row 9 (line 10): a reward gets 'response' from the run"),
@@ -149,10 +149,10 @@ def test_validation_files_are_looked_at_too(make: Callable[..., Plan], project: 
 def test_rows_may_differ_where_the_reward_takes_any(make: Callable[..., Plan], project: Project):
     project.write_rows("train.jsonl", [GOOD, {**GOOD, "more": 1}] * 10)
     make()
-    (project.root / "strict.py").write_text("def right(prompt, response, finish_reason, answer): ...\n")
-    said = refusal(make, "reward.function=strict:right")
-    assert "does not take 'more'" in said
-    assert "train.jsonl, row 1 (line 2) and 9 more rows" in said
+    (project.root / "strict.py").write_text("def right(answer, more): ...\n")
+    assert "needs 'more', which is not among" in refusal(make, "reward.function=strict:right")
+    project.write_rows("train.jsonl", [{**GOOD, "more": 1}, GOOD] * 10)
+    assert "train.jsonl, row 1 (line 2) and 9 more rows" in refusal(make, "reward.function=strict:right")
 
 
 @pytest.mark.parametrize("prompt", ["hi", CHAT])

@@ -105,7 +105,7 @@ def test_rewards_that_failed_are_shown_where_there_are_any():
     said = stream.getvalue().splitlines()
     assert "failures" not in said[0] + said[1]
     assert "reward failures 2 in 2 steps" in said[2]
-    assert said[3] == "validation at step 2: reward 0.500  failures 2.000"
+    assert said[3] == "validation at step 2: reward 0.500 -> 0.500  failures 2.000"
     assert "reward failures 3 in 3 steps" in said[4]
 
 
