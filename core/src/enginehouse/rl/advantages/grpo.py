@@ -20,9 +20,7 @@ def grpo(batch: Batch, *, scale: bool = True, epsilon: float = 1e-6) -> Batch:
     Args:
         batch: the samples of a step; all samples of a group are in it.
         scale: divide by the group's standard deviation.
-        epsilon: added to the standard deviation.
+        epsilon: added to the standard deviation. A group of equal rewards has advantages of exactly 0.
     """
-    rewards = batch["reward"]
-    _, mean, deviation = group_statistics(rewards, batch["group"])
-    advantages = rewards - mean
-    return with_token_advantages(batch, advantages / (deviation + epsilon) if scale else advantages)
+    _, distances, deviations = group_statistics(batch["reward"], batch["group"])
+    return with_token_advantages(batch, distances / (deviations + epsilon) if scale else distances)
