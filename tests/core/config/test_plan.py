@@ -306,6 +306,15 @@ def test_arguments_that_a_function_cannot_take_are_refused(
     assert said in refusal(make, *overrides)
 
 
+def test_k1_in_the_loss_is_refused_with_the_reason_and_k1_in_the_reward_is_not(make: Callable[..., Plan]):
+    k1 = ("algorithm.kl.coefficient=0.1", "algorithm.kl.estimator=k1")
+    said = refusal(make, *k1)
+    assert "k1 in the loss regularises nothing, since its gradient is zero in expectation" in said
+    assert "k2" in said and "k3" in said and "algorithm.kl.place=reward" in said
+    assert make(*k1, "algorithm.kl.place=reward").uses_reference
+    assert make("algorithm.kl.estimator=k1")  # no term, nothing to refuse
+
+
 @pytest.mark.parametrize("key", ["data.train", "data.validation"])
 @pytest.mark.parametrize("column", ["prompt", "response", "finish_reason"])
 def test_a_column_that_a_reward_would_never_see_is_refused(

@@ -210,6 +210,7 @@ def plan(
     loss_arguments = [*algorithm.loss.arguments, *_kl_arguments(config)]
     setting.function(Loss, algorithm.loss.name, "algorithm.loss", loss_arguments)
     _check_old_logprobs(findings, setting.plugins, config)
+    _check_kl(findings, config)
     directory = setting.run_directory(
         {
             "model.path": config.model.path,
@@ -457,6 +458,17 @@ def _check_old_logprobs(findings: Findings, plugins: PluginManager, config: Conf
                 f"algorithm.loss.arguments.{name} compares the actor's logprobs with the rollout's, and "
                 "algorithm.old_logprobs=rollout has only the rollout's: set algorithm.old_logprobs=actor"
             )
+
+
+def _check_kl(findings: Findings, config: Config) -> None:
+    """Check that the KL term does something, and that the loss gets its arguments from there alone."""
+    kl = config.algorithm.kl
+    if kl.coefficient and kl.place == "loss" and kl.estimator == "k1":
+        findings.refuse(
+            "algorithm.kl: k1 in the loss regularises nothing, since its gradient is zero in expectation; set "
+            "algorithm.kl.estimator to k2 (the gradient of the reverse KL) or k3 (of the forward KL), or "
+            "algorithm.kl.place=reward"
+        )
 
 
 def _kl_arguments(config: Config) -> tuple[str, ...]:
