@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from enginehouse.data.prompts import PromptDataset, PromptSampler
-from enginehouse.engines.train import LossSpec
+from enginehouse.engines.train import LossSpec, Mean
 from enginehouse.plugin import plugins
 from enginehouse.plugin.records import resolve
 from enginehouse.rl.drawing import in_order
-from enginehouse.rl.generation import outputs_as_sampled, sampling_params
+from enginehouse.rl.generation import outputs_as_sampled, sampling_params, step_seed
 from enginehouse.rl.kl import token_kl
 from enginehouse.rl.loop import Loop
 from enginehouse.rl.minibatches import assign_minibatches
@@ -118,13 +118,14 @@ class Trainer(Loop):
         with phase("old_logprobs"):
             batch = samples.with_columns(old_logprobs=self.old_logprobs(samples))
         with phase("reference"):
-            batch = self.with_reference(batch)
+            batch, divergence = self.with_reference(batch)
         with phase("advantage"):
             batch = self.advantage(batch, **algorithm.advantage.arguments)
         self.write_samples(step, samples)
         with phase("update"):
             known = {
                 **sample_metrics(samples),
+                **plain(divergence),
                 **self.roles.rollout_metrics(),
                 "reward/failures": float(self.rewards.failures),
                 "tokens": float(samples["input_ids"].tokens),
@@ -150,7 +151,7 @@ class Trainer(Loop):
     def _drawn(self, draw: Draw, prompts: Batch, samples_per_prompt: int, step: int) -> Batch:
         parameters = sampling_params(self.config.rollout.sampling, samples_per_prompt)
         asked = prompts.select(["prompt_ids"]).with_columns(prompt_index=torch.arange(len(prompts)))
-        pieces = draw(asked, parameters, (self.config.train.seed << 32) + step)
+        pieces = draw(asked, parameters, step_seed(self.config.train.seed, step))
         wanted = len(asked) * parameters.n
         return in_order(self.progress.counted(pieces, "samples", wanted, lambda piece: len(piece[1])))
 
@@ -160,19 +161,24 @@ class Trainer(Loop):
             return samples["rollout_logprobs"]
         return self.roles.actor.forward(samples.select(["input_ids", "loss_mask"]), self._outputs())["logprobs"]
 
-    def with_reference(self, batch: Batch) -> Batch:
-        """Add `reference_logprobs`, if there is a KL term, and take the term from the rewards if that is its place."""
+    def with_reference(self, batch: Batch) -> tuple[Batch, dict[str, Mean]]:
+        """Add `reference_logprobs`, if there is a KL term, and take the term from the rewards if that is its place.
+
+        Returns:
+            The batch; and `kl`, the mean of the term's tokens, where the loss does not measure it.
+        """
         kl = self.config.algorithm.kl
         if self.roles.reference is None:
-            return batch
+            return batch, {}
         scored = self.roles.reference.forward(batch.select(["input_ids", "loss_mask"]), self._outputs())
         batch = batch.with_columns(reference_logprobs=scored["logprobs"])
         if kl.place == "loss":
-            return batch
+            return batch, {}
         mask = batch["loss_mask"]
         divergence = token_kl(batch["old_logprobs"].values, scored["logprobs"].values, kl.estimator) * mask.values
         per_row = torch.zeros(len(batch)).index_add_(0, mask.row, divergence)
-        return batch.with_columns(reward=batch["reward"] - kl.coefficient * per_row)
+        measured = {"kl": Mean(divergence.sum().item(), mask.values.sum().item())}
+        return batch.with_columns(reward=batch["reward"] - kl.coefficient * per_row), measured
 
     def training_batch(self, batch: Batch, step: int) -> Batch:
         """What an update sends to the actor: every column of numbers, and which mini-batch each row belongs to."""
@@ -180,7 +186,7 @@ class Trainer(Loop):
         algorithm = self.config.algorithm
         if algorithm.minibatches == 1:
             return batch
-        seed = (self.config.train.seed << 32) + step
+        seed = step_seed(self.config.train.seed, step)
         dealt = assign_minibatches(len(batch), algorithm.minibatches, algorithm.epochs, seed)
         return batch.with_columns(minibatch=dealt)
 
