@@ -37,7 +37,7 @@ def finished(run: RunProcess) -> list[dict[str, float]]:
     noticed="in the step's metrics: reward/groups_all_equal",
 )
 def test_a_constant_reward_moves_no_weight(train: Start, house: Path):
-    run = train("reward.function=rewards:constant", "train.steps=3", "cluster.launcher=inline")
+    run = train("reward.function=rewards:constant", "rollout.samples_per_prompt=8", *VARIED[1:])
     assert run.finish().code == 0
     assert [line["reward/groups_all_equal"] for line in run.metrics] == [1.0, 1.0, 1.0]
     assert [(line["loss"], line["grad_norm"]) for line in run.metrics] == [(0.0, 0.0)] * 3
