@@ -41,7 +41,10 @@ def test_a_constant_reward_moves_no_weight(train: Start, house: Path):
     assert run.finish().code == 0
     assert [line["reward/groups_all_equal"] for line in run.metrics] == [1.0, 1.0, 1.0]
     assert [(line["loss"], line["grad_norm"]) for line in run.metrics] == [(0.0, 0.0)] * 3
-    before, after = load_file(house / "examples/quickstart/work/model/model.safetensors"), load_file(run.directory / "model/model.safetensors")
+    before, after = (
+        load_file(house / "examples/quickstart/work/model/model.safetensors"),
+        load_file(run.directory / "model/model.safetensors"),
+    )
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
 

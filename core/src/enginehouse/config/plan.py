@@ -9,8 +9,9 @@ only if a function that has to be looked at imports it. What is checked lies bes
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ from enginehouse.config.backends import (
 )
 from enginehouse.config.device import pick_device
 from enginehouse.config.findings import Findings
-from enginehouse.config.functions import check_call, extend_path, find_function
+from enginehouse.config.functions import check_call, check_values, extend_path, find_function
 from enginehouse.config.outline import Facts, outline_rl, outline_sft
 from enginehouse.config.paths import check_run_directory, has_chat_template, read_model
 from enginehouse.config.resume import Checkpoint, check_resume
@@ -121,6 +122,7 @@ class Plan(RunPlan):
         effect_check_every: `weights.effect_check_every`; 0 where the rollout backend cannot score prompts.
         reward: `"module:function"`.
         advantage: `"module:function"`.
+        loss_arguments: the loss's, with those that are taken from elsewhere in the config; without the KL term's.
         evaluation: what answers the validation prompts; None: the rollout.
         gpus_per_replica: GPUs of a replica in processes of its own, where the run is on GPUs.
     """
@@ -134,6 +136,7 @@ class Plan(RunPlan):
     effect_check_every: int
     reward: str
     advantage: str
+    loss_arguments: dict[str, Any]
     evaluation: EvaluationPlan | None
     gpus_per_replica: int
 
@@ -207,8 +210,8 @@ def plan(
     advantage = setting.function(
         Advantage, algorithm.advantage.name, "algorithm.advantage", algorithm.advantage.arguments
     )
-    loss_arguments = [*algorithm.loss.arguments, *_kl_arguments(config)]
-    setting.function(Loss, algorithm.loss.name, "algorithm.loss", loss_arguments)
+    setting.function(Loss, algorithm.loss.name, "algorithm.loss", algorithm.loss.arguments, _kl_arguments(config))
+    loss_arguments = algorithm.loss.arguments | _taken(findings, setting.plugins, config)
     _check_old_logprobs(findings, setting.plugins, config)
     _check_kl(findings, config)
     directory = setting.run_directory(
@@ -232,6 +235,7 @@ def plan(
         effect_check_every=effect_check_every,
         reward=reward,
         advantage=advantage,
+        loss_arguments=loss_arguments,
         evaluation=evaluation,
         gpus_per_replica=gpus,
         actor_options=actor_options,
@@ -385,20 +389,31 @@ class _Setting:
                 named = f"what every reward gets, the columns of {config.data.train} and reward.arguments"
                 cure = "add **columns to it for what it does not use"
                 check_call(function, "reward.function", [*given, *arguments], named, cure=cure)
+                self.values(function, config.reward.function, "reward.arguments", arguments)
             return reference
         return ""
 
-    def function(self, kind: type[Function], name: str, key: str, given: Sequence[str] | Mapping[str, Any]) -> str:
-        """Check an advantage or a loss against the names of its arguments, `given`."""
+    def function(
+        self, kind: type[Function], name: str, key: str, arguments: Mapping[str, Any], others: Sequence[str] = ()
+    ) -> str:
+        """Check an advantage or a loss against its arguments, and the names of `others` that it gets."""
+        key, given = f"{key}.arguments", [*arguments, *others]
         with self.findings.collecting():
             reference, function = find_function(
-                self.plugins, kind, name, f"{key}.name", self.python_path, always=bool(given)
+                self.plugins, kind, name, key.replace("arguments", "name"), self.python_path, always=bool(given)
             )
             if function is not None:
-                named = f"{key}.arguments" + (" and the KL term's" if kind is Loss else "")
-                check_call(function, f"{key}.arguments", given, named, positional=1)
+                named = key + (" and the KL term's" if kind is Loss else "")
+                cure = f"arguments meant for another {kind.kind} are taken away by {key}={{}}" if arguments else ""
+                check_call(function, key, given, named, positional=1, cure=cure)
+                self.values(function, name, key, arguments)
             return reference
         return ""
+
+    def values(self, function: Callable[..., Any], name: str, key: str, arguments: Mapping[str, Any]) -> None:
+        """Check arguments against what the author of `function`, which the config calls `name`, declares of them."""
+        for problem in check_values(function, key, arguments):
+            self.findings.refuse(f"{problem} (an argument of {name!r})")
 
 
 def _read_reference(path: str, model: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -469,6 +484,25 @@ def _check_kl(findings: Findings, config: Config) -> None:
             "algorithm.kl.estimator to k2 (the gradient of the reverse KL) or k3 (of the forward KL), or "
             "algorithm.kl.place=reward"
         )
+    for name, cure in {"kl_coefficient": "algorithm.kl.coefficient", "kl_estimator": "algorithm.kl.estimator"}.items():
+        if name in config.algorithm.loss.arguments:
+            findings.refuse(f"algorithm.loss.arguments.{name}: a loss gets it from the KL term; set {cure} instead")
+
+
+def _taken(findings: Findings, plugins: PluginManager, config: Config) -> dict[str, Any]:
+    """The loss's arguments that are not given, and taken from elsewhere in the config (`Loss.taken_from`)."""
+    loss = config.algorithm.loss
+    arguments: dict[str, Any] = {}
+    for record, plugin in plugins.providers(Loss, loss.name):
+        for name, key in record.taken_from.items() if isinstance(record, Loss) else ():
+            try:
+                if loss.arguments.get(name) is None:
+                    arguments[name] = reduce(getattr, key.split("."), config)
+            except AttributeError:
+                findings.refuse(
+                    f"algorithm.loss.name: {loss.name!r} ({plugin}) takes {name!r} from {key}, which is no key"
+                )
+    return arguments
 
 
 def _kl_arguments(config: Config) -> tuple[str, ...]:

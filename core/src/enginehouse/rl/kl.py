@@ -17,17 +17,18 @@ estimation for RL").
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from enginehouse.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     import torch
 
-ESTIMATORS = ("k1", "k2", "k3")
+Estimator = Literal["k1", "k2", "k3"]
+ESTIMATORS = get_args(Estimator)
 
 
-def token_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, estimator: str) -> torch.Tensor:
+def token_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, estimator: Estimator) -> torch.Tensor:
     """Estimate the divergence at each token.
 
     Args:

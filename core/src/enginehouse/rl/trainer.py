@@ -193,7 +193,7 @@ class Trainer(Loop):
     def loss(self) -> LossSpec:
         """The configured loss, with the KL term if that is its place."""
         algorithm = self.config.algorithm
-        arguments = dict(algorithm.loss.arguments)
+        arguments = dict(self.plan.loss_arguments)
         if self.roles.reference is not None and algorithm.kl.place == "loss":
             arguments |= {"kl_coefficient": algorithm.kl.coefficient, "kl_estimator": algorithm.kl.estimator}
         outputs = self._outputs(entropy=bool(arguments.get("entropy_coefficient")))

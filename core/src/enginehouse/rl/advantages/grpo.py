@@ -6,7 +6,9 @@ for every token of the response. `scale=False` leaves the division out: Dr. GRPO
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
 
 from enginehouse.rl.advantages.groups import group_statistics, with_token_advantages
 
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     from enginehouse.data import Batch
 
 
-def grpo(batch: Batch, *, scale: bool = True, epsilon: float = 1e-6) -> Batch:
+def grpo(batch: Batch, *, scale: bool = True, epsilon: Annotated[float, Field(gt=0)] = 1e-6) -> Batch:
     """Add `advantages` to a batch with columns `reward` float32 `(rows,)`, `group` int64 `(rows,)`, `loss_mask` ragged.
 
     Args:
