@@ -373,7 +373,7 @@ class Options(RolloutOptions):
 
 @hookimpl
 def enginehouse_register_backends(register):
-    register(RolloutBackend(name="limited", engine="nowhere:Engine",
+    register(RolloutBackend(name="limited", engine="enginehouse.backends.torch.rollout:TorchRolloutEngine",
                             options="limited_plugin:Options", devices=("cpu",)))
 """
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from enginehouse.config.load import check
-from enginehouse.engines.options import EngineOptions, RolloutOptions
-from enginehouse.errors import ConfigError, UserError
-from enginehouse.plugin import Backend, Placement, RolloutBackend, TrainBackend, Transport, resolve
+from enginehouse.config.migration import answer_key
+from enginehouse.engines.options import EngineOptions, RolloutOptions, TrainOptions
+from enginehouse.engines.rollout import RolloutEngine
+from enginehouse.engines.train import TrainEngine
+from enginehouse.errors import ConfigError, UserError, nearest
+from enginehouse.plugin import Backend, Placement, ResolveError, RolloutBackend, TrainBackend, Transport, resolve
 from enginehouse.plugin.capabilities import (
     COLOCATES,
     CROSS_HOST,
@@ -22,6 +26,7 @@ from enginehouse.plugin.capabilities import (
     STOP_STRINGS,
     WEIGHT_CHECKSUMS,
 )
+from enginehouse.plugin.references import find_definition, lacking
 from enginehouse.plugin.runtimes import CURRENT, Interpreter, choose_runtime
 
 if TYPE_CHECKING:
@@ -53,6 +58,17 @@ def find_backend(
             f"{key}.engine.backend: {record.name!r} runs on {' and '.join(record.devices)}, and this run is on "
             f"{device} (cluster.device)"
         )
+    protocol = TrainEngine if kind is TrainBackend else RolloutEngine
+    try:
+        missing = lacking(find_definition(record.engine), protocol)
+    except ResolveError as error:
+        findings.refuse(f"{key}.engine.backend: the engine of {record.name!r}: {error}")
+    else:
+        if missing:
+            findings.refuse(
+                f"{key}.engine.backend: the engine of {record.name!r}, {record.engine}, is no {protocol.__name__}; it "
+                f"lacks {', '.join(missing)}"
+            )
     return record
 
 
@@ -138,13 +154,20 @@ def choose_colocation(
 
 
 def typed_options(
-    findings: Findings, record: Backend | None, engine: Engine, key: str, processes: int
+    findings: Findings, plugins: PluginManager, record: Backend | None, engine: Engine, key: str, processes: int
 ) -> dict[str, Any]:
     """A backend's options, checked and completed by its own class, as plain data; empty after a problem."""
     if record is None:
         return {}
-    schema: type[BaseModel] = resolve(record.options)
-    options, problems = check(schema, engine.options, prefix=f"{key}.engine.options")
+    schema = _options_class(record)
+    if isinstance(schema, str):
+        findings.refuse(f"{key}.engine.backend: {schema}")
+        return {}
+
+    def instead(option: str) -> str:
+        return _who_has(option, plugins, record, key)
+
+    options, problems = check(schema, engine.options, prefix=f"{key}.engine.options", instead=instead)
     findings.problems += [ConfigError(f"{problem} (options of backend {record.name!r})") for problem in problems]
     if isinstance(options, EngineOptions):
         try:
@@ -154,6 +177,57 @@ def typed_options(
         for surprise in options.surprises():
             findings.note(f"{key}.engine.options: {surprise}")
     return {} if options is None else options.model_dump()
+
+
+def _options_class(record: Backend) -> type[BaseModel] | str:
+    """A backend's own class of options, or why there is none."""
+    try:
+        found = resolve(record.options)
+    except ResolveError as error:
+        return f"the options of {record.name!r}: {error}"
+    if isinstance(found, type) and issubclass(found, BaseModel):
+        return found
+    return (
+        f"the options of {record.name!r}: {record.options} is no pydantic model; its author has to derive it from "
+        f"{TrainOptions.__module__}:{TrainOptions.__name__} or {RolloutOptions.__name__}"
+    )
+
+
+def _who_has(option: str, plugins: PluginManager, record: Backend, key: str) -> str:
+    """What to do about an option that a backend lacks: another has it, or it may be the engine's own; empty: nothing.
+
+    Args:
+        option: dotted, without `engine.options`.
+        key: config key of the role: `"actor"`.
+    """
+    own = _options_class(record)
+    known = list(own.model_fields) if isinstance(own, type) else []
+    first = option.partition(".")[0]
+    if first in known or difflib.get_close_matches(option, known, n=1, cutoff=0.8):
+        return ""  # mistyped
+    having = []
+    for one in plugins.all(record.kind):
+        schema = _options_class(one)
+        if isinstance(schema, type) and first in schema.model_fields:
+            having.append(plugins.name_of(one))
+    if having:
+        noun = "backend" if len(having) == 1 else "backends"
+        return (
+            f"{noun} {' and '.join(map(repr, having))} {'has' if len(having) == 1 else 'have'} it; set "
+            f"{key}.engine.backend={having[0]}"
+        )
+    answer = answer_key(option)
+    if not answer and _passes_on(own):
+        answer = f"{nearest(option, known)}. What the engine itself takes goes under {key}.engine.options.native"
+    return answer
+
+
+def _passes_on(options: type[BaseModel] | str) -> bool:
+    """Whether a backend hands `native` on to its engine."""
+    try:
+        return isinstance(options, type) and bool(options.model_validate({"native": {"name": 0}}))
+    except ValidationError:
+        return False
 
 
 def check_servers(
@@ -214,10 +288,15 @@ def _typed(record: Backend, options: Mapping[str, Any]) -> EngineOptions | None:
 
 
 def scheduled_options(
-    findings: Findings, record: TrainBackend | None, engine: Engine, processes: int, optimizer_steps: int
+    findings: Findings,
+    plugins: PluginManager,
+    record: TrainBackend | None,
+    engine: Engine,
+    processes: int,
+    optimizer_steps: int,
 ) -> dict[str, Any]:
     """The actor's options, with the length of the run filled in for the learning-rate schedule."""
-    options = typed_options(findings, record, engine, "actor", processes)
+    options = typed_options(findings, plugins, record, engine, "actor", processes)
     if "total_steps" not in options:
         return options
     options["total_steps"] = total = options["total_steps"] or optimizer_steps
@@ -291,12 +370,12 @@ def choose_transport(
                     "cluster.address is set: whether actor and rollout share a host shows only at the start; the "
                     "transport is chosen as if they did not (weights.transport=shared_memory is quicker where they do)"
                 )
-            return plugins.pick_transport(train, rollout, placement).name, f"actor and {role} are {where}"
+            return plugins.name_of(plugins.pick_transport(train, rollout, placement)), f"actor and {role} are {where}"
         if not reaches:
             reach = ", ".join(sorted(record.capabilities)) or "none"
             raise ConfigError(
                 f"weights.transport: actor and rollout are {where} (rollout.placement), and {named!r} does not reach "
                 f"there (its capabilities: {reach}); leave it at auto to have one chosen"
             )
-        return record.name, "weights.transport names it"
+        return named, "weights.transport names it"
     return "", ""

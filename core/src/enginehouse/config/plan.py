@@ -179,8 +179,12 @@ def plan(
 
     train = find_backend(findings, setting.plugins, TrainBackend, config.actor.engine, "actor", setting.device)
     rollout = find_backend(findings, setting.plugins, RolloutBackend, config.rollout.engine, "rollout", setting.device)
-    actor_options = scheduled_options(findings, train, config.actor.engine, config.actor.processes, optimizer_steps)
-    rollout_options = typed_options(findings, rollout, config.rollout.engine, "rollout", config.rollout.replicas)
+    actor_options = scheduled_options(
+        findings, setting.plugins, train, config.actor.engine, config.actor.processes, optimizer_steps
+    )
+    rollout_options = typed_options(
+        findings, setting.plugins, rollout, config.rollout.engine, "rollout", config.rollout.replicas
+    )
     effect_check_every = check_capabilities(findings, config, rollout)
     interpreters = {
         "actor": setting.interpreter(train, config.actor.engine, actor_options, "actor"),
@@ -254,7 +258,9 @@ def plan_sft(
     setting = _Setting(config, plugins, config_path, resume)
     findings, data, processes = setting.findings, config.data, config.actor.processes
     train = find_backend(findings, setting.plugins, TrainBackend, config.actor.engine, "actor", setting.device)
-    actor_options = scheduled_options(findings, train, config.actor.engine, processes, config.train.steps)
+    actor_options = scheduled_options(
+        findings, setting.plugins, train, config.actor.engine, processes, config.train.steps
+    )
     interpreters = {"actor": setting.interpreter(train, config.actor.engine, actor_options, "actor")}
     model = setting.model(config)
     check_model(findings, train, actor_options, model, "actor")
@@ -299,7 +305,8 @@ class _Setting:
 
     def common(self, facts: Facts, directory: Path, backends: Sequence[Backend | None]) -> dict[str, Any]:
         """Fields that every plan has."""
-        owners = [one.plugin.distribution for one in self.plugins.providers() if one.record in backends]
+        used = {id(backend) for backend in backends}  # records of two distributions may be equal
+        owners = [one.plugin.distribution for one in self.plugins.providers() if id(one.record) in used]
         if self.resumed:
             facts = [*facts, ("resumes", f"after step {self.resumed.step}, from {self.resumed.path}")]
         facts = [*facts, ("device", f"{self.device} ({self.device_reason})"), ("results", str(directory))]
@@ -332,7 +339,7 @@ class _Setting:
         if engine is None:
             return None, None
         record = find_backend(findings, self.plugins, RolloutBackend, engine, "evaluation", self.device)
-        options = typed_options(findings, record, engine, "evaluation", 1)
+        options = typed_options(findings, self.plugins, record, engine, "evaluation", 1)
         interpreters["evaluation"] = self.interpreter(record, engine, options, "evaluation")
         return record, EvaluationPlan(
             backend=engine.backend,

@@ -214,7 +214,7 @@ class Loss(Function):
 
     Attributes:
         needs_actor_logprobs: arguments that, once set, need `old_logprobs` to be computed by the actor.
-        taken_from: config keys that arguments left unset are taken from: `{"max_tokens": "rollout.sampling.max_tokens"}`.
+        taken_from: config keys that arguments left unset are taken from, by argument: `rollout.sampling.max_tokens`.
     """
 
     kind: ClassVar[str] = "loss"

@@ -51,10 +51,12 @@ def lacking(engine: Any, protocol: type) -> list[str]:
     """The methods of a protocol that a class does not have, as far as can be told.
 
     Args:
-        engine: a class, or its definition.
+        engine: a class, or what `find_definition` found.
         protocol: what it is to follow.
     """
     wanted = methods_of(protocol)
+    if engine is None or isinstance(engine, ast.FunctionDef | ast.AsyncFunctionDef):
+        return []
     if isinstance(engine, ast.ClassDef):
         bound = dict(_bound(engine.body))
         if engine.bases or engine.keywords or engine.decorator_list or "__getattr__" in bound:
