@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -630,3 +631,40 @@ def test_a_named_module_that_is_the_users_and_somebody_elses_is_refused(
     refused = refusal(make, f"reward.function={name}:score")
     assert f"reward.function: module {name!r} {said}" in refused
     assert f"{own} has the same name; give your own file another name" in refused
+
+
+def notes_on(make: Callable[..., Any], *overrides: str, about: str) -> list[str]:
+    return [note for note in make(*overrides).notes if about in note]
+
+
+def test_a_learning_rate_beyond_reason_is_noted(make: Callable[..., Plan], make_sft: Callable[..., SFTPlan]):
+    for made in (make, make_sft):
+        assert notes_on(
+            made, "actor.engine.options.lr=1.0e+6", about="lr is 1e+06: rates above 0.01 destroy most models"
+        )
+        assert not notes_on(made, "actor.engine.options.lr=0.01", about="lr is")
+
+
+def test_more_processes_than_cores_are_noted(
+    make: Callable[..., Plan], make_sft: Callable[..., SFTPlan], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    many = ("actor.processes=3", "train.prompts_per_step=16")
+    assert notes_on(make, *many, about="the engines have 4 threads in 4 processes, and this machine 3 cores")
+    assert notes_on(make, "cluster.threads_per_process=4", about="the engines have 4 threads in 1 process,")
+    assert not notes_on(make, *many, "rollout.replicas=3", about="cores")  # in the actor's processes
+    assert not notes_on(make, *many, "cluster.address=10.0.0.1:6379", about="cores")
+    assert notes_on(make_sft, "actor.processes=8", about="8 threads in 8 processes")
+
+
+def test_a_rollout_that_is_moved_out_of_the_actors_processes_is_noted(make: Callable[..., Plan]):
+    said = "rollout.replicas=2 would put it into the actor's"
+    assert notes_on(make, "actor.processes=2", about=said)
+    assert not notes_on(make, "actor.processes=2", "rollout.placement=separate", about=said)
+    assert not notes_on(make, "actor.processes=2", "rollout.replicas=2", about=said)
+
+
+def test_clipping_can_be_off_and_numbers_have_their_plural(make: Callable[..., Plan]):
+    planned = make("actor.engine.options.max_grad_norm=.inf", "algorithm.epochs=2", "algorithm.minibatches=3")
+    assert planned.actor_options["max_grad_norm"] == float("inf")
+    assert "10 steps x 2 epochs x 3 minibatches = 60 optimizer steps" in planned.render()

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 B = TypeVar("B", bound=Backend)
 
+HIGH_LR = 0.01
+"""Learning rates above it are noted."""
+
 
 def find_backend(
     findings: Findings, plugins: PluginManager, kind: type[B], engine: Engine, key: str, device: str
@@ -139,6 +142,10 @@ def choose_colocation(
             why = "the engine wants a process of its own"
         elif config.actor.processes != config.rollout.replicas:
             why = f"rollout.replicas is {config.rollout.replicas}, actor.processes {config.actor.processes}"
+            findings.note(
+                f"{why}: the rollout gets processes of its own beside the actor's (rollout.placement=auto); "
+                f"rollout.replicas={config.actor.processes} would put it into the actor's"
+            )
         return not why, why
     if not same_python:
         findings.refuse(
@@ -297,6 +304,11 @@ def scheduled_options(
 ) -> dict[str, Any]:
     """The actor's options, with the length of the run filled in for the learning-rate schedule."""
     options = typed_options(findings, plugins, record, engine, "actor", processes)
+    if options.get("lr", 0) > HIGH_LR:
+        findings.note(
+            f"actor.engine.options.lr is {options['lr']:g}: rates above {HIGH_LR:g} destroy most models; for a whole "
+            "model 1e-6 is usual, for adapters 1e-4"
+        )
     if "total_steps" not in options:
         return options
     options["total_steps"] = total = options["total_steps"] or optimizer_steps

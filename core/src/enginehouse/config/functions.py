@@ -218,7 +218,7 @@ def _check_whose(module_name: str, key: str, python_path: Sequence[str]) -> None
     own = PathFinder.find_spec(top, list(python_path))
     if own is None or own.origin is None:  # there is none, or a directory without code of its own
         return
-    found = sys.modules[top].__spec__ if top in sys.modules else importlib.util.find_spec(top)
+    found = next(filter(None, (finder.find_spec(top, None) for finder in sys.meta_path)), None)
     if found is not None and found.origin != own.origin and not _same_file(found.origin, own.origin):
         whose = "the standard library's" if top in sys.stdlib_module_names else f"installed ({found.origin})"
         raise ConfigError(

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from enginehouse.config.arithmetic import (
     check_batches,
     check_cluster,
+    check_cores,
     check_lengths,
     check_placement,
     check_rows,
@@ -266,6 +267,7 @@ def plan_sft(
     check_model(findings, train, actor_options, model, "actor")
     check_rows(findings, config)
     check_cluster(findings, config.cluster, processes, {"actor": processes}, setting.device)
+    check_cores(findings, config.cluster, processes, setting.device)
     rows = 0
     with findings.collecting():
         check_demonstration_file(data.train, data.prompt, data.response)
