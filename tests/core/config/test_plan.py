@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from projects import Project
 
+from enginehouse.config.functions import extend_path
 from enginehouse.config.load import load_config
 from enginehouse.config.plan import Plan, SFTPlan, plan, plan_sft
 from enginehouse.config.schema import SFTConfig
@@ -668,3 +669,20 @@ def test_clipping_can_be_off_and_numbers_have_their_plural(make: Callable[..., P
     planned = make("actor.engine.options.max_grad_norm=.inf", "algorithm.epochs=2", "algorithm.minibatches=3")
     assert planned.actor_options["max_grad_norm"] == float("inf")
     assert "10 steps x 2 epochs x 3 minibatches = 60 optimizer steps" in planned.render()
+
+
+def test_a_function_named_with_a_dot_is_told_of_the_colon(make: Callable[..., Plan]):
+    said = refusal(make, "reward.function=scoring.right", kind=PluginLookupError)
+    assert "a function of your own has a colon: scoring:right" in said
+
+
+def test_plans_of_several_projects_in_one_process_find_each_its_own_modules(
+    make: Callable[..., Plan], project: Project
+):
+    other = project.root / "other"
+    other.mkdir()
+    (other / "scoring.py").write_text("def theirs(prompt, response, **columns): return 0.0")
+    extend_path([str(other)])
+    extend_path([str(project.root)])
+    assert make().reward == "scoring:right"
+    assert sys.path.index(str(project.root)) == sys.path.index(str(other)) - 1

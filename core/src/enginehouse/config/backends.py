@@ -5,9 +5,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from safetensors import SafetensorError, safe_open
 
 from enginehouse.config.load import check
 from enginehouse.config.migration import answer_key
@@ -286,6 +288,36 @@ def check_model(
             typed.check_model(model.get("text_config") or model)
         except UserError as error:
             findings.refuse(f"{key}.engine.options, {path_key}: {error} (options of backend {record.name!r})")
+
+
+def check_targets(findings: Findings, options: Mapping[str, Any], path: str) -> None:
+    """Note layers that are to get adapters (`LoraOptions.targets`) and are not among the tensors of a model's files.
+
+    Args:
+        options: of the actor, as `typed_options` gives them.
+        path: the model's directory.
+    """
+    targets = (options.get("lora") or {}).get("targets", "all-linear")
+    stored = set() if isinstance(targets, str) else _stored_layers(Path(path))
+    for target in targets if stored else ():
+        if not any(layer == target or layer.endswith(f".{target}") for layer in stored):
+            last = {layer.rpartition(".")[2] for layer in stored}
+            findings.note(
+                f"actor.engine.options.lora.targets: no tensor in {path} is of a layer {target!r}; "
+                f"{nearest(target.rpartition('.')[2], last)}"
+            )
+
+
+def _stored_layers(directory: Path) -> set[str]:
+    """Names of the layers whose weights are in a directory's safetensors; empty where they cannot be read."""
+    names: list[str] = []
+    try:
+        for file in directory.glob("*.safetensors"):
+            with safe_open(str(file), framework="np") as tensors:
+                names += tensors.keys()
+    except (OSError, SafetensorError):
+        return set()
+    return {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
 
 
 def _typed(record: Backend, options: Mapping[str, Any]) -> EngineOptions | None:

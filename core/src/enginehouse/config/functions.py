@@ -34,9 +34,16 @@ if TYPE_CHECKING:
     from enginehouse.plugin import Function, PluginManager
 
 
+_extended: list[str] = []
+"""What `extend_path` has put last on `sys.path`."""
+
+
 def extend_path(directories: Iterable[str]) -> None:
-    """Let this process import from `directories` what is found nowhere else."""
-    sys.path += [directory for directory in dict.fromkeys(directories) if directory not in sys.path]
+    """Let this process import from `directories` what is found nowhere else but in those of an earlier call."""
+    earlier = [directory for directory in _extended if directory in sys.path]
+    new = [directory for directory in directories if directory in earlier or directory not in sys.path]
+    _extended[:] = dict.fromkeys([*new, *earlier])
+    sys.path[:] = [path for path in sys.path if path not in _extended] + _extended
     importlib.invalidate_caches()
 
 
@@ -58,7 +65,8 @@ def find_function(
         try:
             reference = plugins.get(kind, name).function
         except UserError as error:
-            hint = answer_value(name)
+            module, _, attribute = name.rpartition(".")
+            hint = answer_value(name) or (f"a function of your own has a colon: {module}:{attribute}" if module else "")
             error.args = (f"{key}: {error}{f'. ({hint})' if hint else ''}", *error.args[1:])
             raise
         try:

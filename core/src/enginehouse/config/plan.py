@@ -27,6 +27,7 @@ from enginehouse.config.backends import (
     check_capabilities,
     check_model,
     check_servers,
+    check_targets,
     choose_colocation,
     choose_interpreter,
     choose_transport,
@@ -198,6 +199,7 @@ def plan(
 
     model = setting.model(config)
     check_model(findings, train, actor_options, model, "actor")
+    check_targets(findings, actor_options, config.model.path)
     check_model(findings, rollout, rollout_options, model, "rollout")
     if evaluation:
         check_model(findings, evaluator, evaluation.options, model, "evaluation")
@@ -265,6 +267,7 @@ def plan_sft(
     interpreters = {"actor": setting.interpreter(train, config.actor.engine, actor_options, "actor")}
     model = setting.model(config)
     check_model(findings, train, actor_options, model, "actor")
+    check_targets(findings, actor_options, config.model.path)
     check_rows(findings, config)
     check_cluster(findings, config.cluster, processes, {"actor": processes}, setting.device)
     check_cores(findings, config.cluster, processes, setting.device)
