@@ -8,7 +8,9 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from enginehouse.config.load import load_config
 from enginehouse.config.plan import plan
@@ -123,3 +125,14 @@ def test_models_that_are_taken_to_split_heads_do_so_by_their_own_plan():
     for model_type in SPLIT_BY_HEADS:
         rules = CONFIG_MAPPING[model_type].base_model_tp_plan
         assert {rules[f"layers.*.self_attn.{one}_proj"] for one in "qkv"} == {"colwise"}, model_type
+
+
+def test_adapters_of_layers_that_the_model_does_not_have_are_noted(config):
+    names = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"]
+    save_file({name: np.zeros((2, 2), np.float32) for name in names}, config.parent / "model" / "model.safetensors")
+    (config.parent / "rewards.py").write_text("def right(prompt, response, finish_reason): return 1.0\n")
+    right = "reward.function=rewards:right"
+    said = planned(config, right, f"{OPTIONS}.lora.targets=[query_key_value, q_proj, self_attn.v_proj]").notes
+    (note,) = [one for one in said if "lora.targets" in one]
+    assert "no tensor in model is of a layer 'query_key_value'; Choices: k_proj, q_proj, v_proj" in note
+    assert not any("lora.targets" in one for one in planned(config, right, f"{OPTIONS}.lora.rank=2").notes)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from .conftest import Start
 from .run_process import RunProcess
@@ -26,6 +29,27 @@ def finished(run: RunProcess) -> list[dict[str, float]]:
     return run.metrics
 
 
+@pytest.mark.fault(
+    area="rewards",
+    what="every sample of a group gets the same reward, 3.3 say",
+    happens="its advantages are exactly 0: it gives no gradient, and moves no weight",
+    exit_code="0",
+    kept="everything",
+    noticed="in the step's metrics: reward/groups_all_equal",
+)
+def test_a_constant_reward_moves_no_weight(train: Start, house: Path):
+    run = train("reward.function=rewards:constant", "rollout.samples_per_prompt=8", *VARIED[1:])
+    assert run.finish().code == 0
+    assert [line["reward/groups_all_equal"] for line in run.metrics] == [1.0, 1.0, 1.0]
+    assert [(line["loss"], line["grad_norm"]) for line in run.metrics] == [(0.0, 0.0)] * 3
+    before, after = (
+        load_file(house / "examples/quickstart/work/model/model.safetensors"),
+        load_file(run.directory / "model/model.safetensors"),
+    )
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 def test_a_kl_term_in_the_loss(train: Start):
     lines = finished(train(*VARIED, "algorithm.kl.coefficient=0.01"))
     assert lines[0]["kl"] == pytest.approx(0, abs=1e-5)  # the actor still is the reference
@@ -36,7 +60,8 @@ def test_a_kl_term_in_the_reward_with_the_reference_in_the_actors_process(train:
     run = train(*VARIED, "algorithm.kl={coefficient: 0.01, place: reward}", "cluster.launcher=ray",
                 "rollout.placement=separate")  # fmt: skip
     lines = finished(run)
-    assert "kl" not in lines[0]
+    assert lines[0]["kl"] == pytest.approx(0, abs=1e-5)  # the actor still is the reference
+    assert lines[-1]["kl"] > lines[0]["kl"]
     assert run.pid("reference") == run.pid("actor") != run.pid("rollout")
 
 

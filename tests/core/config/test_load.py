@@ -81,6 +81,7 @@ def test_an_override_reaches_into_a_section_that_the_file_leaves_empty(tmp_path:
         ("train: {steps: true}", "train.steps (line 5): a number is wanted, not true or false"),
         ("train: {steps: 0}", "train.steps (line 5): expected more than 0, got the number 0"),
         ("train: {seed: -1}", "train.seed (line 5): expected at least 0, got the number -1"),
+        ("train: {seed: 9223372036854775808}", "train.seed (line 5): expected less than 9.22337e+18, got the number 9"),
         ("train:", "train (line 5): expected a mapping of keys to values, got nothing (null)"),
         ("algorithm: grpo", "algorithm (line 5): expected a mapping of keys to values, got the string 'grpo'"),
         ("train: {steps: [1]}", "train.steps (line 5): expected a whole number, got a list of 1 value"),
@@ -177,7 +178,7 @@ configs = st.fixed_dictionaries(
         "rollout": st.fixed_dictionaries(
             {"sampling": st.fixed_dictionaries({"temperature": st.floats(0, 10), "stop": st.lists(words, max_size=3)})}
         ),
-        "train": st.fixed_dictionaries({"steps": st.integers(1, 10**9), "seed": st.integers(min_value=0)}),
+        "train": st.fixed_dictionaries({"steps": st.integers(1, 10**9), "seed": st.integers(0, 2**63 - 1)}),
         "plugins": st.fixed_dictionaries({"enabled": st.none() | st.lists(words, max_size=2)}),
     },
 )

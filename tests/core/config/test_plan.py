@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 from projects import Project
 
+from enginehouse.config.functions import extend_path
 from enginehouse.config.load import load_config
 from enginehouse.config.plan import Plan, SFTPlan, plan, plan_sft
 from enginehouse.config.schema import SFTConfig
@@ -247,7 +250,7 @@ def test_a_reference_with_another_vocabulary_is_refused(make: Callable[..., Plan
         ("scoring.py:right", "names a file; name the module: scoring:right"),
         ("exact_mach", "did you mean 'exact_match'?"),
         ("scoring:", "neither a registered name nor of the form module:function"),
-        ("scoring.right", "named with a colon: scoring:right"),
+        ("scoring.right", "a function of your own has a colon: scoring:right"),
         ("needs_more:f", "importing 'needs_more' raised ModuleNotFoundError: No module named 'nowhere'"),
         ("explodes:f", "importing 'explodes' raised ZeroDivisionError: division by zero"),
         ("exits:f", "importing 'exits' raised SystemExit: 3"),
@@ -313,6 +316,15 @@ def test_a_reward_gets_what_it_takes(make: Callable[..., Plan]):
     assert make("reward.function=scoring:bare").reward == "scoring:bare"  # neither finish_reason nor the answer
 
 
+def test_k1_in_the_loss_is_refused_with_the_reason_and_k1_in_the_reward_is_not(make: Callable[..., Plan]):
+    k1 = ("algorithm.kl.coefficient=0.1", "algorithm.kl.estimator=k1")
+    said = refusal(make, *k1)
+    assert "k1 in the loss regularises nothing, since its gradient is zero in expectation" in said
+    assert all(cure in said for cure in ("k2", "k3", "algorithm.kl.place=reward"))
+    assert make(*k1, "algorithm.kl.place=reward").uses_reference
+    assert make("algorithm.kl.estimator=k1")  # no term, nothing to refuse
+
+
 @pytest.mark.parametrize("key", ["data.train", "data.validation"])
 @pytest.mark.parametrize("column", ["prompt", "messages", "response", "finish_reason"])
 def test_a_column_that_a_reward_would_never_see_is_refused(
@@ -372,7 +384,7 @@ class Options(RolloutOptions):
 
 @hookimpl
 def enginehouse_register_backends(register):
-    register(RolloutBackend(name="limited", engine="nowhere:Engine",
+    register(RolloutBackend(name="limited", engine="enginehouse.backends.torch.rollout:TorchRolloutEngine",
                             options="limited_plugin:Options", devices=("cpu",)))
 """
 
@@ -550,3 +562,173 @@ def test_an_engine_for_validations_that_cannot_be_is_refused(make: Callable[...,
 def test_a_backend_for_validations_that_is_not_there_is_named_by_its_key(make: Callable[..., Plan], project: Project):
     with pytest.raises(PluginLookupError, match=r"evaluation\.engine\.backend: "):
         make("evaluation.engine.backend=no_such", f"data.validation={project.root / 'train.jsonl'}")
+
+
+DECLARED = """
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+def choosing(view, *, share: Annotated[float, Field(ge=0, lt=1)], kind: "Literal['soft', 'hard']" = "soft",
+             sizes: tuple[int, ...] = (), limit: "Unheard" = None, flag: bool = False, either: int | str = 0):
+    raise NotImplementedError
+
+def scaled(prompt, response, finish_reason, answer, *, partial: Annotated[float, Field(gt=0)] = 1.0):
+    raise NotImplementedError
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            "{share: 1}",
+            "algorithm.loss.arguments.share: expected less than 1, got the number 1 (an argument of 'declared",
+        ),
+        ("{share: '0.5'}", "share: expected a number, got the string '0.5'"),
+        (
+            "{share: 0.5, kind: sof}",
+            "kind: expected one of 'soft' or 'hard', got the string 'sof'; did you mean 'soft'?",
+        ),
+        ("{share: 0.5, sizes: [1, 2.5]}", "sizes: expected a whole number, got the number 2.5"),
+        ("{share: 0.5, flag: 1}", "flag: expected true or false, got the number 1"),
+        ("{share: 0.5, either: [1]}", "expected a whole number, got a list of 1 value; or"),
+        ("{kind: hard}", "needs 'share'"),
+    ],
+)
+def test_arguments_are_checked_by_what_their_author_declares(
+    make: Callable[..., Plan], project: Project, arguments: str, said: str
+):
+    (project.root / "declared.py").write_text(DECLARED)
+    assert said in refusal(make, f"algorithm.loss={{name: 'declared:choosing', arguments: {arguments}}}")
+
+
+def test_arguments_as_declared_are_taken_as_they_stand(make: Callable[..., Plan], project: Project):
+    (project.root / "declared.py").write_text(DECLARED)
+    given = {"share": 0, "kind": "hard", "sizes": [1, 2], "limit": "anything", "either": "x", "flag": True}
+    assert make(f"algorithm.loss={{name: 'declared:choosing', arguments: {given}}}").loss_arguments == given
+
+
+def test_arguments_of_a_reward_are_checked_too(make: Callable[..., Plan], project: Project):
+    (project.root / "declared.py").write_text(DECLARED)
+    said = refusal(make, "reward.function=declared:scaled", "reward.arguments.partial=-1")
+    assert (
+        "reward.arguments.partial: expected more than 0, got the number -1 (an argument of 'declared:scaled')" in said
+    )
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("clip_high=abc", "expected a number, got the string 'abc'"),
+        ("clip_high=-0.2", "expected more than 0"),
+        ("clip_low=3", "expected at most 1"),
+        ("dual_clip=0.5", "expected more than 1"),
+        ("importance_cap=0", "expected more than 0"),
+        ("max_tokens=0", "expected more than 0"),
+        ("aggregation=tokn_mean", "did you mean 'token_mean'?"),
+        ("aggregation=seq-mean-token-sum-norm", "in verl token-mean, seq-mean-token-sum, "),
+        ("kl_coefficient=0.1", "set algorithm.kl.coefficient instead"),
+        ("kl_estimator=k2", "set algorithm.kl.estimator instead"),
+    ],
+)
+def test_the_clipped_loss_declares_its_arguments(make: Callable[..., Plan], argument: str, said: str):
+    refused = refusal(make, f"algorithm.loss.arguments.{argument}", "algorithm.old_logprobs=actor")
+    assert f"algorithm.loss.arguments.{argument.partition('=')[0]}: " in refused
+    assert said in refused
+
+
+def test_the_scaled_aggregation_divides_by_the_longest_response_unless_told_otherwise(make: Callable[..., Plan]):
+    scaled = "algorithm.loss.arguments.aggregation=sequence_mean_token_sum_scaled"
+    assert make(scaled).loss_arguments == {"aggregation": "sequence_mean_token_sum_scaled", "max_tokens": 8}
+    assert make(scaled, "algorithm.loss.arguments.max_tokens=5").loss_arguments["max_tokens"] == 5
+
+
+@pytest.mark.parametrize("arguments", ["{clip_low: 0.1}", "{clip_lo: 0.1, colum: x}"])
+def test_arguments_left_from_another_loss_are_taken_away_as_the_message_says(make: Callable[..., Plan], arguments: str):
+    other = (f"algorithm.loss.arguments={arguments}", "algorithm.loss.name=weighted_logprob")
+    assert "are taken away by algorithm.loss.arguments={}" in refusal(make, *other)
+    assert make(*other, "algorithm.loss.arguments={}").loss_arguments == {}
+
+
+def test_an_advantage_with_a_critic_is_not_there_yet(make: Callable[..., Plan]):
+    assert "there is no critic yet" in refusal(make, "algorithm.advantage.name=gae", kind=PluginLookupError)
+
+
+def test_a_file_named_like_a_module_that_is_not_the_users_never_stands_in_for_it(
+    make: Callable[..., Plan], project: Project, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("colorsys", "click"):
+        (project.root / f"{name}.py").write_text("raise RuntimeError('nobody named this file')")
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    make()
+    assert importlib.import_module("colorsys").rgb_to_hsv
+    assert importlib.import_module("click").command
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("colorsys", "is the standard library's"), ("pluggy", "is installed ("), ("math", "is the standard library's")],
+)
+def test_a_named_module_that_is_the_users_and_somebody_elses_is_refused(
+    make: Callable[..., Plan], project: Project, name: str, said: str
+):
+    own = project.root / f"{name}.py"
+    own.write_text("def score(prompt, response, **columns): return 0.0")
+    refused = refusal(make, f"reward.function={name}:score")
+    assert f"reward.function: module {name!r} {said}" in refused
+    assert f"{own} has the same name; give your own file another name" in refused
+
+
+def notes_on(make: Callable[..., Any], *overrides: str, about: str) -> list[str]:
+    return [note for note in make(*overrides).notes if about in note]
+
+
+def test_a_learning_rate_beyond_reason_is_noted(make: Callable[..., Plan], make_sft: Callable[..., SFTPlan]):
+    for made in (make, make_sft):
+        assert notes_on(
+            made, "actor.engine.options.lr=1.0e+6", about="lr is 1e+06: rates above 0.01 destroy most models"
+        )
+        assert not notes_on(made, "actor.engine.options.lr=0.01", about="lr is")
+
+
+def test_more_processes_than_cores_are_noted(
+    make: Callable[..., Plan], make_sft: Callable[..., SFTPlan], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    many = ("actor.processes=3", "train.prompts_per_step=16")
+    assert notes_on(make, *many, about="the engines have 4 threads in 4 processes, and this machine 3 cores")
+    assert notes_on(make, "cluster.threads_per_process=4", about="the engines have 4 threads in 1 process,")
+    assert not notes_on(make, *many, "rollout.replicas=3", about="cores")  # in the actor's processes
+    assert not notes_on(make, *many, "cluster.address=10.0.0.1:6379", about="cores")
+    assert notes_on(make_sft, "actor.processes=8", about="8 threads in 8 processes")
+
+
+def test_a_rollout_that_is_moved_out_of_the_actors_processes_is_noted(make: Callable[..., Plan]):
+    said = "rollout.replicas=2 would put it into the actor's"
+    assert notes_on(make, "actor.processes=2", about=said)
+    assert not notes_on(make, "actor.processes=2", "rollout.placement=separate", about=said)
+    assert not notes_on(make, "actor.processes=2", "rollout.replicas=2", about=said)
+
+
+def test_clipping_can_be_off_and_numbers_have_their_plural(make: Callable[..., Plan]):
+    planned = make("actor.engine.options.max_grad_norm=.inf", "algorithm.epochs=2", "algorithm.minibatches=3")
+    assert planned.actor_options["max_grad_norm"] == float("inf")
+    assert "10 steps x 2 epochs x 3 minibatches = 60 optimizer steps" in planned.render()
+
+
+def test_a_function_named_with_a_dot_is_told_of_the_colon(make: Callable[..., Plan]):
+    said = refusal(make, "reward.function=scoring.right", kind=PluginLookupError)
+    assert "a function of your own has a colon: scoring:right" in said
+
+
+def test_plans_of_several_projects_in_one_process_find_each_its_own_modules(
+    make: Callable[..., Plan], project: Project
+):
+    other = project.root / "other"
+    other.mkdir()
+    (other / "scoring.py").write_text("def theirs(prompt, response, **columns): return 0.0")
+    extend_path([str(other)])
+    extend_path([str(project.root)])
+    assert make().reward == "scoring:right"
+    assert sys.path.index(str(project.root)) == sys.path.index(str(other)) - 1

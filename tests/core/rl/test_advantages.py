@@ -70,3 +70,25 @@ def test_rloo_is_the_distance_from_the_mean_of_the_others(samples):
 
 def samples_by_row(rewards, groups):
     return list(zip(rewards, groups, strict=True))
+
+
+@given(
+    st.sampled_from([0.7, 1.1, 3.3, 10.1, 100.1, -57.3]),
+    st.integers(2, 16),
+    st.integers(1, 3),
+    st.sampled_from([grpo, rloo]),
+)
+def test_a_group_of_equal_rewards_credits_nothing(reward, size, groups, advantage):
+    rewards = [reward] * (size * groups) + [1.0, 2.0]  # the last group has something to learn from
+    labels = [number % groups for number in range(size * groups)] + [groups, groups]
+    found = per_row(advantage(make_batch(rewards, labels)))
+    assert found[:-2] == [0.0] * (size * groups)
+    assert found[-2] < 0 < found[-1]
+
+
+@given(st.sampled_from([100.1, -57.3, 1e4]), st.integers(2, 16))
+def test_grpo_of_large_rewards_is_exact(offset, size):
+    rewards = torch.tensor([offset + number / 8 for number in range(size)]).tolist()
+    for reward, advantage in zip(rewards, per_row(grpo(make_batch(rewards, [0] * size))), strict=True):
+        expected = (reward - statistics.mean(rewards)) / (statistics.stdev(rewards) + 1e-6)
+        assert advantage == pytest.approx(expected, rel=1e-6, abs=1e-6)

@@ -25,14 +25,21 @@ def test_expectation_over_the_policy_is_the_divergence(distributions, estimator)
     assert estimated == pytest.approx(expected.item(), abs=1e-6)
 
 
-def test_k2_gradient_is_that_of_the_divergence(distributions):
+@pytest.mark.parametrize(
+    ("estimator", "divergence"),
+    [
+        ("k1", lambda policy, reference: (policy * 0).sum()),
+        ("k2", lambda policy, reference: (policy.exp() * (policy - reference)).sum()),
+        ("k3", lambda policy, reference: (reference.exp() * (reference - policy)).sum()),
+    ],
+)
+def test_the_expected_gradient_as_a_loss_is_as_the_table_says(distributions, estimator, divergence):
     policy, reference = distributions
     logits = policy.clone().requires_grad_()
     logprobs = logits.log_softmax(-1)
-    (logprobs.detach().exp() * token_kl(logprobs, reference, "k2")).sum().backward()
+    (logprobs.detach().exp() * token_kl(logprobs, reference, estimator)).sum().backward()
     exact = policy.clone().requires_grad_()
-    logprobs = exact.log_softmax(-1)
-    (logprobs.exp() * (logprobs - reference)).sum().backward()
+    divergence(exact.log_softmax(-1), reference).backward()
     torch.testing.assert_close(logits.grad, exact.grad, atol=1e-6, rtol=1e-4)
 
 

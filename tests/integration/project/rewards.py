@@ -18,6 +18,11 @@ def troubled(prompt: str, response: str, finish_reason: str, trouble: str = "non
     return float(len(set(response)))
 
 
+def constant(prompt: str, response: str, finish_reason: str, **columns: object) -> float:
+    """The same for every sample, and not exact in binary."""
+    return 3.3
+
+
 def varied(prompt: str, response: str, finish_reason: str, **columns: object) -> float:
     """A reward that a model of random weights gets a different amount of in each sample."""
     return len(set(response)) / 10

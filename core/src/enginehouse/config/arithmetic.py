@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -94,6 +95,7 @@ def check_placement(
         )
     gpus = {"actor": actor, "rollout": 0 if colocated else rollout * gpus_per_replica, "evaluation": evaluation_gpus}
     check_cluster(findings, config.cluster, max(actor, rollout), gpus, device)
+    check_cores(findings, config.cluster, actor + (0 if colocated else rollout) + evaluation, device)
 
 
 def check_cluster(findings: Findings, cluster: Cluster, largest: int, gpus: Mapping[str, int], device: str) -> None:
@@ -116,6 +118,21 @@ def check_cluster(findings: Findings, cluster: Cluster, largest: int, gpus: Mapp
     if device == "cuda" and not cluster.address and needed > (there := visible_gpus()):
         each = ", ".join(f"{role} {number}" for role, number in gpus.items() if number)
         findings.refuse(f"the run needs {needed} GPUs ({each}), and {there} are visible on this machine")
+
+
+def check_cores(findings: Findings, cluster: Cluster, processes: int, device: str) -> None:
+    """Note engines that share cores of this machine; on GPUs they hardly use any.
+
+    Args:
+        processes: of all roles.
+        device: torch device type of the run.
+    """
+    cores, threads = len(os.sched_getaffinity(0)), processes * cluster.threads_per_process
+    if device == "cpu" and not cluster.address and cluster.launcher != "inline" and threads > cores:
+        findings.note(
+            f"the engines have {threads} threads in {processes} process{'' if processes == 1 else 'es'}, and this "
+            f"machine {cores} cores: they wait for each other"
+        )
 
 
 def check_evaluation(findings: Findings, config: Config) -> None:

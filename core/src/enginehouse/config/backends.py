@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
+from safetensors import SafetensorError, safe_open
 
 from enginehouse.config.load import check
-from enginehouse.engines.options import EngineOptions, RolloutOptions
-from enginehouse.errors import ConfigError, UserError
-from enginehouse.plugin import Backend, Placement, RolloutBackend, TrainBackend, Transport, resolve
+from enginehouse.config.migration import answer_key
+from enginehouse.engines.options import EngineOptions, RolloutOptions, TrainOptions
+from enginehouse.engines.rollout import RolloutEngine
+from enginehouse.engines.train import TrainEngine
+from enginehouse.errors import ConfigError, UserError, nearest
+from enginehouse.plugin import Backend, Placement, ResolveError, RolloutBackend, TrainBackend, Transport, resolve
 from enginehouse.plugin.capabilities import (
     COLOCATES,
     CROSS_HOST,
@@ -22,6 +28,7 @@ from enginehouse.plugin.capabilities import (
     STOP_STRINGS,
     WEIGHT_CHECKSUMS,
 )
+from enginehouse.plugin.references import find_definition, lacking
 from enginehouse.plugin.runtimes import CURRENT, Interpreter, choose_runtime
 
 if TYPE_CHECKING:
@@ -30,6 +37,9 @@ if TYPE_CHECKING:
     from enginehouse.plugin import PluginManager
 
 B = TypeVar("B", bound=Backend)
+
+HIGH_LR = 0.01
+"""Learning rates above it are noted."""
 
 
 def find_backend(
@@ -53,6 +63,17 @@ def find_backend(
             f"{key}.engine.backend: {record.name!r} runs on {' and '.join(record.devices)}, and this run is on "
             f"{device} (cluster.device)"
         )
+    protocol = TrainEngine if kind is TrainBackend else RolloutEngine
+    try:
+        missing = lacking(find_definition(record.engine), protocol)
+    except ResolveError as error:
+        findings.refuse(f"{key}.engine.backend: the engine of {record.name!r}: {error}")
+    else:
+        if missing:
+            findings.refuse(
+                f"{key}.engine.backend: the engine of {record.name!r}, {record.engine}, is no {protocol.__name__}; it "
+                f"lacks {', '.join(missing)}"
+            )
     return record
 
 
@@ -123,6 +144,10 @@ def choose_colocation(
             why = "the engine wants a process of its own"
         elif config.actor.processes != config.rollout.replicas:
             why = f"rollout.replicas is {config.rollout.replicas}, actor.processes {config.actor.processes}"
+            findings.note(
+                f"{why}: the rollout gets processes of its own beside the actor's (rollout.placement=auto); "
+                f"rollout.replicas={config.actor.processes} would put it into the actor's"
+            )
         return not why, why
     if not same_python:
         findings.refuse(
@@ -138,13 +163,20 @@ def choose_colocation(
 
 
 def typed_options(
-    findings: Findings, record: Backend | None, engine: Engine, key: str, processes: int
+    findings: Findings, plugins: PluginManager, record: Backend | None, engine: Engine, key: str, processes: int
 ) -> dict[str, Any]:
     """A backend's options, checked and completed by its own class, as plain data; empty after a problem."""
     if record is None:
         return {}
-    schema: type[BaseModel] = resolve(record.options)
-    options, problems = check(schema, engine.options, prefix=f"{key}.engine.options")
+    schema = _options_class(record)
+    if isinstance(schema, str):
+        findings.refuse(f"{key}.engine.backend: {schema}")
+        return {}
+
+    def instead(option: str) -> str:
+        return _who_has(option, plugins, record, key)
+
+    options, problems = check(schema, engine.options, prefix=f"{key}.engine.options", instead=instead)
     findings.problems += [ConfigError(f"{problem} (options of backend {record.name!r})") for problem in problems]
     if isinstance(options, EngineOptions):
         try:
@@ -154,6 +186,57 @@ def typed_options(
         for surprise in options.surprises():
             findings.note(f"{key}.engine.options: {surprise}")
     return {} if options is None else options.model_dump()
+
+
+def _options_class(record: Backend) -> type[BaseModel] | str:
+    """A backend's own class of options, or why there is none."""
+    try:
+        found = resolve(record.options)
+    except ResolveError as error:
+        return f"the options of {record.name!r}: {error}"
+    if isinstance(found, type) and issubclass(found, BaseModel):
+        return found
+    return (
+        f"the options of {record.name!r}: {record.options} is no pydantic model; its author has to derive it from "
+        f"{TrainOptions.__module__}:{TrainOptions.__name__} or {RolloutOptions.__name__}"
+    )
+
+
+def _who_has(option: str, plugins: PluginManager, record: Backend, key: str) -> str:
+    """What to do about an option that a backend lacks: another has it, or it may be the engine's own; empty: nothing.
+
+    Args:
+        option: dotted, without `engine.options`.
+        key: config key of the role: `"actor"`.
+    """
+    own = _options_class(record)
+    known = list(own.model_fields) if isinstance(own, type) else []
+    first = option.partition(".")[0]
+    if first in known or difflib.get_close_matches(option, known, n=1, cutoff=0.8):
+        return ""  # mistyped
+    having = []
+    for one in plugins.all(record.kind):
+        schema = _options_class(one)
+        if isinstance(schema, type) and first in schema.model_fields:
+            having.append(plugins.name_of(one))
+    if having:
+        noun = "backend" if len(having) == 1 else "backends"
+        return (
+            f"{noun} {' and '.join(map(repr, having))} {'has' if len(having) == 1 else 'have'} it; set "
+            f"{key}.engine.backend={having[0]}"
+        )
+    answer = answer_key(option)
+    if not answer and _passes_on(own):
+        answer = f"{nearest(option, known)}. What the engine itself takes goes under {key}.engine.options.native"
+    return answer
+
+
+def _passes_on(options: type[BaseModel] | str) -> bool:
+    """Whether a backend hands `native` on to its engine."""
+    try:
+        return isinstance(options, type) and bool(options.model_validate({"native": {"name": 0}}))
+    except ValidationError:
+        return False
 
 
 def check_servers(
@@ -207,6 +290,36 @@ def check_model(
             findings.refuse(f"{key}.engine.options, {path_key}: {error} (options of backend {record.name!r})")
 
 
+def check_targets(findings: Findings, options: Mapping[str, Any], path: str) -> None:
+    """Note layers that are to get adapters (`LoraOptions.targets`) and are not among the tensors of a model's files.
+
+    Args:
+        options: of the actor, as `typed_options` gives them.
+        path: the model's directory.
+    """
+    targets = (options.get("lora") or {}).get("targets", "all-linear")
+    stored = set() if isinstance(targets, str) else _stored_layers(Path(path))
+    for target in targets if stored else ():
+        if not any(layer == target or layer.endswith(f".{target}") for layer in stored):
+            last = {layer.rpartition(".")[2] for layer in stored}
+            findings.note(
+                f"actor.engine.options.lora.targets: no tensor in {path} is of a layer {target!r}; "
+                f"{nearest(target.rpartition('.')[2], last)}"
+            )
+
+
+def _stored_layers(directory: Path) -> set[str]:
+    """Names of the layers whose weights are in a directory's safetensors; empty where they cannot be read."""
+    names: list[str] = []
+    try:
+        for file in directory.glob("*.safetensors"):
+            with safe_open(str(file), framework="np") as tensors:
+                names += tensors.keys()
+    except (OSError, SafetensorError):
+        return set()
+    return {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
+
+
 def _typed(record: Backend, options: Mapping[str, Any]) -> EngineOptions | None:
     """What `typed_options` gave as plain data; None after a problem."""
     typed = resolve(record.options)(**options) if options else None
@@ -214,10 +327,20 @@ def _typed(record: Backend, options: Mapping[str, Any]) -> EngineOptions | None:
 
 
 def scheduled_options(
-    findings: Findings, record: TrainBackend | None, engine: Engine, processes: int, optimizer_steps: int
+    findings: Findings,
+    plugins: PluginManager,
+    record: TrainBackend | None,
+    engine: Engine,
+    processes: int,
+    optimizer_steps: int,
 ) -> dict[str, Any]:
     """The actor's options, with the length of the run filled in for the learning-rate schedule."""
-    options = typed_options(findings, record, engine, "actor", processes)
+    options = typed_options(findings, plugins, record, engine, "actor", processes)
+    if options.get("lr", 0) > HIGH_LR:
+        findings.note(
+            f"actor.engine.options.lr is {options['lr']:g}: rates above {HIGH_LR:g} destroy most models; for a whole "
+            "model 1e-6 is usual, for adapters 1e-4"
+        )
     if "total_steps" not in options:
         return options
     options["total_steps"] = total = options["total_steps"] or optimizer_steps
@@ -291,12 +414,12 @@ def choose_transport(
                     "cluster.address is set: whether actor and rollout share a host shows only at the start; the "
                     "transport is chosen as if they did not (weights.transport=shared_memory is quicker where they do)"
                 )
-            return plugins.pick_transport(train, rollout, placement).name, f"actor and {role} are {where}"
+            return plugins.name_of(plugins.pick_transport(train, rollout, placement)), f"actor and {role} are {where}"
         if not reaches:
             reach = ", ".join(sorted(record.capabilities)) or "none"
             raise ConfigError(
                 f"weights.transport: actor and rollout are {where} (rollout.placement), and {named!r} does not reach "
                 f"there (its capabilities: {reach}); leave it at auto to have one chosen"
             )
-        return record.name, "weights.transport names it"
+        return named, "weights.transport names it"
     return "", ""

@@ -1,27 +1,49 @@
-"""The functions a config names, `module:function`: found, imported and checked against the arguments they will get."""
+"""The functions a config names, `module:function`: found, imported and checked against the arguments they will get.
+
+A user's own module lies in the current directory or beside the config. These come last on the import path, in every
+process of a run: a file there never stands in for a module of the standard library or of an installed package. A config
+that names a module which is both is refused, since which of the two is meant cannot be known.
+"""
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
+
+from enginehouse.config.load import in_words
+from enginehouse.config.migration import answer_value
 from enginehouse.errors import ConfigError, UserError
+from enginehouse.plugin import ResolveError
+from enginehouse.plugin.references import find_definition
 
 if TYPE_CHECKING:
     from enginehouse.plugin import Function, PluginManager
 
 
+_extended: list[str] = []
+"""What `extend_path` has put last on `sys.path`."""
+
+
 def extend_path(directories: Iterable[str]) -> None:
-    """Let this process import from `directories`, before anything else, as `python -m` does with the current one."""
-    sys.path[:0] = [directory for directory in dict.fromkeys(directories) if directory not in sys.path]
+    """Let this process import from `directories` what is found nowhere else but in those of an earlier call."""
+    earlier = [directory for directory in _extended if directory in sys.path]
+    new = [directory for directory in directories if directory in earlier or directory not in sys.path]
+    _extended[:] = dict.fromkeys([*new, *earlier])
+    sys.path[:] = [path for path in sys.path if path not in _extended] + _extended
     importlib.invalidate_caches()
 
 
@@ -31,7 +53,7 @@ def find_function(
     """Find what the config calls `name`: a registered function, or the user's own `module:function`.
 
     The user's own is imported. A registered one is its plugin's business and may import torch: it is imported only if
-    `always` says so.
+    `always` says so, or if reading its source does not show that it can be called without arguments of the config.
 
     Returns:
         `"module:function"`, and the function if it was imported.
@@ -44,11 +66,25 @@ def find_function(
             reference = plugins.get(kind, name).function
         except UserError as error:
             module, _, attribute = name.rpartition(".")
-            hint = f"; a function of yours is named with a colon: {module}:{attribute}" if module else ""
-            error.args = (f"{key}: {error}{hint}", *error.args[1:])
+            hint = answer_value(name) or (f"a function of your own has a colon: {module}:{attribute}" if module else "")
+            error.args = (f"{key}: {error}{f'. ({hint})' if hint else ''}", *error.args[1:])
             raise
+        try:
+            always = always or not _needs_nothing(find_definition(reference))
+        except ResolveError as error:
+            raise ConfigError(f"{key}: {name!r} is registered, but {error}") from error
         return reference, import_function(reference, key, python_path) if always else None
+    _check_whose(name.partition(":")[0], key, python_path)
     return name, import_function(name, key, python_path)
+
+
+def _needs_nothing(definition: ast.AST | None) -> bool:
+    """Whether a function can be called with one positional argument, by its definition."""
+    if not isinstance(definition, ast.FunctionDef) or definition.decorator_list:
+        return False
+    signature = definition.args
+    without_default = len(signature.posonlyargs) + len(signature.args) - len(signature.defaults)
+    return without_default <= 1 and None not in signature.kw_defaults
 
 
 def import_function(reference: str, key: str, python_path: Sequence[str] = ()) -> Callable[..., Any]:
@@ -88,8 +124,53 @@ def import_function(reference: str, key: str, python_path: Sequence[str] = ()) -
     return found
 
 
+def check_values(function: Callable[..., Any], key: str, arguments: Mapping[str, Any]) -> list[str]:
+    """Check arguments against the types, ranges and choices that `function` is annotated with.
+
+    Whatever pydantic can check counts, `Literal["a", "b"]` and `Annotated[float, Field(gt=0)]` too. Values are taken as
+    JSON would be: a list will do for a tuple, a string of digits for no number. They are not converted.
+
+    Args:
+        function: what will be called. A parameter without an annotation, or with one that cannot be evaluated, takes
+            anything, as does each its own default.
+        key: the config key of the arguments, for messages.
+        arguments: by name.
+
+    Returns:
+        A message for each that will not do.
+    """
+    problems = []
+    for name, value in arguments.items():
+        parameter = _parameters(function).get(name)
+        if parameter is None or value == parameter.default:
+            continue
+        try:
+            adapter: TypeAdapter[Any] = TypeAdapter(_annotation(function, parameter))
+            adapter.validate_json(json.dumps(value), strict=True)
+        except ValidationError as error:
+            problems.append("; or ".join(in_words(detail, f"{key}.{name}") for detail in error.errors()[:4]))
+        except (PydanticUserError, NameError, AttributeError, TypeError, ValueError, SyntaxError):
+            continue  # nothing to check it by
+    return problems
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # written in C
+        return {}
+
+
+def _annotation(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:
+    if parameter.annotation is parameter.empty:
+        return Any
+    if not isinstance(parameter.annotation, str):
+        return parameter.annotation
+    return eval(parameter.annotation, getattr(inspect.unwrap(function), "__globals__", {}))
+
+
 def check_call(
-    function: Callable[..., Any], key: str, given: Iterable[str], named: str, *, positional: int = 0
+    function: Callable[..., Any], key: str, given: Iterable[str], named: str, *, positional: int = 0, cure: str = ""
 ) -> None:
     """Check that `function` can be called with the keyword arguments `given`, after `positional` others.
 
@@ -99,6 +180,7 @@ def check_call(
         given: names of keyword arguments.
         named: what they are called together, for messages: `"algorithm.loss.arguments"`.
         positional: how many positional arguments come first.
+        cure: what to do about arguments the function does not take.
 
     Raises:
         ConfigError: naming arguments the function does not take, and those it needs and does not get.
@@ -122,6 +204,7 @@ def check_call(
     if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
         near = [close for name in unknown for close in difflib.get_close_matches(name, known - set(given), n=1)]
         hint = f"did you mean {near[0]!r}?" if near else f"it takes {_quoted(sorted(known)) or 'none'}"
+        hint = f"{hint}; {cure}" if cure else hint
         raise ConfigError(f"{key}: {_shown(function)} does not take {_quoted(unknown)} (of {named}); {hint}")
     needed = [p.name for p in by_name if p.default is p.empty and p.name not in given]
     if needed:
@@ -135,6 +218,27 @@ def _shown(function: Callable[..., Any]) -> str:
 
 def _quoted(names: Iterable[str]) -> str:
     return ", ".join(repr(name) for name in names)
+
+
+def _check_whose(module_name: str, key: str, python_path: Sequence[str]) -> None:
+    """Refuse a module of the user's that shares its name with one that is found before it."""
+    top = module_name.partition(".")[0]
+    own = PathFinder.find_spec(top, list(python_path))
+    if own is None or own.origin is None:  # there is none, or a directory without code of its own
+        return
+    found = next(filter(None, (finder.find_spec(top, None) for finder in sys.meta_path)), None)
+    if found is not None and found.origin != own.origin and not _same_file(found.origin, own.origin):
+        whose = "the standard library's" if top in sys.stdlib_module_names else f"installed ({found.origin})"
+        raise ConfigError(
+            f"{key}: module {top!r} is {whose}, and {own.origin} has the same name; give your own file another name"
+        )
+
+
+def _same_file(one: str | None, other: str) -> bool:
+    try:
+        return one is not None and os.path.samefile(one, other)
+    except OSError:  # "built-in"
+        return False
 
 
 def _import(module_name: str, key: str, python_path: Sequence[str]) -> Any:

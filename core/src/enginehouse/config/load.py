@@ -6,7 +6,9 @@ the file, so that one file can be run from anywhere with the same words a shell 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import difflib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -14,6 +16,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ValidationError
 
 from enginehouse.config.document import dump, parse
+from enginehouse.config.migration import answer_key, answer_value
 from enginehouse.config.schema import Config
 from enginehouse.errors import ConfigError, nearest
 
@@ -131,12 +134,17 @@ def listed(problems: Sequence[str], where: str) -> str:
 
 
 def check(
-    schema: type[C], data: Mapping[str, Any], sources: _Sources | None = None, prefix: str = ""
+    schema: type[C],
+    data: Mapping[str, Any],
+    sources: _Sources | None = None,
+    prefix: str = "",
+    instead: Callable[[str], str] | None = None,
 ) -> tuple[C | None, list[str]]:
     """Validate `data` against a pydantic model, with problems in words.
 
     Args:
         prefix: dotted key under which `data` stands, for messages: `"actor.engine.options"`.
+        instead: says of a key that `schema` lacks, dotted and without the prefix, what to do; empty: nothing.
 
     Returns:
         The model, or None and one message for each problem.
@@ -144,27 +152,47 @@ def check(
     try:
         return schema.model_validate(data), []
     except ValidationError as error:
-        return None, [_in_words(detail, schema, data, sources, prefix) for detail in error.errors()]
+        return None, [
+            problem for detail in error.errors() for problem in _in_words(detail, schema, sources, prefix, instead)
+        ]
 
 
 def _in_words(
-    detail: Mapping[str, Any], schema: type[BaseModel], data: Mapping[str, Any], sources: _Sources | None, prefix: str
-) -> str:
+    detail: Mapping[str, Any],
+    schema: type[BaseModel],
+    sources: _Sources | None,
+    prefix: str,
+    instead: Callable[[str], str] | None,
+) -> list[str]:
     key: Key = tuple(str(part) for part in detail["loc"])
     name = _dotted(prefix, detail["loc"])
     place = sources.of(key) if sources else ""
     at = f" ({place})" if place else ""
     kind = detail["type"]
     if kind == "extra_forbidden":
-        return f"unknown key {name!r}{at}: {_instead(key, schema, prefix)}"
+        known = _moved(key, schema, prefix) or (instead(".".join(key)) if instead else "")
+        if any((answers := {} if known else _answers(name, detail["input"])).values()):
+            return [f"unknown key {one!r}{at}: {said or 'nothing here is like it'}" for one, said in answers.items()]
+        return [f"unknown key {name!r}{at}: {known or nearest(key[-1], _section(schema, key[:-1]).model_fields)}"]
     if kind == "missing":
         description = _field_description(schema, key)
-        return f"missing key {name!r}{f': {description}' if description else ''}"
-    wanted = _WANTED.get(kind)
+        return [f"missing key {name!r}{f': {description}' if description else ''}"]
+    return [in_words(detail, f"{name}{at}")]
+
+
+def in_words(detail: Mapping[str, Any], what: str) -> str:
+    """What is wrong with the value of `what`, a key: one of the errors of a pydantic `ValidationError`."""
+    wanted = _WANTED.get(detail["type"])
     if wanted is None:
         said = detail["msg"].removeprefix("Value error, ")
-        return f"{name}{at}: {said}, got {_worded(detail['input'])}"
-    return f"{name}{at}: expected {wanted.format_map(detail.get('ctx') or {})}, got {_worded(detail['input'])}"
+        return f"{what}: {said}, got {_worded(detail['input'])}"
+    context = detail.get("ctx") or {}
+    hint = answer_value(detail["input"]) if isinstance(detail["input"], str) else ""
+    if not hint and detail["type"] == "literal_error":
+        close = difflib.get_close_matches(str(detail["input"]), re.findall(r"'(.*?)'", context["expected"]), n=1)
+        hint = f"did you mean {close[0]!r}?" if close else ""
+    said = f"{what}: expected {wanted.format_map(context)}, got {_worded(detail['input'])}"
+    return f"{said}; {hint}" if hint else said
 
 
 _NUMBER = "a number"
@@ -219,14 +247,21 @@ def _worded(value: Any) -> str:
     return repr(value)[:80]
 
 
-def _instead(key: Key, schema: type[BaseModel], prefix: str) -> str:
-    """What an unknown key may have meant: the same name deeper in its section or elsewhere, else a near sibling."""
+def _moved(key: Key, schema: type[BaseModel], prefix: str) -> str:
+    """Where a key of the same name is, deeper in its section or elsewhere; empty where nowhere."""
     same = [found for found in keys(schema) if found[-1] == key[-1]]
     inside = [found for found in same if found[: len(key) - 1] == key[:-1]]
     elsewhere = [".".join(found) for found in (inside or same)]
     if elsewhere:
         return f"did you mean {' or '.join(repr(_dotted(prefix, [one])) for one in elsewhere)}?"
-    return nearest(key[-1], _section(schema, key[:-1]).model_fields)
+    return ""
+
+
+def _answers(name: str, value: Any) -> dict[str, str]:
+    """What another project's key is here, or each key of a section; empty strings where that is not known."""
+    if isinstance(value, dict) and value:
+        return {key: said for inner in value for key, said in _answers(f"{name}.{inner}", value[inner]).items()}
+    return {name: answer_key(name)}
 
 
 def keys(schema: type[BaseModel], above: Key = ()) -> Iterator[Key]:

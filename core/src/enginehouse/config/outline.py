@@ -165,5 +165,5 @@ def _run(config: Config) -> str:
 
 
 def _count(number: int, noun: str) -> str:
-    plural = noun + ("es" if noun.endswith(("s", "ch")) else "s")
+    plural = noun + ("es" if noun.endswith(("s", "tch")) else "s")
     return f"{number} {noun if number == 1 else plural}"

@@ -9,14 +9,16 @@ only if a function that has to be looked at imports it. What is checked lies bes
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.config.arithmetic import (
     check_batches,
     check_cluster,
+    check_cores,
     check_evaluation,
     check_lengths,
     check_placement,
@@ -27,6 +29,7 @@ from enginehouse.config.backends import (
     check_capabilities,
     check_model,
     check_servers,
+    check_targets,
     choose_colocation,
     choose_interpreter,
     choose_transport,
@@ -37,7 +40,7 @@ from enginehouse.config.backends import (
 )
 from enginehouse.config.device import pick_device
 from enginehouse.config.findings import Findings
-from enginehouse.config.functions import check_call, extend_path, find_function
+from enginehouse.config.functions import check_call, check_values, extend_path, find_function
 from enginehouse.config.outline import Facts, outline_rl, outline_sft
 from enginehouse.config.paths import check_run_directory, has_chat_template, read_model
 from enginehouse.config.resume import Checkpoint, check_resume
@@ -138,6 +141,7 @@ class Plan(RunPlan):
         effect_check_every: `weights.effect_check_every`; 0 where the rollout backend cannot score prompts.
         reward: `"module:function"`.
         advantage: `"module:function"`.
+        loss_arguments: the loss's, with those that are taken from elsewhere in the config; without the KL term's.
         evaluation: what answers the validation prompts; None: the rollout.
         gpus_per_replica: GPUs of a replica in processes of its own, where the run is on GPUs.
         prompt_limit: how long prompts may be.
@@ -153,6 +157,7 @@ class Plan(RunPlan):
     effect_check_every: int
     reward: str
     advantage: str
+    loss_arguments: dict[str, Any]
     evaluation: EvaluationPlan | None
     gpus_per_replica: int
     prompt_limit: TokenLimit
@@ -202,8 +207,12 @@ def plan(
 
     train = find_backend(findings, setting.plugins, TrainBackend, config.actor.engine, "actor", setting.device)
     rollout = find_backend(findings, setting.plugins, RolloutBackend, config.rollout.engine, "rollout", setting.device)
-    actor_options = scheduled_options(findings, train, config.actor.engine, config.actor.processes, optimizer_steps)
-    rollout_options = typed_options(findings, rollout, config.rollout.engine, "rollout", config.rollout.replicas)
+    actor_options = scheduled_options(
+        findings, setting.plugins, train, config.actor.engine, config.actor.processes, optimizer_steps
+    )
+    rollout_options = typed_options(
+        findings, setting.plugins, rollout, config.rollout.engine, "rollout", config.rollout.replicas
+    )
     adapted = train is not None and capabilities.LORA in train.capabilities and bool(actor_options.get("lora"))
     base_is_reference = uses_reference and adapted and not config.reference.path
     effect_check_every = check_capabilities(findings, config, rollout)
@@ -218,6 +227,7 @@ def plan(
 
     model = setting.model(config)
     check_model(findings, train, actor_options, model, "actor")
+    check_targets(findings, actor_options, config.model.path)
     check_model(findings, rollout, rollout_options, model, "rollout")
     if evaluation:
         check_model(findings, evaluator, evaluation.options, model, "evaluation")
@@ -238,9 +248,10 @@ def plan(
     advantage = setting.function(
         Advantage, algorithm.advantage.name, "algorithm.advantage", algorithm.advantage.arguments
     )
-    loss_arguments = [*algorithm.loss.arguments, *_kl_arguments(config)]
-    setting.function(Loss, algorithm.loss.name, "algorithm.loss", loss_arguments)
+    setting.function(Loss, algorithm.loss.name, "algorithm.loss", algorithm.loss.arguments, _kl_arguments(config))
+    loss_arguments = algorithm.loss.arguments | _taken(findings, setting.plugins, config)
     _check_old_logprobs(findings, setting.plugins, config)
+    _check_kl(findings, config)
     directory = setting.run_directory(
         {
             "model.path": config.model.path,
@@ -263,6 +274,7 @@ def plan(
         effect_check_every=effect_check_every,
         reward=reward,
         advantage=advantage,
+        loss_arguments=loss_arguments,
         evaluation=evaluation,
         gpus_per_replica=gpus,
         prompt_limit=limit,
@@ -283,12 +295,16 @@ def plan_sft(
     setting = _Setting(config, plugins, config_path, resume, overrides)
     findings, processes = setting.findings, config.actor.processes
     train = find_backend(findings, setting.plugins, TrainBackend, config.actor.engine, "actor", setting.device)
-    actor_options = scheduled_options(findings, train, config.actor.engine, processes, config.train.steps)
+    actor_options = scheduled_options(
+        findings, setting.plugins, train, config.actor.engine, processes, config.train.steps
+    )
     interpreters = {"actor": setting.interpreter(train, config.actor.engine, actor_options, "actor")}
     model = setting.model(config)
     check_model(findings, train, actor_options, model, "actor")
+    check_targets(findings, actor_options, config.model.path)
     check_rows(findings, config)
     check_cluster(findings, config.cluster, processes, {"actor": processes}, setting.device)
+    check_cores(findings, config.cluster, processes, setting.device)
     limit = row_limit(config, model)
     rows = look_at_demonstrations(findings, config, limit, bool(model))
     needed = {"model.path": config.model.path, **_by_key("data.train", config.data.train)}
@@ -331,7 +347,8 @@ class _Setting:
 
     def common(self, facts: Facts, directory: Path, backends: Sequence[Backend | None]) -> dict[str, Any]:
         """Fields that every plan has."""
-        owners = [one.plugin.distribution for one in self.plugins.providers() if one.record in backends]
+        used = {id(backend) for backend in backends}  # records of two distributions may be equal
+        owners = [one.plugin.distribution for one in self.plugins.providers() if id(one.record) in used]
         if self.resumed:
             facts = [*facts, ("resumes", f"after step {self.resumed.step}, from {self.resumed.path}")]
         if self.deletes:
@@ -367,7 +384,7 @@ class _Setting:
         if engine is None:
             return None, None
         record = find_backend(findings, self.plugins, RolloutBackend, engine, "evaluation", self.device)
-        options = typed_options(findings, record, engine, "evaluation", 1)
+        options = typed_options(findings, self.plugins, record, engine, "evaluation", 1)
         interpreters["evaluation"] = self.interpreter(record, engine, options, "evaluation")
         return record, EvaluationPlan(
             backend=engine.backend,
@@ -420,20 +437,32 @@ class _Setting:
                 self.plugins, Reward, config.reward.function, "reward.function", self.python_path, always=True
             )
             check_reward_columns(function, config, columns or (), REWARD_GETS)
+            if function is not None:
+                self.values(function, config.reward.function, "reward.arguments", config.reward.arguments)
             return reference
         return ""
 
-    def function(self, kind: type[Function], name: str, key: str, given: Sequence[str] | Mapping[str, Any]) -> str:
-        """Check an advantage or a loss against the names of its arguments, `given`."""
+    def function(
+        self, kind: type[Function], name: str, key: str, arguments: Mapping[str, Any], others: Sequence[str] = ()
+    ) -> str:
+        """Check an advantage or a loss against its arguments, and the names of `others` that it gets."""
+        key, given = f"{key}.arguments", [*arguments, *others]
         with self.findings.collecting():
             reference, function = find_function(
-                self.plugins, kind, name, f"{key}.name", self.python_path, always=bool(given)
+                self.plugins, kind, name, key.replace("arguments", "name"), self.python_path, always=bool(given)
             )
             if function is not None:
-                named = f"{key}.arguments" + (" and the KL term's" if kind is Loss else "")
-                check_call(function, f"{key}.arguments", given, named, positional=1)
+                named = key + (" and the KL term's" if kind is Loss else "")
+                cure = f"arguments meant for another {kind.kind} are taken away by {key}={{}}" if arguments else ""
+                check_call(function, key, given, named, positional=1, cure=cure)
+                self.values(function, name, key, arguments)
             return reference
         return ""
+
+    def values(self, function: Callable[..., Any], name: str, key: str, arguments: Mapping[str, Any]) -> None:
+        """Check arguments against what the author of `function`, which the config calls `name`, declares of them."""
+        for problem in check_values(function, key, arguments):
+            self.findings.refuse(f"{problem} (an argument of {name!r})")
 
 
 def _read_reference(path: str, model: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -466,6 +495,36 @@ def _check_old_logprobs(findings: Findings, plugins: PluginManager, config: Conf
                 f"algorithm.loss.arguments.{name} compares the actor's logprobs with the rollout's, and "
                 "algorithm.old_logprobs=rollout has only the rollout's: set algorithm.old_logprobs=actor"
             )
+
+
+def _check_kl(findings: Findings, config: Config) -> None:
+    """Check that the KL term does something, and that the loss gets its arguments from there alone."""
+    kl = config.algorithm.kl
+    if kl.coefficient and kl.place == "loss" and kl.estimator == "k1":
+        findings.refuse(
+            "algorithm.kl: k1 in the loss regularises nothing, since its gradient is zero in expectation; set "
+            "algorithm.kl.estimator to k2 (the gradient of the reverse KL) or k3 (of the forward KL), or "
+            "algorithm.kl.place=reward"
+        )
+    for name, cure in {"kl_coefficient": "algorithm.kl.coefficient", "kl_estimator": "algorithm.kl.estimator"}.items():
+        if name in config.algorithm.loss.arguments:
+            findings.refuse(f"algorithm.loss.arguments.{name}: a loss gets it from the KL term; set {cure} instead")
+
+
+def _taken(findings: Findings, plugins: PluginManager, config: Config) -> dict[str, Any]:
+    """The loss's arguments that are not given, and taken from elsewhere in the config (`Loss.taken_from`)."""
+    loss = config.algorithm.loss
+    arguments: dict[str, Any] = {}
+    for record, plugin in plugins.providers(Loss, loss.name):
+        for name, key in record.taken_from.items() if isinstance(record, Loss) else ():
+            try:
+                if loss.arguments.get(name) is None:
+                    arguments[name] = reduce(getattr, key.split("."), config)
+            except AttributeError:
+                findings.refuse(
+                    f"algorithm.loss.name: {loss.name!r} ({plugin}) takes {name!r} from {key}, which is no key"
+                )
+    return arguments
 
 
 def _kl_arguments(config: Config) -> tuple[str, ...]:

@@ -261,7 +261,7 @@ class Weights(Section):
     effect_tolerance: float = Field(default=0.05, gt=0, description="Largest mean absolute logprob difference allowed")
 
 
-_SEED = Field(default=0, ge=0, description="Of all that is drawn: the order of data, samples, new weights")
+_SEED = Field(default=0, ge=0, lt=2**63, description="Of all that is drawn: the order of data, samples, new weights")
 _CHECKPOINT_EVERY = Field(
     default=0,
     ge=0,

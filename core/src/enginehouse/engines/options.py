@@ -97,7 +97,9 @@ class TrainOptions(EngineOptions):
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0, description="Gradients with a larger norm are scaled down to it")
+    max_grad_norm: float = Field(
+        1.0, gt=0, description="Gradients with a larger norm are scaled down to it; .inf: none are"
+    )
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay after the warm-up")
     total_steps: int | None = Field(None, gt=0, description="Optimizer steps of the run; unset: all of them")

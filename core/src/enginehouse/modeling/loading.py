@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from enginehouse.engines.model import ModelSpec
@@ -94,7 +95,8 @@ def value_head_weight(hidden: int, spec: ModelSpec) -> torch.Tensor:
     """
     stored = _stored_tensor(Path(spec.path), f"{VALUE_HEAD}.weight")
     if stored is None:
-        return torch.randn(1, hidden, generator=torch.Generator().manual_seed(spec.seed)) / hidden**0.5
+        drawn = np.random.default_rng(spec.seed).standard_normal((1, hidden), dtype=np.float32)
+        return torch.from_numpy(drawn) / hidden**0.5
     if tuple(stored.shape) != (1, hidden):
         raise ModelError(f"{VALUE_HEAD}.weight in {spec.path!r} has shape {tuple(stored.shape)}, not {(1, hidden)}")
     return stored

@@ -138,6 +138,12 @@ class PluginManager:
             and (distribution is None or same_distribution(distribution, one.plugin.distribution))
         ]
 
+    def name_of(self, record: Record) -> str:
+        """What a config calls a record: its name, or `"distribution:name"` where several distributions offer it."""
+        found = self.providers(record.kind, record.name)
+        owners = [plugin.distribution for one, plugin in found if one is record]
+        return f"{owners[0]}:{record.name}" if len(found) > 1 and owners else record.name
+
     def function(self, kind: type[Function] | str, name: str) -> Callable[..., Any]:
         """Import the function a config names: a registered name, `"distribution:name"`, or `"module:function"`.
 

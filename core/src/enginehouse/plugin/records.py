@@ -215,10 +215,12 @@ class Loss(Function):
 
     Attributes:
         needs_actor_logprobs: arguments that, once set, need `old_logprobs` to be computed by the actor.
+        taken_from: config keys that arguments left unset are taken from, by argument: `rollout.sampling.max_tokens`.
     """
 
     kind: ClassVar[str] = "loss"
     needs_actor_logprobs: tuple[str, ...] = ()
+    taken_from: Mapping[str, str] = field(default_factory=dict)
 
 
 class Reward(Function):

@@ -5,6 +5,7 @@ Both with a few array operations for a whole batch: this runs once a step for ev
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,6 +37,11 @@ def sampling_params(sampling: Sampling, samples_per_prompt: int) -> SamplingPara
 def outputs_as_sampled(sampling: Sampling, entropy: bool = False) -> Outputs:
     """Logprobs, and entropy if asked for, at the temperature of the logprobs that the rollout reports."""
     return Outputs(entropy=entropy, temperature=sampling.temperature or 1.0)
+
+
+def step_seed(seed: int, step: int) -> int:
+    """A seed of 64 bits for what is drawn in a step, by a run's seed of any size. Neighbours get unrelated ones."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {step}".encode(), digest_size=8).digest(), "little")
 
 
 def row_seeds(seed: int, rows: np.ndarray) -> list[int]:

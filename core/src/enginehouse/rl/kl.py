@@ -3,24 +3,32 @@
 Source: J. Schulman, "Approximating KL Divergence" (2020). With r = p_reference(token) / p_policy(token), tokens drawn
 from the policy:
 
-* k1 = -log r                unbiased, high variance, may be negative
-* k2 = (log r)^2 / 2         biased, low variance; its gradient is that of the KL
-* k3 = (r - 1) - log r       unbiased, low variance, never negative
+|                      | value                                    | expected gradient, as a loss          |
+|----------------------|------------------------------------------|---------------------------------------|
+| k1 = -log r          | unbiased, high variance, may be negative | zero: it regularises nothing          |
+| k2 = (log r)^2 / 2   | biased, low variance                     | of KL(policy, reference), the reverse |
+| k3 = (r - 1) - log r | unbiased, low variance, never negative   | of KL(reference, policy), the forward |
+
+The gradient is that of the estimate alone, by the tokens as they were drawn; what it leaves out, that other tokens get
+likelier, is the whole gradient of k1. Taken off the reward, where the policy gradient counts that, k1 is the unbiased
+choice, and the term is the reverse divergence (Tang & Munos 2025, "On a few pitfalls in KL divergence gradient
+estimation for RL").
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from enginehouse.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     import torch
 
-ESTIMATORS = ("k1", "k2", "k3")
+Estimator = Literal["k1", "k2", "k3"]
+ESTIMATORS = get_args(Estimator)
 
 
-def token_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, estimator: str) -> torch.Tensor:
+def token_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, estimator: Estimator) -> torch.Tensor:
     """Estimate the divergence at each token.
 
     Args:

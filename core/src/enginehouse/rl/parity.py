@@ -19,7 +19,7 @@ import torch
 from enginehouse.data.prompts import PromptDataset
 from enginehouse.data.rendering import load_tokenizer
 from enginehouse.errors import EnginehouseError
-from enginehouse.rl.generation import outputs_as_sampled, sampling_params
+from enginehouse.rl.generation import outputs_as_sampled, sampling_params, step_seed
 from enginehouse.rl.mismatch import mismatch
 from enginehouse.rl.placement import place
 from enginehouse.rl.samples import plain
@@ -207,7 +207,7 @@ def compare_engines(plan: Plan, prompts: int, tolerance: float | None = None) ->
         said = roles.describe()
         roles.sync.sync(VERSION)
         drawn = sampling_params(sampling, config.rollout.samples_per_prompt)
-        samples = roles.rollout.generate(asked, drawn, seed=config.train.seed << 32)
+        samples = roles.rollout.generate(asked, drawn, seed=step_seed(config.train.seed, 0))
         scored = roles.actor.forward(samples.select(["input_ids", "loss_mask"]), outputs_as_sampled(sampling))
     return ParityReport(
         train=_in_words(said["actor"]),

@@ -21,7 +21,7 @@ from enginehouse.transports.buckets import BUCKET_BYTES
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import Plan, SFTPlan
-    from enginehouse.config.schema import Cluster, Model
+    from enginehouse.config.schema import Cluster
     from enginehouse.data import Batch
     from enginehouse.engines.rollout import SamplingParams
     from enginehouse.engines.train import Outputs
@@ -107,7 +107,7 @@ def place(plan: Plan, probe: Sequence[Sequence[int]]) -> Iterator[Roles]:
     config = plan.config
     actor = _train_spec(plan, config.actor.engine.backend, config.model.path, plan.actor_options)
     rollout = WorkerSpec(
-        RolloutWorker, config.rollout.engine.backend, _model_spec(config.model, config.model.path), plan.rollout_options
+        RolloutWorker, config.rollout.engine.backend, _model_spec(plan, config.model.path), plan.rollout_options
     )
     specs = {"actor": actor}
     if plan.uses_reference and not plan.base_is_reference:
@@ -188,7 +188,7 @@ def _evaluation(plan: Plan, stack: ExitStack) -> Evaluation | None:
     """The engine of its own for validations, launched, if there is to be one."""
     if (planned := plan.evaluation) is None:
         return None
-    model = _model_spec(plan.config.model, plan.config.model.path)
+    model = _model_spec(plan, plan.config.model.path)
     spec = WorkerSpec(RolloutWorker, planned.backend, model, planned.options)
     fleet = _fleet(plan, _under(plan.interpreters["evaluation"], spec), stack, 1, planned.gpus, "evaluation")
     fleet.launch()
@@ -217,7 +217,7 @@ def _fleet(
 
 
 def _train_spec(plan: Plan | SFTPlan, backend: str, path: str, options: dict[str, Any]) -> WorkerSpec:
-    spec = WorkerSpec(TrainWorker, backend, _model_spec(plan.config.model, path), options)
+    spec = WorkerSpec(TrainWorker, backend, _model_spec(plan, path), options)
     return _under(plan.interpreters["actor"], spec)
 
 
@@ -226,5 +226,11 @@ def _under(interpreter: Interpreter, spec: WorkerSpec) -> WorkerSpec:
     return spec.options(python=interpreter.python, env={**spec.env, **interpreter.env})
 
 
-def _model_spec(model: Model, path: str) -> ModelSpec:
-    return ModelSpec(path=os.path.abspath(path), dtype=model.dtype, trust_remote_code=model.trust_remote_code)
+def _model_spec(plan: Plan | SFTPlan, path: str) -> ModelSpec:
+    model = plan.config.model
+    return ModelSpec(
+        path=os.path.abspath(path),
+        dtype=model.dtype,
+        trust_remote_code=model.trust_remote_code,
+        seed=plan.config.train.seed,
+    )

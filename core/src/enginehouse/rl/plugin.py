@@ -33,6 +33,7 @@ def enginehouse_register_losses(register):
             summary="Clipped policy gradient (Schulman et al. 2017), symmetric or not",
             function="enginehouse.rl.losses.clipped_policy:clipped_policy",
             needs_actor_logprobs=("importance_cap",),
+            taken_from={"max_tokens": "rollout.sampling.max_tokens"},
         )
     )
     register(

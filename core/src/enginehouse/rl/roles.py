@@ -38,7 +38,8 @@ from enginehouse.engines.weights import (
     weights_for,
 )
 from enginehouse.errors import EnginehouseError
-from enginehouse.plugin import Backend, capabilities, plugins, resolve
+from enginehouse.plugin import Backend, PluginError, capabilities, plugins, resolve
+from enginehouse.plugin.references import lacking
 from enginehouse.plugin.requirements import installed_versions
 from enginehouse.plugin.runtimes import CURRENT, RUNTIME_VARIABLE
 from enginehouse.rl.generation import assemble, make_requests, row_seeds
@@ -59,10 +60,9 @@ class TrainWorker(Worker):
 
     def __init__(self, backend: str, model: ModelSpec, options: dict[str, Any] | None = None):
         record = plugins().get("train", backend)
-        self._backend = record.name
-        self._capabilities = record.capabilities
+        self._record = record
         checked = resolve(record.options)(**(options or {}))
-        self.engine: TrainEngine = resolve(record.engine)()
+        self.engine: TrainEngine = _engine_class(record, TrainEngine)()
         self.engine.setup(model, checked, self.context)
         self._session: TransportSession | None = None
 
@@ -214,14 +214,14 @@ class TrainWorker(Worker):
         Raises:
             EnginehouseError: it does not.
         """
-        if capability not in self._capabilities:
-            raise EnginehouseError(f"{self.context}: backend {self._backend!r} does not declare {capability!r}")
+        if capability not in self._record.capabilities:
+            raise EnginehouseError(f"{self.context}: backend {self._record.name!r} does not declare {capability!r}")
         return self.engine
 
     @register
     async def describe(self) -> dict[str, Any]:
         """What runs here, for reports."""
-        return _describe(self, "train", self._backend, type(self.engine).__name__) | {"mesh": dict(self.mesh.axes)}
+        return _describe(self, self._record, type(self.engine).__name__) | {"mesh": dict(self.mesh.axes)}
 
     def shutdown(self) -> None:
         """Release the engine and the transport."""
@@ -246,10 +246,10 @@ class RolloutWorker(Worker):
     ):
         self.replica = self.context.rank if replica is None else replica
         record: Backend = plugins().get("rollout", backend)
-        self._backend = record.name
+        self._record = record
         self._model = model
         self._options = resolve(record.options)(**(options or {}))
-        self.engine: RolloutEngine = resolve(record.engine)()
+        self.engine: RolloutEngine = _engine_class(record, RolloutEngine)()
         self._name = backend  # the engine's own name and version once it is launched
         self._endpoint: str | None = None
         self._calls = 0
@@ -410,7 +410,7 @@ class RolloutWorker(Worker):
     async def describe(self) -> dict[str, Any]:
         """What runs here, for reports; `endpoint` is the URL for OpenAI clients, where there is one."""
         endpoint = {"endpoint": self._endpoint} if self._endpoint else {}
-        return _describe(self, "rollout", self._backend, self._name) | {"rank": self.replica} | endpoint
+        return _describe(self, self._record, self._name) | {"rank": self.replica} | endpoint
 
     async def shutdown(self) -> None:
         """Release the engine and the transport."""
@@ -424,18 +424,32 @@ def _number(value: float | Mean | Max) -> float:
     return value.value if isinstance(value, (Mean, Max)) else value
 
 
-def _describe(worker: Worker, kind: str, backend: str, engine: str) -> dict[str, Any]:
+def _engine_class(record: Backend, protocol: type) -> Any:
+    """The class of a backend's engine.
+
+    Raises:
+        PluginError: it lacks methods of the protocol.
+    """
+    engine = resolve(record.engine)
+    if isinstance(engine, type) and (missing := lacking(engine, protocol)):
+        raise PluginError(
+            f"backend {record.name!r}: {record.engine} is no {protocol.__name__}; it lacks {', '.join(missing)}"
+        )
+    return engine
+
+
+def _describe(worker: Worker, record: Backend, engine: str) -> dict[str, Any]:
     context = worker.context
     return {
         "rank": context.rank,
         "node": context.node,
         "pid": os.getpid(),
         "device": context.device,
-        "backend": backend,
+        "backend": record.name,
         "engine": engine,
         "runtime": os.environ.get(RUNTIME_VARIABLE, CURRENT),
         "interpreter": sys.executable,
         "python": platform.python_version(),
         "enginehouse": metadata.version("enginehouse"),
-        **installed_versions(("torch", "transformers", "ray", *plugins().get(kind, backend).requires)),
+        **installed_versions(("torch", "transformers", "ray", *record.requires)),
     }

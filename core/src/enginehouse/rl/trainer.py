@@ -17,11 +17,11 @@ from enginehouse.config.plan import REWARD_GETS
 from enginehouse.config.rows import check_reward_columns, columns_of, named
 from enginehouse.data.prompts import PromptDataset, PromptSampler
 from enginehouse.data.rendering import load_tokenizer
-from enginehouse.engines.train import LossSpec
+from enginehouse.engines.train import LossSpec, Mean
 from enginehouse.plugin import plugins
 from enginehouse.plugin.records import resolve
 from enginehouse.rl.drawing import in_order
-from enginehouse.rl.generation import outputs_as_sampled, sampling_params
+from enginehouse.rl.generation import outputs_as_sampled, sampling_params, step_seed
 from enginehouse.rl.kl import token_kl
 from enginehouse.rl.loop import Loop
 from enginehouse.rl.minibatches import assign_minibatches
@@ -121,7 +121,7 @@ class Trainer(Loop):
             old_logprobs, measured = self.old_logprobs(samples)
             batch = samples.with_columns(old_logprobs=old_logprobs)
         with phase("reference"):
-            batch = self.with_reference(batch)
+            batch, divergence = self.with_reference(batch)
         with phase("advantage"):
             batch = self.advantage(batch, **algorithm.advantage.arguments)
         self.write_samples(step, samples)
@@ -129,6 +129,7 @@ class Trainer(Loop):
             known = {
                 **sample_metrics(samples),
                 **measured,
+                **plain(divergence),
                 **self.roles.rollout_metrics(),
                 "tokens": float(samples["input_ids"].tokens),
             }
@@ -153,7 +154,7 @@ class Trainer(Loop):
 
     def _drawn(self, draw: Draw, prompts: Batch, parameters: SamplingParams, step: int) -> Batch:
         asked = prompts.select(["prompt_ids"]).with_columns(prompt_index=torch.arange(len(prompts)))
-        pieces = draw(asked, parameters, (self.config.train.seed << 32) + step)
+        pieces = draw(asked, parameters, step_seed(self.config.train.seed, step))
         wanted = len(asked) * parameters.n
         return in_order(self.progress.counted(pieces, "samples", wanted, lambda piece: len(piece[1])))
 
@@ -168,19 +169,24 @@ class Trainer(Loop):
         scored = self.roles.actor.forward(samples.select(["input_ids", "loss_mask"]), outputs)
         return scored["logprobs"], {"entropy": scored["entropy"].values[samples["loss_mask"].values].mean().item()}
 
-    def with_reference(self, batch: Batch) -> Batch:
-        """Add `reference_logprobs`, if there is a KL term, and take the term from the rewards if that is its place."""
+    def with_reference(self, batch: Batch) -> tuple[Batch, dict[str, Mean]]:
+        """Add `reference_logprobs`, if there is a KL term, and take the term from the rewards if that is its place.
+
+        Returns:
+            The batch; and `kl`, the mean of the term's tokens, where the loss does not measure it.
+        """
         kl = self.config.algorithm.kl
         scored = self.roles.score_by_reference(batch.select(["input_ids", "loss_mask"]), self._outputs())
         if scored is None:
-            return batch
+            return batch, {}
         batch = batch.with_columns(reference_logprobs=scored["logprobs"])
         if kl.place == "loss":
-            return batch
+            return batch, {}
         mask = batch["loss_mask"]
         divergence = token_kl(batch["old_logprobs"].values, scored["logprobs"].values, kl.estimator) * mask.values
         per_row = torch.zeros(len(batch)).index_add_(0, mask.row, divergence)
-        return batch.with_columns(reward=batch["reward"] - kl.coefficient * per_row)
+        measured = {"kl": Mean(divergence.sum().item(), mask.values.sum().item())}
+        return batch.with_columns(reward=batch["reward"] - kl.coefficient * per_row), measured
 
     def training_batch(self, batch: Batch, step: int) -> Batch:
         """What an update sends to the actor: every column of numbers, and which mini-batch each row belongs to."""
@@ -188,14 +194,14 @@ class Trainer(Loop):
         algorithm = self.config.algorithm
         if algorithm.minibatches == 1:
             return batch
-        seed = (self.config.train.seed << 32) + step
+        seed = step_seed(self.config.train.seed, step)
         dealt = assign_minibatches(len(batch), algorithm.minibatches, algorithm.epochs, seed)
         return batch.with_columns(minibatch=dealt)
 
     def loss(self) -> LossSpec:
         """The configured loss, with the KL term if that is its place."""
         algorithm = self.config.algorithm
-        arguments = dict(algorithm.loss.arguments)
+        arguments = dict(self.plan.loss_arguments)
         if self.plan.uses_reference and algorithm.kl.place == "loss":
             arguments |= {"kl_coefficient": algorithm.kl.coefficient, "kl_estimator": algorithm.kl.estimator}
         outputs = self._outputs(entropy=bool(arguments.get("entropy_coefficient")))

@@ -217,7 +217,7 @@ class VLLMRollout:
             "model": spec.path,
             "dtype": spec.dtype,
             "trust_remote_code": spec.trust_remote_code,
-            "seed": context.seed,
+            "seed": context.seed % 2**31,  # NumPy takes no more than 32 bits
             "max_num_seqs": options.max_running,
             "tensor_parallel_size": options.tensor_parallel,
             "logprobs_mode": "processed_logprobs",  # after the temperature: what a trainer computes

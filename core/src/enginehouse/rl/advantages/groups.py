@@ -11,26 +11,33 @@ if TYPE_CHECKING:
 
 
 def group_statistics(rewards: torch.Tensor, group: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For each row, the size, mean and standard deviation (n - 1) of its group's rewards.
+    """For each row, the size of its group, how far its reward is above the group's mean, and the group's deviation.
+
+    Where all rewards of a group are equal both are exactly 0, whatever the rewards: a rounded mean would leave a
+    distance and a deviation of the same tiny size, whose quotient is not tiny.
 
     Args:
-        rewards: float32 `(rows,)`.
+        rewards: float `(rows,)`.
         group: int64 `(rows,)`, any labels; the rows of a group need not be adjacent.
 
     Returns:
-        Three float32 tensors `(rows,)`. The standard deviation of a group of one is 0.
+        Three float64 tensors `(rows,)`: sizes, distances and standard deviations (n - 1; 0 for a group of one).
     """
+    rewards = rewards.double()
     _, index = group.unique(return_inverse=True)
     groups = int(index.max()) + 1 if len(index) else 0
-    counts = torch.bincount(index, minlength=groups).to(rewards.dtype)
-    means = torch.zeros(groups, dtype=rewards.dtype).index_add_(0, index, rewards) / counts
-    squares = torch.zeros(groups, dtype=rewards.dtype).index_add_(0, index, (rewards - means[index]).square())
-    deviations = (squares / (counts - 1).clamp(min=1)).sqrt()
-    return counts[index], means[index], deviations[index]
+    none = torch.zeros(groups, dtype=rewards.dtype)
+    sizes = torch.bincount(index, minlength=groups).to(rewards.dtype)
+    means = none.index_add(0, index, rewards) / sizes
+    lowest = none.scatter_reduce(0, index, rewards, "amin", include_self=False)
+    highest = none.scatter_reduce(0, index, rewards, "amax", include_self=False)
+    distances = rewards - torch.where(lowest == highest, lowest, means)[index]
+    deviations = (none.index_add(0, index, distances.square()) / (sizes - 1).clamp(min=1)).sqrt()
+    return sizes[index], distances, deviations[index]
 
 
 def with_token_advantages(batch: Batch, per_row: torch.Tensor) -> Batch:
     """Give every counted token its row's advantage: adds ragged float32 `advantages`, 0 where `loss_mask` is false."""
     mask = batch["loss_mask"]
-    values = per_row.repeat_interleave(mask.lengths) * mask.values
+    values = per_row.float().repeat_interleave(mask.lengths) * mask.values
     return batch.with_columns(advantages=mask.like(values))

@@ -6,7 +6,9 @@ for every token of the response. `scale=False` leaves the division out: Dr. GRPO
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
 
 from enginehouse.rl.advantages.groups import group_statistics, with_token_advantages
 
@@ -14,15 +16,13 @@ if TYPE_CHECKING:
     from enginehouse.data import Batch
 
 
-def grpo(batch: Batch, *, scale: bool = True, epsilon: float = 1e-6) -> Batch:
+def grpo(batch: Batch, *, scale: bool = True, epsilon: Annotated[float, Field(gt=0)] = 1e-6) -> Batch:
     """Add `advantages` to a batch with columns `reward` float32 `(rows,)`, `group` int64 `(rows,)`, `loss_mask` ragged.
 
     Args:
         batch: the samples of a step; all samples of a group are in it.
         scale: divide by the group's standard deviation.
-        epsilon: added to the standard deviation.
+        epsilon: added to the standard deviation. A group of equal rewards has advantages of exactly 0.
     """
-    rewards = batch["reward"]
-    _, mean, deviation = group_statistics(rewards, batch["group"])
-    advantages = rewards - mean
-    return with_token_advantages(batch, advantages / (deviation + epsilon) if scale else advantages)
+    _, distances, deviations = group_statistics(batch["reward"], batch["group"])
+    return with_token_advantages(batch, distances / (deviations + epsilon) if scale else distances)

@@ -18,6 +18,5 @@ def rloo(batch: Batch) -> Batch:
 
     A group of one has no baseline: its advantage is 0.
     """
-    rewards = batch["reward"]
-    size, mean, _ = group_statistics(rewards, batch["group"])
-    return with_token_advantages(batch, (rewards - mean) * size / (size - 1).clamp(min=1))
+    sizes, distances, _ = group_statistics(batch["reward"], batch["group"])
+    return with_token_advantages(batch, distances * sizes / (sizes - 1).clamp(min=1))

@@ -10,14 +10,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from enginehouse.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     import torch
 
-AGGREGATIONS = ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_scaled")
+Unscaled = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"]
+Aggregation = Literal[Unscaled, "sequence_mean_token_sum_scaled"]
+AGGREGATIONS = get_args(Aggregation)
 
 
 def aggregate(

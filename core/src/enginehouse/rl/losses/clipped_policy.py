@@ -6,25 +6,28 @@ lower bound for negative advantages ("dual clip") is Ye et al. 2020, eq. 5. The 
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
+from pydantic import Field
 
 from enginehouse.engines.train import LossValue, Mean, TokenView
-from enginehouse.rl.kl import token_kl
-from enginehouse.rl.losses.aggregate import aggregate
+from enginehouse.rl.kl import Estimator, token_kl
+from enginehouse.rl.losses.aggregate import Aggregation, aggregate
 from enginehouse.rl.losses.importance import truncated_importance
 
 
 def clipped_policy(
     view: TokenView,
     *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
-    importance_cap: float | None = None,
-    aggregation: str = "token_mean",
-    max_tokens: int | None = None,
+    clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2,
+    clip_high: Annotated[float, Field(gt=0)] = 0.2,
+    dual_clip: Annotated[float, Field(gt=1)] | None = None,
+    importance_cap: Annotated[float, Field(gt=0)] | None = None,
+    aggregation: Aggregation = "token_mean",
+    max_tokens: Annotated[int, Field(gt=0)] | None = None,
     kl_coefficient: float = 0.0,
-    kl_estimator: str = "k3",
+    kl_estimator: Estimator = "k3",
     entropy_coefficient: float = 0.0,
 ) -> LossValue:
     """Compute the clipped policy loss over the tokens that `loss_mask` counts.
@@ -40,7 +43,7 @@ def clipped_policy(
             `min(exp(old_logprobs - rollout_logprobs), importance_cap)`; see `enginehouse.rl.losses.importance`. Needs
             `algorithm.old_logprobs=actor`: with the rollout's own the weight is 1 everywhere.
         aggregation: see `enginehouse.rl.losses.aggregate`.
-        max_tokens: for the aggregation that divides by it.
+        max_tokens: for the aggregation that divides by it; in a run, unset: `rollout.sampling.max_tokens`.
         kl_coefficient: weight of the divergence from the reference.
         kl_estimator: `"k1"`, `"k2"` or `"k3"`.
         entropy_coefficient: weight of the entropy bonus.

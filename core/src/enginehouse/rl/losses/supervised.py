@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from enginehouse.engines.train import LossValue, TokenView
-from enginehouse.rl.losses.aggregate import aggregate
+from enginehouse.rl.losses.aggregate import Unscaled, aggregate
 
 
-def supervised(view: TokenView, *, aggregation: str = "token_mean") -> LossValue:
+def supervised(view: TokenView, *, aggregation: Unscaled = "token_mean") -> LossValue:
     """Compute the negative log-likelihood, in nats, of the tokens that `loss_mask` counts.
 
     Args:

@@ -130,7 +130,7 @@ def main(descriptor: int) -> None:
         setup: SetUp = _receive(incoming)
         inbox: Inbox = queue.SimpleQueue()
         threading.Thread(target=_listen, args=(incoming, inbox), daemon=True).start()
-        sys.path[:0] = [path for path in setup.python_path if path not in sys.path]
+        sys.path += [path for path in setup.python_path if path not in sys.path]  # last: see `functions.extend_path`
         try:
             judge = Judge(resolve(setup.function), setup)
         except BaseException as error:

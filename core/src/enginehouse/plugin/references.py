@@ -1,0 +1,93 @@
+"""Whether what a record names is there, found out without importing it: an engine may take seconds, or be for another
+Python environment. Source is read, not run; what reading cannot tell counts as there.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from collections.abc import Iterator
+from importlib.abc import InspectLoader
+from typing import Any
+
+from enginehouse.errors import nearest
+from enginehouse.plugin.records import ResolveError, resolve
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def find_definition(reference: str) -> Definition | None:
+    """Where the module of a `"module:attribute"` string defines it; None where reading cannot tell.
+
+    Only the packages above the module are imported.
+
+    Raises:
+        ResolveError: there is no such module, or it has no such attribute.
+    """
+    module_name, _, attribute = reference.partition(":")
+    if module_name in sys.modules:
+        resolve(reference)
+    tree = _source(module_name, reference)
+    if tree is None:
+        return None
+    bound = dict(_bound(tree.body))
+    name, *inner = attribute.split(".")
+    if name in bound:
+        found = bound[name]
+        return found if isinstance(found, Definition) and not inner else None
+    if "*" in bound or "__getattr__" in bound:
+        return None
+    close = nearest(name, [one for one in bound if not one.startswith("_")])
+    raise ResolveError(f"module {module_name!r} has no {attribute!r} (asked for by {reference!r}); {close}")
+
+
+def methods_of(protocol: type) -> list[str]:
+    """The names of a protocol's methods."""
+    return [name for name, value in vars(protocol).items() if callable(value) and not name.startswith("_")]
+
+
+def lacking(engine: Any, protocol: type) -> list[str]:
+    """The methods of a protocol that a class does not have, as far as can be told.
+
+    Args:
+        engine: a class, or what `find_definition` found.
+        protocol: what it is to follow.
+    """
+    wanted = methods_of(protocol)
+    if engine is None or isinstance(engine, ast.FunctionDef | ast.AsyncFunctionDef):
+        return []
+    if isinstance(engine, ast.ClassDef):
+        bound = dict(_bound(engine.body))
+        if engine.bases or engine.keywords or engine.decorator_list or "__getattr__" in bound:
+            return []  # another class may have them
+        return [name for name in wanted if name not in bound]
+    return [name for name in wanted if not callable(getattr(engine, name, None))]
+
+
+def _source(module_name: str, reference: str) -> ast.Module | None:
+    try:
+        spec = importlib.util.find_spec(module_name)
+        loader = None if spec is None else spec.loader
+        source = loader.get_source(module_name) if isinstance(loader, InspectLoader) else None
+        tree = None if source is None else ast.parse(source)
+    except Exception as error:
+        raise ResolveError(f"{reference!r} cannot be found: {type(error).__name__}: {error}") from error
+    if spec is None:
+        raise ResolveError(f"there is no module {module_name!r} (asked for by {reference!r})")
+    return tree
+
+
+def _bound(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
+    """The names that statements bind, blocks inside of them included; `*` where a whole module is imported."""
+    for statement in body:
+        if isinstance(statement, Definition):
+            yield statement.name, statement
+        elif isinstance(statement, ast.Import | ast.ImportFrom):
+            yield from (((one.asname or one.name).partition(".")[0], statement) for one in statement.names)
+        else:
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                    yield node.id, statement
+                elif isinstance(node, ast.stmt) and node is not statement:
+                    yield from _bound([node])

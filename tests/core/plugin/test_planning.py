@@ -1,0 +1,194 @@
+"""Planning with backends of others: what their records name is there, or is named before a process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from projects import Project, project  # noqa: F401 - a fixture
+
+from enginehouse.config.load import load_config
+from enginehouse.config.plan import Plan, plan
+from enginehouse.controller import WorkerGroup, WorkerSpec
+from enginehouse.engines.model import ModelSpec
+from enginehouse.errors import EnginehouseError, UserError
+from enginehouse.plugin import load_plugins, process
+from enginehouse.rl.roles import RolloutWorker, TrainWorker
+from enginehouse.testing.models import tiny_model
+
+TORCH = "enginehouse.backends.torch"
+ENGINES = {
+    "rollout": (f"{TORCH}.rollout:TorchRolloutEngine", f"{TORCH}.options:TorchRolloutOptions"),
+    "train": (f"{TORCH}.train:TorchTrainEngine", f"{TORCH}.options:TorchTrainOptions"),
+}
+
+PARTS = """
+from pydantic import BaseModel
+
+class Options(BaseModel):
+    pass
+
+class NoModel:
+    pass
+
+class Engine:
+    mesh = None
+
+    def setup(self, model, options, context): ...
+
+def loss(view, *, needed: float): ...
+"""
+
+
+@pytest.fixture
+def site(distributions, monkeypatch: pytest.MonkeyPatch):
+    """Distributions that this process has loaded."""
+    (distributions.site / "parts_of_a_plugin.py").write_text(PARTS)
+    distributions.modules.append("parts_of_a_plugin")  # to be forgotten
+
+    def load() -> None:
+        monkeypatch.setattr(process, "_current", load_plugins())
+
+    distributions.load = load
+    return distributions
+
+
+@pytest.fixture
+def make(project: Project, site) -> Callable[..., Plan]:  # noqa: F811
+    def make(*overrides: str) -> Plan:
+        path = project.save()
+        return plan(load_config(path, overrides), load_plugins(), path)
+
+    return make
+
+
+def refused(make: Callable[..., Plan], *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        make(*overrides)
+    return str(caught.value)
+
+
+def swift(site, distribution: str, kind: str, engine: str, options: str) -> None:
+    record = {"train": "TrainBackend", "rollout": "RolloutBackend"}[kind]
+    site.add(
+        distribution,
+        f"""
+        @hookimpl
+        def enginehouse_register_backends(register):
+            register({record}(name="swift", engine={engine!r}, options={options!r}))
+        """,
+    )
+
+
+@pytest.mark.parametrize("kind", ["train", "rollout"])
+def test_a_name_that_two_distributions_offer_works_where_it_is_qualified(make, site, kind: str):
+    for distribution in ("acme-hf", "bad-twin"):
+        swift(site, distribution, kind, *ENGINES[kind])
+    key = {"train": "actor", "rollout": "rollout"}[kind]
+    assert "write 'acme-hf:swift' or 'bad-twin:swift'" in refused(make, f"{key}.engine.backend=swift")
+    planned = make(f"{key}.engine.backend=acme-hf:swift")
+    assert "acme-hf:swift" in dict(planned.facts)[key]
+    assert "acme-hf" in planned.distributions
+    assert "bad-twin" not in planned.distributions
+
+    site.load()
+    spec = WorkerSpec({"train": TrainWorker, "rollout": RolloutWorker}[kind], "acme-hf:swift", ModelSpec(tiny_model()))
+    with WorkerGroup(None, spec, launcher="inline") as group:
+        assert [said["backend"] for said in group.call("describe")] == ["swift"]
+
+
+def test_a_transport_that_two_distributions_offer_keeps_its_qualified_name(make, site):
+    for distribution in ("acme-hf", "bad-twin"):
+        site.add(
+            distribution,
+            """
+            @hookimpl
+            def enginehouse_register_transports(register):
+                register(Transport(name="pigeon", transport="parts_of_a_plugin:Engine", capabilities={"same_process"}))
+            """,
+        )
+    assert "write 'acme-hf:pigeon'" in refused(make, "weights.transport=pigeon")
+    assert make("weights.transport=acme-hf:pigeon").transport == "acme-hf:pigeon"
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "said"),
+    [
+        ("parts_of_a_plugin:Engin", "parts_of_a_plugin:Options", "has no 'Engin'"),
+        ("parts_of_nothing:Engine", "parts_of_a_plugin:Options", "there is no module 'parts_of_nothing'"),
+        (
+            "parts_of_a_plugin:Engine",
+            "parts_of_a_plugin:Option",
+            "the options of 'swift': module 'parts_of_a_plugin' has",
+        ),
+        (
+            "parts_of_a_plugin:Engine",
+            "parts_of_a_plugin:NoModel",
+            "is no pydantic model; its author has to derive it from",
+        ),
+        ("parts_of_a_plugin:Engine", "parts_of_a_plugin:Options", "it lacks forward, forward_backward, optim_step, "),
+    ],
+)
+def test_what_a_backend_names_is_there_before_a_process_starts(make, site, engine: str, options: str, said: str):
+    swift(site, "acme", "train", engine, options)
+    assert said in refused(make, "actor.engine.backend=swift")
+
+
+def test_a_worker_whose_engine_lacks_methods_names_them_all(site):
+    (site.site / "parts_of_a_plugin.py").write_text(PARTS + "\nclass Heir(Engine, NoModel):\n    def save(self): ...\n")
+    swift(site, "acme", "train", "parts_of_a_plugin:Heir", "parts_of_a_plugin:Options")
+    site.load()
+    spec = WorkerSpec(TrainWorker, "swift", ModelSpec("nowhere"))
+    lacking = (
+        "is no TrainEngine; it lacks forward, forward_backward, optim_step, weight_source, load, export_hf, shutdown"
+    )
+    with pytest.raises(EnginehouseError, match=lacking):
+        WorkerGroup(None, spec, launcher="inline")
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("parts_of_a_plugin:losses", "module 'parts_of_a_plugin' has no 'losses'"),
+        ("parts_of_nothing:loss", "there is no module 'parts_of_nothing'"),
+        ("parts_of_a_plugin:loss", "needs 'needed'"),
+    ],
+)
+def test_a_registered_loss_is_looked_for_though_it_gets_no_arguments(make, site, function: str, said: str):
+    site.add(
+        "acme",
+        f"""
+        @hookimpl
+        def enginehouse_register_losses(register):
+            register(Loss(name="drifting", function={function!r}))
+        """,
+    )
+    assert said in refused(make, "algorithm.loss.name=drifting")
+
+
+def test_an_argument_that_a_loss_takes_from_a_key_that_is_none_is_refused(make, site):
+    site.add(
+        "acme",
+        """
+        @hookimpl
+        def enginehouse_register_losses(register):
+            register(Loss(name="drifting", function="parts_of_a_plugin:loss", taken_from={"needed": "rollout.nothing"}))
+        """,
+    )
+    said = refused(make, "algorithm.loss.name=drifting")
+    assert "'drifting' (acme 0.1.0) takes 'needed' from rollout.nothing, which is no key" in said
+
+
+def test_an_option_of_another_backend_names_that_backend(make, site):
+    (site.site / "parts_of_a_plugin.py").write_text(PARTS + "\nclass Rich(Options):\n    lora: dict = {}\n")
+    swift(site, "acme", "rollout", ENGINES["rollout"][0], "parts_of_a_plugin:Rich")
+    said = refused(make, "rollout.engine.options.lora.rank=4")
+    assert "'rollout.engine.options.lora': backend 'swift' has it; set rollout.engine.backend=swift" in said
+
+
+def test_an_option_that_nobody_has_may_be_the_engines_own(make, site):
+    options = "enginehouse.engines.options:RolloutOptions"
+    swift(site, "acme", "rollout", ENGINES["rollout"][0], options)
+    said = refused(make, "rollout.engine.backend=swift", "rollout.engine.options.some_flag=4")
+    assert "What the engine itself takes goes under rollout.engine.options.native" in said
+    assert "native" not in refused(make, "rollout.engine.options.some_flag=4").replace("native, prefill", "")
