@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 
 import torch
+from rollout_mutants import SecondUpdateDropped, UpdatesDropped
 
 from enginehouse.backends.torch.rollout import TorchRolloutEngine
 from enginehouse.controller import register
@@ -95,6 +97,61 @@ class StaleEngine(TorchRolloutEngine):
 
     async def weight_state(self):
         return WeightState(self.pretended, self.sums)
+
+
+class DroppingRolloutWorker(RolloutWorker):
+    """Its engine cannot be read back, and drops every update."""
+
+    engine_type = UpdatesDropped
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.engine = self.engine_type()
+
+
+class DroppingOnceRolloutWorker(DroppingRolloutWorker):
+    """Its engine cannot be read back, and drops the second update."""
+
+    engine_type = SecondUpdateDropped
+
+
+class UnreadableEngine(UpdatesDropped):
+    """Cannot be read back, and drops nothing."""
+
+    dropped = ()
+
+
+class UnreadableRolloutWorker(DroppingRolloutWorker):
+    engine_type = UnreadableEngine
+
+
+class QueueingEngine(TorchRolloutEngine):
+    """Begins what it was given when it has switched to other weights, as if its queue had been that long until then."""
+
+    def __init__(self):
+        super().__init__()
+        self.holds_one = threading.Event()
+        self.switched = asyncio.Event()
+
+    async def generate(self, request):
+        if request.sampling.max_tokens:
+            self.holds_one.set()
+            await self.switched.wait()
+        return await super().generate(request)
+
+    async def finish_weight_update(self, version):
+        await super().finish_weight_update(version)
+        self.switched.set()
+
+
+class QueueingRolloutWorker(RolloutWorker):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.engine = QueueingEngine()
+
+    @register(urgent=True)
+    async def holds_one(self):
+        await asyncio.to_thread(self.engine.holds_one.wait, 30.0)
 
 
 class MangledEngine(TorchRolloutEngine):

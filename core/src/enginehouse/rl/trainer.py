@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 Draw = Callable[["Batch", "SamplingParams", int], Iterator[tuple[range, "Batch"]]]
 """Draws samples by somebody; `Roles.generate_each` is one."""
 
-PROBE_SEQUENCES = 4
-"""Prompts that trainer and rollout both score when the effect of a weight update is checked."""
+PROBE_SEQUENCES, PROBE_TOKENS = 4, 32
+"""Prompts that trainer and rollout both score when the effect of a weight update is checked, and of how many of their
+last tokens: rollout engines that cannot be read back are asked at every update."""
 VALIDATION_PROMPTS = 256
 """Most held-out prompts a validation uses, the first of the file."""
 
@@ -58,7 +59,7 @@ class Trainer(Loop):
         self.tokenizer = load_tokenizer(config.model)
         prompts = self._dataset(config.data.train)
         self.prompts = PromptSampler(prompts, config.train.prompts_per_step, config.train.seed)
-        self.probe = [tokens.tolist() for tokens in prompts.all(PROBE_SEQUENCES)["prompt_ids"]]
+        self.probe = [tokens[-PROBE_TOKENS:].tolist() for tokens in prompts.all(PROBE_SEQUENCES)["prompt_ids"]]
         self.validation: Batch | None = None
         if config.data.validation:
             self.validation = self._dataset(config.data.validation).all(VALIDATION_PROMPTS)
@@ -202,7 +203,8 @@ class Trainer(Loop):
         for name, nbytes in (("moved", report.bytes_moved), ("minimum", report.bytes_minimum)):
             if nbytes is not None:
                 figures[f"weights/mib_{name}"] = nbytes / 2**20
-        return figures if report.effect is None else {**figures, "weights/effect": report.effect}
+        found = {"weights/effect": report.effect, "weights/taken": report.taken}
+        return figures | {name: figure for name, figure in found.items() if figure is not None}
 
     def validate(self, step: int) -> None:
         """Sample one response for each held-out prompt, as in training, and log the mean reward."""
