@@ -105,6 +105,8 @@ class CompletionMissing(TorchRolloutEngine):
 
     async def generate(self, request):
         result = await super().generate(request)
+        if request.sampling.n == 1:
+            return result
         completions = [*result.completions, *([self.spare] if self.spare else [])]
         self.spare = None if self.spare else completions.pop()
         return replace(result, completions=completions)
