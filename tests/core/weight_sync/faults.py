@@ -11,7 +11,6 @@ import dataclasses
 import threading
 
 import torch
-from rollout_mutants import SecondUpdateDropped, UpdatesDropped
 
 from enginehouse.backends.torch.rollout import TorchRolloutEngine
 from enginehouse.controller import register
@@ -99,30 +98,42 @@ class StaleEngine(TorchRolloutEngine):
         return WeightState(self.pretended, self.sums)
 
 
-class DroppingRolloutWorker(RolloutWorker):
-    """Its engine cannot be read back, and drops every update."""
+class UnreadableEngine(TorchRolloutEngine):
+    """Cannot be read back."""
 
-    engine_type = UpdatesDropped
+    async def weight_state(self):
+        return WeightState((await super().weight_state()).version)
+
+
+class DroppingEngine(UnreadableEngine):
+    """Cannot be read back, drops updates, and says it serves them."""
+
+    async def finish_weight_update(self, version):
+        self._weights.discard()
+        self._weights.version = version
+
+
+class DroppingOnceEngine(DroppingEngine):
+    """Drops the update to `VERSION`."""
+
+    async def finish_weight_update(self, version):
+        await (super() if version == VERSION else super(DroppingEngine, self)).finish_weight_update(version)
+
+
+class UnreadableRolloutWorker(RolloutWorker):
+    engine_type = UnreadableEngine
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.engine = self.engine_type()
 
 
-class DroppingOnceRolloutWorker(DroppingRolloutWorker):
-    """Its engine cannot be read back, and drops the second update."""
-
-    engine_type = SecondUpdateDropped
+class DroppingRolloutWorker(UnreadableRolloutWorker):
+    engine_type = DroppingEngine
 
 
-class UnreadableEngine(UpdatesDropped):
-    """Cannot be read back, and drops nothing."""
-
-    dropped = ()
-
-
-class UnreadableRolloutWorker(DroppingRolloutWorker):
-    engine_type = UnreadableEngine
+class DroppingOnceRolloutWorker(UnreadableRolloutWorker):
+    engine_type = DroppingOnceEngine
 
 
 class QueueingEngine(TorchRolloutEngine):
