@@ -248,11 +248,11 @@ def check_capabilities(findings: Findings, config: Config, rollout: RolloutBacke
         findings.note(f"backend {name!r} does not seed its samples: two runs with the same train.seed will differ")
     if WEIGHT_CHECKSUMS not in able:
         findings.note(
-            f"backend {name!r} cannot read its weights back: an update's bytes are checked on arrival only, and what it "
+            f"backend {name!r} cannot read its weights back: an update's bytes are checked on arrival only, and what is "
             + (
-                "serves by the logprobs of a few tokens, at every update that changes weights"
+                "served by the logprobs of a few tokens, at every update that changes weights"
                 if every and PROMPT_LOGPROBS in able
-                else "serves not at all: that it drops updates would not be noticed"
+                else "served not at all: that it drops updates would not be noticed"
             )
         )
     if every and PROMPT_LOGPROBS not in able:
