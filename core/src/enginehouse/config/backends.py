@@ -248,7 +248,7 @@ def check_capabilities(findings: Findings, config: Config, rollout: RolloutBacke
         findings.note(f"backend {name!r} does not seed its samples: two runs with the same train.seed will differ")
     if WEIGHT_CHECKSUMS not in able:
         findings.note(
-            f"backend {name!r} cannot read its weights back: an update's bytes are checked on arrival only, and what is "
+            f"backend {name!r} cannot read its weights back: an update's bytes are checked on arrival, and what is "
             + (
                 "served by the logprobs of a few tokens, at every update that changes weights"
                 if every and PROMPT_LOGPROBS in able
