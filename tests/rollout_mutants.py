@@ -101,6 +101,20 @@ class SamplesRepeated(TorchRolloutEngine):
         return replace(result, completions=[result.completions[0]] * request.sampling.n)
 
 
+class CompletionMissing(TorchRolloutEngine):
+    """Gives a request a completion less than it asked for, and the next one more."""
+
+    spare = None
+
+    async def generate(self, request):
+        result = await super().generate(request)
+        if request.sampling.n == 1:
+            return result
+        completions = [*result.completions, *([self.spare] if self.spare else [])]
+        self.spare = None if self.spare else completions.pop()
+        return replace(result, completions=completions)
+
+
 class AbortLosesTokens(Altered):
     """Gives nothing of what an aborted request had."""
 
@@ -158,6 +172,33 @@ class StaleReportedAsNew(TorchRolloutEngine):
         self._weights.version = version
         self._weights._checksums = self.sums
         self._weights.discard()
+
+
+class UpdatesDropped(TorchRolloutEngine):
+    """Cannot be read back, and drops weight updates: it says it serves them and goes on with what it has."""
+
+    dropped = range(1, 1 << 31)
+    """Numbers of the updates, the first being 1."""
+    taken = 0
+
+    async def finish_weight_update(self, version):
+        self.taken += 1
+        if self.taken not in self.dropped:
+            return await super().finish_weight_update(version)
+        missing = self._weights._parameters.keys() - self._weights._staged.keys()
+        if missing:  # refuses it as it should
+            await super().finish_weight_update(version)
+        self._weights.version = version
+        self._weights.discard()
+
+    async def weight_state(self):
+        return WeightState((await super().weight_state()).version)
+
+
+class SecondUpdateDropped(UpdatesDropped):
+    """Drops one update, the first that brings other weights than it was launched with."""
+
+    dropped = (2,)
 
 
 class AppliedOnArrival(TorchRolloutEngine):

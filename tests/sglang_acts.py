@@ -84,6 +84,10 @@ async def refused_beside_served(engine: SGLangRollout, odd: dict[str, Any]) -> t
 FAULTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "changed on the way": lambda told: {**told, "parameters": [[*p[:5], "0" * 16] for p in told["parameters"]]},
     "gone": lambda told: {**told, "parameters": [[*p[:3], "/proc/self/fd/9999", *p[4:]] for p in told["parameters"]]},
+    "not known by its name": lambda told: {
+        **told,
+        "parameters": [[p[0].replace("k_norm", "key_norm"), *p[1:]] for p in told["parameters"]],
+    },
     "of another shape": lambda told: {
         **told,
         "parameters": [

@@ -44,7 +44,7 @@ def served(completion, model, version):
     assert (completion.first_version, completion.last_version) == (version, version)
 
 
-@pytest.mark.parametrize("fault", ["changed on the way", "gone", "of another shape"])
+@pytest.mark.parametrize("fault", ["changed on the way", "gone", "of another shape", "not known by its name"])
 def test_an_update_that_fails_in_sglangs_process_leaves_the_old_version_serving(group, path, fault):
     before = act(group, "state")
     raised = act(group, "update", tiny_model(**MODEL, seed=1), before + 1, fault)

@@ -38,3 +38,13 @@ def test_other_models_do_not(kind):
         config._attn_implementation = "eager"
     torch.manual_seed(0)
     assert not can_share_prompts(AutoModelForCausalLM.from_config(config).eval())
+
+
+def test_a_model_whose_rows_see_each_other_does_not_pass_for_one_that_rounds():
+    """A new model, nearly uniform: whatever it does wrong changes its logprobs by little."""
+    path = tiny_model(hidden=256, initializer_range=0.02)
+    model = load_model(ModelSpec(path=path, dtype="bfloat16"), "cpu")
+    assert can_share_prompts(model)
+    forward = model.model.forward
+    model.model.forward = lambda **given: forward(**{**given, "attention_mask": None})
+    assert not can_share_prompts(model)

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from enginehouse.plugin import RolloutBackend, plugins
+from enginehouse.plugin.capabilities import WEIGHT_CHECKSUMS
 from enginehouse.testing.running import Certifier, cases
 
 pytestmark = pytest.mark.slow
@@ -24,6 +25,7 @@ MUTANTS = [
     ("TopKIgnored", {"truncation"}),
     ("StopTokenDropped", {"ends", "stop_strings"}),
     ("EndIgnored", {"ends"}),
+    ("CompletionMissing", {"samples", "distribution", "seed", "abort_all"}),
     ("SamplesRepeated", {"distribution", "samples"}),
     ("AbortLosesTokens", {"abort_one", "abort_all", "pause_abort"}),
     ("VersionOff", {*PAUSES, *SERVED}),
@@ -45,9 +47,11 @@ MUTANTS = [
 ]
 ALSO = {
     "SamplesRepeated": {"ends"},
+    "CompletionMissing": {"logprobs", "truncation"},
     "BatchByBatch": {"abort_one", "abort_all", "pause_abort", "pause_keep", "health"},
 }
-"""What may fail besides: by chance, as few different samples may hold no end of the text; or as it takes the same."""
+"""What may fail besides: by chance, as few different samples may hold no end of the text, and a completion may come to
+the prompt it is of; or as it takes the same."""
 TRIES = 3
 """How often a check may look for what it is to find: what an engine does in the wrong order it may, on a busy machine,
 do in the right one by chance (a request that should wait for an update comes after it)."""
@@ -85,3 +89,14 @@ def test_what_is_broken_is_found(certifier, name, broken, whole):
         (result.name, result.measured, result.detail) for result in results if result.outcome == "failed"
     ]
     assert not whole or "passed" in {result.outcome for result in results}
+
+
+@pytest.mark.parametrize("name", ["UpdatesDropped", "SecondUpdateDropped"])
+def test_a_dropped_update_is_found_by_logprobs_where_an_engine_cannot_be_read_back(certifier, name):
+    """Alone, so that the second update of the engine's life is the check's."""
+    record = mutant(name)
+    certifier.record = dataclasses.replace(record, capabilities=record.capabilities - {WEIGHT_CHECKSUMS})
+    (case,) = (case for case in cases(certifier.record) if case.check.name == "small_updates")
+    result = certifier.run(case)
+    assert (result.outcome, result.measured) == ("failed", 1.0)
+    assert "a step: " in result.detail

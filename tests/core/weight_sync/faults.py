@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 
 import torch
 
@@ -95,6 +96,73 @@ class StaleEngine(TorchRolloutEngine):
 
     async def weight_state(self):
         return WeightState(self.pretended, self.sums)
+
+
+class UnreadableEngine(TorchRolloutEngine):
+    """Cannot be read back."""
+
+    async def weight_state(self):
+        return WeightState((await super().weight_state()).version)
+
+
+class DroppingEngine(UnreadableEngine):
+    """Cannot be read back, drops updates, and says it serves them."""
+
+    async def finish_weight_update(self, version):
+        self._weights.discard()
+        self._weights.version = version
+
+
+class DroppingOnceEngine(DroppingEngine):
+    """Drops the update to `VERSION`."""
+
+    async def finish_weight_update(self, version):
+        await (super() if version == VERSION else super(DroppingEngine, self)).finish_weight_update(version)
+
+
+class UnreadableRolloutWorker(RolloutWorker):
+    engine_type = UnreadableEngine
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.engine = self.engine_type()
+
+
+class DroppingRolloutWorker(UnreadableRolloutWorker):
+    engine_type = DroppingEngine
+
+
+class DroppingOnceRolloutWorker(UnreadableRolloutWorker):
+    engine_type = DroppingOnceEngine
+
+
+class QueueingEngine(TorchRolloutEngine):
+    """Begins what it was given when it has switched to other weights, as if its queue had been that long until then."""
+
+    def __init__(self):
+        super().__init__()
+        self.holds_one = threading.Event()
+        self.switched = asyncio.Event()
+
+    async def generate(self, request):
+        if request.sampling.max_tokens:
+            self.holds_one.set()
+            await self.switched.wait()
+        return await super().generate(request)
+
+    async def finish_weight_update(self, version):
+        await super().finish_weight_update(version)
+        self.switched.set()
+
+
+class QueueingRolloutWorker(RolloutWorker):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.engine = QueueingEngine()
+
+    @register(urgent=True)
+    async def holds_one(self):
+        await asyncio.to_thread(self.engine.holds_one.wait, 30.0)
 
 
 class MangledEngine(TorchRolloutEngine):

@@ -89,11 +89,13 @@ def open_house(
     processes: int = 1,
     replicas: int | None = None,
     env: dict[str, str] | None = None,
+    lr: float = 0.05,
+    dtype: str = "float32",
 ) -> Iterator[House]:
     """Start an actor and a rollout group; colocated, or with `replicas` in processes of their own."""
-    model = ModelSpec(tiny_model())
+    model = ModelSpec(tiny_model(), dtype=dtype)
     specs = {
-        "actor": WorkerSpec(train, "torch", model, {"lr": 0.05}).options(env=env),
+        "actor": WorkerSpec(train, "torch", model, {"lr": lr}).options(env=env),
         "rollout": WorkerSpec(rollout, "torch", model, {}).options(env=env),
     }
     options = {"launcher": launcher, "timeout": 120.0, "start_timeout": 120.0}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from enginehouse.data import Ragged
 from enginehouse.engines.rollout import Completion, GenerateResult, SamplingParams
+from enginehouse.errors import EnginehouseError
 from enginehouse.rl.generation import assemble, make_requests, row_seeds
 
 tokens = st.lists(st.integers(0, 99), max_size=5)
@@ -27,14 +30,21 @@ def as_array(row):
 @given(st.lists(st.tuples(tokens, st.lists(completions, max_size=3)), max_size=5), st.sampled_from([as_list, as_array]))
 @settings(deadline=None)
 def test_samples_are_prompt_and_response_token_by_token(rows, form):
-    requests = make_requests(Ragged.from_list([p for p, _ in rows], dtype=torch.int64), SamplingParams(), None, "r")
+    requests = [
+        replace(request, sampling=SamplingParams(n=len(drawn)))
+        for request, (_, drawn) in zip(
+            make_requests(Ragged.from_list([p for p, _ in rows], dtype=torch.int64), SamplingParams(), None, "r"),
+            rows,
+            strict=True,
+        )
+    ]
     results = [
         GenerateResult(
             request.id, [Completion(form(ids), form([-float(t) for t in ids]), why, v, v + 1) for ids, why, v in drawn]
         )
         for request, (_, drawn) in zip(requests, rows, strict=True)
     ]
-    samples = assemble(requests, results)
+    samples = assemble(requests, results, "an engine")
     flat = [(prompt, ids, why, v) for prompt, drawn in rows for ids, why, v in drawn]
     assert len(samples) == len(flat)
     for row, (prompt, ids, why, version) in enumerate(flat):
@@ -45,6 +55,30 @@ def test_samples_are_prompt_and_response_token_by_token(rows, form):
         assert samples["weight_version"][row] == version + 1
     dtypes = [samples[name].values.dtype for name in ("input_ids", "loss_mask", "rollout_logprobs")]
     assert dtypes == [torch.int64, torch.bool, torch.float32]
+
+
+def one(token):
+    return Completion([token], [-1.0], "stop", 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("results", "said"),
+    [
+        (
+            [("r-0", [one(1)]), ("r-1", [one(2)] * 3)],
+            "2 completion(s) of request 'r-0' and returned 1 of request 'r-0'",
+        ),
+        ([("r-1", [one(1)] * 2), ("r-0", [one(2)] * 2)], "of request 'r-0' and returned 2 of request 'r-1'"),
+        ([("r-0", [one(1)] * 2), ("r-1", [one(2), replace(one(3), logprobs=[])])], "1 tokens with 0 logprobs"),
+    ],
+    ids=["one less and one more", "another order", "a logprob missing"],
+)
+def test_samples_that_are_not_those_asked_for_join_no_prompt(results, said):
+    requests = make_requests(Ragged.from_list([[1, 2], [3]]), SamplingParams(n=2), None, "r")
+    with pytest.raises(EnginehouseError) as caught:
+        assemble(requests, [GenerateResult(*result) for result in results], "mine 1.0 (rollout rank 0)")
+    assert said in str(caught.value)
+    assert str(caught.value).startswith("mine 1.0 (rollout rank 0)")
 
 
 def test_requests_carry_each_rows_prompt_and_seed():

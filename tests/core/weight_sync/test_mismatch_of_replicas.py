@@ -9,7 +9,6 @@ import pytest
 
 from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.train import LossSpec, Outputs
-from enginehouse.engines.weights import WeightSyncError
 from enginehouse.rl.mismatch import measuring, mismatch
 from enginehouse.rl.samples import plain
 
@@ -54,20 +53,18 @@ def test_both_ways_to_measure_see_the_same(house):
     assert {name: updated[name] for name in anew} == pytest.approx(anew, rel=1e-3)
 
 
-def test_a_replica_that_lies_about_its_version_is_seen_before_the_next_update_catches_it():
+def test_a_replica_that_lies_about_its_version_is_seen_where_updates_are_not_checked():
     with open_house("inproc", rollout=StaleRolloutWorker) as house:
-        sync = house.connect(effect_check_every=2)
+        sync = house.connect(effect_check_every=0)
         seen = []
         for version in (1, 2):
-            sync.sync(version)  # the second one's effect is not looked at
+            sync.sync(version)
             samples = house.rollout.generate(PROMPTS, SAMPLING, seed=version).drop(["finish_reason"])
             samples = samples.with_columns(weight_version=samples["weight_version"] * 0 + version)  # the lie
             seen.append(plain(house.actor.update(samples, SUPERVISED, 1, 1, measuring(SUPERVISED, version))))
         assert seen[0]["mismatch/absolute_mean"] < SAME
         assert seen[1]["mismatch/absolute_mean"] > 100 * SAME
         assert seen[1]["mismatch/kl"] > 100 * seen[0]["mismatch/kl"]
-        with pytest.raises(WeightSyncError, match="computes with something else"):
-            sync.sync(3)
 
 
 def test_samples_of_a_replica_that_admits_to_older_weights_are_not_taken_for_the_engines_difference(house):

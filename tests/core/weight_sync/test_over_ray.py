@@ -126,6 +126,24 @@ def test_inproc_between_processes_is_refused_when_it_is_connected(separate):
         separate.transport = transport
 
 
+@pytest.mark.fault(
+    area="weights",
+    what="the actor's process is stopped (SIGSTOP) during a weight update",
+    happens="the run ends, and names the actor's rank, node and process",
+    exit_code="1",
+    kept="as after any failure of a run",
+    noticed="after cluster.call_timeout_seconds, a quarter of it (at most 15 s), and some seconds",
+)
+def test_a_trainer_that_is_stopped_is_the_one_that_a_failed_update_names():
+    """It is the replica that fails first: it was told to wait less long than the controller does."""
+    with open_house("shared_memory", launcher="ray", processes=1, replicas=1, env=ENV) as house:
+        sync = house.connect(timeout=2.0)
+        sync.sync(1)
+        os.kill(house.actor.pids[0], signal.SIGSTOP)
+        with pytest.raises(WeightSyncError, match=r"(?s)update 2 failed at actor rank 0 .*is stopped"):
+            sync.sync(2)
+
+
 def test_a_killed_replica_ends_the_update_with_its_name(separate):
     """Last: it breaks the group."""
     sync = separate.connect()

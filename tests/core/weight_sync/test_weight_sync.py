@@ -30,10 +30,10 @@ def test_after_an_update_the_rollout_computes_what_the_trainer_computes(house):
         assert (report.version, house.versions()) == (version, [version])
         assert report.seconds > 0
         assert report.nbytes == sum(parameter.nbytes for parameter in house.actor.weight_metadata())
-        if version % 2:
-            assert report.effect < 1e-4
-        else:
+        if version == 4:  # the first is checked, the first that changes weights, and every second
             assert report.effect is None
+        else:
+            assert report.effect < 1e-4
         sequences = [DEMONSTRATIONS["input_ids"][row].tolist() for row in range(len(DEMONSTRATIONS))]
         trained = house.actor.forward(DEMONSTRATIONS.select(["input_ids"]), Outputs())["logprobs"]
         for row, served in enumerate(house.rollout.score(sequences)[0]):
@@ -140,6 +140,20 @@ def test_weights_that_were_never_verified_are_not_served_after_a_later_update_fa
         check_that_nothing_is_answered(house)
 
 
+def test_what_waited_inside_an_engine_is_not_answered_from_weights_that_were_never_verified():
+    with open_house("inproc", rollout=faults.QueueingRolloutWorker) as house:
+        pending = house.rollout.call("generate", PROMPTS, GREEDY, blocking=False)
+        house.rollout.holds_one()
+        house.train()
+        with pytest.raises(WeightSyncError, match="computes with something else"):
+            house.connect(effect_tolerance=1e-12).sync(1)
+        with pytest.raises(StillRunning):
+            pending.result(0.5)
+        house.train()
+        house.connect().sync(2)
+        assert set(pending.result()["weight_version"].tolist()) == {2}
+
+
 @pytest.mark.parametrize("later", ["sync", "connect", "close"])
 def test_a_replica_that_does_not_resume_is_an_error_of_what_comes_next(later, caplog):
     said = "not every replica resumed after weight update 2.*did not wake up"
@@ -177,3 +191,50 @@ def test_a_new_connection_replaces_the_old_one_and_checks_the_effect_again(house
     assert sync.sync(2).effect is None
     sync.connect()
     assert sync.sync(3).effect is not None
+    house.train()
+    assert sync.sync(4).effect is not None  # the first that changes weights
+    house.train()
+    assert sync.sync(5).effect is None
+
+
+@pytest.mark.parametrize("worker", [faults.DroppingRolloutWorker, faults.DroppingOnceRolloutWorker])
+def test_a_dropped_update_of_an_engine_that_cannot_be_read_back_is_found_at_once(worker):
+    with open_house("inproc", rollout=worker, lr=1e-6) as house:
+        sync = house.connect()
+        sync.sync(1)  # brings the weights it was launched with
+        house.train()
+        with pytest.raises(WeightSyncError, match="replica 0 says that it serves version 2, but computes as before"):
+            sync.sync(2)
+        check_that_nothing_is_answered(house)
+
+
+def test_an_engine_that_cannot_be_read_back_is_asked_at_every_update_that_changes_weights():
+    with open_house("inproc", rollout=faults.UnreadableRolloutWorker, lr=1e-6) as house:
+        sync = house.connect()
+        assert sync.sync(1).taken is None  # nothing has changed
+        for version in (2, 3):
+            house.train()
+            assert sync.sync(version).taken > 0.99
+        assert sync.sync(4).effect is None
+
+
+def test_bfloat16_hides_small_updates_and_no_update_that_was_taken_is_called_dropped():
+    with open_house("inproc", rollout=faults.UnreadableRolloutWorker, lr=1e-6, dtype="bfloat16") as house:
+        sync = house.connect(effect_tolerance=1.0)
+        sync.sync(1)
+        for version in range(2, 12):
+            house.train()
+            assert sync.sync(version).taken is None
+
+
+def test_updates_dropped_below_bfloat16_add_up_until_they_are_seen():
+    with open_house("inproc", rollout=faults.DroppingRolloutWorker, lr=1e-3, dtype="bfloat16") as house:
+        sync = house.connect(effect_tolerance=1.0)
+
+        def updated():
+            for version in range(1, 12):
+                sync.sync(version)
+                house.train()
+
+        with pytest.raises(WeightSyncError, match="computes as before"):
+            updated()

@@ -1,4 +1,4 @@
-"""A plugin whose rollout engine says it serves the new weights, to the update and with every sample, and never does."""
+"""A plugin whose rollout engines say they serve the new weights, to the update and with every sample, and do not."""
 
 from __future__ import annotations
 
@@ -21,6 +21,16 @@ def enginehouse_register_backends(register):
             capabilities={COLOCATES, STOP_STRINGS, SEED, PROMPT_LOGPROBS, WEIGHT_CHECKSUMS},
         )
     )
+    for name, summary in (("dropping", "Drops every weight update"), ("dropping-once", "Drops the second one")):
+        register(
+            RolloutBackend(
+                name=name,
+                summary=f"{summary}, and cannot be read back",
+                engine=f"stale_rollout:{name.replace('-', '_')}",
+                options="enginehouse.backends.torch.options:TorchRolloutOptions",
+                capabilities={COLOCATES, STOP_STRINGS, SEED, PROMPT_LOGPROBS},
+            )
+        )
 
 
 def engine():
@@ -35,3 +45,15 @@ def engine():
             return dataclasses.replace(result, completions=completions)
 
     return LyingEngine()
+
+
+def dropping():
+    from weight_sync.faults import DroppingEngine
+
+    return DroppingEngine()
+
+
+def dropping_once():
+    from weight_sync.faults import DroppingOnceEngine
+
+    return DroppingOnceEngine()

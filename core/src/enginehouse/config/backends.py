@@ -370,7 +370,14 @@ def check_capabilities(findings: Findings, config: Config, rollout: RolloutBacke
     if SEED not in able:
         findings.note(f"backend {name!r} does not seed its samples: two runs with the same train.seed will differ")
     if WEIGHT_CHECKSUMS not in able:
-        findings.note(f"backend {name!r} cannot read its weights back: an update's bytes are checked on arrival only")
+        findings.note(
+            f"backend {name!r} cannot read its weights back: an update's bytes are checked on arrival, and what is "
+            + (
+                "served by the logprobs of a few tokens, at every update that changes weights"
+                if every and PROMPT_LOGPROBS in able
+                else "served not at all: that it drops updates would not be noticed"
+            )
+        )
     if every and PROMPT_LOGPROBS not in able:
         findings.note(
             f"backend {name!r} cannot score prompts (capability {PROMPT_LOGPROBS!r}): the effect of a weight update is "

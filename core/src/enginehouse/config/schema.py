@@ -256,7 +256,8 @@ class Weights(Section):
     effect_check_every: int = Field(
         default=50,
         ge=0,
-        description="Compare the rollout's logprobs with the actor's at the first and then every N updates; 0: never",
+        description="Compare the rollout's logprobs with the actor's at the first, the first that changes weights, and "
+        "then every N updates; at every one where an engine cannot be read back; 0: never",
     )
     effect_tolerance: float = Field(default=0.05, gt=0, description="Largest mean absolute logprob difference allowed")
 

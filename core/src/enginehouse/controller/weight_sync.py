@@ -7,8 +7,11 @@ lets go of the old version; where it leaves in parts, from several ranks, each p
 parameters put together of them are compared among the replicas.
 *Version*: each replica then says which version it serves, and with which checksums; none answers a request with the new
 version before all have said it.
-*Effect*: at the first update and every so often, a few fixed token sequences are scored by each replica and by the
-trainer: engines exist that hold the right bytes and compute with others.
+*Effect*: a few fixed token sequences are scored by each replica and by the trainer: engines exist that hold the right
+bytes and compute with others. The two must agree to within a tolerance; and what has changed since they last did must
+have changed in both (`enginehouse.controller.weight_effect`), as an update that was dropped is far too small for any
+tolerance. For replicas that say checksums of what they serve, at the first update, the first that changes weights, and
+every so often; for those that cannot, whose word for the version is all there is, at every update that changes weights.
 
 Where replicas can be lost one by one (`Replicas`), one that dies before it has all the bytes is left out and the update
 is sent again to the others; one that dies later is left out. One that came back gets the version that is served
@@ -27,10 +30,18 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from enginehouse.controller.errors import ControllerError, GroupClosed, RemoteError, WorkerError
+from enginehouse.controller.errors import (
+    ControllerError,
+    GroupClosed,
+    RemoteError,
+    WorkerDied,
+    WorkerError,
+    WorkerTimeout,
+)
 from enginehouse.controller.future import StillRunning
 from enginehouse.controller.group import WorkerGroup
-from enginehouse.controller.members import Gathered, Members
+from enginehouse.controller.members import Gathered, Member, Members
+from enginehouse.controller.weight_effect import Scores, mean_difference, scored_tokens, share_taken
 from enginehouse.engines.weights import (
     LOOPBACK,
     TransferPlan,
@@ -47,8 +58,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-GRACE_SECONDS = 15.0
-"""How much longer the controller waits than the workers do: their own errors say more than its time-out."""
+MOST_GRACE_SECONDS, LEAST_GRACE_SECONDS = 15.0, 1.0
+"""How much longer the controller waits than the workers do, a quarter of their time within these bounds: their own
+errors say more than its time-out. So long they are also given to say that they gave up."""
 
 GLANCE_SECONDS = 0.25
 """How often one side is looked at while the other is waited for."""
@@ -81,6 +93,8 @@ class SyncReport:
         seconds: from the first call until the last replica was verified; its resumption is not waited for.
         nbytes: bytes of the weights, counted once.
         effect: mean absolute difference in nats of the replica that differs most, where it was checked.
+        taken: how much of the trainer's change of logprobs the replica that shows least of it shows, 0.5 to 1; None
+            where it was not looked at, or the change is too small so far to be told from rounding.
         bytes_moved: what the update brought to the replicas in all, in bytes, where the transport says it.
         bytes_minimum: the least that could have been, where the transport says it.
     """
@@ -89,6 +103,7 @@ class SyncReport:
     seconds: float
     nbytes: int
     effect: float | None
+    taken: float | None = None
     bytes_moved: int | None = None
     bytes_minimum: int | None = None
 
@@ -102,7 +117,8 @@ class WeightSync:
         transport: name of a weight transport, or `"module:Class"`.
         bucket_bytes: most bytes to travel at once, but for larger parameters.
         timeout: seconds any stage of an update may take.
-        effect_check_every: compare logprobs at the first update and then at every so many-th; 0 never does.
+        effect_check_every: compare logprobs at the first update, the first that changes weights, and every so many-th;
+            with replicas that cannot be read back at every update that changes weights, whatever the number; 0 never.
         effect_tolerance: largest mean absolute difference of logprobs, in nats.
         probe: token sequences for the effect check; sequences of less than two tokens have nothing to compare.
     """
@@ -127,6 +143,7 @@ class WeightSync:
         self._transport = transport
         self._bucket_bytes = bucket_bytes
         self._timeout = timeout
+        self._grace = min(MOST_GRACE_SECONDS, max(LEAST_GRACE_SECONDS, timeout / 4))
         self._every = effect_check_every
         self._tolerance = effect_tolerance
         self._probe = [list(sequence) for sequence in probe or () if len(sequence) > 1]
@@ -134,6 +151,8 @@ class WeightSync:
         self._plan: TransferPlan | None = None
         self._nbytes = 0
         self._updates = 0  # since the connection: the first is always checked for its effect
+        self._change_seen = False  # since the connection: an update that changes weights was checked for its effect
+        self._agreed: dict[Member | int | str, Scores] = {}  # when a replica, or the first of a role, last took weights
         self._tried = 0  # newest version tried
         self._in_flight: tuple[Future | Gathered, ...] = ()
         self._resuming: tuple[int, Future | Gathered] | None = None  # the last update's, not waited for
@@ -160,11 +179,12 @@ class WeightSync:
         self._plan = plan = replace(plan, transport=transport, host=LOOPBACK if one_host else "")
         self._nbytes = sum(parameter.nbytes for parameter in parameters)
         self._updates = 0
+        self._change_seen = False
         try:
             plan = plan.reached(self._call(self._train, "connect_weights", plan))
             if isinstance(receivers, Members):
                 places = [(plan, place) for place in range(receivers.world_size)]
-                receivers.call_each("connect_weights", places, self._timeout + GRACE_SECONDS).result()
+                receivers.call_each("connect_weights", places, self._timeout + self._grace).result()
             else:
                 self._call(receivers, "connect_weights", plan)
         except Exception as error:
@@ -195,26 +215,31 @@ class WeightSync:
         begun = time.perf_counter()
         while True:
             self._in_flight = ()
-            staged = False
+            started, staged = time.monotonic(), False
             try:
                 self._follow_membership()
                 sent = self._transfer(version)
                 staged = True
-                check = bool(self._every and self._probe) and self._updates % self._every == 0
-                effect = self._commit(version, sent, self._replicas, check)
+                blind = self._commit(version, sent)
+                changed = self._served is not None and sent != self._served[1]
+                effect, taken = self._effect(version) if self._effect_is_due(changed, blind) else (None, None)
+                self._resume(version, self._replicas)
                 break
             except BaseException as error:
-                self._abort(version)
+                late = time.monotonic() - started >= self._timeout
+                silent = self._abort(version)
                 if not isinstance(error, Exception):
                     raise
                 if staged or not self._can_do_without(error):
-                    raise _explained(error, f"weight update {version} failed") from error
+                    cause = silent if late and silent is not None else error  # who waited for it, says so first
+                    raise _explained(cause, f"weight update {version} failed") from error
                 log.warning("weight update %d begins anew without what was lost: %s", version, _first_line(error))
         self._updates += 1
+        self._change_seen = self._change_seen or (changed and effect is not None)
         self._served = version, sent
         plan = self._plan
         moved = (None, None) if plan is None else (plan.bytes_moved, plan.bytes_minimum)
-        return SyncReport(version, time.perf_counter() - begun, self._nbytes, effect, *moved)
+        return SyncReport(version, time.perf_counter() - begun, self._nbytes, effect, taken, *moved)
 
     def catch_up(self, returned: Members) -> None:
         """Make replicas that came back serve the version that the others serve, verified in all three ways.
@@ -252,7 +277,10 @@ class WeightSync:
             self._connect(members, transport)
             sent = self._transfer(version)
             compare_checksums(sums, sent, f"the trainer, whose weights are not those of version {version} any more,")
-            self._commit(version, sent, replicas, check and bool(self._probe))
+            self._commit(version, sent)
+            if check and self._probe:
+                self._effect(version)
+            self._resume(version, replicas)
             self._await_resumption()
         except BaseException as error:
             self._abort(version)
@@ -276,7 +304,7 @@ class WeightSync:
             if group is None:  # never connected
                 continue
             with suppress(ControllerError):
-                self._call(group, "close_weights", timeout=GRACE_SECONDS)
+                self._call(group, "close_weights", timeout=self._grace)
 
     def _follow_membership(self) -> None:
         """Connect anew where replicas were lost or came back since the last time."""
@@ -311,22 +339,35 @@ class WeightSync:
             compare_checksums(arrived[0].parameters, found.parameters, f"{self._name(replica)}, put together,")
         return arrived[0].parameters if arrived else sent
 
-    def _commit(self, version: int, sent: Mapping[str, str], replicas: Replicas | None, check: bool) -> float | None:
-        """Serve the new version, verified; returns the effect's figure if it is to be checked."""
+    def _commit(self, version: int, sent: Mapping[str, str]) -> bool:
+        """Switch to the new version, as the replicas say it is; returns whether one of them cannot be read back."""
         states: list[WeightState | None] = self._of_those_left("commit_weights", version).result()
         for replica, state in enumerate(states):
             if state is not None:
                 verify_state(state, version, sent, self._name(replica))
-        effect = self._effect(version) if check else None
+        return any(state is not None and not state.checksums for state in states)
+
+    def _effect_is_due(self, changed: bool, blind: bool) -> bool:
+        """Whether this update's effect is to be checked.
+
+        Args:
+            changed: whether it brings other weights than those that are served.
+            blind: whether a replica cannot be read back.
+        """
+        if not (self._every and self._probe):
+            return False
+        return self._updates % self._every == 0 or (changed and (blind or not self._change_seen))
+
+    def _resume(self, version: int, replicas: Replicas | None) -> None:
+        """Let the replicas answer with the new version."""
         self._resuming = version, self._of_those_left("resume_weights", version)
         if replicas is not None and isinstance(self._receivers, Members):
             replicas.confirmed(self._receivers, version)
-        return effect
 
     def _of_those_left(self, method: str, *args: Any) -> Future | Gathered:
         """Call the receivers; None is the result of a replica that was lost."""
         if isinstance(self._receivers, Members):
-            return self._receivers.call(method, *args, timeout=self._timeout + GRACE_SECONDS, leave_out_lost=True)
+            return self._receivers.call(method, *args, timeout=self._timeout + self._grace, leave_out_lost=True)
         return self._begin(self._receivers, method, *args)
 
     def _await_resumption(self) -> None:
@@ -339,8 +380,8 @@ class WeightSync:
         except Exception as error:
             raise _explained(error, f"not every replica resumed after weight update {version}") from error
 
-    def _effect(self, version: int) -> float:
-        """Score the probe on both sides; returns the largest mean difference of a replica."""
+    def _effect(self, version: int) -> tuple[float, float | None]:
+        """Score the probe on both sides; returns the largest mean difference of a replica, and what the least took."""
         from enginehouse.data import Batch, Ragged
         from enginehouse.engines.train import Outputs
 
@@ -350,7 +391,8 @@ class WeightSync:
         computed: Any = computing.result()
         column = computed["logprobs"]
         expected = [column[row].tolist() for row in range(len(self._probe))]
-        worst = 0.0
+        rounding = self._rounding()
+        differences, shares = [0.0], []
         for replica, rows in enumerate(scored):
             if rows is None:
                 continue
@@ -361,27 +403,69 @@ class WeightSync:
                     f"something else: its logprobs differ from the trainer's by {difference:.4g} nats on average "
                     f"(weights.effect_tolerance is {self._tolerance:g}). It answers no requests."
                 )
-            worst = max(worst, difference)
-        return worst
+            differences.append(difference)
+            share = self._taken(version, replica, Scores(scored_tokens(expected), scored_tokens(rows)), rounding)
+            if share is not None:
+                shares.append(share)
+        return max(differences), min(shares, default=None)
 
-    def _abort(self, version: int) -> None:
-        """Make both sides give up `version`; what cannot be reached is logged."""
+    def _taken(self, version: int, replica: int, now: Scores, rounding: float) -> float | None:
+        """How much of what has changed since a replica last took weights it shows; see `share_taken`.
+
+        One that was started again has those of the first update to be compared with: those it was started with.
+        """
+        receivers = self._receivers
+        role, key = (receivers.name, receivers.members[replica]) if isinstance(receivers, Members) else ("", replica)
+        before = self._agreed.get(key) or self._agreed.get(role)
+        if before is None:
+            self._agreed[role] = self._agreed[key] = now
+            return None
+        share = share_taken(before, now, rounding)
+        if share is None:
+            return None
+        if share < 0.5:
+            moved = float(abs(now.trainer - before.trainer).mean())
+            raise WeightSyncError(
+                f"{self._name(replica)} says that it serves version {version}, but computes as before: the trainer's "
+                f"logprobs of {len(now.trainer)} tokens have changed by {moved:.3g} nats on average, and it shows "
+                f"{share:.0%} of that. It dropped the update, or a large part of it, and answers no requests."
+            )
+        self._agreed[key] = now
+        return share
+
+    def _rounding(self) -> float:
+        """The epsilon of the coarsest floating-point dtype of the weights."""
+        import torch
+
+        dtypes = {getattr(torch, parameter.dtype) for parameter in self._plan.parameters} if self._plan else set()
+        return max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0)
+
+    def _abort(self, version: int) -> WorkerError | None:
+        """Make both sides give up `version`; what cannot be reached is logged.
+
+        Returns:
+            The error of a worker that says nothing any more, not even that it gave up; the first there is.
+        """
+        silent: WorkerError | None = None
         outstanding: list[Future | Gathered] = list(self._in_flight)
         for group in (self._train, self._receivers):
             if group is None:
                 continue
             try:
-                outstanding.append(self._begin(group, "abort_weights", version, timeout=GRACE_SECONDS))
+                outstanding.append(self._begin(group, "abort_weights", version, timeout=self._grace))
             except GroupClosed as error:  # what broke the group is what the update's error says
                 log.info("while weight update %d was aborted: %s", version, error)
             except ControllerError as error:
                 log.warning("%s was not told that weight update %d is aborted: %s", group.name, version, error)
-        deadline = time.monotonic() + GRACE_SECONDS
+        deadline = time.monotonic() + self._grace
         for future in outstanding:
             try:
                 future.result(max(0.0, deadline - time.monotonic()))
             except Exception as error:
                 log.info("while weight update %d was aborted: %s", version, error)
+                if silent is None and isinstance(error, WorkerTimeout | WorkerDied):
+                    silent = error
+        return silent
 
     # Calls
 
@@ -389,7 +473,7 @@ class WeightSync:
         self, group: WorkerGroup | Members | None, method: str, *args: Any, timeout: float | None = None
     ) -> Future | Gathered:
         assert group is not None  # connected
-        limit = self._timeout + GRACE_SECONDS if timeout is None else timeout
+        limit = self._timeout + self._grace if timeout is None else timeout
         if isinstance(group, Members):
             return group.call(method, *args, timeout=limit)
         return group.call(method, *args, timeout=limit, blocking=False)
@@ -431,25 +515,12 @@ def _root_cause(error: Exception, other: Future | Gathered) -> Exception:
     if not isinstance(getattr(error, "cause", error), WeightUpdateAborted):
         return error
     try:
-        other.result(GRACE_SECONDS)
+        other.result(MOST_GRACE_SECONDS)
     except StillRunning:
         pass
     except Exception as cause:
         return cause
     return error
-
-
-def mean_difference(expected: Sequence[Sequence[float]], scored: Sequence[Sequence[float]]) -> float:
-    """Mean absolute difference of logprobs over all tokens but each sequence's first, which has none.
-
-    NaN where the two are not of the same lengths.
-    """
-    if [len(row) for row in expected] != [len(row) for row in scored]:
-        return float("nan")
-    pairs = [
-        pair for ours, theirs in zip(expected, scored, strict=True) for pair in zip(ours[1:], theirs[1:], strict=True)
-    ]
-    return sum(abs(float(ours) - float(theirs)) for ours, theirs in pairs) / len(pairs)
 
 
 def _first_line(error: Exception) -> str:

@@ -30,7 +30,8 @@ class SamplingParams:
             is the last token of the completion.
         stop: strings that end a completion once its text holds one; its tokens are kept.
         ignore_eos: go on after the model's end-of-sequence token.
-        seed: same seed, same weights, same engine: same completions, whatever else runs beside. None draws afresh.
+        seed: same seed, same weights, same engine: same completions, whatever else runs beside, but for what rounding
+            turns (matrix products of another batch size). None draws afresh.
         prompt_logprobs: also score the prompt's tokens.
     """
 
@@ -126,7 +127,14 @@ class Health:
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """One inference backend's replica. Every method is awaited on one event loop; none may block it."""
+    """One inference backend's replica. Every method is awaited on one event loop; none may block it.
+
+    A weight update is `pause`, `start_weight_update`, `update_weights` for each chunk, `finish_weight_update` and
+    `resume`. What is served is verified after the `resume`, as a paused engine need not score prompts; so what waited
+    inside the engine goes on before. `generate` may answer it at once: its caller in the worker hands nothing out that
+    was drawn from a version before that version was verified (`first_version` to `last_version`), and asks again where
+    it never is.
+    """
 
     async def launch(self, model: ModelSpec, options: Any, context: ProcessContext) -> Endpoint:
         """Load the model and be ready to generate, serving weight version 0.

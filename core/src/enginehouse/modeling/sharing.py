@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
-"""Largest difference of a logprob that rounding explains."""
+"""Largest difference of a logprob that rounding explains: of bfloat16, two steps between logits of 16 to 32."""
+
+CLEARLY = 10.0
+"""How many times nearer a tree must come to the rows apart than the mistake that it is looked at for would."""
 
 
 def attention_cost(model: PreTrainedModel) -> float:
@@ -43,8 +46,8 @@ def can_share_prompts(model: PreTrainedModel, dtype: torch.dtype | None = None) 
     """Whether the model takes positions and an attention mask as a tree of rows needs them.
 
     The config must promise full attention in every layer; then two short rows must score the same as a tree and apart,
-    but for the rounding of the dtype it computes in. A recurrent model or one that derives positions from elsewhere
-    fails that.
+    but for the rounding of the dtype it computes in, and other than where the second row sees the first. A recurrent
+    model or one that derives positions from elsewhere fails that.
 
     Args:
         model: the model.
@@ -54,30 +57,36 @@ def can_share_prompts(model: PreTrainedModel, dtype: torch.dtype | None = None) 
     if not attends_to_all(config):
         return False
     try:
-        difference = _probe(model, config.vocab_size)
+        difference, mistake = _probe(model, config.vocab_size)
     except Exception:
         logger.debug("prompts are not shared: the model refuses a tree of rows", exc_info=True)
         return False
-    if not difference <= TOLERANCE.get(dtype or model.dtype, 0.0):
-        logger.debug("prompts are not shared: a tree of rows scores %g differently", difference)
+    if not (difference <= TOLERANCE.get(dtype or model.dtype, 0.0) and CLEARLY * difference <= mistake):
+        logger.debug("prompts are not shared: a tree of rows scores %g differently, a row %g", difference, mistake)
         return False
     return True
 
 
 @torch.no_grad()
-def _probe(model: PreTrainedModel, vocabulary: int) -> float:
-    """Largest difference of a logprob between two rows apart and the same rows as a tree."""
+def _probe(model: PreTrainedModel, vocabulary: int) -> tuple[float, float]:
+    """Largest difference of a logprob of two rows apart and, first, the same rows as a tree; second, as one row."""
     prompt, first, second = [1, 2, 3, 4], [5, 6, 7], [8, 9, 10, 11]
-    ids = np.array([*prompt, *first, *prompt, *second]) % vocabulary
-    offsets = np.array([0, 7, 15])
-    mask = np.ones(15, dtype=bool)
-    mask[0:4] = mask[7:11] = False
-    rows = Rows.of(offsets, mask)
     has_values = hasattr(model, VALUE_HEAD)
     outputs = Outputs(logprobs=not has_values, values=has_values)
-    scores = []
-    for trees in ([Tree((0,), 0, 6), Tree((1,), 0, 7)], [Tree((0, 1), 4, 4 + 2 + 3)]):
-        layout = lay_out(rows, trees)
-        (column,) = token_outputs(model, ModelInput.of(layout, ids, model.device), outputs).values()
-        scores.append(column)
-    return float((scores[0] - scores[1]).abs().max())
+
+    def scores(
+        tokens: list[int], prompts: list[tuple[int, int]], offsets: list[int], trees: list[Tree]
+    ) -> torch.Tensor:
+        mask = np.ones(len(tokens), dtype=bool)
+        for begin, end in prompts:
+            mask[begin:end] = False
+        layout = lay_out(Rows.of(np.array(offsets), mask), trees)
+        given = ModelInput.of(layout, np.array(tokens) % vocabulary, model.device)
+        (column,) = token_outputs(model, given, outputs).values()  # of the responses
+        return column
+
+    both = [*prompt, *first, *prompt, *second], [(0, 4), (7, 11)], [0, 7, 15]
+    apart = scores(*both, [Tree((0,), 0, 6), Tree((1,), 0, 7)])
+    shared = scores(*both, [Tree((0, 1), 4, 4 + 2 + 3)])
+    joined = scores([*prompt, *first, *second], [(0, 4)], [0, 11], [Tree((0,), 0, 10)])
+    return float((apart - shared).abs().max()), float((apart[3:] - joined[3:]).abs().max())

@@ -2,7 +2,9 @@
 
 Rows go to the replica with the least to do. A replica that dies, or whose engine does, loses nothing but time: what it
 held is drawn by others, it is started again in the background, and it answers again once it serves, verified, the
-version that the others serve. The samples are those of an undisturbed run, since they depend on seed and row alone.
+version that the others serve. The samples are those of an undisturbed run up to rounding, since they depend on seed and
+row alone: which rows an engine computes together depends on time, and turns the last bit of a logprob, now and then a
+token with it.
 
 How rows are drawn is `enginehouse.rl.drawing`; how weights reach a replica, `enginehouse.controller.weight_sync`.
 """

@@ -17,6 +17,7 @@ import torch
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.rollout import Completion, GenerateRequest, GenerateResult, SamplingParams
 from enginehouse.engines.train import Outputs
+from enginehouse.errors import EnginehouseError
 
 if TYPE_CHECKING:
     from enginehouse.config.schema import Sampling
@@ -80,14 +81,36 @@ def make_requests(
     ]
 
 
-def assemble(requests: Sequence[GenerateRequest], results: Sequence[GenerateResult]) -> Batch:
+def assemble(requests: Sequence[GenerateRequest], results: Sequence[GenerateResult], engine: str) -> Batch:
     """Samples as a batch: in the order of the requests, and the samples of a request in theirs.
+
+    Args:
+        requests: what was asked for.
+        results: what came, one for each request.
+        engine: names who was asked, for messages.
 
     Returns:
         `input_ids` ragged int64 (prompt and response), `loss_mask` ragged bool (true on the response),
         `rollout_logprobs` ragged float32 (0 on the prompt), `finish_reason` objects, and `weight_version` int64
         `(rows,)`, the version the last token was drawn from.
+
+    Raises:
+        EnginehouseError: a result is of another request, has other than `n` completions, or logprobs for other than
+            its tokens. Which row a sample belongs to, and with it its prompt, reward and group, is told by its place
+            alone.
     """
+    for request, result in zip(requests, results, strict=True):
+        if result.id != request.id or len(result.completions) != request.sampling.n:
+            raise EnginehouseError(
+                f"{engine} was asked for {request.sampling.n} completion(s) of request {request.id!r} and returned "
+                f"{len(result.completions)} of request {result.id!r}; see the check 'samples' of `enginehouse certify`"
+            )
+        for number, one in enumerate(result.completions):
+            if len(one.logprobs) != len(one.token_ids):
+                raise EnginehouseError(
+                    f"{engine} returned {len(one.token_ids)} tokens with {len(one.logprobs)} logprobs as completion "
+                    f"{number} of request {request.id!r}; see the check 'logprobs' of `enginehouse certify`"
+                )
     completions: list[Completion] = [completion for result in results for completion in result.completions]
     prompts: list[np.ndarray] = []
     for request, result in zip(requests, results, strict=True):

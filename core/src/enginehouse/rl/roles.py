@@ -290,7 +290,11 @@ class RolloutWorker(Worker):
 
         Returns:
             `n` rows for each row of `batch`, next to each other: the columns of `assemble`, and `seconds` float32
-            `(rows,)`, how long this replica took for its share. The columns of `batch` are not returned.
+            `(rows,)`, how long this replica took for its share. The columns of `batch` are not returned. All of it
+            was drawn from verified weights: what was not is drawn anew.
+
+        Raises:
+            EnginehouseError: the engine's results are not those of the requests.
         """
         begun = time.perf_counter()
         await self.weights.serving.wait()
@@ -304,7 +308,11 @@ class RolloutWorker(Worker):
         self._calls += 1
         requests = make_requests(batch.ragged("prompt_ids"), sampling, seeds, f"{self.replica}-{self._calls}")
         results = await asyncio.gather(*(self.engine.generate(request) for request in requests))
-        samples = assemble(requests, results)
+        while again := await self.weights.unverified(results):
+            drawn = await asyncio.gather(*(self.engine.generate(requests[number]) for number in again))
+            for number, result in zip(again, drawn, strict=True):
+                results[number] = result
+        samples = assemble(requests, results, f"{self._name} ({self.context})")
         return samples.with_columns(seconds=torch.full((len(samples),), time.perf_counter() - begun))
 
     @register(urgent=True)

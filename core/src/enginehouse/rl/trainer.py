@@ -43,8 +43,9 @@ if TYPE_CHECKING:
 Draw = Callable[["Batch", "SamplingParams", int], Iterator[tuple[range, "Batch"]]]
 """Draws samples by somebody; `Roles.generate_each` is one."""
 
-PROBE_SEQUENCES = 4
-"""Prompts that trainer and rollout both score when the effect of a weight update is checked."""
+PROBE_SEQUENCES, PROBE_TOKENS = 4, 32
+"""Prompts that trainer and rollout both score when the effect of a weight update is checked, and of how many of their
+last tokens: rollout engines that cannot be read back are asked at every update."""
 
 
 class Trainer(Loop):
@@ -65,7 +66,7 @@ class Trainer(Loop):
             prompts = self._dataset(config.data.train)
             self.validation = Validation.of(config, self._dataset)
         self.prompts = PromptSampler(prompts, config.train.prompts_per_step, config.train.seed)
-        self.probe = [tokens.tolist() for tokens in prompts.all(PROBE_SEQUENCES)["prompt_ids"]]
+        self.probe = [tokens[-PROBE_TOKENS:].tolist() for tokens in prompts.all(PROBE_SEQUENCES)["prompt_ids"]]
         self.advantage = resolve(plan.advantage)
         self.version = 0
         self.warnings = MismatchWarnings(config.weights.effect_tolerance)
@@ -216,7 +217,8 @@ class Trainer(Loop):
         for name, nbytes in (("moved", report.bytes_moved), ("minimum", report.bytes_minimum)):
             if nbytes is not None:
                 figures[f"weights/mib_{name}"] = nbytes / 2**20
-        return figures if report.effect is None else {**figures, "weights/effect": report.effect}
+        found = {"weights/effect": report.effect, "weights/taken": report.taken}
+        return figures | {name: figure for name, figure in found.items() if figure is not None}
 
     def validate(self, step: int) -> None:
         """Answer the held-out prompts, score the answers, and log, write, show and tell what came of it."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
-from enginehouse.engines.rollout import PauseMode, RolloutEngine
+from enginehouse.engines.rollout import GenerateResult, PauseMode, RolloutEngine
 from enginehouse.engines.weights import (
     ArrivedSums,
     TransferPlan,
@@ -41,6 +41,9 @@ class WeightReceiver:
     Attributes:
         serving: set while requests may be answered. Clear during an update: from the pause to the end of the
             verification, also where the engine itself has already been resumed to be verified.
+
+    An engine that is paused scores nothing, so it is resumed before it was verified, and goes on with what waits inside
+    it. What it draws meanwhile is kept back (`unverified`).
     """
 
     def __init__(self, engine: RolloutEngine, where: str, thread: ThreadPoolExecutor):
@@ -52,6 +55,7 @@ class WeightReceiver:
         self._busy = asyncio.Lock()  # one step of an update at a time
         self._staged: WeightState | None = None  # received and not yet committed, with the checksums at arrival
         self._committed: int | None = None  # version committed and not yet verified
+        self._unverified: set[int] = set()  # versions committed and not, or never, verified
         self._aborted = -1
         self.serving = asyncio.Event()
         self.serving.set()
@@ -135,6 +139,7 @@ class WeightReceiver:
             if staged is None or version != staged.version:
                 there = "nothing" if staged is None else f"version {staged.version}"
                 raise WeightSyncError(f"{self._where} was told to serve version {version}, but {there} is staged")
+            self._unverified.add(version)
             await self._engine.finish_weight_update(version)
             self._staged, self._committed = None, version
             state = await self._engine.weight_state()
@@ -151,7 +156,30 @@ class WeightReceiver:
         if version != self._committed:
             raise WeightSyncError(f"{self._where} has not committed version {version}")
         self._committed = None
+        self._unverified.discard(version)
         self.serving.set()
+
+    async def unverified(self, results: Sequence[GenerateResult]) -> list[int]:
+        """Which of some results are not to be handed out: they hold tokens of weights that were not verified.
+
+        Waits while those weights may still be: until requests are answered again.
+        """
+        if self._drawn_unverified(results):
+            await self.serving.wait()
+        return self._drawn_unverified(results)
+
+    def _drawn_unverified(self, results: Sequence[GenerateResult]) -> list[int]:
+        if not self._unverified:
+            return []
+        return [
+            number
+            for number, result in enumerate(results)
+            if any(
+                one.first_version <= version <= one.last_version
+                for one in result.completions
+                for version in self._unverified
+            )
+        ]
 
     async def abort(self, version: int) -> None:
         """Give up the update to `version`, also while it is being received or before it came.

@@ -119,6 +119,25 @@ def with_weight(model: str, name: str, place: tuple[int, ...], value: float) -> 
     return str(path)
 
 
+@functools.cache
+def stepped_model(path: str, steps: int, lr: float = 1e-6) -> str:
+    """Directory of a model after some steps of AdamW on a row of random tokens; the more steps go on from the fewer."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    ids = torch.randint(VOCABULARY_SIZE, (1, 64), generator=torch.Generator().manual_seed(0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    stepped = Path(tempfile.mkdtemp(prefix=f"{Path(path).name}-{steps}-", dir=_root()))
+    model.save_pretrained(stepped)
+    char_tokenizer().save_pretrained(stepped)
+    return str(stepped)
+
+
 def _config(
     family: Family,
     tied: bool,

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from enginehouse.testing.models import SPECIAL_TOKENS, VOCABULARY_SIZE, tiny_experts, tiny_model
+from enginehouse.testing.models import SPECIAL_TOKENS, VOCABULARY_SIZE, stepped_model, tiny_experts, tiny_model
 
 MAX_MODEL_TOKENS = 2048
 """Longest sequence of every model: enough that a request is still under way when it is to be interrupted."""
@@ -20,12 +20,15 @@ SHAPE: dict[str, Any] = {"hidden": 128, "heads": 4, "key_value_heads": 2, "max_p
 ROLLOUT_MODELS: Mapping[str, Callable[[], str]] = {
     "tied": lambda: tiny_model("qwen3", True, **SHAPE),
     "tied, new": lambda: tiny_model("qwen3", True, seed=1, **SHAPE),
+    "tied, a step": lambda: stepped_model(rollout_model("tied"), 1),
+    "tied, two steps": lambda: stepped_model(rollout_model("tied"), 2),
     "untied": lambda: tiny_model("llama", False, **SHAPE),
     "untied, new": lambda: tiny_model("llama", False, seed=1, **SHAPE),
     "experts": lambda: tiny_experts(max_positions=MAX_MODEL_TOKENS),
     "experts, new": lambda: tiny_experts(seed=1, max_positions=MAX_MODEL_TOKENS),
 }
-"""Tiny models by name, each a function that gives its directory; `"..., new"` are other weights of the same model."""
+"""Tiny models by name, each a function that gives its directory; `"..., new"` are other weights of the same model, and
+`"..., a step"` those after a step at a learning rate of 1e-6."""
 
 
 def rollout_model(name: str) -> str:

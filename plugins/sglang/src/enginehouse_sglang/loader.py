@@ -8,12 +8,24 @@ stands in the reports.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from enginehouse.engines.reports import Reporter
+from enginehouse.engines.weights import WeightSyncError
 from enginehouse.modeling.staged_source import StagedSource
+
+MARKS = 4096
+"""Elements of a parameter that are marked, at most: several in each of what SGLang puts together in one, heads of
+queries, keys and values, or a layer's experts."""
+
+MARKED = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of the parameters that are."""
+
+NOT_SENT = (".k_scale", ".v_scale")
+"""How parameters end that a checkpoint need not hold."""
 
 LOADER = f"{__name__}.load"
 """SGLang's name for it, as `--custom-weight-loader` and as `load_format`."""
@@ -40,5 +52,43 @@ def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
 def _load(model: Any, told: dict[str, Any]) -> None:
     source = StagedSource(told.get("parameters", ()), told.get("directory", ""))
     source.check()
-    model.load_weights(iter(source))
+    missing = unfilled(model, lambda: model.load_weights(iter(source)))
+    if missing:
+        others = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise WeightSyncError(
+            f"nothing that was sent fills {', '.join(missing[:5])}{others} of sglang's model", missing
+        )
     source.close()
+
+
+@torch.no_grad()
+def unfilled(model: torch.nn.Module, load: Callable[[], Any]) -> list[str]:
+    """Load, and see which parameters did not get all their elements, by SGLang's names for them.
+
+    SGLang's models skip a name that they do not know, at most with a log line, and say nothing of what they lack. So
+    some elements of each parameter, all over it, are marked before: NaN, which no weight is. Where a mark is left the
+    old value is put back.
+
+    Not looked at: scales of quantized keys and values, which need not be in a checkpoint, and parameters of 8 bits or
+    of integers.
+    """
+    marks: list[tuple[str, tuple[torch.Tensor, ...], torch.Tensor]] = []
+    for name, parameter in model.named_parameters():
+        if parameter.dtype in MARKED and parameter.numel() and not name.endswith(NOT_SENT):
+            count = min(MARKS, parameter.numel())
+            flat = torch.linspace(0, parameter.numel() - 1, count, device=parameter.device, dtype=torch.float64).long()
+            places = torch.unravel_index(flat, parameter.shape)
+            marks.append((name, places, parameter.data[places].clone()))
+            parameter.data[places] = float("nan")
+    missing = []
+    try:
+        load()
+    finally:
+        now = dict(model.named_parameters())
+        for name, places, before in marks:
+            data = now[name].data
+            left = data[places].isnan()
+            if left.any():
+                data[tuple(place[left] for place in places)] = before[left]
+                missing.append(name)
+    return missing

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from enginehouse.controller.weight_effect import Scores, scored_tokens, share_taken
 from enginehouse.engines.weights import WeightChunk, WeightState, WeightSyncError, checksum
 from enginehouse.plugin import capabilities
 from enginehouse.testing.check import PROTOCOL, Check, Measured, RolloutCheck, wrong
-from enginehouse.testing.checks.rollout.reference import LOGPROB_TOLERANCE, named, of_one, serves
+from enginehouse.testing.checks.rollout.reference import LOGPROB_TOLERANCE, named, of_one, oracle, serves
 from enginehouse.testing.comparison import larger
 from enginehouse.testing.prompts import prompts
 from enginehouse.testing.replica import Drawn, Replica, chunks, soon
+
+SMALL_UPDATES = ("tied", "tied, a step", "tied, two steps")
+"""As a run's: the first brings what the engine was launched with."""
+
+PROBE = [one for one in prompts(8, seed=12, longest=32) if len(one) > 1]
+"""What is scored after each of them."""
 
 Step = tuple[str, int | None, list[Drawn]]
 """What was looked at: the model it must be, the version (None: any), and what was drawn."""
@@ -41,6 +49,40 @@ async def _update(replica: Replica) -> list[Step]:
         version = await replica.update(name)
         steps.append(await look(replica, name, version))
     return steps
+
+
+async def _small_updates(replica: Replica) -> list[tuple[str, list[list[float]]]]:
+    steps = []
+    for name in SMALL_UPDATES:
+        await replica.update(name)
+        results = [await replica.request(one, max_tokens=0, prompt_logprobs=True) for one in PROBE]
+        steps.append((name, [[float(one) for one in result.prompt_logprobs or ()] for result in results]))
+    return steps
+
+
+@of_one
+def _judge_small_updates(steps: list[tuple[str, list[list[float]]]]) -> Measured:
+    found = []
+    for name, scored in steps:
+        if [len(row) for row in scored] != [len(row) for row in PROBE]:
+            return wrong(
+                f"prompts of {[len(row) for row in PROBE]} tokens have {[len(row) for row in scored]} logprobs"
+            )
+        with torch.no_grad():
+            right = [oracle(name).row(torch.tensor(row))[0].tolist() for row in PROBE]
+        found.append((name, Scores(scored_tokens(right), scored_tokens(scored))))
+    worst = Measured(0.0)
+    for (_, before), (name, after) in itertools.pairwise(found):
+        share = share_taken(before, after, torch.finfo(torch.float32).eps)
+        moved = f"the oracle's logprobs change by {abs(after.trainer - before.trainer).mean():.2g} nats a token"
+        if share is None:
+            apart = f"{abs(before.trainer - before.replica).mean():.2g}"
+            return wrong(f"{name}: {moved}, which cannot be seen in its own: they are {apart} away before")
+        taken = Measured(1 - share, f"{name}: {moved}, and {share:.0%} of that is seen in its own")
+        if share < 0.5:
+            return taken
+        worst = larger(worst, taken)
+    return worst
 
 
 async def _prefix_cache(replica: Replica) -> list[Step]:
@@ -187,6 +229,15 @@ CHECKS: tuple[Check, ...] = (
         tolerance=LOGPROB_TOLERANCE,
         acts=(_update,),
         judge=_judge_steps,
+    ),
+    RolloutCheck(
+        name="small_updates",
+        capability=capabilities.PROMPT_LOGPROBS,
+        claim="Each update of a step at a learning rate of 1e-6 is taken: logprobs of prompts change as the oracle's; "
+        "the part of the change that is missing",
+        tolerance=0.5,
+        acts=(_small_updates,),
+        judge=_judge_small_updates,
     ),
     RolloutCheck(
         name="prefix_cache",

@@ -1,0 +1,86 @@
+"""Whether a replica computes with the weights it was sent, by the logprobs of a few tokens (the *probe*) alone.
+
+Bytes and version are what an engine is told; what it computes with is seen in its logprobs. A dropped update is too
+small to be seen as a distance: at a learning rate of 1e-6 the logprobs of old and new weights are closer to each other
+than two engines that round differently are. So it is looked for as a *change*. With the trainer's logprobs T and the
+replica's R, each before and after an update,
+
+    moved = T after - T before,    followed = R after - R before
+
+what sets the two engines apart without changing is in neither, and `followed` is `moved` where the replica took the
+update, and 0 where it did not. For a token the replica is nearer to the new weights than to the old ones where
+
+    |followed - moved| < |followed|
+
+and `share_taken` is the part of the trainer's whole change, the sum of |moved|, that lies on such tokens: near 1 or
+near 0. It is the projection of `followed` on `moved`, held against one half, but for one thing: no single token, of
+which a mixture of experts may send one elsewhere at any update, counts for more than its own |moved|.
+
+Rounding is not the same before and after, as weights are not, and looks like a change. How much of it there is shows in
+T - R before, which is all of it and what sets the engines apart besides. Nothing is decided before the trainer has
+moved `CLEARLY` times as far: then rounding as large as that turns about a tenth of the tokens, and it takes half. Until
+then `before` stays what it is, so that the change adds up over updates and that of a replica which drops them does not.
+
+One thing needs no such wait: an engine computes the same from the same weights, to the last bit, and not from others.
+A replica none of whose logprobs has changed at all, while most of the trainer's have, has dropped the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+CLEARLY = 4.0
+"""How many times as far as rounding the trainer's logprobs must have moved for a replica to be judged by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The probe's logprobs by the same weights, float64 `(tokens,)`.
+
+    Attributes:
+        trainer: the trainer's.
+        replica: a replica's.
+    """
+
+    trainer: np.ndarray
+    replica: np.ndarray
+
+
+def scored_tokens(rows: Sequence[Sequence[float]]) -> np.ndarray:
+    """The logprobs of all tokens but each sequence's first, which has none, end to end."""
+    return np.array([float(one) for row in rows for one in row[1:]])
+
+
+def mean_difference(expected: Sequence[Sequence[float]], scored: Sequence[Sequence[float]]) -> float:
+    """Mean absolute difference of logprobs over all tokens but each sequence's first, which has none.
+
+    NaN where the two are not of the same lengths.
+    """
+    if [len(row) for row in expected] != [len(row) for row in scored]:
+        return float("nan")
+    return float(np.abs(scored_tokens(expected) - scored_tokens(scored)).mean())
+
+
+def share_taken(before: Scores, after: Scores, rounding: float) -> float | None:
+    """How much of the trainer's change a replica shows, 0 to 1: less than one half says that it dropped an update.
+
+    Args:
+        before: when both were last seen to have the same weights.
+        after: now, by other weights.
+        rounding: the least that rounding is taken for, in nats a token: the dtype's epsilon.
+
+    Returns:
+        None where the change is too small, so far, to be told from rounding.
+    """
+    moved = after.trainer - before.trainer
+    followed = after.replica - before.replica
+    if not followed.any():
+        return 0.0 if 2 * np.count_nonzero(moved) >= len(moved) else None
+    far = np.abs(moved)
+    noise = max(np.abs(before.trainer - before.replica).sum(), rounding * len(moved))
+    if far.sum() < CLEARLY * noise:
+        return None
+    return float(far[np.abs(followed - moved) < np.abs(followed)].sum() / far.sum())
