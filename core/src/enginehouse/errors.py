@@ -12,7 +12,13 @@ from collections.abc import Iterable
 
 
 class EnginehouseError(Exception):
-    """Base of all errors raised by enginehouse and its plugins."""
+    """Base of all errors raised by enginehouse and its plugins.
+
+    Attributes:
+        keeps_state: whether the actor's state is worth saving when this ends a run; False where the state is at fault.
+    """
+
+    keeps_state: bool = True
 
 
 class UserError(EnginehouseError):
@@ -25,6 +31,10 @@ class ConfigError(UserError):
 
 class DataError(UserError):
     """A data file that is missing, unreadable, or lacks what the config names."""
+
+
+class SaveError(EnginehouseError):
+    """State or a model that could not be written: of a disk, whatever mistake of a user's is said to be behind it."""
 
 
 class ModelError(UserError):
