@@ -145,13 +145,13 @@ def test_a_run_that_fails_keeps_its_metrics_and_says_why(project: Project, behav
     assert len((project.root / "runs/one/metrics.jsonl").read_text().splitlines()) == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_run_ends_in_order_and_says_what_was_saved(project: Project, number: signal.Signals):
     process = start(project, ORDERLY)
     until_ready(process)
     process.send_signal(number)
     _, err = process.communicate(timeout=WITHIN_SECONDS)
-    assert process.returncode == 130
+    assert process.returncode == 128 + number
     assert "Saved: metrics of 2 steps, no model" in err
     assert "Traceback" not in err
     assert record(project)["status"] == "interrupted"

@@ -219,6 +219,11 @@ class Run(Section):
 
     directory: str = Field(default="runs/run", description="Where everything the run writes goes")
     overwrite: bool = Field(default=False, description="Delete what an earlier run left there")
+    grace_seconds: float = Field(
+        default=25.0,
+        gt=0,
+        description="Longest time from Ctrl-C, SIGTERM or SIGHUP to the end, state and model saved; then it is forced",
+    )
 
 
 class Config(Section):

@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.controller import WorkerGroup
+from enginehouse.controller.errors import keeps_state
 from enginehouse.controller.future import Future
 from enginehouse.controller.interruption import interrupt_put_off
+from enginehouse.controller.ray_access import ray_access
 from enginehouse.plugin import capabilities, plugins
-from enginehouse.rl.checkpointing import Checkpointing, Standing
+from enginehouse.rl.checkpointing import Checkpointing, Standing, first_line, writing
 from enginehouse.rl.samples import plain
 
 if TYPE_CHECKING:
@@ -25,8 +27,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-INTERRUPT_SAVE_SECONDS = 4.0
-"""How long an interrupted run tries to save the model, and a checkpoint to go on from, before it leaves."""
+ENDING_SECONDS = 6.0
+"""Of the grace of an interrupted run, what is kept for ending its processes; at most a third of it."""
 
 
 class Loop(ABC):
@@ -53,6 +55,8 @@ class Loop(ABC):
         self.config = plan.config
         self.steps = plan.config.train.steps
         self.checkpoint_every = plan.config.train.checkpoint_every
+        grace = plan.config.run.grace_seconds
+        self._grace = grace - min(ENDING_SECONDS, grace / 3)
         self.save_every = 0
         self.resumed = plan.resumed
         self.trained_step = plan.resumed.step if plan.resumed else 0
@@ -93,23 +97,24 @@ class Loop(ABC):
         """Run every step that is left, then save the model.
 
         Raises:
-            EnginehouseError: whatever ended the run; what was written until then is kept.
-            KeyboardInterrupt: after the workers were ended in order and, if there was time, model and state saved.
+            EnginehouseError: whatever ended the run; what was written until then is kept. State and model are saved
+                first, where the actor lives and the error does not say that its state is at fault (`keeps_state`).
+            KeyboardInterrupt: after state and model were saved, as far as there was time, and the workers ended.
         """
         outcome = "failed"
         try:
             with self.progress.task("starting workers"), self.workers():
                 try:
                     self._run_steps()
-                except KeyboardInterrupt:
-                    self._save_before_leaving()
+                except BaseException as error:
+                    self._save_before_leaving(error)
                     raise
             outcome = "finished"
         except KeyboardInterrupt:
             outcome = "interrupted"
             raise
         finally:
-            self.run_directory.checkpoints.clear_partial()
+            self.run_directory.clear_partial()
             plugins().observe("run_finished", run=self, outcome=outcome)
 
     def update(self, step: int, known: Mapping[str, float], batch: Batch, *how: Any) -> dict[str, float]:
@@ -133,8 +138,10 @@ class Loop(ABC):
     def save(self, step: int, timeout: float | None = None) -> None:
         """Export the actor's model as a Hugging Face directory; whole or not at all."""
         staged = self.run_directory.model_path(step)
-        self.actor.call("export_hf", str(staged), timeout=timeout)
-        self._saved(step, self.run_directory.model_saved(step, staged), "model")
+        with writing(f"the model of step {step}", staged):
+            self.actor.call("export_hf", str(staged), timeout=timeout)
+            place = self.run_directory.model_saved(step, staged)
+        self._saved(step, place, "model")
 
     def _run_steps(self) -> None:
         self.run_directory.describe(self.describe())
@@ -177,23 +184,50 @@ class Loop(ABC):
                 self.checkpointing.begin(standing)
         self.checkpointing.look()
 
-    def _save_before_leaving(self) -> None:
-        """Save metrics, model and state as of the last update that was begun, once it has ended."""
-        if self._standing is None or self._update is None:
+    def _save_before_leaving(self, error: BaseException) -> None:
+        """Save what there is, in the time there is: whoever interrupts a run waits, and so does Ray once it is lost."""
+        if not keeps_state(error):
             return
-        until, step = time.monotonic() + INTERRUPT_SAVE_SECONDS, self._standing.step
+        ray_access.carry_on()
+        hurried = isinstance(error, KeyboardInterrupt) or ray_access.lost
         try:
-            future, known = self._update
-            updated = plain(future.result(INTERRUPT_SAVE_SECONDS))
-            if self.run_directory.last_step != step:
-                metrics = {**known, **updated}
-                metrics.pop("tokens", None)
-                self._log(step, metrics)
-            if self.run_directory.saved_step != step:
-                self.save(step, timeout=max(until - time.monotonic(), 0.1))
-            self.checkpointing.write_last(self._standing, max(until - time.monotonic(), 0.1))
-        except Exception as error:  # whatever it is, the run ends because it was interrupted
-            log.warning("not everything was saved: %s", error)
+            self._save_state(self._grace if hurried else None)
+        except KeyboardInterrupt:  # of a run that failed: what is left to save is saved all the same
+            self._save_state(self._grace)
+            raise
+
+    def _save_state(self, seconds: float | None) -> None:
+        """Save metrics, state and model as of the last update that was begun, once it has ended.
+
+        Args:
+            seconds: in so many, at most; None: each call has its own limit.
+        """
+        if (standing := self._standing) is None or self._update is None:
+            return
+        until, step = None if seconds is None else time.monotonic() + seconds, standing.step
+
+        def left() -> float | None:
+            return None if until is None else max(until - time.monotonic(), 0.1)
+
+        future, known = self._update
+        try:
+            updated = plain(future.result(left()))
+        except Exception as error:
+            log.warning("nothing of step %d was saved: its update did not end: %s", step, first_line(error))
+            return
+        if self.run_directory.last_step != step:
+            metrics = {**known, **updated}
+            metrics.pop("tokens", None)
+            self._save_part("metrics", step, lambda: self._log(step, metrics))
+        self._save_part("checkpoint", step, lambda: self.checkpointing.write_last(standing, left()))
+        if self.run_directory.saved_step != step:
+            self._save_part("model", step, lambda: self.save(step, timeout=left()))
+
+    def _save_part(self, what: str, step: int, save: Callable[[], object]) -> None:
+        try:
+            save()
+        except Exception as error:  # whatever it is, the run ends because of another thing, and more may be saved
+            log.warning("no %s of step %d was saved: %s", what, step, first_line(error))
 
     def _saved(self, step: int, path: Path, what: str) -> None:
         plugins().observe("checkpoint_saved", run=self, step=step, path=str(path), what=what)
