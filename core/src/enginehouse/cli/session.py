@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import os
 import sys
 import traceback
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from enginehouse.config.plan import Plan, SFTPlan
     from enginehouse.runs import Progress, RunDirectory
     from enginehouse.runs.record import Status
+
+
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE)
 
 
 class Trainer(Protocol):
@@ -121,6 +125,8 @@ def _failed(run: RunDirectory, error: BaseException) -> NoReturn:
     kept = "; the traceback is in error.txt there" if (run.path / "error.txt").exists() else ""
     click.echo(f"The run failed. {saved_words(run)}{kept}.", err=True)
     blamed = unwrap_user_error(error) or error
+    if isinstance(blamed, OSError) and blamed.errno in _DISK_ERRORS:
+        blamed = EnginehouseError(f"the disk of {run.path} does not take what the run writes: {blamed}")
     if not isinstance(blamed, Exception):  # nobody interrupted the run: it must not look so
         blamed = EnginehouseError(f"the run was ended by {type(error).__name__}: {error}")
     _leave_stuck_ray(2 if isinstance(blamed, UserError) else 1)

@@ -15,6 +15,7 @@ from enginehouse.controller.errors import keeps_state
 from enginehouse.controller.future import Future
 from enginehouse.controller.interruption import interrupt_put_off
 from enginehouse.controller.ray_access import ray_access
+from enginehouse.errors import SaveError
 from enginehouse.plugin import capabilities, plugins
 from enginehouse.rl.checkpointing import Checkpointing, Standing, first_line, writing
 from enginehouse.rl.samples import plain
@@ -191,16 +192,17 @@ class Loop(ABC):
         ray_access.carry_on()
         hurried = isinstance(error, KeyboardInterrupt) or ray_access.lost
         try:
-            self._save_state(self._grace if hurried else None)
+            self._save_state(self._grace if hurried else None, error)
         except KeyboardInterrupt:  # of a run that failed: what is left to save is saved all the same
-            self._save_state(self._grace)
+            self._save_state(self._grace, error)
             raise
 
-    def _save_state(self, seconds: float | None) -> None:
+    def _save_state(self, seconds: float | None, ended_by: BaseException) -> None:
         """Save metrics, state and model as of the last update that was begun, once it has ended.
 
         Args:
             seconds: in so many, at most; None: each call has its own limit.
+            ended_by: why the run ends.
         """
         if (standing := self._standing) is None or self._update is None:
             return
@@ -215,19 +217,25 @@ class Loop(ABC):
         except Exception as error:
             log.warning("nothing of step %d was saved: its update did not end: %s", step, first_line(error))
             return
-        if self.run_directory.last_step != step:
+
+        def log_metrics() -> None:
             metrics = {**known, **updated}
             metrics.pop("tokens", None)
-            self._save_part("metrics", step, lambda: self._log(step, metrics))
-        self._save_part("checkpoint", step, lambda: self.checkpointing.write_last(standing, left()))
-        if self.run_directory.saved_step != step:
-            self._save_part("model", step, lambda: self.save(step, timeout=left()))
+            self._log(step, metrics)
 
-    def _save_part(self, what: str, step: int, save: Callable[[], object]) -> None:
-        try:
-            save()
-        except Exception as error:  # whatever it is, the run ends because of another thing, and more may be saved
-            log.warning("no %s of step %d was saved: %s", what, step, first_line(error))
+        parts: dict[str, Callable[[], object]] = {}
+        if self.run_directory.last_step != step:
+            parts["metrics"] = log_metrics
+        parts["checkpoint"] = lambda: self.checkpointing.write_last(standing, left())
+        if self.run_directory.saved_step != step:
+            parts["model"] = lambda: self.save(step, timeout=left())
+        for what, save in parts.items():
+            try:
+                save()
+            except Exception as error:  # whatever it is, the run ends because of another thing, and more may be saved
+                same_disk = isinstance(ended_by, (SaveError, OSError)) and isinstance(error, (SaveError, OSError))
+                level = logging.INFO if same_disk else logging.WARNING
+                log.log(level, "no %s of step %d was saved: %s", what, step, first_line(error))
 
     def _saved(self, step: int, path: Path, what: str) -> None:
         plugins().observe("checkpoint_saved", run=self, step=step, path=str(path), what=what)

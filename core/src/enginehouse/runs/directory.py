@@ -216,11 +216,14 @@ class RunDirectory:
         ends: list[Callable[[], object]] = [lambda: self.record.finish(status, self.last_step, error)]
         if traceback:
             ends.append(lambda: write_whole(self.path / "error.txt", traceback))
+        problems = set()
         for end in (*ends, self.timeline.close, self._metrics.close):
             try:
                 end()
             except OSError as problem:
-                log.warning("at the end of the run, in %s: %s", self.path, problem)
+                problems.add(str(problem))
+        if problems:
+            log.warning("not all of the end of the run could be written to %s: %s", self.path, "; ".join(problems))
 
     def _model(self, step: int) -> Path:
         return self.path / "models" / f"step-{step:06d}"
