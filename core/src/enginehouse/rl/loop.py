@@ -215,7 +215,7 @@ class Loop(ABC):
         try:
             updated = plain(future.result(left()))
         except Exception as error:
-            log.warning("nothing of step %d was saved: its update did not end: %s", step, first_line(error))
+            self._say_unsaved("state", step, error, ended_by)
             return
 
         def log_metrics() -> None:
@@ -233,9 +233,15 @@ class Loop(ABC):
             try:
                 save()
             except Exception as error:  # whatever it is, the run ends because of another thing, and more may be saved
-                same_disk = isinstance(ended_by, (SaveError, OSError)) and isinstance(error, (SaveError, OSError))
-                level = logging.INFO if same_disk else logging.WARNING
-                log.log(level, "no %s of step %d was saved: %s", what, step, first_line(error))
+                self._say_unsaved(what, step, error, ended_by)
+
+    def _say_unsaved(self, what: str, step: int, error: Exception, ended_by: BaseException) -> None:
+        """A warning, unless the error that ended the run says it already."""
+        on_disk = (SaveError, OSError)
+        same = str(error) == str(ended_by) or (isinstance(error, on_disk) and isinstance(ended_by, on_disk))
+        known = isinstance(ended_by, Exception) and (same or self.actor.broken is not None)
+        level = logging.INFO if known else logging.WARNING
+        log.log(level, "no %s of step %d was saved: %s", what, step, first_line(error))
 
     def _saved(self, step: int, path: Path, what: str) -> None:
         plugins().observe("checkpoint_saved", run=self, step=step, path=str(path), what=what)
