@@ -179,6 +179,7 @@ def test_arithmetic_that_cannot_work_is_said_in_words(make: Callable[..., Plan],
         (["data.max_prompt_tokens=125"], "prompts of more than 120 tokens leave no room for 8 new ones"),
         (["actor.engine.options.warmup_steps=10"], "does not end within the run's 10"),
         (["actor.engine.options.total_steps=4"], "total_steps is 4 and the run takes 10 optimizer steps"),
+        (["train.checkpoint_every=0"], "but not if it is killed outright"),
         (["reference.path=model"], "algorithm.kl.coefficient is 0: no reference model runs"),
     ],
 )

@@ -172,7 +172,7 @@ _SEED = Field(default=0, ge=0, description="Of all that is drawn: the order of d
 _CHECKPOINT_EVERY = Field(
     default=0,
     ge=0,
-    description="Steps between checkpoints for --resume, of which two are kept; 0: only when the run is interrupted",
+    description="Steps between checkpoints for --resume, of which two are kept; 0: only if it is interrupted or fails",
 )
 
 
