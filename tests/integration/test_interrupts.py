@@ -29,6 +29,14 @@ def interrupted(run: RunProcess, number: signal.Signals = signal.SIGINT) -> Ende
     return ended
 
 
+@pytest.mark.fault(
+    area="signals",
+    what="SIGINT (Ctrl-C) or SIGTERM to the process group of a run",
+    happens="the run ends in order: checkpoint, model and last words within run.grace_seconds",
+    exit_code="128 + the signal: 130, 143",
+    kept="a checkpoint and the model of the last update",
+    noticed="at once",
+)
 @pytest.mark.parametrize(
     ("placement", "number"), [("colocated", signal.SIGTERM), ("separate", signal.SIGINT)], ids=["colocated", "separate"]
 )

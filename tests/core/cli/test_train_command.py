@@ -155,14 +155,6 @@ def test_a_run_that_fails_keeps_its_metrics_and_says_why(project: Project, behav
     assert len((project.root / "runs/one/metrics.jsonl").read_text().splitlines()) == 2
 
 
-@pytest.mark.fault(
-    area="signals",
-    what="SIGINT (Ctrl-C), SIGTERM or SIGHUP, to the run's process or to its group, in any phase",
-    happens="the run ends in order: checkpoint, model and last words within run.grace_seconds",
-    exit_code="130, 143 or 129",
-    kept="a checkpoint and the model of the last update",
-    noticed="at once",
-)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_run_ends_in_order_and_says_what_was_saved(project: Project, number: signal.Signals):
     process = start(project, ORDERLY)

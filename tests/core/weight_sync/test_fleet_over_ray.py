@@ -213,14 +213,6 @@ def test_all_replicas_lost_at_one_moment_come_back_and_draw_the_same(house):
     assert house.fleet.metrics()["rollout/restarts"] == 2
 
 
-@pytest.mark.fault(
-    area="processes",
-    what="every rollout replica dies, and none can be started again",
-    happens="the run ends with one error that names each replica's death",
-    exit_code="1",
-    kept="a checkpoint and the model of the last update",
-    noticed="when each was started again three times",
-)
 def test_a_replica_that_keeps_failing_to_start_is_left_out_and_the_other_goes_on(tmp_path, caplog):
     """Its death is found by the health checks: nobody calls it."""
     alone = Fleet(tmp_path, restarts=2, health_every=0.1)
