@@ -142,9 +142,14 @@ class RunProcess:
         """All processes of the run that are alive, by their mark."""
         return processes_with(MARK, self._mark)
 
-    def interrupt(self) -> None:
-        """Press Ctrl-C: every process of the group gets the signal, as from a terminal."""
-        os.killpg(self._process.pid, signal.SIGINT)
+    def interrupt(self, number: signal.Signals = signal.SIGINT) -> None:
+        """Press Ctrl-C: every process of the group gets the signal, as from a terminal; or another signal."""
+        os.killpg(self._process.pid, number)
+
+    def signal_ray(self, program: str, number: signal.Signals) -> None:
+        """Send a signal to a process of Ray's: `raylet`, `gcs_server`."""
+        (process,) = [process for process in self.processes() if process.name() == program]
+        process.send_signal(number)
 
     def kill(self) -> None:
         """End every process of the run; for the end of a test that failed."""

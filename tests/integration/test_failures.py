@@ -51,6 +51,14 @@ def test_a_rank_killed_in_an_update_is_named(train: Start, tmp_path: Path):
     assert "Traceback" not in message
 
 
+@pytest.mark.fault(
+    area="processes",
+    what="the only rollout replica dies",
+    happens="the run ends with an error that names it; the actor lives, so its state and model are saved first",
+    exit_code="1",
+    kept="a checkpoint and the model of the last update",
+    noticed="at once",
+)
 def test_a_rollout_killed_at_any_moment_is_named(train: Start):
     run = train(ENDLESS, "rollout.placement=separate")
     run.until_step(3)
@@ -59,7 +67,10 @@ def test_a_rollout_killed_at_any_moment_is_named(train: Start):
     message = assert_failed(run, run.finish())
     assert re.search(r"rollout-0 rank 0\b", message), message
     assert re.search(rf"node \S+, pid {pid}\): the process died during '\w+'", message), message
-    assert run.record["steps"] >= 3
+    step = run.record["steps"]
+    assert step >= 3
+    assert [path.name for path in (run.directory / "checkpoints").iterdir()] == [f"step-{step:06d}"]
+    assert (run.directory / "model").resolve().name == f"step-{step:06d}"
 
 
 # Rewards

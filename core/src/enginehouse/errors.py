@@ -33,6 +33,10 @@ class DataError(UserError):
     """A data file that is missing, unreadable, or lacks what the config names."""
 
 
+class SaveError(EnginehouseError):
+    """State or a model that could not be written: of a disk, whatever mistake of a user's is said to be behind it."""
+
+
 class ModelError(UserError):
     """A model path that is missing or is not a model the chosen engine can load."""
 

@@ -25,7 +25,6 @@ from enginehouse.testing.models import tiny_model
 
 STAND_IN = """
 import subprocess, sys, time, types
-from enginehouse.cli import interrupts
 from enginehouse.cli.main import main
 from enginehouse.controller.errors import RemoteError, WorkerDied
 from enginehouse.errors import DataError
@@ -45,8 +44,7 @@ class Trainer:
 
 sys.modules["enginehouse.rl.trainer"] = module = types.ModuleType("enginehouse.rl.trainer")
 module.Trainer = Trainer
-interrupts.GRACE_SECONDS = 1.0
-main(["train", "grpo.yaml", *sys.argv[1:]], prog_name="enginehouse")
+main(["train", "grpo.yaml", "run.grace_seconds=1", *sys.argv[1:]], prog_name="enginehouse")
 """
 
 WITHIN_SECONDS = 120
@@ -65,6 +63,17 @@ STUBBORN = """
             except KeyboardInterrupt:
                 pass
 """
+IN_NATIVE_CODE = """
+        import hashlib
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+        while True:
+            try:
+                print("READY", child.pid, flush=True)
+                hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+            except KeyboardInterrupt:  # it came just before
+                pass
+"""
+"""No handler of Python's runs then."""
 HOLDING_A_LOCK = "with self.run_directory.timeline._lock:" + textwrap.indent(STUBBORN, "    ")
 """What the last words need is held by the thread that does not end."""
 
@@ -127,6 +136,7 @@ def test_quiet_says_only_how_it_ended(project: Project):
             "actor rank 1 on 10.0.0.1 (pid 7) died",
         ),
         ('raise RuntimeError("a bug")', 1, "a bug"),
+        ("raise KeyboardInterrupt", 1, "the run was ended by KeyboardInterrupt"),  # of a reward's, not of the user
         ('raise DataError("row 3 is longer than data.max_prompt_tokens")', 2, "row 3 is longer"),
         (
             'error = RemoteError("actor rank 0: DataError"); error.cause = DataError("row 9 is too long"); raise error',
@@ -146,21 +156,26 @@ def test_a_run_that_fails_keeps_its_metrics_and_says_why(project: Project, behav
     assert len((project.root / "runs/one/metrics.jsonl").read_text().splitlines()) == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_run_ends_in_order_and_says_what_was_saved(project: Project, number: signal.Signals):
     process = start(project, ORDERLY)
     until_ready(process)
     process.send_signal(number)
+    if number != signal.SIGINT:  # as `timeout` does, which signals its child and then the child's group
+        process.send_signal(number)
     _, err = process.communicate(timeout=WITHIN_SECONDS)
-    assert process.returncode == 130
+    assert process.returncode == 128 + number
     assert "Saved: metrics of 2 steps, no model" in err
     assert "Traceback" not in err
     assert record(project)["status"] == "interrupted"
     assert spans(project)[-1] == "step 2"
 
 
-@pytest.mark.parametrize("behaviour", [STUBBORN, HOLDING_A_LOCK], ids=["stubborn", "holding-a-lock"])
-@pytest.mark.parametrize("signals", [1, 2])
+@pytest.mark.parametrize(
+    ("signals", "behaviour"),
+    [(1, STUBBORN), (2, STUBBORN), (1, HOLDING_A_LOCK), (2, HOLDING_A_LOCK), (2, IN_NATIVE_CODE)],
+    ids=["1-stubborn", "2-stubborn", "1-holding-a-lock", "2-holding-a-lock", "2-in-native-code"],
+)
 def test_a_run_that_does_not_end_is_ended_with_its_children(project: Project, signals: int, behaviour: str):
     process = start(project, behaviour)
     (child,) = until_ready(process)
@@ -175,6 +190,17 @@ def test_a_run_that_does_not_end_is_ended_with_its_children(project: Project, si
     assert "Saved: metrics of 2 steps" in err
     assert record(project)["status"] == "interrupted"
     assert not Path(f"/proc/{child}/cmdline").exists() or not Path(f"/proc/{child}/cmdline").read_text()
+
+
+def test_a_closed_terminal_does_not_stop_the_end(project: Project):
+    process = start(project, ORDERLY)
+    until_ready(process)
+    for stream in (process.stdout, process.stderr):
+        assert stream is not None
+        stream.close()
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(timeout=WITHIN_SECONDS) == 128 + signal.SIGHUP
+    assert record(project)["status"] == "interrupted"
 
 
 def test_an_earlier_run_is_not_touched_unless_asked(project: Project):

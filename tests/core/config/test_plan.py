@@ -181,6 +181,7 @@ def test_arithmetic_that_cannot_work_is_said_in_words(make: Callable[..., Plan],
         (["algorithm.minibatches=20", "actor.processes=2", "rollout.replicas=2"], "about 1.6 a minibatch"),
         (["actor.engine.options.warmup_steps=10"], "does not end within the run's 10"),
         (["actor.engine.options.total_steps=4"], "total_steps is 4 and the run takes 10 optimizer steps"),
+        (["train.checkpoint_every=0"], "but not if it is killed outright"),
         (["reference.path=model"], "algorithm.kl.coefficient is 0: no reference model runs"),
     ],
 )

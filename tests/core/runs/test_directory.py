@@ -149,3 +149,23 @@ def test_overwriting_deletes_an_earlier_run_and_nothing_else(tmp_path: Path):
     with pytest.raises(ConfigError, match="never deleted"):
         RunDirectory.create(other, "", overwrite=True)
     assert (other / "thesis.txt").exists()
+
+
+@pytest.mark.fault(
+    area="files",
+    what="the disk is full when a run ends",
+    happens="run.json says how it ended, over what it held, and the last words come all the same",
+    exit_code="1",
+    kept="what was on the disk before",
+    noticed="at once",
+)
+def test_a_full_disk_takes_no_end_away(run: RunDirectory, caplog: pytest.LogCaptureFixture):
+    for name in ("run.json", "error.txt"):  # where they are staged
+        (run.path / f".{name}.partial").symlink_to("/dev/full")
+    before = (run.path / "run.json").stat().st_size
+    run.finish("failed", "no space left" * 100, "Traceback ...")
+    record = json.loads((run.path / "run.json").read_text())
+    assert (record["status"], record["steps"]) == ("failed", 0)
+    assert (run.path / "run.json").stat().st_size <= before
+    assert not (run.path / "error.txt").exists()
+    assert "No space left on device" in caplog.text

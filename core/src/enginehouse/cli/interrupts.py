@@ -1,15 +1,18 @@
-"""Ctrl-C: the first one ends a run in order, the second one, or too long an ending, ends it at once."""
+"""Signals that ask a run to end: the first one ends it in order, the second one, or too long an ending, at once."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import signal
+import socket
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
+
+from enginehouse.controller.interruption import SIGNALS
 
 if TYPE_CHECKING:
     from typing import Self
@@ -17,58 +20,104 @@ if TYPE_CHECKING:
 EXIT_CODE = 130
 """What a shell calls "ended by Ctrl-C"."""
 GRACE_SECONDS = 8.0
-"""Longest time an orderly ending may take."""
+"""Longest time an orderly ending may take, where nothing else is said."""
 LAST_WORDS_SECONDS = 1.0
 """Longest time `before_force` may take: what it needs may be locked by the very thread that is stuck."""
+ECHO_SECONDS = 1.0
+"""`timeout`, and a terminal that is closed, send their signal to the program and to its group: that is one wish."""
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_ENDED = 0
 
 
 class Interrupts:
-    """A context in which the first SIGINT or SIGTERM raises `KeyboardInterrupt` in the main thread.
+    """A context in which the first of `SIGNALS` raises `KeyboardInterrupt` in the main thread.
 
-    A second one, or `GRACE_SECONDS` without an end of the context, kills all child processes and this one.
+    A second one, or `grace_seconds` without an end of the context, kills all child processes and this one. That needs
+    nothing of the main thread, which may be in native code and run no Python.
 
     Args:
         before_force: called before that, in a thread of its own, for at most `LAST_WORDS_SECONDS`; puts the terminal
             right and says what was saved. It may fail, or hang.
+        grace_seconds: longest time an orderly ending may take.
+
+    Attributes:
+        number: the signal that came first; None before there is one.
     """
 
-    def __init__(self, before_force: Callable[[], None]):
+    def __init__(self, before_force: Callable[[], None], grace_seconds: float | None = None):
+        self.number: int | None = None
         self._before_force = before_force
+        self._grace_seconds = GRACE_SECONDS if grace_seconds is None else grace_seconds
         self._former: dict[int, Any] = {}
-        # The one queue a signal handler may put to: it interrupts its thread anywhere, also inside a `put`.
-        self._news: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._notice: threading.Thread | None = None
+        self._raised = False
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell calls "ended by that signal"."""
+        return 128 + self.number if self.number else EXIT_CODE
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            threading.Thread(target=self._watch, name="interrupts", daemon=True).start()
-            self._former = {number: signal.signal(number, self._first) for number in _SIGNALS}
+            # Python writes each signal's number here as it arrives, whatever the main thread is doing.
+            self._news, self._told = socket.socketpair()
+            self._told.setblocking(False)
+            self._former_fd = signal.set_wakeup_fd(self._told.fileno(), warn_on_full_buffer=False)
+            self._watcher = threading.Thread(target=self._watch, name="interrupts", daemon=True)
+            self._watcher.start()
+            numbers = [number for number in SIGNALS if number != signal.SIGHUP or not _is_ignored(number)]  # nohup
+            self._former = {number: signal.signal(number, self._raise) for number in numbers}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._news.put("ended")
+        if not self._former:
+            return
+        signal.set_wakeup_fd(self._former_fd)
         for number, handler in self._former.items():
             signal.signal(number, handler)
+        with contextlib.suppress(OSError):
+            self._told.send(bytes([_ENDED]))
+        self._watcher.join(ECHO_SECONDS)
+        if self._notice is not None:
+            self._notice.join(ECHO_SECONDS)
 
-    def _first(self, number: int, frame: FrameType | None) -> None:
-        for one in _SIGNALS:
-            signal.signal(one, lambda number, frame: self._news.put("signal"))
-        self._news.put("signal")
-        # Not print: the interrupted thread may be inside a write to the same stream.
-        os.write(2, b"\nInterrupted: ending the run. Once more ends it at once.\n")
-        raise KeyboardInterrupt
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        """Raise in the main thread, once; what a further signal means is the watcher's to say."""
+        if not self._raised:
+            self._raised = True
+            self.number = self.number or number
+            raise KeyboardInterrupt
 
     def _watch(self) -> None:
         """Wait for the end of the context; force it after a second signal, or the grace after the first."""
-        if self._news.get() == "ended":
+        first = self._next(None)
+        if first == _ENDED:
             return
-        with contextlib.suppress(queue.Empty):
-            if self._news.get(timeout=GRACE_SECONDS) == "ended":
+        came, self.number = time.monotonic(), self.number or first
+        # In a thread: a terminal that takes no more would hold this one up.
+        self._notice = threading.Thread(target=_write_notice, name="interrupt-notice", daemon=True)
+        self._notice.start()
+        while (again := self._next(came + self._grace_seconds - time.monotonic())) is not None:
+            if again == _ENDED:
                 return
+            if again == signal.SIGINT or time.monotonic() > came + ECHO_SECONDS:
+                break
         self._force()
+
+    def _next(self, seconds: float | None) -> int | None:
+        """The next of `SIGNALS`, or `_ENDED`; None if none comes in time."""
+        until = None if seconds is None else time.monotonic() + seconds
+        while True:
+            left = None if until is None else until - time.monotonic()
+            if left is not None and left <= 0:
+                return None
+            self._news.settimeout(left)
+            with contextlib.suppress(TimeoutError):
+                (number,) = self._news.recv(1)
+                if number == _ENDED or number in SIGNALS:
+                    return number
 
     def _force(self) -> None:
         import psutil
@@ -79,8 +128,27 @@ class Interrupts:
         for child in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 child.kill()
-        os._exit(EXIT_CODE)
+        os._exit(self.exit_code)
 
     def _say_last_words(self) -> None:
         with contextlib.suppress(Exception):
             self._before_force()
+
+
+def _is_ignored(number: int) -> bool:
+    return signal.getsignal(number) is signal.SIG_IGN
+
+
+def _write_notice() -> None:
+    # Not print: the interrupted thread may be inside a write to the same stream. The terminal may be closed.
+    with contextlib.suppress(OSError):
+        os.write(2, b"\nInterrupted: ending the run. Once more ends it at once.\n")
+
+
+def _hear_no_news() -> None:
+    """A forked child's signals are its own: it has our handlers, and would tell us."""
+    with contextlib.suppress(ValueError):
+        signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_hear_no_news)

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import errno
+import os
 import sys
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import click
 
-from enginehouse.cli.interrupts import EXIT_CODE, Interrupts
+from enginehouse.cli.interrupts import Interrupts
+from enginehouse.errors import EnginehouseError, UserError
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import Plan, SFTPlan
     from enginehouse.runs import Progress, RunDirectory
     from enginehouse.runs.record import Status
+
+
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE)
 
 
 class Trainer(Protocol):
@@ -38,7 +46,7 @@ def run_plan(plan: Plan | SFTPlan, build: Callable[[RunDirectory, Progress], Tra
     Raises:
         UserError: the run failed by a mistake of the user's, here or on a worker.
         EnginehouseError: the run failed.
-        SystemExit: with code 130, if it was interrupted.
+        SystemExit: if it was interrupted, with the code 128 and the number of the signal: 130 for Ctrl-C.
     """
     from enginehouse.config.load import dump_config
     from enginehouse.runs import Progress, RunDirectory, saved_words
@@ -59,13 +67,17 @@ def run_plan(plan: Plan | SFTPlan, build: Callable[[RunDirectory, Progress], Tra
     progress = Progress(run.path.name, mode="quiet" if quiet else None)
 
     def before_force() -> None:
-        progress.close()
-        click.echo(saved_words(run), err=True)
         if run.opened:
-            run.finish("interrupted")
+            run.record.finish("interrupted", run.last_step, None)
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            progress.close()
+            click.echo(saved_words(run), err=True)
+        if run.opened:
+            run.finish("interrupted")  # last: a thread that is stuck may hold the timeline
 
+    interrupts = Interrupts(before_force, settings.grace_seconds)
     try:
-        with Interrupts(before_force), progress, ExitStack() as stack:
+        with interrupts, progress, ExitStack() as stack:
             trainer = build(run, progress)
             run.open()
             run.record.update(actor_options=plan.actor_options, rollout_options=getattr(plan, "rollout_options", None))
@@ -73,31 +85,74 @@ def run_plan(plan: Plan | SFTPlan, build: Callable[[RunDirectory, Progress], Tra
                 run.record.update(evaluation_options=evaluation.options)
             stack.callback(_trace_calls(run))
             trainer.run()
-    except (KeyboardInterrupt, SystemExit):  # ray's own handler of SIGTERM exits
-        if run.opened:
-            run.finish("interrupted")
-            _say_end(run, progress, "interrupted", quiet)
-        click.echo(saved_words(run), err=True)
-        sys.exit(EXIT_CODE)
-    except Exception as error:
+    except BaseException as error:
+        if interrupts.number is not None:  # whatever came of it: a process in our group may have died of the signal too
+            _interrupted(run, progress, interrupts.exit_code, error, quiet)
         if not run.opened:
             raise
         _failed(run, error)
     run.finish("finished")
     _say_end(run, progress, "finished", quiet)
+    _leave_stuck_ray(0)
 
 
-def _failed(run: RunDirectory, error: Exception) -> None:
+def _interrupted(run: RunDirectory, progress: Progress, code: int, error: BaseException, quiet: bool) -> NoReturn:
+    """Say what there is, and exit. The terminal may be gone."""
+    from enginehouse.runs import saved_words
+
+    with contextlib.suppress(OSError):
+        if run.opened:
+            if isinstance(error, Exception):
+                run.finish("interrupted", _in_words(error), "".join(traceback.format_exception(error)))
+                click.echo(f"While the run was ended: {_in_words(error)}", err=True)
+            else:
+                run.finish("interrupted")
+            _say_end(run, progress, "interrupted", quiet)
+        click.echo(saved_words(run), err=True)
+    _leave_stuck_ray(code)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # Python would try once more at its end, and change the exit code
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    sys.exit(code)
+
+
+def _failed(run: RunDirectory, error: BaseException) -> NoReturn:
     """Keep the error with the run, say where, and raise what the command line shall report."""
     from enginehouse.controller.errors import unwrap_user_error
     from enginehouse.runs import saved_words
 
-    run.finish("failed", str(error) or type(error).__name__, "".join(traceback.format_exception(error)))
-    click.echo(f"The run failed. {saved_words(run)}; the traceback is in error.txt there.", err=True)
-    blamed = unwrap_user_error(error)
-    if blamed is not None and blamed is not error:
+    run.finish("failed", _in_words(error), "".join(traceback.format_exception(error)))
+    kept = "; the traceback is in error.txt there" if (run.path / "error.txt").exists() else ""
+    click.echo(f"The run failed. {saved_words(run)}{kept}.", err=True)
+    blamed = unwrap_user_error(error) or error
+    if isinstance(blamed, OSError) and blamed.errno in _DISK_ERRORS:
+        blamed = EnginehouseError(f"the disk of {run.path} does not take what the run writes: {blamed}")
+    if not isinstance(blamed, Exception):  # nobody interrupted the run: it must not look so
+        blamed = EnginehouseError(f"the run was ended by {type(error).__name__}: {error}")
+    _leave_stuck_ray(2 if isinstance(blamed, UserError) else 1)
+    if blamed is not error:
         raise blamed from error
     raise error
+
+
+def _in_words(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+def _leave_stuck_ray(code: int) -> None:
+    """Where Ray hung as it was shut down, have the program end without what Ray does then: it would hang as well."""
+    from enginehouse.controller.ray_access import ray_access
+
+    def leave() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
+        os._exit(code)
+
+    if ray_access.stuck:
+        atexit.register(leave)
 
 
 def _say_end(run: RunDirectory, progress: Progress, status: Status, quiet: bool) -> None:

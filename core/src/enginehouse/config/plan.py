@@ -354,6 +354,11 @@ class _Setting:
         if self.deletes:
             facts = [*facts, ("deletes", self.deletes)]
         facts = [*facts, ("device", f"{self.device} ({self.device_reason})"), ("results", str(directory))]
+        if not self.config.train.checkpoint_every:
+            self.findings.note(
+                "train.checkpoint_every is 0: state to --resume from is saved when the run is interrupted or fails, "
+                "but not if it is killed outright"
+            )
         return {
             "device": self.device,
             "run_directory": directory,

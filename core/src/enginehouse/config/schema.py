@@ -266,7 +266,7 @@ _SEED = Field(default=0, ge=0, lt=2**63, description="Of all that is drawn: the 
 _CHECKPOINT_EVERY = Field(
     default=0,
     ge=0,
-    description="Steps between checkpoints for --resume; 0: only when the run is interrupted",
+    description="Steps between checkpoints for --resume; 0: only if the run is interrupted or fails",
 )
 _CHECKPOINTS_KEPT = Field(
     default=2, gt=0, description="The newest checkpoints; one that is damaged is passed over for the one before it"
@@ -320,6 +320,11 @@ class Run(Section):
         default=False,
         description="Delete what an earlier run left there; one that did not finish and left checkpoints only if this "
         "is given on the command line",
+    )
+    grace_seconds: float = Field(
+        default=25.0,
+        gt=0,
+        description="Longest time from Ctrl-C, SIGTERM or SIGHUP to the end, state and model saved; then it is forced",
     )
 
 

@@ -6,15 +6,20 @@ import contextlib
 import logging
 import os
 import shutil
+import signal
 import socket
 import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
 from enginehouse.controller.errors import ControllerError
-from enginehouse.controller.interruption import interrupt_put_off
+from enginehouse.controller.interruption import SIGNALS, interrupt_put_off
+from enginehouse.controller.ray_access import is_alive, ray_access
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +35,8 @@ KNOCK_SECONDS = 10.0
 """How long a cluster's head node gets to accept a connection."""
 LONGEST_TEMP_DIR = 40
 """Characters: Ray's unix sockets lie about 60 deeper, and a socket's path may have 107."""
+SHUTDOWN_SECONDS = 10.0
+"""How long Ray gets to end its processes; then they are killed."""
 
 _owned: Cluster | None = None
 
@@ -46,6 +53,11 @@ class Cluster:
         self._processes = processes or []
         self._temp_dir = temp_dir
 
+    @property
+    def control(self) -> psutil.Process | None:
+        """The process of its control service (GCS), if it was started here."""
+        return next((process for process in self._processes if _program(process) == "gcs_server"), None)
+
     def shutdown(self) -> None:
         """Leave the cluster; stop it if it was started here, until no process of it is left."""
         global _owned
@@ -54,9 +66,10 @@ class Cluster:
         if not self.owned:
             return
         left = [child for process in self._processes for child in _family(process)]
+        ray_access.close()
         if ray.is_initialized():
-            ray.shutdown()
-        end_processes(left, patience=5.0)
+            ray_access.end("shut down", ray.shutdown, SHUTDOWN_SECONDS)
+        end_processes(left, patience=0.0 if ray_access.stuck else 5.0)
         if self._temp_dir:
             shutil.rmtree(self._temp_dir, ignore_errors=True)
         self.owned = False
@@ -92,17 +105,21 @@ def start_ray(address: str | None = None, num_cpus: int | None = None) -> Cluste
     # Nor workers in advance: ours have environment variables of their own, and take none of them.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     os.environ.setdefault("RAY_enable_worker_prestart", "0")
+    # Nor another Ray, started by a call that comes after the end of this one.
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     import ray
 
     from enginehouse.controller.ray_notices import quiet_notices
 
     if ray.is_initialized():
+        ray_access.open(None)
         return Cluster(owned=False)
     quiet_notices()
     address = address or os.environ.get("RAY_ADDRESS") or None
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
-        with interrupt_put_off():  # a connection that is only half made crashes the process at its exit
+        # put off: a connection that is only half made crashes the process at its exit
+        with interrupt_put_off(), _beginning():
             _owned = _join(ray, address, quiet) if address is not None else _start(ray, num_cpus, quiet)
     except Exception as error:
         where = f"join the Ray cluster at {address!r}" if address else "start Ray on this machine"
@@ -110,6 +127,7 @@ def start_ray(address: str | None = None, num_cpus: int | None = None) -> Cluste
     except BaseException:
         stop_ray()
         raise
+    ray_access.open(_owned.control)
     return _owned
 
 
@@ -148,6 +166,54 @@ def _start(ray: Any, num_cpus: int | None, quiet: dict[str, Any]) -> Cluster:
     return Cluster(owned=True, processes=started(), temp_dir=temp_dir)
 
 
+@contextmanager
+def _beginning() -> Iterator[None]:
+    """While Ray is started or joined: the processes it starts lead sessions of their own, so that a signal to this
+    process's group ends none of them before the run has saved what it has, and handlers of signals stay ours.
+
+    Ray 2.60 starts its processes by `subprocess` with a `preexec_fn`, and so through Python's hooks at a fork. That
+    they end with this process, however it ends, is the kernel's doing, and stays so.
+    """
+    global _begun
+    handlers: dict[int, Callable[..., object]] = {}
+    if threading.current_thread() is threading.main_thread():
+        handlers = {number: handler for number in SIGNALS if callable(handler := signal.getsignal(number))}
+    _begun = _Beginning(threading.get_ident(), handlers)
+    try:
+        yield
+    finally:
+        _begun.take_signals_back()
+        _begun = None
+
+
+class _Beginning(NamedTuple):
+    """Ray is being started: by which thread, and which handlers this program had."""
+
+    thread: int
+    handlers: dict[int, Callable[..., object]]
+
+    def take_signals_back(self) -> None:
+        """`ray.init` sets a handler of its own for SIGTERM, which exits wherever the program is."""
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+
+
+_begun: _Beginning | None = None
+
+
+def _in_forked_child() -> None:
+    if _begun is not None and _begun.thread == threading.get_ident():
+        os.setsid()
+
+
+def _after_fork() -> None:
+    if _begun is not None and _begun.thread == threading.get_ident():
+        _begun.take_signals_back()
+
+
+os.register_at_fork(after_in_child=_in_forked_child, after_in_parent=_after_fork)
+
+
 def stop_ray() -> None:
     """Stop what `start_ray` started, or leave what it joined; does nothing where it did neither."""
     if _owned is not None:
@@ -161,20 +227,13 @@ def is_owned() -> bool:
 
 def end_processes(processes: list[psutil.Process], patience: float) -> None:
     """Wait for processes to end by themselves, then kill those that have not."""
-    _, alive = psutil.wait_procs([one for one in processes if _runs(one)], timeout=patience)
+    _, alive = psutil.wait_procs([one for one in processes if is_alive(one)], timeout=patience)
     for process in alive:
-        if _runs(process):
+        if is_alive(process):
             log.info("killing process %s, which did not end by itself", process.pid)
             with contextlib.suppress(psutil.Error):
                 process.kill()
     psutil.wait_procs(alive, timeout=2.0)
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
 
 
 def _is_ray(process: psutil.Process) -> bool:
@@ -182,6 +241,13 @@ def _is_ray(process: psutil.Process) -> bool:
         return any(f"{os.sep}ray{os.sep}" in word for word in process.cmdline())
     except psutil.Error:
         return False
+
+
+def _program(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.Error:
+        return ""
 
 
 def _family(process: psutil.Process) -> list[psutil.Process]:

@@ -5,14 +5,18 @@ All errors here pickle, so that a controller may itself run inside a Ray task or
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from enginehouse.errors import EnginehouseError, UserError
+from enginehouse.errors import EnginehouseError, SaveError, UserError
 
 
 class ControllerError(EnginehouseError):
     """Something the controller cannot do: place, start, dispatch, collect."""
+
+
+class ClusterLost(ControllerError):
+    """Ray's control service is gone: nothing can be started any more, and Ray soon ends every program on it."""
 
 
 class PlacementError(ControllerError):
@@ -133,6 +137,19 @@ def unwrap_user_error(error: BaseException | None) -> UserError | None:
 
     The command line exits with code 2 and the `UserError`'s message where there is one, else with code 1.
     """
+    behind = list(_behind(error))
+    if any(isinstance(one, SaveError) for one in behind):
+        return None
+    return next((one for one in behind if isinstance(one, UserError)), None)
+
+
+def keeps_state(error: BaseException | None) -> bool:
+    """Whether the actor's state is worth saving after an error: nothing behind it says that it is not."""
+    return all(getattr(one, "keeps_state", True) for one in _behind(error))
+
+
+def _behind(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what caused it, here and on a worker."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -140,7 +157,5 @@ def unwrap_user_error(error: BaseException | None) -> UserError | None:
         if current is None or id(current) in seen:
             continue
         seen.add(id(current))
-        if isinstance(current, UserError):
-            return current
+        yield current
         waiting += [current.__cause__, getattr(current, "cause", None)]
-    return None

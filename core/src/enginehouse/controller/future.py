@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from enginehouse.controller.errors import ClusterLost
+
 if TYPE_CHECKING:
     from enginehouse.controller.launchers.interface import Pending
 
@@ -45,6 +47,7 @@ class Future:
 
         Raises:
             StillRunning: `timeout` passed; the call goes on and may be asked again. A `TimeoutError`.
+            ClusterLost: Ray is about to end; the worker may live, and be asked again.
             WorkerError: the call failed, or its deadline passed.
         """
         until = None if timeout is None else time.monotonic() + timeout
@@ -64,7 +67,7 @@ class Future:
         assert self._finish is not None
         try:
             self._value = self._finish(self._pending.wait(timeout))
-        except StillRunning:
+        except (StillRunning, ClusterLost):
             raise
         except Exception as error:
             self._error = error

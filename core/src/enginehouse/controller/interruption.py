@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Those that ask a program to end: Ctrl-C, a scheduler or `kill`, a terminal that was closed."""
 
 
 @contextmanager
 def interrupt_put_off() -> Iterator[None]:
-    """Call handlers of SIGINT and SIGTERM as ever, but raise their `KeyboardInterrupt` when the context ends.
+    """Call handlers of `SIGNALS` as ever, but raise their `KeyboardInterrupt` when the context ends.
 
     Only the first is put off; a second one is raised at once. Does nothing outside the main thread.
     """
@@ -33,7 +34,7 @@ def interrupt_put_off() -> Iterator[None]:
 
         return handle
 
-    former = {number: handler for number in _SIGNALS if callable(handler := signal.getsignal(number))}
+    former = {number: handler for number in SIGNALS if callable(handler := signal.getsignal(number))}
     ours = {number: putting_off(handler) for number, handler in former.items()}
     for number, handler in ours.items():
         signal.signal(number, handler)

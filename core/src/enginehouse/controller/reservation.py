@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from enginehouse.controller.errors import ControllerError, PlacementError
+from enginehouse.controller.ray_access import ray_access
 
 UNITS = 10_000
 """Ray counts resources in ten-thousandths. Shares are rounded to them here, so that all shares of a bundle fit."""
@@ -169,7 +170,7 @@ class Reservation:
                 self._giving_back = None
             with _seats_lock:
                 self._seats = self._empty_seats()
-            remove(groups)
+            ray_access.end("give a reservation back", lambda: remove(groups))
 
     def give_back_if_empty(self) -> None:
         """Give the bundles back unless a group came to sit on them meanwhile."""

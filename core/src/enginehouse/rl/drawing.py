@@ -81,12 +81,12 @@ class Drawing:
         self.events: Events = queue.SimpleQueue()
         self.figures = Figures()
         self._serving = {replica.number: replica.member for replica in replicas if replica.state == "serving"}
-        if not self._serving:
+        if not self._serving and not self._somebody_comes_back():
             raise nobody_left(name, replicas)
         prompts = batch.ragged("prompt_ids")
         tokens = prompts.values.numpy()
         rows = [tokens[begin:end] for begin, end in itertools.pairwise(prompts.offsets.tolist())]
-        pieces = cut(rows, sampling.n, len(self._serving), limit, pieces_each(sampling.max_tokens))
+        pieces = cut(rows, sampling.n, len(self._serving) or 1, limit, pieces_each(sampling.max_tokens))
         self._router = Router(pieces, limit, memory)
         for number in self._serving:
             self._router.join(number)
@@ -109,7 +109,7 @@ class Drawing:
                 self.figures.queued = max(self.figures.queued, router.waiting_samples)
                 if router.waiting and not catching_up:
                     catching_up = self._catch_up(self.events)
-                if not router.done and not router.replicas and not catching_up:
+                if not (router.done or router.replicas or catching_up or self._somebody_comes_back()):
                     raise nobody_left(self._name, self._replicas)
                 event = self._next()
                 if isinstance(event, Drawn):
@@ -159,10 +159,17 @@ class Drawing:
 
         threading.Thread(target=draw, name=f"{member.group.name}-piece-{attempt.piece.number}", daemon=True).start()
 
+    def _somebody_comes_back(self) -> bool:
+        return any(replica.comes_back for replica in self._replicas)
+
     def _next(self) -> Drawn | Changed:
-        """The next event. Every call under way has a deadline, so that there is one."""
+        """The next event. Every call under way and every restart has a deadline, so that there is one."""
         try:
-            return self.events.get(timeout=self._patience)
+            while True:
+                with contextlib.suppress(queue.Empty):
+                    return self.events.get(timeout=self._patience)
+                if not self._somebody_comes_back():
+                    return self.events.get_nowait()
         except queue.Empty:
             raise ControllerError(
                 f"no replica of {self._name} answered, or failed, within {self._patience:g} s"

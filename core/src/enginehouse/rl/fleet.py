@@ -42,8 +42,12 @@ HEALTH_SECONDS = 60.0
 """How long a replica may take to say so."""
 GRACE_SECONDS = 15.0
 """How much longer than a call its end is waited for: its own error says more."""
+GLANCE_SECONDS = 0.1
+"""How often a restart is looked at while another one is waited for."""
 HURRIED_SHUTDOWN_SECONDS = 3.0
 SHUTDOWN_SECONDS = 10.0
+RESTART_END_SECONDS = 3.0
+"""How long a restart under way is waited for at the end; then its place is taken away from it."""
 
 
 class RolloutFleet:
@@ -284,15 +288,19 @@ class RolloutFleet:
     # Weights; see `enginehouse.controller.weight_sync.Replicas`
 
     def members(self) -> Members:
-        """Those that live, each asked just now.
+        """Those that live, each asked just now; if there are none, the first that comes back.
 
         Raises:
-            ReplicasLost: there are none.
+            ReplicasLost: there are none, and none is being started again.
         """
         self._check_health()
-        living = self._living()
-        if not living.members:
-            raise nobody_left(self.name, self._replicas)
+        while not (living := self._living()).members:
+            coming = [replica.restarting for replica in self._replicas if replica.comes_back]
+            if not coming:
+                raise nobody_left(self.name, self._replicas)
+            for thread in coming:  # whoever is first; a restart has deadlines
+                if thread is not None:
+                    thread.join(GLANCE_SECONDS)
         return living
 
     def confirmed(self, members: Members, version: int) -> None:
@@ -395,10 +403,8 @@ class RolloutFleet:
             replica.incarnation += 1
             replica.death = (str(error) or repr(error)).splitlines()[0]
             replica.state, replica.waits, replica.version = "lost", False, None
-            alone = not self._living().members
             if self.world_size > 1:
-                log.log(logging.INFO if alone else logging.WARNING, "%s is lost and is started again: %s",
-                        replica.group.name, replica.death)  # fmt: skip
+                log.warning("%s is lost and is started again: %s", replica.group.name, replica.death)
                 replica.restarting = threading.Thread(
                     target=self._restart, args=(replica,), name=f"{replica.group.name}-restart", daemon=True
                 )
@@ -432,6 +438,7 @@ class RolloutFleet:
                     "%s is left out from now on: it was started again %d times without drawing anything in between; "
                     "at last: %s", replica.group.name, replica.restarts, replica.death,
                 )  # fmt: skip
+                self._tell(Changed(replica.number, "lost"))
                 return
             replica.restarts += 1
             with self._lock:
@@ -439,6 +446,8 @@ class RolloutFleet:
             begun = time.perf_counter()
             try:
                 replica.group.restart()
+                if self._closing.is_set():
+                    return
                 replica.group.call("launch", timeout=self._start_timeout)
             except Exception as error:
                 if not self._closing.is_set():
@@ -463,8 +472,17 @@ class RolloutFleet:
             replicas = list(self._replicas)
         try:
             _at_once([partial(replica.group.shutdown, timeout) for replica in replicas])
+            self._wait_for_restarts(replicas, RESTART_END_SECONDS)
         finally:
             self._pool.shutdown()
+        self._wait_for_restarts(replicas, RESTART_END_SECONDS)  # without a place they fail
+
+    def _wait_for_restarts(self, replicas: Sequence[Replica], seconds: float) -> None:
+        """None may still call Ray when that is shut down."""
+        until = time.monotonic() + seconds
+        for replica in replicas:
+            if (thread := replica.restarting) is not None:
+                thread.join(max(until - time.monotonic(), 0.0))
 
 
 def _at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.controller import WorkerGroup
+from enginehouse.controller.errors import keeps_state
 from enginehouse.controller.future import Future
 from enginehouse.controller.interruption import interrupt_put_off
+from enginehouse.controller.ray_access import ray_access
 from enginehouse.data.digests import data_digests
+from enginehouse.errors import SaveError
 from enginehouse.plugin import capabilities, plugins
-from enginehouse.rl.checkpointing import Checkpointing, Standing
+from enginehouse.rl.checkpointing import Checkpointing, Standing, first_line, writing
 from enginehouse.rl.samples import plain
 from enginehouse.rl.stalls import Stalls
 
@@ -28,8 +31,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-INTERRUPT_SAVE_SECONDS = 4.0
-"""How long an interrupted run tries to save the model, and a checkpoint to go on from, before it leaves."""
+ENDING_SECONDS = 6.0
+"""Of the grace of an interrupted run, what is kept for ending its processes; at most a third of it."""
 
 
 class Loop(ABC):
@@ -57,6 +60,8 @@ class Loop(ABC):
         self.steps = plan.config.train.steps
         self.checkpoint_every = plan.config.train.checkpoint_every
         self._data = data_digests(plan.config.data.train)  # just before they are read
+        grace = plan.config.run.grace_seconds
+        self._grace = grace - min(ENDING_SECONDS, grace / 3)
         self.save_every = 0
         self.resumed = plan.resumed
         self.stalls = Stalls()
@@ -98,23 +103,24 @@ class Loop(ABC):
         """Run every step that is left, then save the model.
 
         Raises:
-            EnginehouseError: whatever ended the run; what was written until then is kept.
-            KeyboardInterrupt: after the workers were ended in order and, if there was time, model and state saved.
+            EnginehouseError: whatever ended the run; what was written until then is kept. State and model are saved
+                first, where the actor lives and the error does not say that its state is at fault (`keeps_state`).
+            KeyboardInterrupt: after state and model were saved, as far as there was time, and the workers ended.
         """
         outcome = "failed"
         try:
             with self.progress.task("starting workers"), self.workers():
                 try:
                     self._run_steps()
-                except KeyboardInterrupt:
-                    self._save_before_leaving()
+                except BaseException as error:
+                    self._save_before_leaving(error)
                     raise
             outcome = "finished"
         except KeyboardInterrupt:
             outcome = "interrupted"
             raise
         finally:
-            self.run_directory.checkpoints.clear_partial()
+            self.run_directory.clear_partial()
             plugins().observe("run_finished", run=self, outcome=outcome)
 
     def update(self, step: int, known: Mapping[str, float], batch: Batch, *how: Any) -> dict[str, float]:
@@ -138,8 +144,10 @@ class Loop(ABC):
     def save(self, step: int, timeout: float | None = None) -> None:
         """Export the actor's model as a Hugging Face directory; whole or not at all."""
         staged = self.run_directory.model_path(step)
-        self.actor.call("export_hf", str(staged), timeout=timeout)
-        self._saved(step, self.run_directory.model_saved(step, staged), "model")
+        with writing(f"the model of step {step}", staged):
+            self.actor.call("export_hf", str(staged), timeout=timeout)
+            place = self.run_directory.model_saved(step, staged)
+        self._saved(step, place, "model")
 
     def _run_steps(self) -> None:
         self.run_directory.describe(self.describe())
@@ -200,23 +208,63 @@ class Loop(ABC):
                 self.checkpointing.begin(standing)
         self.checkpointing.look()
 
-    def _save_before_leaving(self) -> None:
-        """Save metrics, model and state as of the last update that was begun, once it has ended."""
-        if self._standing is None or self._update is None:
+    def _save_before_leaving(self, error: BaseException) -> None:
+        """Save what there is, in the time there is: whoever interrupts a run waits, and so does Ray once it is lost."""
+        if not keeps_state(error):
             return
-        until, step = time.monotonic() + INTERRUPT_SAVE_SECONDS, self._standing.step
+        ray_access.carry_on()
+        hurried = isinstance(error, KeyboardInterrupt) or ray_access.lost
         try:
-            future, known = self._update
-            updated = plain(future.result(INTERRUPT_SAVE_SECONDS))
-            if self.run_directory.last_step != step:
-                metrics = {**known, **updated}
-                metrics.pop("tokens", None)
-                self._log(step, metrics)
-            if self.run_directory.saved_step != step:
-                self.save(step, timeout=max(until - time.monotonic(), 0.1))
-            self.checkpointing.write_last(self._standing, max(until - time.monotonic(), 0.1))
-        except Exception as error:  # whatever it is, the run ends because it was interrupted
-            log.warning("not everything was saved: %s", error)
+            self._save_state(self._grace if hurried else None, error)
+        except KeyboardInterrupt:  # of a run that failed: what is left to save is saved all the same
+            self._save_state(self._grace, error)
+            raise
+
+    def _save_state(self, seconds: float | None, ended_by: BaseException) -> None:
+        """Save metrics, state and model as of the last update that was begun, once it has ended.
+
+        Args:
+            seconds: in so many, at most; None: each call has its own limit.
+            ended_by: why the run ends.
+        """
+        if (standing := self._standing) is None or self._update is None:
+            return
+        until, step = None if seconds is None else time.monotonic() + seconds, standing.step
+
+        def left() -> float | None:
+            return None if until is None else max(until - time.monotonic(), 0.1)
+
+        future, known = self._update
+        try:
+            updated = plain(future.result(left()))
+        except Exception as error:
+            self._say_unsaved("state", step, error, ended_by)
+            return
+
+        def log_metrics() -> None:
+            metrics = {**known, **updated}
+            metrics.pop("tokens", None)
+            self._log(step, metrics)
+
+        parts: dict[str, Callable[[], object]] = {}
+        if self.run_directory.last_step != step:
+            parts["metrics"] = log_metrics
+        parts["checkpoint"] = lambda: self.checkpointing.write_last(standing, left())
+        if self.run_directory.saved_step != step:
+            parts["model"] = lambda: self.save(step, timeout=left())
+        for what, save in parts.items():
+            try:
+                save()
+            except Exception as error:  # whatever it is, the run ends because of another thing, and more may be saved
+                self._say_unsaved(what, step, error, ended_by)
+
+    def _say_unsaved(self, what: str, step: int, error: Exception, ended_by: BaseException) -> None:
+        """A warning, unless the error that ended the run says it already."""
+        on_disk = (SaveError, OSError)
+        same = str(error) == str(ended_by) or (isinstance(error, on_disk) and isinstance(ended_by, on_disk))
+        known = isinstance(ended_by, Exception) and (same or self.actor.broken is not None)
+        level = logging.INFO if known else logging.WARNING
+        log.log(level, "no %s of step %d was saved: %s", what, step, first_line(error))
 
     def _saved(self, step: int, path: Path, what: str) -> None:
         plugins().observe("checkpoint_saved", run=self, step=step, path=str(path), what=what)

@@ -51,6 +51,11 @@ class Replica:
     version: int | None = None
 
     @property
+    def comes_back(self) -> bool:
+        """Whether it is being started again, or was just now."""
+        return self.state in ("lost", "returned") and self.restarting is not None and self.restarting.is_alive()
+
+    @property
     def member(self) -> Member:
         """Its process of this moment."""
         return Member(self.number, self.incarnation, self.group)

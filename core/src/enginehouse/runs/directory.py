@@ -21,7 +21,7 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -253,25 +253,39 @@ class RunDirectory:
         self.saved_step = step
         return place
 
+    def clear_partial(self) -> None:
+        """Delete what writes of checkpoints and models that were cut off have left. No one may be writing."""
+        self.checkpoints.clear_partial()
+        for partial in (self.path / "models").glob(".*"):
+            shutil.rmtree(partial, ignore_errors=True)
+
     @property
     def saved_model(self) -> Path | None:
         """The newest saved model; None if there is none."""
         return None if self.saved_step is None else self._model(self.saved_step)
 
     def finish(self, status: Status, error: str | None = None, traceback: str | None = None) -> None:
-        """Write how the run ended and close its files.
+        """Write how the run ended and close its files. Never fails: what a full or lost disk does not take is logged.
 
         Args:
             status: `"finished"`, `"interrupted"` or `"failed"`.
             error: one message, for `run.json`.
             traceback: written to `error.txt`.
         """
+        # The record first: a thread that is stuck may hold the timeline.
+        ends: list[Callable[[], object]] = [lambda: self.record.finish(status, self.last_step, error)]
         if traceback:
-            write_whole(self.path / "error.txt", traceback)
-        self.record.finish(status, self.last_step, error)  # first: a thread that is stuck may hold the timeline
-        self.timeline.close()
-        self._metrics.close()
-        run_lock.release(self.path)  # last: another process may write here from now on
+            ends.append(lambda: write_whole(self.path / "error.txt", traceback))
+        # The lock last: another process may write here from then on.
+        ends += [self.timeline.close, self._metrics.close, lambda: run_lock.release(self.path)]
+        problems = set()
+        for end in ends:
+            try:
+                end()
+            except OSError as problem:
+                problems.add(str(problem))
+        if problems:
+            log.warning("not all of the end of the run could be written to %s: %s", self.path, "; ".join(problems))
 
     def _model(self, step: int) -> Path:
         return self.path / "models" / f"step-{step:06d}"

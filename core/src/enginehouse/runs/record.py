@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -71,22 +72,46 @@ class RunRecord:
         self._write()
 
     def finish(self, status: Status, steps: int, error: str | None) -> None:
-        """Say how the run ended, after how many steps, and why if it failed."""
+        """Say how the run ended, after how many steps, and why if it failed; on a full disk as far as there is room.
+
+        Raises:
+            OSError: not even that can be written.
+        """
         ended: Mapping[str, Any] = {
             "status": status,
             "ended": _now(),
             "seconds": round(time.monotonic() - self._started, 3),
             "steps": steps,
         }
-        self.update(**ended, **({"error": error} if error else {}))
+        try:
+            self.update(**ended, **({"error": error} if error else {}))
+        except OSError as problem:
+            if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self._write_over()
 
     @property
     def status(self) -> Status:
         """How the run stands."""
         return self.content["status"]
 
+    def _write_over(self) -> None:
+        """Write what matters most over what is there: that takes no room."""
+        room = self.path.stat().st_size
+        for key in ("error", "roles", *self.content):
+            if len(text := self._text().encode()) <= room:
+                break
+            if key not in ("status", "steps"):
+                self.content.pop(key, None)
+        with self.path.open("r+b") as file:
+            file.write(text)
+            file.truncate()
+
+    def _text(self) -> str:
+        return json.dumps(self.content, indent=2, default=str) + "\n"
+
     def _write(self) -> None:
-        write_whole(self.path, json.dumps(self.content, indent=2, default=str) + "\n")
+        write_whole(self.path, self._text())
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:

@@ -36,8 +36,9 @@ def summary_facts(run: RunDirectory, history: History, status: Status) -> list[t
         facts += history.validations.facts()
     if history.steps_per_second:
         facts.append(("speed", f"{history.steps_per_second:.3g} steps/s, {clock(history.seconds)} in all"))
-    facts.append(("saved", _saved(run)))
-    facts.append(("results", shown(run.path)))
+    if status == "finished":  # of another run `saved_words` says it, on the other stream
+        facts.append(("saved", _saved(run)))
+        facts.append(("results", shown(run.path)))
     return facts
 
 

@@ -15,7 +15,7 @@ import psutil
 
 from enginehouse.controller.cluster import end_processes
 from enginehouse.controller.dispatch import Call
-from enginehouse.controller.errors import ControllerError, GroupClosed, WorkerError
+from enginehouse.controller.errors import ClusterLost, ControllerError, GroupClosed, WorkerError
 from enginehouse.controller.future import StillRunning
 from enginehouse.controller.launchers import detached, rendezvous
 from enginehouse.controller.launchers.diagnosis import Diagnosis
@@ -24,8 +24,9 @@ from enginehouse.controller.launchers.handshake import check_identity
 from enginehouse.controller.launchers.host import Facts, Host, Late, log_level_for_workers
 from enginehouse.controller.launchers.import_paths import own_import_paths
 from enginehouse.controller.launchers.interface import Lane, LaunchOptions, Place
-from enginehouse.controller.launchers.reaping import Ending
+from enginehouse.controller.launchers.reaping import REACH_SECONDS, Ending
 from enginehouse.controller.pool import Occupation, ResourcePool
+from enginehouse.controller.ray_access import ENDING_SECONDS, LOOK_SECONDS, ray_access
 from enginehouse.controller.registration import is_async, registered_methods
 from enginehouse.controller.reservation import Slot
 from enginehouse.controller.shards import Shard, ShardFacts
@@ -74,6 +75,10 @@ class RayCall:
 
     def wait(self, limit: float | None = None) -> list[Any]:
         """See `Pending.wait`: the happy path is one `ray.get`; looking into it starts when that fails."""
+        with ray_access:
+            return self._wait(limit)
+
+    def _wait(self, limit: float | None) -> list[Any]:
         import ray
 
         left = max(self.deadline - time.monotonic(), 0.0)
@@ -87,6 +92,8 @@ class RayCall:
                 found = StillRunning(f"{self.role}.{self.method} still runs after {limit} s")
             else:
                 found = self.processes.late(self)
+        except ClusterLost:
+            raise
         except Exception as error:
             found = self.processes.failed(self, error)
         except BaseException:
@@ -108,8 +115,13 @@ class RayCall:
         import ray
 
         refs = list(self.refs.values())
+        until = time.monotonic() + (left if limit is None else min(limit, left))
+        while (left := until - time.monotonic()) > LOOK_SECONDS:
+            with suppress(ray.exceptions.GetTimeoutError):
+                return ray.get(refs, timeout=LOOK_SECONDS)
+            ray_access.check()
         try:
-            return ray.get(refs, timeout=left if limit is None else min(limit, left))
+            return ray.get(refs, timeout=max(left, 0.0))
         except ray.exceptions.GetTimeoutError:
             if time.monotonic() < self.deadline or _running(refs):
                 raise
@@ -124,7 +136,8 @@ class RayCall:
 
     def done(self) -> bool:
         """See `Pending.done`."""
-        return not _running(list(self.refs.values())) or time.monotonic() >= self.deadline
+        with ray_access:
+            return not _running(list(self.refs.values())) or time.monotonic() >= self.deadline
 
     def reference(self, rank: int) -> Any:
         """What stands for one rank's output: Ray's reference to it, and whose it is."""
@@ -151,13 +164,14 @@ class RayProcesses:
         deadline = time.monotonic() + options.start_timeout
         slots = occupation.slots
         try:
-            host = self._host_class()
-            record = detached.record(occupation.pool, self.roles, options) if options.detached else None
-            for rank, slot in enumerate(slots):
-                self._actors.append(self._actor(host, rank, slot, len(slots), record))
-            self._open_lanes()
-            facts = self._settle_in(deadline)
-            self._build(facts, deadline)
+            with ray_access:
+                host = self._host_class()
+                record = detached.record(occupation.pool, self.roles, options) if options.detached else None
+                for rank, slot in enumerate(slots):
+                    self._actors.append(self._actor(host, rank, slot, len(slots), record))
+                self._open_lanes()
+                facts = self._settle_in(deadline)
+                self._build(facts, deadline)
         except BaseException:
             self._kill(patience=2.0)
             raise
@@ -369,6 +383,19 @@ class RayProcesses:
     ) -> RayCall:
         """See `Processes.submit`. One lock holds the order of calls the same on every rank."""
         self._refuse_if_broken(role, method)
+        with ray_access:
+            return self._submit(role, method, calls, keep, lane, timeout, keeps_back)
+
+    def _submit(
+        self,
+        role: str,
+        method: str,
+        calls: Sequence[Call | None],
+        keep: frozenset[int],
+        lane: Lane,
+        timeout: float,
+        keeps_back: bool,
+    ) -> RayCall:
         direct = None if keeps_back or lane == "urgent" else self._direct.get((role, method))
         if not all(call is None or (call == NO_ARGUMENTS and rank in keep) for rank, call in enumerate(calls)):
             direct = None
@@ -518,7 +545,7 @@ class RayProcesses:
         if self._broken or self._stragglers or self._in_a_hurry:
             timeout = min(timeout, HURRY_SECONDS)
         if ray.is_initialized():
-            self._close_workers(timeout)
+            ray_access.end("shut workers down", lambda: self._close_workers(timeout), timeout + ENDING_SECONDS)
         self._kill(patience=2.0)
 
     def _close_workers(self, timeout: float) -> None:
@@ -536,18 +563,29 @@ class RayProcesses:
         for process in self._local.values():
             with suppress(psutil.Error):
                 family += process.children(recursive=True)
-        if ray.is_initialized():
-            elsewhere = [fact for rank, fact in self._facts.items() if rank not in self._local]
-            ending = Ending([(fact.node_id, fact.pid, fact.started) for fact in elsewhere], patience)
+        if not ray.is_initialized():
+            end_processes(family, patience)
+            self._stuck = set(range(len(self._actors)))
+            return
+        elsewhere = [fact for rank, fact in self._facts.items() if rank not in self._local]
+        ending: list[Ending] = []
+
+        def begin() -> None:
+            if elsewhere:
+                ending.append(Ending([(fact.node_id, fact.pid, fact.started) for fact in elsewhere], patience))
             for rank, actor in self._living():
                 if rank in self._local:
                     ray.kill(actor, no_restart=True)
-            end_processes(family, patience)
-            ending.wait()
+
+        def finish() -> None:
+            for one in ending:
+                one.wait()
             for _, actor in self._living():
                 ray.kill(actor, no_restart=True)
-        else:
-            end_processes(family, patience)
+
+        ray_access.end("kill workers", begin)
+        end_processes(family, 0.0 if ray_access.stuck else patience)
+        ray_access.end("kill workers", finish, ENDING_SECONDS + (REACH_SECONDS + patience if ending else 0.0))
         self._stuck = set(range(len(self._actors)))
 
     def _living(self) -> list[tuple[int, Any]]:

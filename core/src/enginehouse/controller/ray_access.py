@@ -1,0 +1,130 @@
+"""Who may call Ray, and for how long: nobody once it is being shut down, and an ending never without a limit.
+
+Ray's C++ ends the program that calls it after its shutdown, or a minute after its control service (GCS) is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+import psutil
+
+from enginehouse.controller.errors import ClusterLost
+
+log = logging.getLogger(__name__)
+
+ENDING_SECONDS = 5.0
+"""How long a call that ends something may take."""
+LEAVING_SECONDS = 3.0
+"""How long threads get to leave Ray before it is shut down; they look every `LOOK_SECONDS`."""
+LOOK_SECONDS = 1.0
+"""How often who waits for Ray looks whether it is still there."""
+
+
+class RayAccess:
+    """A context around calls to Ray: entering it fails once Ray is shut down, or its control service has died.
+
+    Attributes:
+        lost: whether the control service was found gone.
+        stuck: whether Ray did not answer a call that was to end something: no other such call is tried then, and the
+            program should not end through Ray's own handlers.
+    """
+
+    def __init__(self) -> None:
+        self.lost = self.stuck = False
+        self._inside = 0
+        self._closed = False
+        self._left = threading.Condition()
+        self._control: psutil.Process | None = None
+        self._next_look = 0.0
+
+    def open(self, control: psutil.Process | None) -> None:
+        """Ray is up. `control` is the process of its control service, where that was started here."""
+        self.lost = self.stuck = self._closed = False
+        self._control = control
+
+    def carry_on(self) -> None:
+        """Let callers in though the control service is gone: workers that live answer a while, and have what is to
+        be saved."""
+        self._control = None
+
+    def close(self) -> None:
+        """Let no one in any more, and wait for those inside to leave."""
+        with self._left:
+            self._closed = True
+            if not self._left.wait_for(lambda: not self._inside, LEAVING_SECONDS):
+                log.debug("%d threads are still inside Ray", self._inside)
+
+    def check(self) -> None:
+        """To be called by who is inside and waits, every `LOOK_SECONDS`.
+
+        Raises:
+            ClusterLost: Ray is being shut down, or its control service is gone.
+        """
+        if self._closed:
+            raise ClusterLost("Ray was shut down, or is being so")
+        control = self._control
+        if control is None or time.monotonic() < self._next_look:
+            return
+        if is_alive(control):
+            self._next_look = time.monotonic() + LOOK_SECONDS
+        else:
+            self.lost = True
+            raise ClusterLost(
+                f"Ray's control service (gcs_server, pid {control.pid}) ended: was it killed, or out of memory? "
+                "Without it Ray ends every program on the cluster within a minute, so this one ends now"
+            )
+
+    def __enter__(self) -> None:
+        with self._left:
+            self._inside += 1
+        try:
+            self.check()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        with self._left:
+            self._inside -= 1
+            if self._closed:
+                self._left.notify_all()
+
+    def end(self, what: str, call: Callable[[], object], seconds: float = ENDING_SECONDS) -> bool:
+        """Make a call that ends something, and wait so long for it. False if it has not ended, or was not tried."""
+        if self.stuck:
+            return False
+        errors: list[Exception] = []
+
+        def run() -> None:
+            try:
+                call()
+            except Exception as error:
+                errors.append(error)
+
+        # in a thread: the main one must stay able to run signal handlers, which native code that hangs does not let it
+        thread = threading.Thread(target=run, name=f"ray-{what}", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        if thread.is_alive():
+            self.stuck = True
+            log.warning("Ray did not %s within %g s; its processes are killed", what, seconds)
+        elif errors:
+            raise errors[0]
+        return not self.stuck
+
+
+ray_access = RayAccess()
+"""That of this process."""
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether a process runs; one that ended and was not waited for does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False

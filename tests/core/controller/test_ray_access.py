@@ -1,0 +1,70 @@
+"""Nobody calls Ray once it is being shut down, and no call that ends something is waited for without a limit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import psutil
+import pytest
+
+from enginehouse.controller.errors import ClusterLost
+from enginehouse.controller.ray_access import RayAccess
+
+
+def test_a_call_that_does_not_end_is_given_up_and_no_other_is_tried():
+    access, release, made = RayAccess(), threading.Event(), []
+    assert access.end("be quick", lambda: made.append("quick"))
+    assert not access.stuck
+    assert not access.end("hang", release.wait, seconds=0.01)
+    assert access.stuck
+    assert not access.end("come after it", lambda: made.append("after it"))
+    assert made == ["quick"]
+    release.set()
+
+
+def test_an_error_of_such_a_call_is_the_callers():
+    with pytest.raises(ZeroDivisionError):
+        RayAccess().end("fail", lambda: 1 / 0)
+
+
+def test_closing_waits_for_who_is_inside_and_lets_nobody_in():
+    access = RayAccess()
+    inside, refused = threading.Event(), threading.Event()
+
+    def call() -> None:
+        with access:
+            inside.set()
+            try:
+                while True:
+                    access.check()
+            except ClusterLost:
+                refused.set()
+
+    threading.Thread(target=call, daemon=True).start()
+    inside.wait()
+    access.close()
+    assert refused.is_set()
+    with pytest.raises(ClusterLost, match="shut down"), access:
+        pass
+    access.open(None)
+    with access:
+        pass
+
+
+def test_a_control_service_that_ended_is_noticed_until_the_caller_carries_on():
+    access = RayAccess()
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    control = psutil.Process(process.pid)
+    access.open(None)
+    process.kill()
+    process.wait()
+    access.open(control)
+    for _ in range(2):
+        with pytest.raises(ClusterLost, match=f"pid {process.pid}"), access:
+            pass
+    assert access.lost
+    access.carry_on()
+    with access:
+        pass

@@ -1,0 +1,131 @@
+"""How a loop ends: what it saves first, and of which failure it saves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from projects import Project
+
+from enginehouse.config.load import load_config
+from enginehouse.errors import EnginehouseError, SaveError
+from enginehouse.rl.loop import Loop
+from enginehouse.runs import Progress, RunDirectory
+
+
+class Actor:
+    """Stands in for the actor's workers: what it was asked for, and what it fails at."""
+
+    broken = None
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.fails_at: set[str] = set()
+
+    def call(self, method: str, *arguments: Any, timeout: float | None = None, blocking: bool = True) -> Any:
+        self.calls.append(method)
+        if method == "update":
+            return SimpleNamespace(result=lambda limit=None: {"loss": 1.0})
+        Path(arguments[0]).mkdir()
+        if method in self.fails_at:
+            raise EnginehouseError(f"{method}: no space left")
+        return None
+
+
+class OneActor(Loop):
+    """Three steps, the last of which does what the test says after its update."""
+
+    trouble: BaseException | None = None
+
+    @contextmanager
+    def workers(self):
+        self.actor: Any = Actor()
+        yield
+
+    def describe(self) -> Mapping[str, Any]:
+        return {}
+
+    def run_step(self, step: int) -> Mapping[str, float]:
+        metrics = self.update(step, {"tokens": 1.0}, None)  # type: ignore[arg-type]
+        if step == 3:
+            self.actor.fails_at = self.fails_at
+            if self.trouble is not None:
+                raise self.trouble
+        return metrics
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+    def _backend_capabilities(self) -> frozenset[str]:
+        return frozenset()
+
+
+class NotFinite(EnginehouseError):
+    """As of weights that an update has spoilt."""
+
+    keeps_state = False
+
+
+@pytest.fixture
+def loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OneActor:
+    monkeypatch.chdir(tmp_path)
+    config = load_config(Project(tmp_path).save())
+    config.train.steps = 3
+    made: Any = SimpleNamespace(config=config, resumed=None)
+    opened = OneActor(made, RunDirectory.create("runs/one", ""), Progress("one", mode="quiet"))
+    opened.fails_at = set()
+    return opened
+
+
+def whole(loop: Loop) -> list[str]:
+    kept = [*loop.run_directory.path.glob("checkpoints/*"), *loop.run_directory.path.glob("models/*")]
+    return sorted(f"{path.parent.name}/{path.name}" for path in kept)
+
+
+@pytest.mark.parametrize("trouble", [KeyboardInterrupt(), EnginehouseError("a replica died"), RuntimeError("a bug")])
+def test_whatever_ends_a_run_state_and_model_are_saved_in_that_order(loop: OneActor, trouble: BaseException):
+    loop.trouble = trouble
+    with pytest.raises(type(trouble)):
+        loop.run()
+    assert loop.actor.calls == ["update"] * 3 + ["save", "export_hf"]
+    assert whole(loop) == ["checkpoints/step-000003", "models/step-000003"]
+    assert loop.run_directory.last_step == 3
+
+
+def test_an_error_that_says_the_state_is_at_fault_saves_nothing(loop: OneActor):
+    loop.trouble = ValueError("behind it")
+    loop.trouble.__cause__ = NotFinite("weights are not finite")
+    with pytest.raises(ValueError, match="behind it"):
+        loop.run()
+    assert loop.actor.calls == ["update"] * 3
+    assert whole(loop) == []
+
+
+def test_what_cannot_be_saved_does_not_keep_the_rest_from_it(loop: OneActor, caplog: pytest.LogCaptureFixture):
+    loop.trouble, loop.fails_at = KeyboardInterrupt(), {"save"}
+    with pytest.raises(KeyboardInterrupt):
+        loop.run()
+    assert whole(loop) == ["models/step-000003"]
+    assert "no checkpoint of step 3 was saved: the checkpoint of step 3 could not be written to" in caplog.text
+
+
+@pytest.mark.fault(
+    area="files",
+    what="the disk is full when a checkpoint or the model is written",
+    happens="the run ends with one error that names the path and the room there; what was half written is deleted",
+    exit_code="1",
+    kept="earlier checkpoints and models, and of this step what the disk still takes",
+    noticed="at once",
+)
+def test_a_disk_that_does_not_take_the_model_keeps_the_state(loop: OneActor, caplog: pytest.LogCaptureFixture):
+    loop.fails_at = {"export_hf"}
+    with pytest.raises(SaveError, match=r"model of step 3 could not be written to \S+/models, which has [\d,.]+ MiB"):
+        loop.run()
+    assert whole(loop) == ["checkpoints/step-000003"]
+    assert not caplog.messages
