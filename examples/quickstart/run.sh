@@ -5,6 +5,8 @@
 set -eu
 cd "$(dirname "$0")/../.."
 seed=${SEED:-0}
+# What `make install` made, unless another environment has it.
+command -v enginehouse >/dev/null || PATH="$PWD/.venv/bin:$PATH"
 
 free() {
     number=1
@@ -22,9 +24,12 @@ enginehouse sft --quiet examples/quickstart/sft.yaml train.seed="$seed" run.dire
 enginehouse train examples/quickstart/grpo.yaml train.seed="$seed" model.path="$warm/model" \
     run.directory="$(free runs/quickstart)" "$@"
 
+echo
+echo "To try next:"
+if [ -z "${VIRTUAL_ENV:-}" ] && [ "$(command -v enginehouse)" = "$PWD/.venv/bin/enginehouse" ]; then
+    echo "  . .venv/bin/activate                                       first, once in a shell: finds enginehouse"
+fi
 cat <<'END'
-
-To try next:
   examples/quickstart/run.sh rollout.placement=separate      actor and rollout in processes of their own
   examples/quickstart/run.sh algorithm.advantage.name=rloo   another algorithm
   enginehouse plugins list                                   the engines there are

@@ -16,6 +16,7 @@ from enginehouse.config.functions import extend_path
 from enginehouse.config.load import load_config
 from enginehouse.config.plan import Plan, SFTPlan, plan, plan_sft
 from enginehouse.config.schema import SFTConfig
+from enginehouse.config.secrets import from_environment
 from enginehouse.errors import ConfigError, DataError, ModelError, UserError
 from enginehouse.plugin import PluginLookupError, PluginManager, load_plugins
 from enginehouse.plugin.runtimes import RuntimeProblem
@@ -733,3 +734,18 @@ def test_plans_of_several_projects_in_one_process_find_each_its_own_modules(
     extend_path([str(project.root)])
     assert make().reward == "scoring:right"
     assert sys.path.index(str(project.root)) == sys.path.index(str(other)) - 1
+
+
+def test_a_secret_of_a_reward_is_named_and_not_held(make: Callable[..., Plan], project: Project, monkeypatch):
+    (project.root / "judge.py").write_text("def score(response, api_key, **columns): ...\n")
+    judged = "reward.function=judge:score"
+    said = refusal(make, judged, "reward.arguments.api_key=sk-12345")
+    assert "reward.arguments.api_key holds a secret" in said
+    assert "${API_KEY}" in said
+    assert "sk-12345" not in said
+    named = (judged, "reward.arguments.api_key='${JUDGE_KEY}'")
+    assert "there is no environment variable JUDGE_KEY" in refusal(make, *named)
+    monkeypatch.setenv("JUDGE_KEY", "sk-12345")
+    plan = make(*named)
+    assert "sk-12345" not in plan.config.model_dump_json() + plan.render()
+    assert from_environment(plan.config.reward.arguments) == {"api_key": "sk-12345"}

@@ -46,6 +46,7 @@ from enginehouse.config.paths import check_run_directory, has_chat_template, rea
 from enginehouse.config.resume import Checkpoint, check_resume
 from enginehouse.config.rows import check_reward_columns, look_at_demonstrations, look_at_prompts, named
 from enginehouse.config.schema import Config, SFTConfig
+from enginehouse.config.secrets import check_secrets
 from enginehouse.engines.model import Device
 from enginehouse.errors import ConfigError, ModelError
 from enginehouse.plugin import (
@@ -437,6 +438,7 @@ class _Setting:
 
     def reward(self, config: Config, columns: Sequence[Columns] | None) -> str:
         """Check the reward against what it will be called with; `columns` is None where a file is unknown."""
+        check_secrets(self.findings, "reward.arguments", config.reward.arguments)
         with self.findings.collecting():
             reference, function = find_function(
                 self.plugins, Reward, config.reward.function, "reward.function", self.python_path, always=True

@@ -191,7 +191,8 @@ class Reward(Section):
 
     function: str = Field(description="A registered name, or module:function")
     arguments: dict[str, Any] = Field(
-        default_factory=dict, description="Given to it by name, besides the data's columns"
+        default_factory=dict,
+        description="Given to it by name, besides the data's columns; ${NAME} stands for an environment variable",
     )
     processes: int = Field(default=1, gt=0, description="How many processes score responses")
     timeout_seconds: float = Field(

@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from enginehouse.config.secrets import from_environment
 from enginehouse.errors import EnginehouseError
 from enginehouse.rl.rewards.process import START_SECONDS, RewardProcess, named_exit
 from enginehouse.rl.rewards.program import (
@@ -131,7 +132,7 @@ class RewardPool:
         reward = plan.config.reward
         return cls(
             plan.reward,
-            reward.arguments,
+            from_environment(reward.arguments),
             processes=reward.processes,
             timeout_seconds=reward.timeout_seconds,
             concurrency=reward.concurrency,
