@@ -16,7 +16,7 @@ MASKS = [[False] * 24 + [True]] * 4
 
 @pytest.mark.parametrize(("dtype", "shares"), [("float32", False), ("bfloat16", True)])
 def test_rounding_of_the_dtype_it_computes_in_is_no_reason_against_it(dtype, shares):
-    with mock.patch("enginehouse.modeling.sharing._probe", return_value=0.05):  # as on a GPU in bfloat16
+    with mock.patch("enginehouse.modeling.sharing._probe", return_value=(0.05, 1.0)):  # as on a GPU in bfloat16
         engine = make_sharded(tiny_model(), dtype=dtype, tokens_per_microbatch=200)
     (part,) = engine._computing.microbatches(batch_of(ROWS, MASKS))
     engine.shutdown()

@@ -179,12 +179,13 @@ def test_several_files_are_planned_and_their_order_kept(make: Callable[..., Plan
 
 
 def test_prompts_that_repeat_and_validation_on_what_is_trained_are_noted(make: Callable[..., Plan], project: Project):
-    assert not make().notes
+    resumable = "train.checkpoint_every=5"  # else that is noted
+    assert not make(resumable).notes
     project.write_rows("same.jsonl", [GOOD] * 2000)
-    notes = make("data.train=same.jsonl", "data.validation=train.jsonl").notes
+    notes = make(resumable, "data.train=same.jsonl", "data.validation=train.jsonl").notes
     assert "of the 2,000 prompts of same.jsonl only 1 differ" in notes[0]
     assert "1 of 40 validation prompts of train.jsonl are in same.jsonl too" in notes[1]
-    (note,) = make("data.validation=train.jsonl").notes
+    (note,) = make(resumable, "data.validation=train.jsonl").notes
     assert note.startswith("all validation prompts of train.jsonl are in train.jsonl too")
 
 
