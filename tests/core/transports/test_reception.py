@@ -17,7 +17,8 @@ PLAN = TransferPlan("collective", (), (), 0, receivers=2, session="0123456789abc
 
 
 @pytest.fixture
-def reception() -> Iterator[Reception]:
+def reception(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reception]:
+    monkeypatch.setattr("enginehouse.transports.reception.GREETING_SECONDS", 600.0)  # nobody is sent away by time
     opened = Reception(Gate(), PLAN, range(2), lambda index, message: None)
     yield opened
     opened.close()

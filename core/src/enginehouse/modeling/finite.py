@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from enginehouse.engines.train import NonFiniteWeights
 from enginehouse.errors import ModelError
+from enginehouse.modeling.ranks import gather
 
 if TYPE_CHECKING:
     from enginehouse.engines.train import Metrics
@@ -73,10 +74,7 @@ def check_step(
     if not lost:
         return
     found = not_finite(named())
-    names: list[list[str]] = [found]
-    if several:
-        names = [[]] * dist.get_world_size()
-        dist.all_gather_object(names, found)
+    names: list[list[str]] = gather(found) if several else [found]
     raise weights_lost((name for of_rank in names for name in of_rank), step, figures)
 
 

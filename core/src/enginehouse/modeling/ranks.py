@@ -75,22 +75,8 @@ class Ranks:
                     dist.broadcast(tensor, src=0)
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value`, in rank order, on every rank; collective.
-
-        Args:
-            value: what JSON can say. torch's own `all_gather_object` unpickles what comes from other hosts, and what
-                is unpickled may run anything.
-        """
-        if self.world_size == 1:
-            return [value]
-        said = torch.frombuffer(bytearray(json.dumps(value), "utf-8"), dtype=torch.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(lengths, torch.tensor([len(said)]))
-        room = torch.zeros(int(max(lengths)), dtype=torch.uint8)
-        room[: len(said)] = said
-        gathered = [torch.empty_like(room) for _ in range(self.world_size)]
-        dist.all_gather(gathered, room)
-        return [json.loads(bytes(one[: int(length)].numpy())) for one, length in zip(gathered, lengths, strict=True)]
+        """Every rank's `value`, in rank order, on every rank; see `gather`. Collective."""
+        return [value] if self.world_size == 1 else gather(value)
 
     def largest(self, number: int) -> int:
         """The largest of all ranks' numbers; collective."""
@@ -126,3 +112,20 @@ class Ranks:
             # while a group is held: once the other ranks have left they spin on the closed connections.
             gc.collect()
         self.owns_group = False
+
+
+def gather(value: Any) -> list[Any]:
+    """The `value` of every rank of the default process group, in rank order, on every rank; collective.
+
+    Args:
+        value: what JSON can say. torch's own `all_gather_object` unpickles what comes from other hosts, and what is
+            unpickled may run anything.
+    """
+    text = torch.frombuffer(bytearray(json.dumps(value), "utf-8"), dtype=torch.uint8)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(lengths, torch.tensor([len(text)]))
+    room = torch.zeros(int(max(lengths)), dtype=torch.uint8)
+    room[: len(text)] = text
+    gathered = [torch.empty_like(room) for _ in lengths]
+    dist.all_gather(gathered, room)
+    return [json.loads(bytes(one[: int(length)].numpy())) for one, length in zip(gathered, lengths, strict=True)]
