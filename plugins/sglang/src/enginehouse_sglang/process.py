@@ -62,7 +62,8 @@ class ServerProcess:
         shown = {name: value for name, value in arguments.items() if name not in KEYS}
         command = [sys.executable, "-m", "enginehouse_sglang.serve", *as_words(shown)]
         started = threading.Event()
-        watched = command, {**os.environ, **environment, KEYS_VARIABLE: json.dumps(as_words(keys))}, started
+        safe = {"PYTHONSAFEPATH": "1"}  # else `-m` imports from the current directory first, here and beneath
+        watched = command, {**os.environ, **environment, **safe, KEYS_VARIABLE: json.dumps(as_words(keys))}, started
         threading.Thread(target=self._live, args=watched, name="enginehouse-sglang-life", daemon=True).start()
         started.wait()
 

@@ -126,7 +126,9 @@ def _make(path: Path, wanted: Recipe, steps: _Steps) -> None:
     versions = {}
     if wanted.module:
         overlay = str(make_overlay().path) if wanted.prepare else None
-        said = steps.run(f"import {wanted.module}", [python, "-c", _IMPORT, wanted.module, wanted.prepare], overlay)
+        said = steps.run(
+            f"import {wanted.module}", [python, "-P", "-c", _IMPORT, wanted.module, wanted.prepare], overlay
+        )
         versions["engine"] = json.loads(said[-1])
     packages = [str(runtime_at(path).packages)]
     for name in ("ray", "torch", "transformers"):

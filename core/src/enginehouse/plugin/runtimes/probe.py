@@ -52,7 +52,7 @@ def probe(python: str) -> Found:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     try:
         ran = subprocess.run(
-            [python, "-c", _QUESTION],
+            [python, "-P", "-c", _QUESTION],
             capture_output=True, text=True, timeout=PROBE_SECONDS, env=variables, stdin=subprocess.DEVNULL,
         )  # fmt: skip
         said = json.loads(ran.stdout)

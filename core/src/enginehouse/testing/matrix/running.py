@@ -75,7 +75,7 @@ def _run(arguments: Sequence[str], log: Path) -> int | None:
     It leads a session of its own, so that Ctrl-C reaches it once, from here.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "enginehouse.cli.main", "train", *arguments]
+    command = [sys.executable, "-P", "-m", "enginehouse.cli.main", "train", *arguments]
     with log.open("w", encoding="utf-8") as said:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
