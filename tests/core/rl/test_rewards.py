@@ -207,6 +207,14 @@ def test_a_reward_that_hangs_on_every_row_ends_the_step(pool, tmp_path, monkeypa
     assert calls(marks).count("hang") == made
 
 
+@pytest.mark.parametrize("between", [[], ["raise"]])
+def test_rows_that_hang_are_no_hanging_reward_where_all_may_fail_or_others_end_in_between(pool, monkeypatch, between):
+    monkeypatch.setattr("enginehouse.rl.rewards.pool.TIMEOUTS_AT_FIRST", 2)
+    monkeypatch.setattr("enginehouse.rl.rewards.pool.TIMEOUTS_LATER", 2 if between else 4)
+    rewards = pool("troubled", timeout_seconds=0.1, on_error="zero", max_failures=1)
+    assert len(failures(rewards, *["hang", *between] * 3)) == 3 * (1 + len(between))
+
+
 # Processes
 
 

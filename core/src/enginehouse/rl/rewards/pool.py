@@ -49,7 +49,7 @@ FAILED_STARTS = 3
 
 TIMEOUTS_AT_FIRST, TIMEOUTS_LATER = 3, 10
 """So many rows a process may time out, none ending in between, before the reward is said to hang on every row: while
-none has ever ended, and once one has."""
+none ever got a score, and once one has, or where all rows may be without one."""
 
 
 class RewardError(EnginehouseError):
@@ -249,10 +249,11 @@ class RewardPool:
             for number, result in message.results.items():
                 if process.outstanding.pop(number, None) is None:
                     continue
+                batch.timeouts = 0
                 if isinstance(result, Failure):
                     self._fail(batch, number, result)
                     continue
-                batch.timeouts, batch.scores[number] = 0, result
+                batch.scores[number] = result
                 took, known = process.seconds_per_answer, self._seconds_per_row
                 self._seconds_per_row = took if known is None else known + 0.1 * (took - known)
 
@@ -291,8 +292,10 @@ class RewardPool:
         else:
             batch.timeouts += 1
             self._blame(batch, process, Failure(overdue(self.timeout_seconds), output=output), retry=False)
-            limit = (TIMEOUTS_AT_FIRST if self._seconds_per_row is None else TIMEOUTS_LATER) * len(self._processes)
-            if batch.timeouts >= limit:
+            all_may_fail = self.on_error == "zero" and self.max_failures == 1
+            at_first = self._seconds_per_row is None and not all_may_fail
+            limit = TIMEOUTS_AT_FIRST if at_first else TIMEOUTS_LATER
+            if batch.timeouts >= limit * len(self._processes):
                 raise RewardError(
                     f"{self._named()}: the reward seems to hang on every row: {batch.timeouts} calls one after another "
                     f"did not return within {self.timeout_seconds:g} s. Call it by hand on a row, or raise "
