@@ -443,11 +443,19 @@ def test_what_a_row_prints_is_shown_with_its_failure_alone(pool, capfd, response
 def test_a_reward_that_fails_for_most_rows_ends_the_step_and_is_not_advised_to_be_zeroed(pool, on_error):
     rewards = pool("troubled", on_error=on_error, max_failures=0.25)
     with pytest.raises(RewardError, match=r"reward\.max_failures=0\.25") as caught:
-        rewards.score(rows("good", "raise", "nan", "good", "good"))
+        rewards.score(rows("good", "raise", "nan", "text", "good", "good"))
     message = str(caught.value)
-    assert "sample 1 of 5 raised ValueError: no digits in it" in message
+    assert "sample 1 of 6 raised ValueError: no digits in it" in message
     assert "in troubled" in message
     assert "on_error" not in message
+
+
+def test_one_or_two_rows_without_a_score_are_single_rows_however_few_there_are(pool):
+    assert len(failures(pool("troubled", on_error="zero"), "raise", "nan")) == 2
+    with pytest.raises(RewardError, match="on_error=zero"):
+        pool("troubled").score(rows("raise", "nan"))
+    with pytest.raises(RewardError, match=r"reward\.max_failures=0 allows"):
+        pool("troubled", on_error="zero", max_failures=0).score(rows("raise", *["good"] * 9))
 
 
 def test_as_many_failures_as_are_allowed_are_zeros(pool):
