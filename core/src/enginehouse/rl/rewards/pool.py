@@ -191,9 +191,6 @@ class RewardPool:
         for process in self._processes:
             process.close()
 
-    def _children(self) -> list[RewardProcess]:
-        return list(self._processes)
-
     def _start(self) -> RewardProcess:
         self._started += 1
         try:
