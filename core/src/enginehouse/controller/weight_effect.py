@@ -73,7 +73,7 @@ def stands_still(last: Scores, now: Scores) -> bool:
         now: by other weights. A trainer that is not reproducible moves by the same weights too.
     """
     moved = np.count_nonzero(now.trainer != last.trainer)
-    return 2 * moved >= len(now.trainer) and np.array_equal(now.replica, last.replica)
+    return bool(2 * moved >= len(now.trainer) and np.array_equal(now.replica, last.replica))
 
 
 def share_taken(before: Scores, after: Scores, rounding: float) -> float | None:

@@ -411,9 +411,7 @@ class WeightSync:
                 shares.append(share)
         return max(differences), min(shares, default=None)
 
-    def _taken(
-        self, version: int, replica: int, now: Scores, sums: Mapping[str, str], rounding: float
-    ) -> float | None:
+    def _taken(self, version: int, replica: int, now: Scores, sums: Mapping[str, str], rounding: float) -> float | None:
         """How much of what has changed since a replica last took weights it shows; see `share_taken`.
 
         One that was started again has those of the first update to be compared with: those it was started with. What

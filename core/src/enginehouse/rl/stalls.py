@@ -1,8 +1,8 @@
 """Runs that go on without learning anything: what is said of them, and when they end.
 
 A step whose gradient is not finite changes nothing (`TrainEngine.optim_step`), nor does one whose rewards all agree, or
-in which no token counts. Each happens now and then; a run of nothing else only costs. The first does not mend itself; the
-others may, as where a loss masks prompts that are too hard at the beginning.
+in which no token counts. Each happens now and then; a run of nothing else only costs. The first does not mend itself;
+the others may, as where a loss masks prompts that are too hard at the beginning.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ _STALLED = {
     "scored), and does the model ever get an answer right? Begin with easier prompts, or a supervised warm start",
     "groups": "all samples of each prompt had the same reward: what compares them learns nothing. Prompts may be too "
     "easy or too hard, or rollout.sampling.temperature too low; more samples_per_prompt make differences likelier",
-    "counted": "no token counted in the loss, so every optimizer step was skipped. Responses without a token, or a loss "
-    "that masks them all, leave nothing to learn from: samples/ has what the model said",
+    "counted": "no token counted in the loss, so every optimizer step was skipped. Responses without a token, or a "
+    "loss that masks them all, leave nothing to learn from: samples/ has what the model said",
     "gradient": "the gradient was exactly 0, so no weight changes but by weight decay. Are all advantages 0, or all "
     "ratios clipped (clip_fraction)?",
 }
