@@ -11,7 +11,7 @@ import yaml
 from enginehouse.config.plan import REWARD_GETS
 from enginehouse.config.schema import Reward
 from enginehouse.rl.rewards.pool import RewardPool
-from enginehouse.rl.samples import RESERVED
+from enginehouse.rl.samples import RESERVED, RESERVED_BEGINNINGS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
 VERL = """
@@ -64,3 +64,4 @@ def test_the_page_of_rewards_names_what_there_is():
     for name in ("arguments", *sorted(set(Reward.model_fields) - {"function", "arguments"})):
         assert f"`reward.{name}`" in PAGE
     assert ", ".join(f"`{name}`" for name in RESERVED) in PAGE
+    assert " or ".join(f"`{name}`" for name in RESERVED_BEGINNINGS) in PAGE

@@ -216,6 +216,7 @@ def test_there_must_be_a_run_and_a_checkpoint(resume: Make, project: Project):
     RunDirectory.create("runs/one", "").finish("failed")
     said = refusal(resume)
     assert "left no checkpoint to go on from" in said
+    assert "when a run is interrupted or fails" in said
     assert "train.checkpoint_every" in said
 
 

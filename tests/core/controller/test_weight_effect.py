@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from enginehouse.controller.weight_effect import CLEARLY, Scores, mean_difference, share_taken
+from enginehouse.controller.weight_effect import CLEARLY, Scores, mean_difference, share_taken, stands_still
 
 TOKENS = 60
 
@@ -60,10 +60,11 @@ def test_one_token_that_went_to_another_expert_decides_nothing(draw):
 def test_logprobs_that_are_the_same_to_the_last_bit_need_no_wait(draw):
     old, tiny = draw.standard_normal(TOKENS), np.full(TOKENS, 1e-9)
     apart = Scores(old, old + 0.1)
-    assert share_taken(apart, Scores(old + tiny, old + 0.1), 1e-7) == 0.0
+    assert stands_still(apart, Scores(old + tiny, old + 0.1))
+    assert not stands_still(apart, Scores(old + tiny, old + tiny + 0.1))
     few = np.where(np.arange(TOKENS) < TOKENS // 3, 1e-9, 0.0)  # too little has changed to expect it of the replica
-    assert share_taken(apart, Scores(old + few, old + 0.1), 1e-7) is None
-    assert share_taken(apart, apart, 1e-7) is None
+    assert not stands_still(apart, Scores(old + few, old + 0.1))
+    assert not stands_still(apart, apart)
 
 
 def test_rounding_is_taken_for_no_less_than_the_dtypes_epsilon(draw):

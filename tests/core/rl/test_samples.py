@@ -84,6 +84,12 @@ def test_a_step_without_failures_says_so():
     assert sample_metrics(scored(Pool(*PLAIN)))["reward/failures"] == 0.0
 
 
-def test_a_figure_may_not_be_called_like_a_metric_of_the_run():
-    with pytest.raises(ConfigError, match=r"mine:score returns a figure 'mean', and reward/mean is a metric"):
-        scored(Pool(Score(1.0, {"mean": 2.0}), *PLAIN[1:]))
+@pytest.mark.parametrize("name", ["mean", "failures", "reward_stderr", "tokens_mean", "truncated", "pass@1", "mean@4"])
+def test_a_figure_may_not_be_called_like_a_metric_of_the_run(name):
+    with pytest.raises(ConfigError, match=f"mine:score returns a figure '{name}', which is what a metric of the run's"):
+        scored(Pool(Score(1.0, {name: 2.0}), *PLAIN[1:]))
+
+
+def test_a_figure_may_not_pass_for_one_of_a_file_of_the_validation():
+    with pytest.raises(ConfigError, match=r"mine:score returns a figure 'easy/reward'.*'easy_reward' for one"):
+        scored(Pool(Score(1.0, {"easy/reward": 2.0}), *PLAIN[1:]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 from pathlib import Path
@@ -55,6 +56,28 @@ def test_samples_are_rows_in_their_own_file(run: RunDirectory):
     path = run.write_samples(10, [{"prompt": "1+1=", "response": "2\n", "reward": 1.0}])
     assert path == run.path / "samples" / "step-000010.jsonl"
     assert lines(path) == [{"prompt": "1+1=", "response": "2\n", "reward": 1.0}]
+
+
+def test_half_a_surrogate_pair_ends_nothing(run: RunDirectory):
+    """A reward's message may have one: undecodable output of a process, a file's name."""
+    text = "caf\udcff"
+    run.log(1, {text: 1.0})
+    assert text in lines(run.path / "metrics.jsonl")[0]
+    assert lines(run.write_samples(1, [{"reward_failure": text}])) == [{"reward_failure": text}]
+    run.finish("failed", text, f"Traceback: {text}")
+    assert json.loads((run.path / "run.json").read_text())["error"] == text
+    assert (run.path / "error.txt").read_text() == "Traceback: caf\\udcff"
+
+
+def test_a_run_finishes_whatever_fails_in_it(run: RunDirectory, monkeypatch: pytest.MonkeyPatch, caplog):
+    def broken(*args):
+        raise ValueError("cannot be written")
+
+    monkeypatch.setattr("enginehouse.runs.directory.write_whole", broken)
+    run.finish("failed", "an error", "Traceback ...")
+    assert "cannot be written" in caplog.text
+    with (run.path / "run.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it is given back
 
 
 def test_a_model_is_in_its_place_only_once_it_is_whole(run: RunDirectory):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from enginehouse.runs.atomic import move_into_place, write_whole
-from enginehouse.runs.jsonlines import JsonLines, read_whole_lines
+from enginehouse.runs.jsonlines import JsonLines, read_whole_lines, write_json_lines
 
 FULL = """
 # Writes lines until the file may not grow any more, as on a full disk: the last write is cut off within a line.
@@ -71,6 +71,23 @@ def test_a_file_that_cannot_be_replaced_is_as_it_was_and_leaves_nothing(tmp_path
         write_whole(path, "new")
     assert path.read_text() == "old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_a_file_of_rows_is_replaced_whole_or_not_at_all(tmp_path: Path):
+    path = tmp_path / "step-000001.jsonl"
+    write_json_lines(path, [{"reward": 1.0}])
+
+    def cut_off():
+        yield {"reward": 2.0}
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_json_lines(path, cut_off())
+    (tmp_path / f".{path.name}.partial").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space"):
+        write_json_lines(path, [{"reward": 2.0}])
+    assert path.read_text() == '{"reward": 1.0}\n'
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
 def test_what_is_moved_into_place_is_on_disk_before_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

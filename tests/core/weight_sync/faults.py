@@ -14,6 +14,7 @@ import torch
 
 from enginehouse.backends.torch.rollout import TorchRolloutEngine
 from enginehouse.controller import register
+from enginehouse.data import Ragged
 from enginehouse.engines.weights import WeightChunk, WeightState, WeightSyncError, checksum
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
 from enginehouse.transports.inproc import InprocTransport
@@ -114,10 +115,18 @@ class DroppingEngine(UnreadableEngine):
 
 
 class DroppingOnceEngine(DroppingEngine):
-    """Drops the update to `VERSION`."""
+    """Drops the update to `dropped`."""
+
+    dropped = VERSION
 
     async def finish_weight_update(self, version):
-        await (super() if version == VERSION else super(DroppingEngine, self)).finish_weight_update(version)
+        await (super() if version == self.dropped else super(DroppingEngine, self)).finish_weight_update(version)
+
+
+class DroppingLaterEngine(DroppingOnceEngine):
+    """Takes the first update that changes weights, and drops the next."""
+
+    dropped = VERSION + 1
 
 
 class UnreadableRolloutWorker(RolloutWorker):
@@ -134,6 +143,10 @@ class DroppingRolloutWorker(UnreadableRolloutWorker):
 
 class DroppingOnceRolloutWorker(UnreadableRolloutWorker):
     engine_type = DroppingOnceEngine
+
+
+class DroppingLaterRolloutWorker(UnreadableRolloutWorker):
+    engine_type = DroppingLaterEngine
 
 
 class QueueingEngine(TorchRolloutEngine):
@@ -254,6 +267,19 @@ class DriftingTrainWorker(TrainWorker):
     def drift(self):
         if self.context.rank == 1:
             next(tensor for name, tensor in self.engine.weight_source().iter_full() if name == PARAMETER).add_(1)
+
+
+class WanderingTrainWorker(TrainWorker):
+    """Computes other last bits each time, as kernels that are not reproducible do."""
+
+    calls = 0
+
+    @register(dispatch="dp", collect="concat")
+    def forward(self, batch, outputs):
+        self.calls += 1
+        found = super().forward(batch, outputs)
+        column = found["logprobs"]
+        return found.with_columns(logprobs=Ragged(column.values * (1 + self.calls * 1e-6), column.offsets))
 
 
 class HalfWayTrainWorker(TrainWorker):

@@ -227,6 +227,23 @@ def test_bfloat16_hides_small_updates_and_no_update_that_was_taken_is_called_dro
             assert sync.sync(version).taken is None
 
 
+def test_one_dropped_update_of_many_is_found_below_bfloat16():
+    with open_house("inproc", rollout=faults.DroppingLaterRolloutWorker, lr=1e-5, dtype="bfloat16") as house:
+        sync = house.connect(effect_tolerance=1.0)
+        for version in (1, 2):
+            sync.sync(version)
+            house.train()
+        with pytest.raises(WeightSyncError, match="replica 0 says that it serves version 3, but computes as before"):
+            sync.sync(3)
+
+
+def test_a_trainer_that_is_not_reproducible_and_has_not_changed_is_no_dropped_update():
+    with open_house("inproc", train=faults.WanderingTrainWorker) as house:
+        sync = house.connect(effect_check_every=1)
+        for version in (1, 2, 3):
+            assert sync.sync(version).taken is None
+
+
 def test_updates_dropped_below_bfloat16_add_up_until_they_are_seen():
     with open_house("inproc", rollout=faults.DroppingRolloutWorker, lr=1e-3, dtype="bfloat16") as house:
         sync = house.connect(effect_tolerance=1.0)

@@ -22,7 +22,8 @@ moved `CLEARLY` times as far: then rounding as large as that turns about a tenth
 then `before` stays what it is, so that the change adds up over updates and that of a replica which drops them does not.
 
 One thing needs no such wait: an engine computes the same from the same weights, to the last bit, and not from others.
-A replica none of whose logprobs has changed at all, while most of the trainer's have, has dropped the update.
+A replica none of whose logprobs has changed at all since it was last looked at, while most of the trainer's have, has
+dropped the update (`stands_still`).
 """
 
 from __future__ import annotations
@@ -64,6 +65,17 @@ def mean_difference(expected: Sequence[Sequence[float]], scored: Sequence[Sequen
     return float(np.abs(scored_tokens(expected) - scored_tokens(scored)).mean())
 
 
+def stands_still(last: Scores, now: Scores) -> bool:
+    """Whether no logprob of a replica has changed at all, while most of the trainer's have: it dropped the update.
+
+    Args:
+        last: when it was last looked at.
+        now: by other weights. A trainer that is not reproducible moves by the same weights too.
+    """
+    moved = np.count_nonzero(now.trainer != last.trainer)
+    return bool(2 * moved >= len(now.trainer) and np.array_equal(now.replica, last.replica))
+
+
 def share_taken(before: Scores, after: Scores, rounding: float) -> float | None:
     """How much of the trainer's change a replica shows, 0 to 1: less than one half says that it dropped an update.
 
@@ -77,10 +89,8 @@ def share_taken(before: Scores, after: Scores, rounding: float) -> float | None:
     """
     moved = after.trainer - before.trainer
     followed = after.replica - before.replica
-    if not followed.any():
-        return 0.0 if 2 * np.count_nonzero(moved) >= len(moved) else None
     far = np.abs(moved)
     noise = max(np.abs(before.trainer - before.replica).sum(), rounding * len(moved))
-    if far.sum() < CLEARLY * noise:
+    if far.sum() <= CLEARLY * noise:
         return None
     return float(far[np.abs(followed - moved) < np.abs(followed)].sum() / far.sum())

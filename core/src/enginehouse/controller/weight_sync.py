@@ -41,7 +41,7 @@ from enginehouse.controller.errors import (
 from enginehouse.controller.future import StillRunning
 from enginehouse.controller.group import WorkerGroup
 from enginehouse.controller.members import Gathered, Member, Members
-from enginehouse.controller.weight_effect import Scores, mean_difference, scored_tokens, share_taken
+from enginehouse.controller.weight_effect import Scores, mean_difference, scored_tokens, share_taken, stands_still
 from enginehouse.engines.weights import (
     LOOPBACK,
     TransferPlan,
@@ -152,7 +152,9 @@ class WeightSync:
         self._nbytes = 0
         self._updates = 0  # since the connection: the first is always checked for its effect
         self._change_seen = False  # since the connection: an update that changes weights was checked for its effect
-        self._agreed: dict[Member | int | str, Scores] = {}  # when a replica, or the first of a role, last took weights
+        # Scores of a replica, or the first of a role, and by which checksums: when it last took weights, and the last.
+        self._agreed: dict[Member | int | str, tuple[Scores, Mapping[str, str]]] = {}
+        self._scored: dict[Member | int, tuple[Scores, Mapping[str, str]]] = {}
         self._tried = 0  # newest version tried
         self._in_flight: tuple[Future | Gathered, ...] = ()
         self._resuming: tuple[int, Future | Gathered] | None = None  # the last update's, not waited for
@@ -222,7 +224,7 @@ class WeightSync:
                 staged = True
                 blind = self._commit(version, sent)
                 changed = self._served is not None and sent != self._served[1]
-                effect, taken = self._effect(version) if self._effect_is_due(changed, blind) else (None, None)
+                effect, taken = self._effect(version, sent) if self._effect_is_due(changed, blind) else (None, None)
                 self._resume(version, self._replicas)
                 break
             except BaseException as error:
@@ -279,7 +281,7 @@ class WeightSync:
             compare_checksums(sums, sent, f"the trainer, whose weights are not those of version {version} any more,")
             self._commit(version, sent)
             if check and self._probe:
-                self._effect(version)
+                self._effect(version, sent)
             self._resume(version, replicas)
             self._await_resumption()
         except BaseException as error:
@@ -380,7 +382,7 @@ class WeightSync:
         except Exception as error:
             raise _explained(error, f"not every replica resumed after weight update {version}") from error
 
-    def _effect(self, version: int) -> tuple[float, float | None]:
+    def _effect(self, version: int, sums: Mapping[str, str]) -> tuple[float, float | None]:
         """Score the probe on both sides; returns the largest mean difference of a replica, and what the least took."""
         from enginehouse.data import Batch, Ragged
         from enginehouse.engines.train import Outputs
@@ -404,33 +406,37 @@ class WeightSync:
                     f"(weights.effect_tolerance is {self._tolerance:g}). It answers no requests."
                 )
             differences.append(difference)
-            share = self._taken(version, replica, Scores(scored_tokens(expected), scored_tokens(rows)), rounding)
+            share = self._taken(version, replica, Scores(scored_tokens(expected), scored_tokens(rows)), sums, rounding)
             if share is not None:
                 shares.append(share)
         return max(differences), min(shares, default=None)
 
-    def _taken(self, version: int, replica: int, now: Scores, rounding: float) -> float | None:
+    def _taken(self, version: int, replica: int, now: Scores, sums: Mapping[str, str], rounding: float) -> float | None:
         """How much of what has changed since a replica last took weights it shows; see `share_taken`.
 
-        One that was started again has those of the first update to be compared with: those it was started with.
+        One that was started again has those of the first update to be compared with: those it was started with. What
+        has the checksums `sums` too is not compared: a trainer that is not reproducible moves without a change.
         """
         receivers = self._receivers
         role, key = (receivers.name, receivers.members[replica]) if isinstance(receivers, Members) else ("", replica)
-        before = self._agreed.get(key) or self._agreed.get(role)
-        if before is None:
-            self._agreed[role] = self._agreed[key] = now
+        agreed = self._agreed.get(key) or self._agreed.get(role)
+        if agreed is None:
+            self._agreed[role] = self._agreed[key] = self._scored[key] = now, sums
             return None
-        share = share_taken(before, now, rounding)
-        if share is None:
-            return None
-        if share < 0.5:
+        earlier = [scores for scores, by in (self._scored.get(key, agreed), agreed) if by != sums]
+        still = [scores for scores in earlier if stands_still(scores, now)]
+        before = still[0] if still else agreed[0]
+        share = 0.0 if still else share_taken(before, now, rounding) if agreed[1] != sums else None
+        if share is not None and share < 0.5:
             moved = float(abs(now.trainer - before.trainer).mean())
             raise WeightSyncError(
                 f"{self._name(replica)} says that it serves version {version}, but computes as before: the trainer's "
                 f"logprobs of {len(now.trainer)} tokens have changed by {moved:.3g} nats on average, and it shows "
                 f"{share:.0%} of that. It dropped the update, or a large part of it, and answers no requests."
             )
-        self._agreed[key] = now
+        self._scored[key] = now, sums
+        if share is not None:
+            self._agreed[key] = now, sums
         return share
 
     def _rounding(self) -> float:

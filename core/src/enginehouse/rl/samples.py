@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from enginehouse.rl.rewards.pool import RewardPool
 
 
-RESERVED = ("mean", "std", "max", "min", "groups_all_equal", "failures")
-"""Names under `reward/` that are the run's own, so that no figure of a reward may have them."""
+RESERVED = ("mean", "std", "max", "min", "groups_all_equal", "failures", "reward_stderr", "tokens_mean", "truncated")
+"""Names under `reward/` or `validation/` that are the run's own, so that no figure of a reward may have them."""
+RESERVED_BEGINNINGS = ("mean@", "pass@")
+"""What names under `validation/` that are the run's own begin with."""
 
 
 def response_texts(samples: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -74,7 +76,7 @@ def with_rewards(samples: Batch, prompts: Batch, tokenizer: PreTrainedTokenizerB
 
     Raises:
         RewardError: as `RewardPool.score`.
-        ConfigError: a figure has a name of the run's own.
+        ConfigError: a figure has a name of the run's own, or one with a "/" in it.
     """
     repeats = len(samples) // len(prompts)
     texts = response_texts(samples, tokenizer)
@@ -91,11 +93,16 @@ def with_rewards(samples: Batch, prompts: Batch, tokenizer: PreTrainedTokenizerB
         for row, (prompt, text, reason) in enumerate(zip(asked, texts, samples["finish_reason"], strict=True))
     ]
     scores = rewards.score(rows)
-    for name in RESERVED:
-        if any(name in score.figures for score in scores):
+    for name in dict.fromkeys(name for score in scores for name in score.figures):
+        if name in RESERVED or name.startswith(RESERVED_BEGINNINGS):
             raise ConfigError(
-                f"reward.function: {rewards.function} returns a figure {name!r}, and reward/{name} is a metric of the "
-                "run's own: name it differently"
+                f"reward.function: {rewards.function} returns a figure {name!r}, which is what a metric of the run's "
+                "own is called, in reward/ or validation/: name it differently"
+            )
+        if "/" in name:
+            raise ConfigError(
+                f"reward.function: {rewards.function} returns a figure {name!r}, and a '/' stands between a validation "
+                f"file or value and its metric: name it differently, {name.replace('/', '_')!r} for one"
             )
     return samples.with_columns(
         reward=torch.tensor([score.reward for score in scores], dtype=torch.float32),

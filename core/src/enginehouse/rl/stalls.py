@@ -1,7 +1,8 @@
 """Runs that go on without learning anything: what is said of them, and when they end.
 
-A step whose gradient is not finite changes nothing (`TrainEngine.optim_step`), nor does one whose rewards all agree.
-Either happens now and then; a run of nothing else only costs.
+A step whose gradient is not finite changes nothing (`TrainEngine.optim_step`), nor does one whose rewards all agree, or
+in which no token counts. Each happens now and then; a run of nothing else only costs. The first does not mend itself;
+the others may, as where a loss masks prompts that are too hard at the beginning.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from enginehouse.errors import EnginehouseError
 log = logging.getLogger(__name__)
 
 MOST_SKIPPED = 3
-"""Steps in a row in which every optimizer step was skipped, that end a run."""
+"""Steps in a row in which every optimizer step was skipped, as its gradient was not finite, that end a run."""
 LONG = 10
-"""Steps in a row without a gradient, a reward or a difference of rewards, that are warned of."""
+"""Steps in a row without a gradient, a token that counts, a reward or a difference of rewards, that are warned of."""
 
 
 class StepsSkipped(EnginehouseError):
-    """Every optimizer step of several steps in a row was skipped: nothing is learned. Weights are as before them."""
+    """No gradient of several steps in a row was finite: nothing is learned. Weights are as before them."""
 
 
 class Stalls:
@@ -41,13 +42,14 @@ class Stalls:
         """Look at a step's metrics.
 
         Raises:
-            StepsSkipped: its optimizer steps were all skipped, and those of the steps before it.
+            StepsSkipped: no gradient of it was finite, nor any of the steps before it.
         """
         self._look_for_skips(step, metrics)
         highest, lowest = metrics.get("reward/max"), metrics.get("reward/min")
         stalled = {
             "reward": highest == lowest == 0.0,
             "groups": self._groups and metrics.get("reward/groups_all_equal") == 1.0,
+            "counted": metrics.get("skipped") == 1.0 and math.isfinite(metrics.get("grad_norm", math.nan)),
             "gradient": metrics.get("grad_norm") == 0.0 and not metrics.get("skipped"),
         }
         for kind, now in stalled.items():
@@ -62,28 +64,26 @@ class Stalls:
 
     def _look_for_skips(self, step: int, metrics: Mapping[str, float]) -> None:
         skipped = metrics.get("skipped", 0.0)
-        self._skipped = self._skipped + 1 if skipped == 1.0 else 0
-        if not skipped:
+        finite = math.isfinite(metrics.get("grad_norm", math.nan))
+        self._skipped = self._skipped + 1 if skipped == 1.0 and not finite else 0
+        if not skipped or finite:
             return
         seen = ", ".join(f"{name} {metrics[name]:.3g}" for name in _SEEN if name in metrics)
-        counted = math.isfinite(metrics.get("grad_norm", math.nan))
-        why = "no token counted in their loss" if counted else "their gradient was not finite"
         if self._skipped >= MOST_SKIPPED:
             raise StepsSkipped(
-                f"every optimizer step of steps {step - self._skipped + 1} to {step} was skipped, as {why} ({seen}): "
-                f"nothing is learned any more, and weights are as after step {step - self._skipped}. "
-                + (_NOTHING_COUNTED if counted else _NOT_FINITE)
+                f"every optimizer step of steps {step - self._skipped + 1} to {step} was skipped, as their gradient "
+                f"was not finite ({seen}): nothing is learned any more, and weights are as after step "
+                f"{step - self._skipped}. {_NOT_FINITE}"
             )
         if "skipped" not in self._told:
             self._told.add("skipped")
             number = round(skipped * metrics.get("optimizer_steps", 1.0))
             log.warning(
-                "step %d: %d of %d optimizer steps were skipped, as %s (%s). A skipped step changes nothing; %d steps "
-                "of nothing else in a row end the run. Later ones: skipped in the metrics",
+                "step %d: %d of %d optimizer steps were skipped, as their gradient was not finite (%s). A skipped step "
+                "changes nothing; %d steps of nothing else in a row end the run. Later ones: skipped in the metrics",
                 step,
                 max(number, 1),
                 round(metrics.get("optimizer_steps", 1.0)),
-                why,
                 seen,
                 MOST_SKIPPED,
             )
@@ -95,15 +95,13 @@ _NOT_FINITE = (
     "that divides by 0 or takes log(0), and for logprobs far apart (mismatch/*); try a smaller lr, or "
     "model.dtype=float32"
 )
-_NOTHING_COUNTED = (
-    "Responses without a token, or a loss that masks them all, leave nothing to learn from: samples/ has what the "
-    "model said"
-)
 _STALLED = {
     "reward": "every reward was 0, so nothing can be learned from them. Is the reward right (samples/ has what it "
     "scored), and does the model ever get an answer right? Begin with easier prompts, or a supervised warm start",
     "groups": "all samples of each prompt had the same reward: what compares them learns nothing. Prompts may be too "
     "easy or too hard, or rollout.sampling.temperature too low; more samples_per_prompt make differences likelier",
+    "counted": "no token counted in the loss, so every optimizer step was skipped. Responses without a token, or a "
+    "loss that masks them all, leave nothing to learn from: samples/ has what the model said",
     "gradient": "the gradient was exactly 0, so no weight changes but by weight decay. Are all advantages 0, or all "
     "ratios clipped (clip_fraction)?",
 }

@@ -11,17 +11,19 @@ from pathlib import Path
 def write_whole(path: Path, text: str) -> None:
     """Replace the file `path` by `text` in one step: a reader sees the old file or the new one.
 
+    What UTF-8 has no bytes for, the half of a pair that a file name or a process's output may bring, is escaped.
+
     Raises:
         OSError: it could not be written; what was there is as it was, and nothing else is.
     """
     staging = path.with_name(f".{path.name}.partial")
     try:
-        with staging.open("w", encoding="utf-8") as file:
+        with staging.open("w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(staging, path)
-    except OSError:
+    except BaseException:
         staging.unlink(missing_ok=True)
         raise
     _entries_to_disk(path.parent)

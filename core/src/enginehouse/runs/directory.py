@@ -33,7 +33,7 @@ from enginehouse.errors import ConfigError, EnginehouseError
 from enginehouse.runs.atomic import move_into_place, point_to, staging_path, write_whole
 from enginehouse.runs.checkpoints import Checkpoints
 from enginehouse.runs.clock import StepClock
-from enginehouse.runs.jsonlines import JsonLines, encoded, read_whole_lines, write_json_lines
+from enginehouse.runs.jsonlines import JsonLines, read_whole_lines, write_json_lines
 from enginehouse.runs.record import RunRecord, Status
 from enginehouse.runs.timeline import Timeline
 
@@ -171,7 +171,7 @@ class RunDirectory:
         )
         self.earlier = Earlier(metrics, validations)
         for name, rows in (("metrics.jsonl", metrics), ("validation.jsonl", validations)):
-            write_whole(self.path / name, "".join(encoded(row) + "\n" for row in rows))
+            write_json_lines(self.path / name, rows)
         for said in (self.path / "samples").glob("*.jsonl"):
             if _step_of(said.stem) > step:
                 said.unlink()
@@ -265,7 +265,7 @@ class RunDirectory:
         return None if self.saved_step is None else self._model(self.saved_step)
 
     def finish(self, status: Status, error: str | None = None, traceback: str | None = None) -> None:
-        """Write how the run ended and close its files. Never fails: what a full or lost disk does not take is logged.
+        """Write how the run ended and close its files. Never fails: what could not be written is logged.
 
         Args:
             status: `"finished"`, `"interrupted"` or `"failed"`.
@@ -282,8 +282,8 @@ class RunDirectory:
         for end in ends:
             try:
                 end()
-            except OSError as problem:
-                problems.add(str(problem))
+            except Exception as problem:
+                problems.add(str(problem) or repr(problem))
         if problems:
             log.warning("not all of the end of the run could be written to %s: %s", self.path, "; ".join(problems))
 

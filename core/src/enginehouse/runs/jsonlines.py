@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from enginehouse.runs.atomic import write_whole
+
 log = logging.getLogger(__name__)
 
 
@@ -26,7 +28,7 @@ class JsonLines:
         Raises:
             OSError: it could not be written; the file is as it was.
         """
-        line = (encoded(row) + "\n").encode("utf-8", "replace")
+        line = (encoded(row) + "\n").encode("utf-8", "backslashreplace")  # which is JSON's escape
         before = os.fstat(self._file.fileno()).st_size
         try:
             while line:  # in one piece, unless the disk is full
@@ -53,8 +55,8 @@ def encoded(row: Mapping[str, Any]) -> str:
 
 
 def write_json_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write a file of rows."""
-    path.write_text("".join(encoded(row) + "\n" for row in rows), encoding="utf-8")
+    """Replace the file `path` by one of rows, as `write_whole`."""
+    write_whole(path, "".join(encoded(row) + "\n" for row in rows))
 
 
 def read_whole_lines(path: Path) -> list[dict[str, Any]]:

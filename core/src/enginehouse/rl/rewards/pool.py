@@ -49,7 +49,10 @@ FAILED_STARTS = 3
 
 TIMEOUTS_AT_FIRST, TIMEOUTS_LATER = 3, 10
 """So many rows a process may time out, none ending in between, before the reward is said to hang on every row: while
-none has ever ended, and once one has."""
+none ever got a score, and once one has, or where all rows may be without one."""
+
+LEAST_FAILURES = 3
+"""So many rows without a score say something of the reward, unless none may be: one or two are single rows."""
 
 
 class RewardError(EnginehouseError):
@@ -93,8 +96,8 @@ class RewardPool:
         timeout_seconds: longest time for one row, or one call of a batched reward; its process is ended then.
         concurrency: rows that a process of an `async` reward has at work at once.
         on_error: `"fail"` raises for a row that has no score, `"zero"` scores it 0.
-        max_failures: share of a batch's rows that may be without a score; where more are, the reward is taken to be
-            broken and the batch raises, whatever `on_error` says.
+        max_failures: share of a batch's rows that may be without a score; where more are, and `LEAST_FAILURES` or it
+            is 0, the reward is taken to be broken and the batch raises, whatever `on_error` says.
         python_path: directories to import the function from.
         record: file to write the first failure that is scored 0 to.
     """
@@ -188,9 +191,6 @@ class RewardPool:
         for process in self._processes:
             process.close()
 
-    def _children(self) -> list[RewardProcess]:
-        return list(self._processes)
-
     def _start(self) -> RewardProcess:
         self._started += 1
         try:
@@ -249,10 +249,11 @@ class RewardPool:
             for number, result in message.results.items():
                 if process.outstanding.pop(number, None) is None:
                     continue
+                batch.timeouts = 0
                 if isinstance(result, Failure):
                     self._fail(batch, number, result)
                     continue
-                batch.timeouts, batch.scores[number] = 0, result
+                batch.scores[number] = result
                 took, known = process.seconds_per_answer, self._seconds_per_row
                 self._seconds_per_row = took if known is None else known + 0.1 * (took - known)
 
@@ -291,8 +292,10 @@ class RewardPool:
         else:
             batch.timeouts += 1
             self._blame(batch, process, Failure(overdue(self.timeout_seconds), output=output), retry=False)
-            limit = (TIMEOUTS_AT_FIRST if self._seconds_per_row is None else TIMEOUTS_LATER) * len(self._processes)
-            if batch.timeouts >= limit:
+            all_may_fail = self.on_error == "zero" and self.max_failures == 1
+            at_first = self._seconds_per_row is None and not all_may_fail
+            limit = TIMEOUTS_AT_FIRST if at_first else TIMEOUTS_LATER
+            if batch.timeouts >= limit * len(self._processes):
                 raise RewardError(
                     f"{self._named()}: the reward seems to hang on every row: {batch.timeouts} calls one after another "
                     f"did not return within {self.timeout_seconds:g} s. Call it by hand on a row, or raise "
@@ -330,7 +333,7 @@ class RewardPool:
         """Count a row without a score; raise where there are too many."""
         batch.scores[number] = Score(0.0, {}, failure.what)
         batch.failures.append((number, failure))
-        if len(batch.failures) > self.max_failures * len(batch.rows):
+        if self._too_many(batch, len(batch.rows)):
             raise self._failed(batch)
         if self.on_error == "fail":
             batch.until = min(batch.until, time.monotonic() + self.timeout_seconds)
@@ -352,11 +355,17 @@ class RewardPool:
             kept,
         )
 
+    def _too_many(self, batch: _Batch, rows: int) -> bool:
+        """Whether more of so many rows have no score than can be laid on single ones."""
+        failed = len(batch.failures)
+        return failed > self.max_failures * rows and (failed >= LEAST_FAILURES or self.max_failures == 0)
+
     def _failed(self, batch: _Batch) -> RewardError:
         """What ends the run because of rows without a score: single ones, or so many that the reward is to blame."""
-        (number, failure), failed, tried = batch.failures[0], len(batch.failures), len(batch.scores)
+        (number, failure), failed = batch.failures[0], len(batch.failures)
+        tried = len(batch.rows) - len(batch.waiting) - len(batch.alone)
         what, details = _what(batch, number, failure), _details(batch, number, failure)
-        if failed > self.max_failures * tried:
+        if self._too_many(batch, tried):
             return RewardError(
                 f"{self._named()}: {failed} of {tried} rows that were tried got no score, more than "
                 f"reward.max_failures={self.max_failures:g} allows: the reward is at fault, not single rows. Call "

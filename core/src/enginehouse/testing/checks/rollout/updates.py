@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from enginehouse.controller.weight_effect import Scores, scored_tokens, share_taken
+from enginehouse.controller.weight_effect import Scores, scored_tokens, share_taken, stands_still
 from enginehouse.engines.weights import WeightChunk, WeightState, WeightSyncError, checksum
 from enginehouse.plugin import capabilities
 from enginehouse.testing.check import PROTOCOL, Check, Measured, RolloutCheck, wrong
@@ -73,7 +73,7 @@ def _judge_small_updates(steps: list[tuple[str, list[list[float]]]]) -> Measured
         found.append((name, Scores(scored_tokens(right), scored_tokens(scored))))
     worst = Measured(0.0)
     for (_, before), (name, after) in itertools.pairwise(found):
-        share = share_taken(before, after, torch.finfo(torch.float32).eps)
+        share = 0.0 if stands_still(before, after) else share_taken(before, after, torch.finfo(torch.float32).eps)
         moved = f"the oracle's logprobs change by {abs(after.trainer - before.trainer).mean():.2g} nats a token"
         if share is None:
             apart = f"{abs(before.trainer - before.replica).mean():.2g}"
