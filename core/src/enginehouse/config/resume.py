@@ -238,7 +238,7 @@ def _found(findings: Findings, directory: Path) -> Checkpoint:
     if checkpoint is None and not damaged:
         raise ConfigError(
             f"--resume: the run in {directory} left no checkpoint to go on from. (It is written every "
-            "train.checkpoint_every steps, and when a run is interrupted by Ctrl-C.) Start it anew by "
+            "train.checkpoint_every steps, and when a run is interrupted or fails.) Start it anew by "
             "run.overwrite=true, without --resume"
         )
     listed = "; ".join(f"{path.name}: {why}" for path, why in damaged.items())
@@ -251,8 +251,8 @@ def _found(findings: Findings, directory: Path) -> Checkpoint:
         findings.note(f"passed over, and set aside when the run goes on: damaged checkpoints ({listed})")
     if not checkpoint.files:
         findings.note(
-            f"{checkpoint.path} was written before checkpoints had digests: whether its files and the data are what "
-            "they were is not checked"
+            f"{checkpoint.path} has no digests of its files, as its run ended in a hurry or was of an older "
+            "enginehouse: whether they, and in the latter case the data, are what they were is not checked"
         )
     return checkpoint
 
