@@ -21,7 +21,12 @@ def test_a_call_that_does_not_end_is_given_up_and_no_other_is_tried():
     assert access.stuck
     assert not access.end("come after it", lambda: made.append("after it"))
     assert made == ["quick"]
+    (hung,) = [thread for thread in threading.enumerate() if thread.name == "ray-hang"]
     release.set()
+    hung.join()
+    assert not access.stuck  # it was slow
+    assert access.end("come after that", lambda: made.append("after that"))
+    assert made == ["quick", "after that"]
 
 
 def test_an_error_of_such_a_call_is_the_callers():

@@ -30,21 +30,27 @@ class RayAccess:
 
     Attributes:
         lost: whether the control service was found gone.
-        stuck: whether Ray did not answer a call that was to end something: no other such call is tried then, and the
-            program should not end through Ray's own handlers.
     """
 
     def __init__(self) -> None:
-        self.lost = self.stuck = False
+        self.lost = False
+        self._hung: list[threading.Thread] = []
         self._inside = 0
         self._closed = False
         self._left = threading.Condition()
         self._control: psutil.Process | None = None
         self._next_look = 0.0
 
+    @property
+    def stuck(self) -> bool:
+        """Whether Ray has still not answered a call that was to end something: no other such call is tried meanwhile,
+        and the program should not end through Ray's own handlers."""
+        return any(thread.is_alive() for thread in self._hung)
+
     def open(self, control: psutil.Process | None) -> None:
         """Ray is up. `control` is the process of its control service, where that was started here."""
-        self.lost = self.stuck = self._closed = False
+        self.lost = self._closed = False
+        self._hung = []
         self._control = control
 
     def carry_on(self) -> None:
@@ -111,11 +117,12 @@ class RayAccess:
         thread.start()
         thread.join(seconds)
         if thread.is_alive():
-            self.stuck = True
+            self._hung.append(thread)
             log.warning("Ray did not %s within %g s; its processes are killed", what, seconds)
-        elif errors:
+            return False
+        if errors:
             raise errors[0]
-        return not self.stuck
+        return True
 
 
 ray_access = RayAccess()
