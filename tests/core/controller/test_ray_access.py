@@ -53,6 +53,7 @@ def test_closing_waits_for_who_is_inside_and_lets_nobody_in():
     assert refused.is_set()
     with pytest.raises(ClusterLost, match="shut down"), access:
         pass
+    access.look()  # by who needs no Ray
     access.open(None)
     with access:
         pass
@@ -69,6 +70,8 @@ def test_a_control_service_that_ended_is_noticed_until_the_caller_carries_on():
     for _ in range(2):
         with pytest.raises(ClusterLost, match=f"pid {process.pid}"), access:
             pass
+    with pytest.raises(ClusterLost):
+        access.look()
     assert access.lost
     access.carry_on()
     with access:

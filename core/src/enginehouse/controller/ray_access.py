@@ -61,7 +61,7 @@ class RayAccess:
     def close(self) -> None:
         """Let no one in any more, and wait for those inside to leave."""
         with self._left:
-            self._closed = True
+            self._closed, self._control = True, None
             if not self._left.wait_for(lambda: not self._inside, LEAVING_SECONDS):
                 log.debug("%d threads are still inside Ray", self._inside)
 
@@ -73,6 +73,14 @@ class RayAccess:
         """
         if self._closed:
             raise ClusterLost("Ray was shut down, or is being so")
+        self.look()
+
+    def look(self) -> None:
+        """To be called every `LOOK_SECONDS` by who waits outside Ray, with or without it.
+
+        Raises:
+            ClusterLost: Ray's control service is gone.
+        """
         control = self._control
         if control is None or time.monotonic() < self._next_look:
             return
