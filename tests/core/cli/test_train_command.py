@@ -192,6 +192,23 @@ def test_a_run_that_does_not_end_is_ended_with_its_children(project: Project, si
     assert not Path(f"/proc/{child}/cmdline").exists() or not Path(f"/proc/{child}/cmdline").read_text()
 
 
+@pytest.mark.parametrize(("behaviour", "code", "status"), [("return", 0, "finished"), ("1 / 0", 1, "failed")])
+def test_a_signal_while_the_end_is_recorded_changes_nothing(project: Project, behaviour: str, code: int, status: str):
+    signalled = """
+        import os, signal
+        finish = self.run_directory.finish
+        def interrupted(*arguments, **named):
+            os.kill(os.getpid(), signal.SIGTERM)
+            finish(*arguments, **named)
+        self.run_directory.finish = interrupted
+        """
+    process = start(project, signalled.strip() + "\n        " + behaviour)
+    _, err = process.communicate(timeout=WITHIN_SECONDS)
+    assert process.returncode == code, err
+    assert record(project)["status"] == status
+    assert (project.root / "runs/one/error.txt").exists() is (status == "failed")
+
+
 def test_a_closed_terminal_does_not_stop_the_end(project: Project):
     process = start(project, ORDERLY)
     until_ready(process)

@@ -71,6 +71,14 @@ class Interrupts:
             self._former = {number: signal.signal(number, self._raise) for number in numbers}
         return self
 
+    def record_end(self) -> bool:
+        """Have no signal raise from now on, as the end is being recorded; say whether one came before.
+
+        A first one still begins the grace, and a second one still ends it.
+        """
+        came, self._raised = self._raised, True
+        return came or self.number is not None
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
