@@ -156,6 +156,19 @@ def test_a_run_that_fails_keeps_its_metrics_and_says_why(project: Project, behav
     assert len((project.root / "runs/one/metrics.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.parametrize(
+    "behaviour",
+    ["raise OSError(5, 'Input/output error')", "(self.run_directory.path / 'gone/file').open('w')"],
+    ids=["failing", "gone"],
+)
+def test_a_disk_that_fails_is_one_message_that_names_the_path(project: Project, behaviour: str):
+    process = start(project, behaviour)
+    _, err = process.communicate()
+    assert process.returncode == 1, err
+    assert f"Error: the disk of {project.root / 'runs/one'} does not take what the run writes: [Errno" in err
+    assert "Traceback" not in err
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_run_ends_in_order_and_says_what_was_saved(project: Project, number: signal.Signals):
     process = start(project, ORDERLY)

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import click
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from enginehouse.runs.record import Status
 
 
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE)
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE, errno.EIO, errno.ENODEV, errno.ENXIO)
 
 
 class Trainer(Protocol):
@@ -143,7 +144,9 @@ def _failed(run: RunDirectory, error: BaseException) -> NoReturn:
     kept = "; the traceback is in error.txt there" if (run.path / "error.txt").exists() else ""
     click.echo(f"The run failed. {saved_words(run)}{kept}.", err=True)
     blamed = unwrap_user_error(error) or error
-    if isinstance(blamed, OSError) and blamed.errno in _DISK_ERRORS:
+    if isinstance(blamed, OSError) and (
+        blamed.errno in _DISK_ERRORS or Path(os.fsdecode(blamed.filename or "")).is_relative_to(run.path)
+    ):
         blamed = EnginehouseError(f"the disk of {run.path} does not take what the run writes: {blamed}")
     if not isinstance(blamed, Exception):  # nobody interrupted the run: it must not look so
         blamed = EnginehouseError(f"the run was ended by {type(error).__name__}: {error}")
