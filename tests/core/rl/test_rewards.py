@@ -447,11 +447,23 @@ def test_a_cluster_that_is_lost_is_noticed_while_rows_are_scored(pool, monkeypat
 def test_a_reward_that_fails_for_most_rows_ends_the_step_and_is_not_advised_to_be_zeroed(pool, on_error):
     rewards = pool("troubled", on_error=on_error, max_failures=0.25)
     with pytest.raises(RewardError, match=r"reward\.max_failures=0\.25") as caught:
-        rewards.score(rows("good", "raise", "nan", "good", "good"))
+        rewards.score(rows("good", "raise", "nan", "nan", "good", "good"))
     message = str(caught.value)
-    assert "sample 1 of 5 raised ValueError: no digits in it" in message
+    assert "sample 1 of 6 raised ValueError: no digits in it" in message
     assert "in troubled" in message
     assert "on_error" not in message
+
+
+@pytest.mark.parametrize("bad", [1, 2])
+def test_single_rows_are_zeros_however_few_there_are(pool, bad):
+    rewards = pool("troubled", on_error="zero", max_failures=0.5)
+    assert len(failures(rewards, *["raise"] * bad)) == bad
+
+
+def test_single_rows_that_fail_are_advised_to_be_zeroed(pool):
+    rewards = pool("troubled", on_error="fail", timeout_seconds=600)
+    with pytest.raises(RewardError, match=r"Set reward\.on_error=zero"):
+        rewards.score(rows("raise"))
 
 
 def test_as_many_failures_as_are_allowed_are_zeros(pool):

@@ -48,6 +48,9 @@ LOOK_SECONDS = 0.1
 FAILED_STARTS = 3
 """So many processes may end one after another before one is ready."""
 
+SINGLE_ROWS = 2
+"""So many rows without a score are single ones, whatever share of a batch they are."""
+
 TIMEOUTS_AT_FIRST, TIMEOUTS_LATER = 3, 10
 """So many rows a process may time out, none ending in between, before the reward is said to hang on every row: while
 none has ever ended, and once one has."""
@@ -94,8 +97,9 @@ class RewardPool:
         timeout_seconds: longest time for one row, or one call of a batched reward; its process is ended then.
         concurrency: rows that a process of an `async` reward has at work at once.
         on_error: `"fail"` raises for a row that has no score, `"zero"` scores it 0.
-        max_failures: share of a batch's rows that may be without a score; where more are, the reward is taken to be
-            broken and the batch raises, whatever `on_error` says.
+        max_failures: share of a batch's rows that may be without a score; where more are, and more than
+            `SINGLE_ROWS`, the reward is taken to be broken and the batch raises, whatever `on_error` says. 0 allows
+            none.
         python_path: directories to import the function from.
         record: file to write the first failure that is scored 0 to.
     """
@@ -332,13 +336,18 @@ class RewardPool:
         """Count a row without a score; raise where there are too many."""
         batch.scores[number] = Score(0.0, {}, failure.what)
         batch.failures.append((number, failure))
-        if len(batch.failures) > self.max_failures * len(batch.rows):
+        if self._too_many(batch, len(batch.rows)):
             raise self._failed(batch)
         if self.on_error == "fail":
             batch.until = min(batch.until, time.monotonic() + self.timeout_seconds)
         elif not self._warned:
             self._warned = True
             self._warn(batch, number, failure)
+
+    def _too_many(self, batch: _Batch, rows: int) -> bool:
+        """Whether so many of `rows` rows have no score that the reward is at fault, and not single rows."""
+        allowed = max(self.max_failures * rows, SINGLE_ROWS if self.max_failures else 0)
+        return len(batch.failures) > allowed
 
     def _warn(self, batch: _Batch, number: int, failure: Failure) -> None:
         kept = ""
@@ -356,9 +365,10 @@ class RewardPool:
 
     def _failed(self, batch: _Batch) -> RewardError:
         """What ends the run because of rows without a score: single ones, or so many that the reward is to blame."""
-        (number, failure), failed, tried = batch.failures[0], len(batch.failures), len(batch.scores)
+        (number, failure), failed = batch.failures[0], len(batch.failures)
+        tried = len(batch.scores) + sum(len(process.outstanding) for process in self._processes)
         what, details = _what(batch, number, failure), _details(batch, number, failure)
-        if failed > self.max_failures * tried:
+        if self._too_many(batch, tried):
             return RewardError(
                 f"{self._named()}: {failed} of {tried} rows that were tried got no score, more than "
                 f"reward.max_failures={self.max_failures:g} allows: the reward is at fault, not single rows. Call "
