@@ -158,11 +158,13 @@ def _start(ray: Any, num_cpus: int | None, quiet: dict[str, Any]) -> Cluster:
             )
             break
         except Exception as error:
-            if not left or LATE not in str(error):
-                raise
-            log.warning("Ray did not start within its 30 s on this busy machine; trying again")
             ray.shutdown()
             end_processes(started(), 0.0)
+            if not left or LATE not in str(error):
+                if temp_dir:
+                    shutil.rmtree(temp_dir, ignore_errors=True)
+                raise
+            log.warning("Ray did not start within its 30 s on this busy machine; trying again")
     return Cluster(owned=True, processes=started(), temp_dir=temp_dir)
 
 
