@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from projects import Project
 
 from enginehouse.cli.main import main
 from enginehouse.cli.train import train
+from enginehouse.controller.ray_access import RayAccess
 from enginehouse.runs import RunDirectory
 from enginehouse.testing.models import tiny_model
 
@@ -322,6 +324,23 @@ def test_a_run_interrupted_while_it_reads_its_data_leaves_the_earlier_one(projec
     assert "Nothing was begun; runs/one is as it was" in err
     assert "Traceback" not in err
     assert record(project) == before
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["plan", "--help"], 0), (["parity", "not there"], 2)])
+def test_no_command_ends_through_a_ray_that_is_stuck(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int
+):
+    release, leaving, left = threading.Event(), [], []
+    access = RayAccess()
+    access.end("hang", release.wait, seconds=0.01)
+    monkeypatch.setattr("enginehouse.controller.ray_access.ray_access", access)
+    monkeypatch.setattr("atexit.register", leaving.append)
+    monkeypatch.setattr("os._exit", left.append)
+    assert CliRunner().invoke(main, arguments).exit_code == code
+    release.set()
+    for leave in leaving:
+        leave()
+    assert left == [code]
 
 
 def test_help_shows_examples():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
 import os
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn, Protocol
 import click
 
 from enginehouse.cli.interrupts import Interrupts
-from enginehouse.errors import EnginehouseError, UserError
+from enginehouse.errors import EnginehouseError
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import Plan, SFTPlan
@@ -98,7 +97,6 @@ def run_plan(plan: Plan | SFTPlan, build: Callable[[RunDirectory, Progress], Tra
             _record_end(run, ended_by, interrupted)
     if ended_by is None:
         _say_end(run, progress, "finished", quiet)
-        _leave_stuck_ray(0)
     elif interrupted:
         _interrupted(run, progress, interrupts.exit_code, ended_by, quiet)
     elif run.opened:
@@ -127,7 +125,6 @@ def _interrupted(run: RunDirectory, progress: Progress, code: int, error: BaseEx
                 click.echo(f"While the run was ended: {_in_words(error)}", err=True)
             _say_end(run, progress, "interrupted", quiet)
         click.echo(saved_words(run), err=True)
-    _leave_stuck_ray(code)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -150,7 +147,6 @@ def _failed(run: RunDirectory, error: BaseException) -> NoReturn:
         blamed = EnginehouseError(f"the disk of {run.path} does not take what the run writes: {blamed}")
     if not isinstance(blamed, Exception):  # nobody interrupted the run: it must not look so
         blamed = EnginehouseError(f"the run was ended by {type(error).__name__}: {error}")
-    _leave_stuck_ray(2 if isinstance(blamed, UserError) else 1)
     if blamed is not error:
         raise blamed from error
     raise error
@@ -158,20 +154,6 @@ def _failed(run: RunDirectory, error: BaseException) -> NoReturn:
 
 def _in_words(error: BaseException) -> str:
     return str(error) or type(error).__name__
-
-
-def _leave_stuck_ray(code: int) -> None:
-    """Where Ray hung as it was shut down, have the program end without what Ray does then: it would hang as well."""
-    from enginehouse.controller.ray_access import ray_access
-
-    def leave() -> None:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError):
-                stream.flush()
-        os._exit(code)
-
-    if ray_access.stuck:
-        atexit.register(leave)
 
 
 def _say_end(run: RunDirectory, progress: Progress, status: Status, quiet: bool) -> None:
