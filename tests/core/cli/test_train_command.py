@@ -327,9 +327,7 @@ def test_a_run_interrupted_while_it_reads_its_data_leaves_the_earlier_one(projec
 
 
 @pytest.mark.parametrize(("arguments", "code"), [(["plan", "--help"], 0), (["parity", "not there"], 2)])
-def test_no_command_ends_through_a_ray_that_is_stuck(
-    monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int
-):
+def test_no_command_ends_through_a_ray_that_is_stuck(monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int):
     release, leaving, left = threading.Event(), [], []
     access = RayAccess()
     access.end("hang", release.wait, seconds=0.01)

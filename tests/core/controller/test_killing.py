@@ -26,5 +26,5 @@ def test_workers_on_this_machine_end_though_ray_fails_to_kill_them(
     processes._local, processes._facts = {0: psutil.Process(worker.pid)}, {}
     processes._actors, processes._stuck = [object()], set()
     processes._kill(patience=0.0)
-    assert worker.wait() != 0
+    assert worker.poll() is not None
     assert "Ray could not kill workers: no such actor" in caplog.text

@@ -17,9 +17,9 @@ import numpy
 import psutil
 import pytest
 
-from enginehouse.plugin import batched_reward
 from enginehouse.controller.errors import ClusterLost
 from enginehouse.controller.ray_access import ray_access
+from enginehouse.plugin import batched_reward
 from enginehouse.rl.rewards.pool import TIMEOUTS_AT_FIRST, RewardError, RewardPool
 from enginehouse.rl.rewards.program import MARK
 
