@@ -14,11 +14,13 @@ import sys
 import textwrap
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 from projects import Project
 
+from enginehouse.cli import interrupts
 from enginehouse.cli.main import main
 from enginehouse.cli.train import train
 from enginehouse.controller.ray_access import RayAccess
@@ -183,6 +185,29 @@ def test_an_interrupted_run_ends_in_order_and_says_what_was_saved(project: Proje
     assert "Traceback" not in err
     assert record(project)["status"] == "interrupted"
     assert spans(project)[-1] == "step 2"
+
+
+@pytest.mark.parametrize(
+    ("number", "seconds", "forced"),
+    [(signal.SIGINT, 0.1, False), (signal.SIGINT, 0.5, True), (signal.SIGTERM, 0.5, False), (signal.SIGTERM, 2, True)],
+)
+def test_a_signal_that_comes_twice_at_once_is_one_wish(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals, seconds: float, forced: bool
+):
+    ended = 0
+    now, heard, ends = [0.0], [number, number, ended], []
+
+    def following(limit: float | None) -> int:
+        now[0] = 0.0 if len(heard) == 3 else seconds
+        return heard.pop(0)
+
+    monkeypatch.setattr(interrupts, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(interrupts, "_write_notice", lambda: None)
+    watching = interrupts.Interrupts(lambda: None)
+    monkeypatch.setattr(watching, "_next", following)
+    monkeypatch.setattr(watching, "_force", lambda: ends.append("forced"))
+    watching._watch()
+    assert ends == ["forced"] * forced
 
 
 @pytest.mark.parametrize(
