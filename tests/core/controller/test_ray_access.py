@@ -8,7 +8,9 @@ import threading
 
 import psutil
 import pytest
+import ray
 
+from enginehouse.controller import cluster
 from enginehouse.controller.errors import ClusterLost
 from enginehouse.controller.ray_access import RayAccess
 
@@ -27,6 +29,17 @@ def test_a_call_that_does_not_end_is_given_up_and_no_other_is_tried():
     assert not access.stuck  # it was slow
     assert access.end("come after that", lambda: made.append("after that"))
     assert made == ["quick", "after that"]
+
+
+def test_a_cluster_that_could_not_be_shut_down_is_abandoned_also_once_the_call_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    access = RayAccess()
+    monkeypatch.setattr(access, "end", lambda what, call, seconds: False)
+    monkeypatch.setattr(cluster, "ray_access", access)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    cluster.Cluster(owned=True).shutdown()
+    assert access.abandoned
 
 
 def test_an_error_of_such_a_call_is_the_callers():

@@ -111,7 +111,7 @@ def _leave_stuck_ray(code: int) -> None:
         os._exit(code)
 
     module = sys.modules.get("enginehouse.controller.ray_access")  # a command without Ray does not import it
-    if module is not None and module.ray_access.stuck:
+    if module is not None and (module.ray_access.stuck or module.ray_access.abandoned):
         atexit.register(leave)
 
 

@@ -67,9 +67,9 @@ class Cluster:
             return
         left = [child for process in self._processes for child in _family(process)]
         ray_access.close()
-        if ray.is_initialized():
-            ray_access.end("shut down", ray.shutdown, SHUTDOWN_SECONDS)
-        end_processes(left, patience=0.0 if ray_access.stuck else 5.0)
+        ended = not ray.is_initialized() or ray_access.end("shut down", ray.shutdown, SHUTDOWN_SECONDS)
+        ray_access.abandoned = not ended
+        end_processes(left, patience=5.0 if ended else 0.0)
         if self._temp_dir:
             shutil.rmtree(self._temp_dir, ignore_errors=True)
         self.owned = False

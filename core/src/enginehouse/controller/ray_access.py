@@ -30,10 +30,12 @@ class RayAccess:
 
     Attributes:
         lost: whether the control service was found gone.
+        abandoned: whether its processes were killed without Ray being shut down here: the program should not end
+            through Ray's own handlers.
     """
 
     def __init__(self) -> None:
-        self.lost = False
+        self.lost = self.abandoned = False
         self._hung: list[threading.Thread] = []
         self._inside = 0
         self._closed = False
@@ -43,13 +45,12 @@ class RayAccess:
 
     @property
     def stuck(self) -> bool:
-        """Whether Ray has still not answered a call that was to end something: no other such call is tried meanwhile,
-        and the program should not end through Ray's own handlers."""
+        """Whether Ray has still not answered a call that was to end something: no other such call is tried meanwhile."""
         return any(thread.is_alive() for thread in self._hung)
 
     def open(self, control: psutil.Process | None) -> None:
         """Ray is up. `control` is the process of its control service, where that was started here."""
-        self.lost = self._closed = False
+        self.lost = self.abandoned = self._closed = False
         self._hung = []
         self._control = control
 
