@@ -45,7 +45,7 @@ class RayAccess:
 
     @property
     def stuck(self) -> bool:
-        """Whether Ray has still not answered a call that was to end something: no other such call is tried meanwhile."""
+        """Whether Ray has still not answered a call that was to end something: no other is tried meanwhile."""
         return any(thread.is_alive() for thread in self._hung)
 
     def open(self, control: psutil.Process | None) -> None:
