@@ -12,14 +12,18 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 from projects import Project
 
+from enginehouse.cli import interrupts
 from enginehouse.cli.main import main
 from enginehouse.cli.train import train
+from enginehouse.controller.ray_access import RayAccess
 from enginehouse.runs import RunDirectory
 from enginehouse.testing.models import tiny_model
 
@@ -156,12 +160,24 @@ def test_a_run_that_fails_keeps_its_metrics_and_says_why(project: Project, behav
     assert len((project.root / "runs/one/metrics.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.parametrize(
+    "behaviour",
+    ["raise OSError(5, 'Input/output error')", "(self.run_directory.path / 'gone/file').open('w')"],
+    ids=["failing", "gone"],
+)
+def test_a_disk_that_fails_is_one_message_that_names_the_path(project: Project, behaviour: str):
+    process = start(project, behaviour)
+    _, err = process.communicate()
+    assert process.returncode == 1, err
+    assert f"Error: the disk of {project.root / 'runs/one'} does not take what the run writes: [Errno" in err
+    assert "Traceback" not in err
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_run_ends_in_order_and_says_what_was_saved(project: Project, number: signal.Signals):
     process = start(project, ORDERLY)
     until_ready(process)
-    process.send_signal(number)
-    if number != signal.SIGINT:  # as `timeout` does, which signals its child and then the child's group
+    for _ in range(2):  # as `timeout` does, which signals its child and then the child's group
         process.send_signal(number)
     _, err = process.communicate(timeout=WITHIN_SECONDS)
     assert process.returncode == 128 + number
@@ -172,24 +188,65 @@ def test_an_interrupted_run_ends_in_order_and_says_what_was_saved(project: Proje
 
 
 @pytest.mark.parametrize(
+    ("number", "seconds", "forced"),
+    [(signal.SIGINT, 0.1, False), (signal.SIGINT, 0.5, True), (signal.SIGTERM, 0.5, False), (signal.SIGTERM, 2, True)],
+)
+def test_a_signal_that_comes_twice_at_once_is_one_wish(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals, seconds: float, forced: bool
+):
+    ended = 0
+    now, heard, ends = [0.0], [number, number, ended], []
+
+    def following(limit: float | None) -> int:
+        now[0] = 0.0 if len(heard) == 3 else seconds
+        return heard.pop(0)
+
+    monkeypatch.setattr(interrupts, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(interrupts, "_write_notice", lambda: None)
+    watching = interrupts.Interrupts(lambda: None)
+    monkeypatch.setattr(watching, "_next", following)
+    monkeypatch.setattr(watching, "_force", lambda: ends.append("forced"))
+    watching._watch()
+    assert ends == ["forced"] * forced
+
+
+@pytest.mark.parametrize(
     ("signals", "behaviour"),
     [(1, STUBBORN), (2, STUBBORN), (1, HOLDING_A_LOCK), (2, HOLDING_A_LOCK), (2, IN_NATIVE_CODE)],
     ids=["1-stubborn", "2-stubborn", "1-holding-a-lock", "2-holding-a-lock", "2-in-native-code"],
 )
 def test_a_run_that_does_not_end_is_ended_with_its_children(project: Project, signals: int, behaviour: str):
-    process = start(project, behaviour)
+    process = start(project, behaviour, *(["run.grace_seconds=3600"] if signals == 2 else []))
     (child,) = until_ready(process)
     process.send_signal(signal.SIGINT)
     if signals == 2:
         assert process.stderr is not None
         while "Interrupted" not in process.stderr.readline():
             pass
-        process.send_signal(signal.SIGINT)
+        while process.poll() is None:  # one that comes at once is an echo of the first
+            process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=WITHIN_SECONDS)
     assert process.returncode == 130
     assert "Saved: metrics of 2 steps" in err
     assert record(project)["status"] == "interrupted"
     assert not Path(f"/proc/{child}/cmdline").exists() or not Path(f"/proc/{child}/cmdline").read_text()
+
+
+@pytest.mark.parametrize(("behaviour", "code", "status"), [("return", 0, "finished"), ("1 / 0", 1, "failed")])
+def test_a_signal_while_the_end_is_recorded_changes_nothing(project: Project, behaviour: str, code: int, status: str):
+    signalled = """
+        import os, signal
+        finish = self.run_directory.finish
+        def interrupted(*arguments, **named):
+            os.kill(os.getpid(), signal.SIGTERM)
+            finish(*arguments, **named)
+        self.run_directory.finish = interrupted
+        """
+    process = start(project, signalled.strip() + "\n        " + behaviour)
+    _, err = process.communicate(timeout=WITHIN_SECONDS)
+    assert process.returncode == code, err
+    assert record(project)["status"] == status
+    assert (project.root / "runs/one/error.txt").exists() is (status == "failed")
 
 
 def test_a_closed_terminal_does_not_stop_the_end(project: Project):
@@ -292,6 +349,24 @@ def test_a_run_interrupted_while_it_reads_its_data_leaves_the_earlier_one(projec
     assert "Nothing was begun; runs/one is as it was" in err
     assert "Traceback" not in err
     assert record(project) == before
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["plan", "--help"], 0), (["parity", "not there"], 2)])
+def test_no_command_ends_through_a_ray_that_is_stuck(monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int):
+    release, leaving, left = threading.Event(), [], []
+    access = RayAccess()
+    if code:
+        access.abandoned = True
+    else:
+        access.end("hang", release.wait, seconds=0.01)
+    monkeypatch.setattr("enginehouse.controller.ray_access.ray_access", access)
+    monkeypatch.setattr("atexit.register", leaving.append)
+    monkeypatch.setattr("os._exit", left.append)
+    assert CliRunner().invoke(main, arguments).exit_code == code
+    release.set()
+    for leave in leaving:
+        leave()
+    assert left == [code]
 
 
 def test_help_shows_examples():

@@ -176,7 +176,7 @@ def test_a_checkpoint_from_before_there_were_digests_is_gone_on_from_with_a_note
     planned = resume()
     assert planned.resumed is not None
     assert planned.resumed.step == 3
-    assert any("written before checkpoints had digests" in note for note in planned.notes)
+    assert any("has no digests of its files" in note for note in planned.notes)
 
 
 @pytest.mark.fault(

@@ -8,7 +8,9 @@ import threading
 
 import psutil
 import pytest
+import ray
 
+from enginehouse.controller import cluster
 from enginehouse.controller.errors import ClusterLost
 from enginehouse.controller.ray_access import RayAccess
 
@@ -21,7 +23,23 @@ def test_a_call_that_does_not_end_is_given_up_and_no_other_is_tried():
     assert access.stuck
     assert not access.end("come after it", lambda: made.append("after it"))
     assert made == ["quick"]
+    (hung,) = [thread for thread in threading.enumerate() if thread.name == "ray-hang"]
     release.set()
+    hung.join()
+    assert not access.stuck  # it was slow
+    assert access.end("come after that", lambda: made.append("after that"))
+    assert made == ["quick", "after that"]
+
+
+def test_a_cluster_that_could_not_be_shut_down_is_abandoned_also_once_the_call_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    access = RayAccess()
+    monkeypatch.setattr(access, "end", lambda what, call, seconds: False)
+    monkeypatch.setattr(cluster, "ray_access", access)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    cluster.Cluster(owned=True).shutdown()
+    assert access.abandoned
 
 
 def test_an_error_of_such_a_call_is_the_callers():
@@ -48,6 +66,7 @@ def test_closing_waits_for_who_is_inside_and_lets_nobody_in():
     assert refused.is_set()
     with pytest.raises(ClusterLost, match="shut down"), access:
         pass
+    access.look()  # by who needs no Ray
     access.open(None)
     with access:
         pass
@@ -64,6 +83,8 @@ def test_a_control_service_that_ended_is_noticed_until_the_caller_carries_on():
     for _ in range(2):
         with pytest.raises(ClusterLost, match=f"pid {process.pid}"), access:
             pass
+    with pytest.raises(ClusterLost):
+        access.look()
     assert access.lost
     access.carry_on()
     with access:

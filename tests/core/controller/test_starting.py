@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from enginehouse.controller import cluster
 
 PROGRAM = """
 import sys
@@ -40,3 +46,23 @@ def test_ray_that_does_not_come_up_is_a_clear_error():
     ran = started(3)
     assert ran.returncode != 0
     assert "could not start Ray on this machine: The current node timed out" in ran.stderr
+
+
+@pytest.mark.parametrize(("says", "starts"), [(cluster.LATE, cluster.STARTS), ("no such option", 1)])
+def test_a_start_that_fails_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, starts: int
+):
+    calls: list[str] = []
+
+    def init(**named: object) -> None:
+        calls.append("init")
+        raise RuntimeError(says)
+
+    (tmp_path / "ray").mkdir()
+    monkeypatch.setattr(cluster, "_short_temp_dir", lambda: str(tmp_path / "ray"))
+    monkeypatch.setattr(cluster, "end_processes", lambda processes, patience: calls.append("end"))
+    ray = SimpleNamespace(init=init, shutdown=lambda: calls.append("shutdown"))
+    with pytest.raises(RuntimeError, match=says):
+        cluster._start(ray, 1, {})
+    assert calls == ["init", "shutdown", "end"] * starts
+    assert list(tmp_path.iterdir()) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,7 +92,8 @@ def test_a_background_checkpoint_is_published_once_the_engine_is_done(project: P
     assert setting.actor.calls == ["save_in_background"]  # nothing was waited for
     assert setting.whole == []
     setting.actor.write()
-    setting.checkpointing.look()
+    while not setting.published:
+        setting.checkpointing.look()
     assert setting.whole == ["step-000003"]
     assert setting.published == [3]
     setting.checkpointing.finish()
@@ -120,6 +122,46 @@ def test_training_goes_on_while_a_background_checkpoint_is_read_for_its_digests(
     setting.checkpointing.write_last(standing(3), 60.0)
     assert setting.whole == ["step-000003"]
     assert setting.actor.calls == ["save_in_background", "finish_save"]
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_checkpoint_that_is_not_read_in_time_is_kept_and_holds_up_no_end(
+    project: Project, monkeypatch: pytest.MonkeyPatch, background: bool
+):
+    readers: list[threading.Thread] = []
+    go_on = threading.Event()
+
+    def hangs(staged: Path) -> dict[str, tuple[int, str]]:
+        readers.append(threading.current_thread())
+        go_on.wait()
+        return {}
+
+    monkeypatch.setattr(checkpointing, "files_of", hangs)
+    setting = Setting(project, background)
+    if background:
+        setting.checkpointing.begin(standing(3))
+        setting.actor.write()
+    setting.checkpointing.write_last(standing(3), 0.1)
+    go_on.set()
+    assert setting.whole == ["step-000003"]
+    assert Checkpoint.read(setting.run.path / "checkpoints" / "step-000003").files == {}
+    assert [reader.daemon for reader in readers] == [True]
+
+
+def test_looking_at_a_checkpoint_that_is_read_waits_once(project: Project, monkeypatch: pytest.MonkeyPatch):
+    waits: list[float | None] = []
+
+    def wait(digests: list[Any], seconds: float | None) -> Any:
+        waits.append(seconds)
+        return SimpleNamespace(done=set())
+
+    monkeypatch.setattr(checkpointing, "wait", wait)
+    setting = Setting(project, background=True)
+    setting.checkpointing.begin(standing(3))
+    setting.actor.write()
+    for _ in range(3):
+        setting.checkpointing.look()
+    assert waits == [checkpointing.LOOK_SECONDS, 0.0, 0.0]
 
 
 def test_a_checkpoint_has_the_digests_of_its_files_and_of_the_data(project: Project):

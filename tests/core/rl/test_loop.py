@@ -13,7 +13,9 @@ from projects import Project
 
 from enginehouse.config.load import load_config
 from enginehouse.errors import EnginehouseError, SaveError
-from enginehouse.rl.loop import Loop
+from enginehouse.plugin import capabilities
+from enginehouse.rl.checkpointing import Checkpointing
+from enginehouse.rl.loop import LOST_SECONDS, Loop
 from enginehouse.runs import Progress, RunDirectory
 
 
@@ -25,21 +27,30 @@ class Actor:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.fails_at: set[str] = set()
+        self.bad_update, self.bad_update_error = 0, EnginehouseError("")
 
     def call(self, method: str, *arguments: Any, timeout: float | None = None, blocking: bool = True) -> Any:
         self.calls.append(method)
         if method == "update":
-            return SimpleNamespace(result=lambda limit=None: {"loss": 1.0})
+            return SimpleNamespace(result=self.updated)
+        if method == "finish_save":
+            return None
         Path(arguments[0]).mkdir()
         if method in self.fails_at:
             raise EnginehouseError(f"{method}: no space left")
         return None
+
+    def updated(self, limit: float | None = None) -> dict[str, float]:
+        if self.calls.count("update") == self.bad_update:
+            raise self.bad_update_error
+        return {"loss": 1.0}
 
 
 class OneActor(Loop):
     """Three steps, the last of which does what the test says after its update."""
 
     trouble: BaseException | None = None
+    background = False
 
     @contextmanager
     def workers(self):
@@ -50,6 +61,8 @@ class OneActor(Loop):
         return {}
 
     def run_step(self, step: int) -> Mapping[str, float]:
+        if step == 3:
+            self.actor.bad_update, self.actor.bad_update_error = self.bad_update
         metrics = self.update(step, {"tokens": 1.0}, None)  # type: ignore[arg-type]
         if step == 3:
             self.actor.fails_at = self.fails_at
@@ -63,7 +76,7 @@ class OneActor(Loop):
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
     def _backend_capabilities(self) -> frozenset[str]:
-        return frozenset()
+        return frozenset({capabilities.BACKGROUND_SAVE} if self.background else ())
 
 
 class NotFinite(EnginehouseError):
@@ -79,7 +92,7 @@ def loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OneActor:
     config.train.steps = 3
     made: Any = SimpleNamespace(config=config, resumed=None)
     opened = OneActor(made, RunDirectory.create("runs/one", ""), Progress("one", mode="quiet"))
-    opened.fails_at = set()
+    opened.fails_at, opened.bad_update = set(), (0, EnginehouseError(""))
     return opened
 
 
@@ -105,6 +118,33 @@ def test_an_error_that_says_the_state_is_at_fault_saves_nothing(loop: OneActor):
         loop.run()
     assert loop.actor.calls == ["update"] * 3
     assert whole(loop) == []
+
+
+@pytest.mark.parametrize("error", [NotFinite("weights are not finite"), EnginehouseError("out of memory")])
+def test_an_update_that_fails_keeps_the_checkpoint_under_way(
+    loop: OneActor, error: EnginehouseError, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(Checkpointing, "look", lambda checkpointing: None)  # it has not ended by then
+    loop.background, loop.checkpoint_every, loop.bad_update = True, 2, (3, error)
+    with pytest.raises(type(error), match=str(error)):
+        loop.run()
+    assert whole(loop) == ["checkpoints/step-000002"]
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_saving_is_hurried_and_unwatched_only_where_ray_is_lost(
+    loop: OneActor, monkeypatch: pytest.MonkeyPatch, lost: bool
+):
+    carried: list[str] = []
+    hurries: list[float | None] = []
+    access = SimpleNamespace(lost=lost, carry_on=lambda: carried.append("on"))
+    monkeypatch.setattr("enginehouse.rl.loop.ray_access", access)
+    monkeypatch.setattr(loop, "_save_state", lambda seconds, error: hurries.append(seconds))
+    monkeypatch.setattr(loop, "_grace", 600.0)
+    loop.trouble = EnginehouseError("a replica died")
+    with pytest.raises(EnginehouseError):
+        loop.run()
+    assert (carried, hurries) == ((["on"], [LOST_SECONDS]) if lost else ([], [None]))
 
 
 def test_what_cannot_be_saved_does_not_keep_the_rest_from_it(loop: OneActor, caplog: pytest.LogCaptureFixture):

@@ -17,6 +17,8 @@ import numpy
 import psutil
 import pytest
 
+from enginehouse.controller.errors import ClusterLost
+from enginehouse.controller.ray_access import ray_access
 from enginehouse.plugin import batched_reward
 from enginehouse.rl.rewards.pool import TIMEOUTS_AT_FIRST, RewardError, RewardPool
 from enginehouse.rl.rewards.program import MARK
@@ -428,6 +430,16 @@ def test_what_a_row_prints_is_shown_with_its_failure_alone(pool, capfd, response
     assert ("Segmentation fault" in message) == (response == "die")
     assert len(message) < 10_000
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_cluster_that_is_lost_is_noticed_while_rows_are_scored(pool, monkeypatch):
+    def lost() -> None:
+        raise ClusterLost("the control service ended")
+
+    rewards = pool("troubled", timeout_seconds=600)
+    monkeypatch.setattr(ray_access, "look", lost)
+    with pytest.raises(ClusterLost):
+        rewards.score(rows("hang"))
 
 
 # A reward that is broken, and single rows that are

@@ -25,6 +25,8 @@ LAST_WORDS_SECONDS = 1.0
 """Longest time `before_force` may take: what it needs may be locked by the very thread that is stuck."""
 ECHO_SECONDS = 1.0
 """`timeout`, and a terminal that is closed, send their signal to the program and to its group: that is one wish."""
+KEY_ECHO_SECONDS = 0.2
+"""The same for SIGINT, which may be a key as well: nobody presses it twice in that."""
 
 _ENDED = 0
 
@@ -69,6 +71,14 @@ class Interrupts:
             self._former = {number: signal.signal(number, self._raise) for number in numbers}
         return self
 
+    def record_end(self) -> bool:
+        """Have no signal raise from now on, as the end is being recorded; say whether one came before.
+
+        A first one still begins the grace, and a second one still ends it.
+        """
+        came, self._raised = self._raised, True
+        return came or self.number is not None
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
@@ -102,7 +112,7 @@ class Interrupts:
         while (again := self._next(came + self._grace_seconds - time.monotonic())) is not None:
             if again == _ENDED:
                 return
-            if again == signal.SIGINT or time.monotonic() > came + ECHO_SECONDS:
+            if time.monotonic() > came + (KEY_ECHO_SECONDS if again == signal.SIGINT else ECHO_SECONDS):
                 break
         self._force()
 

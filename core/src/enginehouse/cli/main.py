@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import importlib
+import os
+import sys
 import traceback
 from typing import Any, NamedTuple
 
@@ -69,6 +73,16 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(rows)
 
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        code: object = 1
+        try:
+            return super().main(*args, **kwargs)
+        except SystemExit as end:
+            code = end.code
+            raise
+        finally:
+            _leave_stuck_ray(code if isinstance(code, int) else int(code is not None))
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
@@ -85,6 +99,20 @@ class LazyGroup(click.Group):
 
             self.commands.clear()
             plugins().add_commands(self)
+
+
+def _leave_stuck_ray(code: int) -> None:
+    """Where Ray hung as it was shut down, have the program end without what Ray does then: it would hang as well."""
+
+    def leave() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
+        os._exit(code)
+
+    module = sys.modules.get("enginehouse.controller.ray_access")  # a command without Ray does not import it
+    if module is not None and (module.ray_access.stuck or module.ray_access.abandoned):
+        atexit.register(leave)
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
 import os
@@ -10,12 +9,13 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import click
 
 from enginehouse.cli.interrupts import Interrupts
-from enginehouse.errors import EnginehouseError, UserError
+from enginehouse.errors import EnginehouseError
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import Plan, SFTPlan
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from enginehouse.runs.record import Status
 
 
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE)
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE, errno.EIO, errno.ENODEV, errno.ENXIO)
 
 
 class Trainer(Protocol):
@@ -76,24 +76,43 @@ def run_plan(plan: Plan | SFTPlan, build: Callable[[RunDirectory, Progress], Tra
             run.finish("interrupted")  # last: a thread that is stuck may hold the timeline
 
     interrupts = Interrupts(before_force, settings.grace_seconds)
-    try:
-        with interrupts, progress, ExitStack() as stack:
-            trainer = build(run, progress)
-            run.open()
-            run.record.update(actor_options=plan.actor_options, rollout_options=getattr(plan, "rollout_options", None))
-            if evaluation := getattr(plan, "evaluation", None):
-                run.record.update(evaluation_options=evaluation.options)
-            stack.callback(_trace_calls(run))
-            trainer.run()
-    except BaseException as error:
-        if interrupts.number is not None:  # whatever came of it: a process in our group may have died of the signal too
-            _interrupted(run, progress, interrupts.exit_code, error, quiet)
-        if not run.opened:
-            raise
-        _failed(run, error)
-    run.finish("finished")
-    _say_end(run, progress, "finished", quiet)
-    _leave_stuck_ray(0)
+    ended_by: BaseException | None = None
+    with interrupts:
+        try:
+            with progress, ExitStack() as stack:
+                trainer = build(run, progress)
+                run.open()
+                run.record.update(
+                    actor_options=plan.actor_options, rollout_options=getattr(plan, "rollout_options", None)
+                )
+                if evaluation := getattr(plan, "evaluation", None):
+                    run.record.update(evaluation_options=evaluation.options)
+                stack.callback(_trace_calls(run))
+                trainer.run()
+        except BaseException as error:
+            ended_by = error
+        # Whatever came of a signal: a process in our group may have died of it too.
+        interrupted = interrupts.record_end() and ended_by is not None
+        if run.opened:  # recorded while signals are heard: one that comes now must not end the program half way
+            _record_end(run, ended_by, interrupted)
+    if ended_by is None:
+        _say_end(run, progress, "finished", quiet)
+    elif interrupted:
+        _interrupted(run, progress, interrupts.exit_code, ended_by, quiet)
+    elif run.opened:
+        _failed(run, ended_by)
+    else:
+        raise ended_by
+
+
+def _record_end(run: RunDirectory, ended_by: BaseException | None, interrupted: bool) -> None:
+    if ended_by is None:
+        run.finish("finished")
+    elif interrupted and not isinstance(ended_by, Exception):
+        run.finish("interrupted")
+    else:
+        trace = "".join(traceback.format_exception(ended_by))
+        run.finish("interrupted" if interrupted else "failed", _in_words(ended_by), trace)
 
 
 def _interrupted(run: RunDirectory, progress: Progress, code: int, error: BaseException, quiet: bool) -> NoReturn:
@@ -103,13 +122,9 @@ def _interrupted(run: RunDirectory, progress: Progress, code: int, error: BaseEx
     with contextlib.suppress(OSError):
         if run.opened:
             if isinstance(error, Exception):
-                run.finish("interrupted", _in_words(error), "".join(traceback.format_exception(error)))
                 click.echo(f"While the run was ended: {_in_words(error)}", err=True)
-            else:
-                run.finish("interrupted")
             _say_end(run, progress, "interrupted", quiet)
         click.echo(saved_words(run), err=True)
-    _leave_stuck_ray(code)
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -119,19 +134,19 @@ def _interrupted(run: RunDirectory, progress: Progress, code: int, error: BaseEx
 
 
 def _failed(run: RunDirectory, error: BaseException) -> NoReturn:
-    """Keep the error with the run, say where, and raise what the command line shall report."""
+    """Say where the error is kept, and raise what the command line shall report."""
     from enginehouse.controller.errors import unwrap_user_error
     from enginehouse.runs import saved_words
 
-    run.finish("failed", _in_words(error), "".join(traceback.format_exception(error)))
     kept = "; the traceback is in error.txt there" if (run.path / "error.txt").exists() else ""
     click.echo(f"The run failed. {saved_words(run)}{kept}.", err=True)
     blamed = unwrap_user_error(error) or error
-    if isinstance(blamed, OSError) and blamed.errno in _DISK_ERRORS:
+    if isinstance(blamed, OSError) and (
+        blamed.errno in _DISK_ERRORS or Path(os.fsdecode(blamed.filename or "")).is_relative_to(run.path)
+    ):
         blamed = EnginehouseError(f"the disk of {run.path} does not take what the run writes: {blamed}")
     if not isinstance(blamed, Exception):  # nobody interrupted the run: it must not look so
         blamed = EnginehouseError(f"the run was ended by {type(error).__name__}: {error}")
-    _leave_stuck_ray(2 if isinstance(blamed, UserError) else 1)
     if blamed is not error:
         raise blamed from error
     raise error
@@ -139,20 +154,6 @@ def _failed(run: RunDirectory, error: BaseException) -> NoReturn:
 
 def _in_words(error: BaseException) -> str:
     return str(error) or type(error).__name__
-
-
-def _leave_stuck_ray(code: int) -> None:
-    """Where Ray hung as it was shut down, have the program end without what Ray does then: it would hang as well."""
-    from enginehouse.controller.ray_access import ray_access
-
-    def leave() -> None:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError):
-                stream.flush()
-        os._exit(code)
-
-    if ray_access.stuck:
-        atexit.register(leave)
 
 
 def _say_end(run: RunDirectory, progress: Progress, status: Status, quiet: bool) -> None:

@@ -251,8 +251,8 @@ def _found(findings: Findings, directory: Path) -> Checkpoint:
         findings.note(f"passed over, and set aside when the run goes on: damaged checkpoints ({listed})")
     if not checkpoint.files:
         findings.note(
-            f"{checkpoint.path} was written before checkpoints had digests: whether its files and the data are what "
-            "they were is not checked"
+            f"{checkpoint.path} has no digests of its files, as its run ended in a hurry or was of an older "
+            "enginehouse: whether they, and in the latter case the data, are what they were is not checked"
         )
     return checkpoint
 

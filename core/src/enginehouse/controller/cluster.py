@@ -67,9 +67,9 @@ class Cluster:
             return
         left = [child for process in self._processes for child in _family(process)]
         ray_access.close()
-        if ray.is_initialized():
-            ray_access.end("shut down", ray.shutdown, SHUTDOWN_SECONDS)
-        end_processes(left, patience=0.0 if ray_access.stuck else 5.0)
+        ended = not ray.is_initialized() or ray_access.end("shut down", ray.shutdown, SHUTDOWN_SECONDS)
+        ray_access.abandoned = not ended
+        end_processes(left, patience=5.0 if ended else 0.0)
         if self._temp_dir:
             shutil.rmtree(self._temp_dir, ignore_errors=True)
         self.owned = False
@@ -158,11 +158,13 @@ def _start(ray: Any, num_cpus: int | None, quiet: dict[str, Any]) -> Cluster:
             )
             break
         except Exception as error:
-            if not left or LATE not in str(error):
-                raise
-            log.warning("Ray did not start within its 30 s on this busy machine; trying again")
             ray.shutdown()
             end_processes(started(), 0.0)
+            if not left or LATE not in str(error):
+                if temp_dir:
+                    shutil.rmtree(temp_dir, ignore_errors=True)
+                raise
+            log.warning("Ray did not start within its 30 s on this busy machine; trying again")
     return Cluster(owned=True, processes=started(), temp_dir=temp_dir)
 
 

@@ -30,21 +30,28 @@ class RayAccess:
 
     Attributes:
         lost: whether the control service was found gone.
-        stuck: whether Ray did not answer a call that was to end something: no other such call is tried then, and the
-            program should not end through Ray's own handlers.
+        abandoned: whether its processes were killed without Ray being shut down here: the program should not end
+            through Ray's own handlers.
     """
 
     def __init__(self) -> None:
-        self.lost = self.stuck = False
+        self.lost = self.abandoned = False
+        self._hung: list[threading.Thread] = []
         self._inside = 0
         self._closed = False
         self._left = threading.Condition()
         self._control: psutil.Process | None = None
         self._next_look = 0.0
 
+    @property
+    def stuck(self) -> bool:
+        """Whether Ray has still not answered a call that was to end something: no other is tried meanwhile."""
+        return any(thread.is_alive() for thread in self._hung)
+
     def open(self, control: psutil.Process | None) -> None:
         """Ray is up. `control` is the process of its control service, where that was started here."""
-        self.lost = self.stuck = self._closed = False
+        self.lost = self.abandoned = self._closed = False
+        self._hung = []
         self._control = control
 
     def carry_on(self) -> None:
@@ -55,7 +62,7 @@ class RayAccess:
     def close(self) -> None:
         """Let no one in any more, and wait for those inside to leave."""
         with self._left:
-            self._closed = True
+            self._closed, self._control = True, None
             if not self._left.wait_for(lambda: not self._inside, LEAVING_SECONDS):
                 log.debug("%d threads are still inside Ray", self._inside)
 
@@ -67,6 +74,14 @@ class RayAccess:
         """
         if self._closed:
             raise ClusterLost("Ray was shut down, or is being so")
+        self.look()
+
+    def look(self) -> None:
+        """To be called every `LOOK_SECONDS` by who waits outside Ray, with or without it.
+
+        Raises:
+            ClusterLost: Ray's control service is gone.
+        """
         control = self._control
         if control is None or time.monotonic() < self._next_look:
             return
@@ -111,11 +126,12 @@ class RayAccess:
         thread.start()
         thread.join(seconds)
         if thread.is_alive():
-            self.stuck = True
+            self._hung.append(thread)
             log.warning("Ray did not %s within %g s; its processes are killed", what, seconds)
-        elif errors:
+            return False
+        if errors:
             raise errors[0]
-        return not self.stuck
+        return True
 
 
 ray_access = RayAccess()

@@ -88,9 +88,14 @@ class Reservation:
         self._where = [(node, bundle) for node, count in enumerate(processes_per_node) for bundle in range(count)]
         self._seats = self._empty_seats()
         self._placing = threading.Lock()
+        self._lock = threading.Lock()
+        """Guards what follows; held for moments only."""
         self._placement_groups = list(placement_groups)
-        self._giving_back: weakref.finalize[Any, Any] | None = None
         self._outlives = bool(placement_groups)
+        self._given_back = 0
+        # One that nobody looks at any more must not stay reserved; at exit Ray gives everything back anyway.
+        self._to_remove: list[Any] = []
+        weakref.finalize(self, remove, self._to_remove).atexit = False
 
     def _empty_seats(self) -> list[weakref.WeakKeyDictionary[Sitter, Sitter | None]]:
         """Who sits on each bundle, in order of arrival; held weakly, so that a group that is dropped frees its seats.
@@ -138,8 +143,8 @@ class Reservation:
             Whether it was reserved now, not before.
 
         Raises:
-            PlacementError: the cluster does not give it in time.
-            ControllerError: Ray is not running.
+            PlacementError: the cluster does not give it in time, or it is given back meanwhile.
+            ControllerError: Ray is not running, or is being shut down.
         """
         import ray
 
@@ -147,37 +152,45 @@ class Reservation:
             raise ControllerError(
                 f"pool {self.name!r}: Ray is not running; call enginehouse.controller.start_ray() first"
             )
-        with self._placing:
-            if self._placement_groups:
-                self._wait(self._placement_groups, deadline, timeout)
+        with self._placing, ray_access:
+            with self._lock:
+                there, given_back = self.placement_groups, self._given_back
+            if there:
+                self._wait(there, deadline, timeout, given_back)
                 return False
+            self._remove()  # what Ray did not take back before
             self._refuse_the_impossible()
-            asked = self._ask(deadline, timeout, detached_as)
-            self._placement_groups = asked
-            self._outlives = detached_as is not None
-            if not self._outlives:
-                # one that nobody looks at any more must not stay reserved; at exit Ray gives everything back anyway
-                self._giving_back = weakref.finalize(self, remove, asked)
-                self._giving_back.atexit = False
+            self._ask(deadline, timeout, detached_as, given_back)
             return True
 
     def give_back(self) -> None:
-        """Give the bundles back to the cluster; processes on them end. `place` reserves them anew."""
-        with self._placing:
-            groups, self._placement_groups = self._placement_groups, []
-            if self._giving_back is not None:
-                self._giving_back.detach()
-                self._giving_back = None
+        """Give the bundles back to the cluster; processes on them end. `place` reserves them anew.
+
+        Who waits in `place` for them fails soon. What Ray does not take back now is tried once more by the next call
+        and by the next `place`.
+        """
+        with self._lock:
+            self._given_back += 1
+            self._to_remove += [group for group in self._placement_groups if group not in self._to_remove]
+            self._placement_groups = []
             with _seats_lock:
                 self._seats = self._empty_seats()
-            ray_access.end("give a reservation back", lambda: remove(groups))
+        self._remove()
+
+    def _remove(self) -> None:
+        """Remove what was given back and is still there."""
+        with self._lock:
+            groups = [group for group in self._to_remove if group not in self._placement_groups]
+        if groups and ray_access.end("give a reservation back", lambda: remove(groups)):
+            with self._lock:
+                self._to_remove[:] = [group for group in self._to_remove if group not in groups]
 
     def give_back_if_empty(self) -> None:
         """Give the bundles back unless a group came to sit on them meanwhile."""
         if not any(self._seats):
             self.give_back()
 
-    def _ask(self, deadline: float, timeout: float, detached_as: str | None) -> list[Any]:
+    def _ask(self, deadline: float, timeout: float, detached_as: str | None, given_back: int) -> None:
         """Reserve one node after the other, the largest first.
 
         Asked for at once, a small one would be placed while the large one waits, and could take the only large node.
@@ -190,16 +203,27 @@ class Reservation:
             for node in sorted(range(len(asked)), key=lambda node: -self.processes_per_node[node]):
                 count = self.processes_per_node[node]
                 asked[node] = placement_group([self.bundle] * count, "STRICT_PACK", **named)
-                self._wait(asked, deadline, timeout)
+                self._wait(asked, deadline, timeout, given_back)
+            with self._lock:
+                self._check_held(given_back)
+                self._placement_groups = asked
+                self._outlives = detached_as is not None
+                if not self._outlives:
+                    self._to_remove += asked
         except BaseException:
             remove([group for group in asked if group is not None])
             raise
-        return asked
 
-    def _wait(self, groups: Sequence[Any], deadline: float, timeout: float) -> None:
+    def _check_held(self, given_back: int) -> None:
+        if self._given_back != given_back:
+            raise PlacementError(f"pool {self.name!r} was shut down while its places were waited for")
+
+    def _wait(self, groups: Sequence[Any], deadline: float, timeout: float, given_back: int) -> None:
         """Wait until those that were asked for, the others being None, are placed."""
         for group in groups:
             while group is not None and (state := _state(group)) != "CREATED":
+                ray_access.check()
+                self._check_held(given_back)
                 if state == "REMOVED":
                     raise PlacementError(
                         f"what pool {self.name!r} had reserved was given back by another program; use a new pool"

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +42,25 @@ def file_digest(path: str | Path, *, to_disk: bool = False) -> str:
 
 def file_digests(paths: Iterable[str | Path], *, to_disk: bool = False) -> dict[str, str]:
     """Digests of files by their paths, several read at a time; arguments and errors as those of `file_digest`."""
-    names = [str(path) for path in paths]
-    with ThreadPoolExecutor(min(_THREADS, len(names) or 1)) as pool:
-        return dict(zip(names, pool.map(lambda name: file_digest(name, to_disk=to_disk), names)))
+    digests: dict[str, Future[str]] = {str(path): Future() for path in paths}
+    waiting = deque(digests)
+
+    def read() -> None:
+        with suppress(IndexError):
+            while True:
+                name = waiting.popleft()
+                try:
+                    digests[name].set_result(file_digest(name, to_disk=to_disk))
+                except Exception as error:
+                    digests[name].set_exception(error)
+
+    # Not with an executor: its threads hold up the end of the program.
+    for _ in range(min(_THREADS, len(digests))):
+        threading.Thread(target=read, name="digests", daemon=True).start()
+    try:
+        return {name: digest.result() for name, digest in digests.items()}
+    finally:
+        waiting.clear()
 
 
 def data_digests(files: str | Iterable[str]) -> Mapping[str, str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,8 +22,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Files = Mapping[str, tuple[int, str]]
+"""What `files_of` gives."""
+
 LOOK_SECONDS = 0.1
-"""Longest time that looking at a checkpoint under way holds up the loop."""
+"""How long the loop is held up once it is begun to read a checkpoint: a small one is read by then."""
 
 
 @contextmanager
@@ -91,8 +95,7 @@ class Checkpointing:
         self._actor, self._run, self._config = actor, run, config
         self._background, self._published, self._data = background, published, data or {}
         self._under_way: tuple[Path, Checkpoint] | None = None
-        self._digests: Future[dict[str, tuple[int, str]]] | None = None
-        self._reader = ThreadPoolExecutor(1, "checkpoint-digests")
+        self._digests: Future[Files] | None = None
 
     def begin(self, standing: Standing) -> None:
         """Write a checkpoint, or begin to; one still under way is waited for first."""
@@ -108,25 +111,30 @@ class Checkpointing:
     def look(self) -> None:
         """Publish the checkpoint under way if it is there, to the last digest; wait for hardly anything."""
         if self._under_way is not None and (self._under_way[0] / ACTOR).is_dir():
+            begun = self._digests is not None
             with self._writing():
-                self._saved(None)
-            if self._digests is not None and wait([self._digests], LOOK_SECONDS).done:
+                digests = self._saved(None)
+            if wait([digests], 0.0 if begun else LOOK_SECONDS).done:
                 self.finish()
 
     def finish(self, timeout: float | None = None) -> None:
         """Wait for the checkpoint under way, if there is one, and publish it.
 
+        Args:
+            timeout: seconds for all of it. One that is written but not read by then is published without digests.
+
         Raises:
-            SaveError: it could not be written or read back, or not in that time.
+            SaveError: it could not be written or read back, or not be written in that time.
         """
         if self._under_way is None:
             return
         staged, checkpoint = self._under_way
+        until = None if timeout is None else time.monotonic() + timeout
         with self._writing():
-            self._saved(timeout)
-            digests = None if self._digests is None else self._digests.result(timeout)
+            digests = self._saved(timeout)
+            files = _in_time(digests, until, checkpoint)
             self._under_way = self._digests = None
-            self._publish(staged, checkpoint, digests)
+            self._publish(staged, checkpoint, files)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -140,14 +148,13 @@ class Checkpointing:
             self._under_way = self._digests = None
             raise
 
-    def _saved(self, timeout: float | None) -> None:
+    def _saved(self, timeout: float | None) -> Future[Files]:
         """Wait until the engine has moved its part into place, and begin to read it."""
-        if self._under_way is None or self._digests is not None:
-            return
-        self._actor.call("finish_save", timeout=timeout)
-        staged, _ = self._under_way
-        if (staged / ACTOR).is_dir():  # else `publish` says what is wrong
-            self._digests = self._reader.submit(files_of, staged)
+        assert self._under_way is not None
+        if self._digests is None:
+            self._actor.call("finish_save", timeout=timeout)
+            self._digests = _begin_to_read(self._under_way[0])
+        return self._digests
 
     def write_last(self, standing: Standing, seconds: float | None = None) -> None:
         """Have a checkpoint of `standing`, in at most `seconds`: the run is about to end.
@@ -164,11 +171,12 @@ class Checkpointing:
             self.write(standing, timeout=None if until is None else max(until - time.monotonic(), 0.1))
 
     def write(self, standing: Standing, timeout: float | None = None) -> None:
-        """Write a checkpoint and wait for it."""
+        """Write a checkpoint and wait for it; `timeout` and errors as those of `finish`."""
+        until = None if timeout is None else time.monotonic() + timeout
         staged, checkpoint = self._staged(standing)
         with writing(f"the checkpoint of step {standing.step}", staged):
             self._actor.call("save", str(staged / ACTOR), timeout=timeout)
-            self._publish(staged, checkpoint)
+            self._publish(staged, checkpoint, _in_time(_begin_to_read(staged), until, checkpoint))
 
     def _staged(self, standing: Standing) -> tuple[Path, Checkpoint]:
         self._run.flush()  # a run that is resumed here has it up to here
@@ -178,7 +186,27 @@ class Checkpointing:
             staged, standing.step, self._run.elapsed_seconds, standing.loop, config, kind_of(self._config), self._data
         )
 
-    def _publish(
-        self, staged: Path, checkpoint: Checkpoint, files: Mapping[str, tuple[int, str]] | None = None
-    ) -> None:
+    def _publish(self, staged: Path, checkpoint: Checkpoint, files: Files) -> None:
         self._published(checkpoint.step, self._run.checkpoints.publish(staged, checkpoint, files))
+
+
+def _begin_to_read(staged: Path) -> Future[Files]:
+    """`files_of` in a thread of its own, that does not hold up the end of the program as an executor's does."""
+    digests: Future[Files] = Future()
+
+    def read() -> None:
+        try:
+            digests.set_result(files_of(staged))
+        except BaseException as error:
+            digests.set_exception(error)
+
+    threading.Thread(target=read, name="checkpoint-digests", daemon=True).start()
+    return digests
+
+
+def _in_time(digests: Future[Files], until: float | None, checkpoint: Checkpoint) -> Files:
+    """What was read; nothing where that takes more than half of the time left: the rest is for what is saved next."""
+    if wait([digests], None if until is None else max(until - time.monotonic(), 0.0) / 2).done:
+        return digests.result()
+    log.warning("the checkpoint of step %d is kept without digests: there is no time to read it", checkpoint.step)
+    return {}

@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 ENDING_SECONDS = 6.0
 """Of the grace of an interrupted run, what is kept for ending its processes; at most a third of it."""
+LOST_SECONDS = 45.0
+"""Longest time for saving once Ray's control service is gone: Ray ends the program a minute after it."""
 
 
 class Loop(ABC):
@@ -210,15 +212,25 @@ class Loop(ABC):
 
     def _save_before_leaving(self, error: BaseException) -> None:
         """Save what there is, in the time there is: whoever interrupts a run waits, and so does Ray once it is lost."""
-        if not keeps_state(error):
-            return
-        ray_access.carry_on()
-        hurried = isinstance(error, KeyboardInterrupt) or ray_access.lost
+        save = self._save_state if keeps_state(error) else self._save_under_way
+        seconds = self._grace if isinstance(error, KeyboardInterrupt) else None
+        if ray_access.lost:
+            ray_access.carry_on()
+            seconds = min(self._grace, LOST_SECONDS)
         try:
-            self._save_state(self._grace if hurried else None, error)
+            save(seconds, error)
         except KeyboardInterrupt:  # of a run that failed: what is left to save is saved all the same
-            self._save_state(self._grace, error)
+            save(self._grace if seconds is None else seconds, error)
             raise
+
+    def _save_under_way(self, seconds: float | None, ended_by: BaseException) -> None:
+        """Have the checkpoint under way, if there is one: it is of an earlier update than the one that is at fault."""
+        if self._standing is None:
+            return
+        try:
+            self.checkpointing.finish(seconds)
+        except Exception as error:
+            log.warning("%s", first_line(error))
 
     def _save_state(self, seconds: float | None, ended_by: BaseException) -> None:
         """Save metrics, state and model as of the last update that was begun, once it has ended.
@@ -239,6 +251,7 @@ class Loop(ABC):
             updated = plain(future.result(left()))
         except Exception as error:
             self._say_unsaved("state", step, error, ended_by)
+            self._save_under_way(None if until is None else left(), ended_by)
             return
 
         def log_metrics() -> None:

@@ -40,9 +40,9 @@ def staging_path(path: Path) -> Path:
     return staging
 
 
-def move_into_place(staging: Path, path: Path) -> None:
-    """Make the directory `staging` be `path`, in place of what was there, once all of it is on disk."""
-    for directory, _, files in os.walk(staging):
+def move_into_place(staging: Path, path: Path, *, to_disk: bool = True) -> None:
+    """Make the directory `staging` be `path`, in place of what was there, once all of it is on disk if `to_disk`."""
+    for directory, _, files in os.walk(staging) if to_disk else ():
         for name in files:
             _to_disk(Path(directory, name))
         _entries_to_disk(Path(directory))

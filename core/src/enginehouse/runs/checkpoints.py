@@ -62,7 +62,8 @@ class Checkpoints:
         Args:
             staged: as `stage` made it.
             checkpoint: what to write beside the actor's state; its path and files are not looked at.
-            files: what `files_of` gave of `staged`, where that is done already: it reads every byte.
+            files: what `files_of` gave of `staged`, where that is done already: it reads every byte. Where it is
+                empty there was no time for that, and none is spent on having the files on disk.
 
         Raises:
             EnginehouseError: the actor's state is not there: workers and controller do not share a file system.
@@ -75,7 +76,7 @@ class Checkpoints:
         place = self._directory / f"step-{checkpoint.step:06d}"
         files = files_of(staged) if files is None else files
         write_whole(staged / LOOP_FILE, replace(checkpoint, path=place, files=files).encoded())
-        move_into_place(staged, place)
+        move_into_place(staged, place, to_disk=bool(files))
         self.newest_step = checkpoint.step
         older = [path for step, path in checkpoint_paths(self._run) if step <= checkpoint.step][self._kept :]
         for path in older:

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -545,7 +545,7 @@ class RayProcesses:
         if self._broken or self._stragglers or self._in_a_hurry:
             timeout = min(timeout, HURRY_SECONDS)
         if ray.is_initialized():
-            ray_access.end("shut workers down", lambda: self._close_workers(timeout), timeout + ENDING_SECONDS)
+            _have_ended("shut workers down", lambda: self._close_workers(timeout), timeout + ENDING_SECONDS)
         self._kill(patience=2.0)
 
     def _close_workers(self, timeout: float) -> None:
@@ -583,14 +583,22 @@ class RayProcesses:
             for _, actor in self._living():
                 ray.kill(actor, no_restart=True)
 
-        ray_access.end("kill workers", begin)
+        _have_ended("kill workers", begin, ENDING_SECONDS)
         end_processes(family, 0.0 if ray_access.stuck else patience)
-        ray_access.end("kill workers", finish, ENDING_SECONDS + (REACH_SECONDS + patience if ending else 0.0))
+        _have_ended("kill workers", finish, ENDING_SECONDS + (REACH_SECONDS + patience if ending else 0.0))
         self._stuck = set(range(len(self._actors)))
 
     def _living(self) -> list[tuple[int, Any]]:
         """Ranks and their actors, without those that were gone when this program attached."""
         return [(rank, actor) for rank, actor in enumerate(self._actors) if actor is not None]
+
+
+def _have_ended(what: str, call: Callable[[], object], seconds: float) -> None:
+    """See `RayAccess.end`. Whatever Ray says to it, what else ends the processes is done."""
+    try:
+        ray_access.end(what, call, seconds)
+    except Exception as error:
+        log.warning("Ray could not %s: %s", what, error)
 
 
 def _running(refs: list[Any]) -> bool:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from enginehouse.config.secrets import from_environment
+from enginehouse.controller.ray_access import ray_access
 from enginehouse.errors import EnginehouseError
 from enginehouse.rl.rewards.process import START_SECONDS, RewardProcess, named_exit
 from enginehouse.rl.rewards.program import (
@@ -170,6 +171,7 @@ class RewardPool:
                     self._take_in(batch, process)
                 for process in list(self._processes):
                     self._look_at(batch, process)
+                ray_access.look()
             if batch.failures and self.on_error == "fail":
                 raise self._failed(batch)
             return [batch.scores[number] for number in range(len(rows))]

@@ -1,0 +1,120 @@
+"""What a pool reserves is given back, whatever Ray and other threads are at; Ray is a stand-in here."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import ray
+
+from enginehouse.controller import reservation
+from enginehouse.controller.errors import ClusterLost, PlacementError
+from enginehouse.controller.ray_access import RayAccess
+from enginehouse.controller.reservation import Reservation
+
+
+class Group:
+    """A placement group, one of two states: it is never placed, or is at once."""
+
+    def __init__(self, state: str):
+        self.state = state
+        self.waited = threading.Event()
+
+    def wait(self, timeout_seconds: float) -> bool:
+        self.waited.set()
+        return False
+
+
+class Cluster:
+    """Makes groups of one state, and keeps those that were removed."""
+
+    def __init__(self) -> None:
+        self.access = RayAccess()
+        self.state = "CREATED"
+        self.made: list[Group] = []
+        self.removed: list[Group] = []
+
+    def make(self, *bundles: object, **named: object) -> Group:
+        self.made.append(Group(self.state))
+        return self.made[-1]
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    cluster = Cluster()
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr("ray.util.placement_group", cluster.make)
+    monkeypatch.setattr("ray.util.remove_placement_group", cluster.removed.append)
+    monkeypatch.setattr(reservation, "ray_access", cluster.access)
+    monkeypatch.setattr(reservation, "_state", lambda group: group.state)
+    monkeypatch.setattr("enginehouse.controller.cluster.is_owned", lambda: False)
+    return cluster
+
+
+def place(reserved: Reservation) -> bool:
+    return reserved.place(time.monotonic() + 600.0, 600.0)
+
+
+def failing(reserved: Reservation) -> tuple[threading.Thread, list[Exception]]:
+    """A thread that waits for places, and what it fails with."""
+    errors: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            place(reserved)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread, errors
+
+
+@pytest.mark.parametrize("node_left", [True, False])
+def test_giving_back_waits_for_nobody_who_waits_for_a_place(cluster: Cluster, node_left: bool):
+    reserved = Reservation("pool", [1], 1, 0, 1)
+    if node_left:
+        place(reserved)
+        cluster.made[0].state = "RESCHEDULING"
+    else:
+        cluster.state = "PENDING"
+    thread, errors = failing(reserved)
+    while not cluster.made:
+        pass
+    cluster.made[0].waited.wait()
+    reserved.give_back()
+    thread.join()
+    assert [type(error) for error in errors] == [PlacementError]
+    assert "was shut down while its places were waited for" in str(errors[0])
+    assert set(cluster.removed) == set(cluster.made)
+    assert not reserved.is_placed
+
+
+def test_who_waits_for_a_place_leaves_ray_when_that_is_shut_down(cluster: Cluster):
+    cluster.state = "PENDING"
+    thread, errors = failing(Reservation("pool", [1], 1, 0, 1))
+    while not cluster.made:
+        pass
+    cluster.access.close()
+    thread.join()
+    assert [type(error) for error in errors] == [ClusterLost]
+
+
+@pytest.mark.parametrize("again", [Reservation.give_back, place])
+def test_what_ray_did_not_take_back_is_given_back_later(cluster: Cluster, again):
+    reserved, release = Reservation("pool", [1], 1, 0, 1), threading.Event()
+    assert place(reserved)
+    cluster.access.end("hang", release.wait, seconds=0.01)
+    (hung,) = [thread for thread in threading.enumerate() if thread.name == "ray-hang"]
+    reserved.give_back()
+    assert cluster.removed == []
+    release.set()
+    hung.join()
+    again(reserved)
+    assert cluster.removed == cluster.made[:1]
+
+
+def test_a_reservation_that_is_dropped_is_given_back(cluster: Cluster):
+    place(Reservation("pool", [1], 1, 0, 1))
+    assert cluster.removed == cluster.made
