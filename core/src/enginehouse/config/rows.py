@@ -170,9 +170,10 @@ def check_reward_columns(
         ConfigError: naming the rows, and the first column that is missing, too many, or taken by something else.
     """
     arguments = config.reward.arguments
+    taken = None if function is None else keywords(function)
     for one in columns:
         for name in gets:
-            if name in one.names:
+            if name in one.names and (taken is None or name in taken):
                 raise ConfigError(
                     f"{one.where}: a reward gets {name!r} from the run, so it would never see the column {name!r}; "
                     "rename the column in the data"
@@ -186,7 +187,6 @@ def check_reward_columns(
             )
         if function is not None and columns:
             said = f"{', '.join(gets)}, the columns of {one.where} and reward.arguments (docs/rewards.md)"
-            taken = keywords(function)
             passed = [name for name in given if taken is None or name in taken]
             check_call(function, "reward.function", [*passed, *arguments], said)
 
@@ -243,7 +243,7 @@ def _look_at_prompt_lengths(
     if data.overlong_prompts == "error":
         check_length(lengths, limit, "the prompt", lambda row: table.where(rows[row]))
     dropped = sum(length > limit.tokens for length in lengths)
-    if dropped == len(prompts):
+    if dropped == len(prompts) and not table.unread:
         raise all_too_long(dropped, min(lengths), limit)
     return dropped, len(rows) < len(unsure) or table.unread > 0
 
