@@ -572,6 +572,8 @@ def test_a_plan_says_what_is_validated_how_and_how_often(make: Callable[..., Pla
         "the first step and after the last"
     )
     assert make("data.validation.gsm=more.jsonl", "evaluation.by=kind")
+    twice = dict(make("data.validation={aime: more.jsonl, gsm: more.jsonl}").facts)["validation"]
+    assert "3 of more.jsonl, 3 of more.jsonl, answered greedily: 6 answers" in twice
 
 
 @pytest.mark.parametrize(
@@ -626,8 +628,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+class Odd:
+    def __eq__(self, other):
+        raise ValueError("the truth of an array is ambiguous")
+    __hash__ = None
+
 def choosing(view, *, share: Annotated[float, Field(ge=0, lt=1)], kind: "Literal['soft', 'hard']" = "soft",
-             sizes: tuple[int, ...] = (), limit: "Unheard" = None, flag: bool = False, either: int | str = 0):
+             sizes: tuple[int, ...] = (), limit: "Unheard" = None, flag: bool = False, either: int | str = 0,
+             array=Odd()):
     raise NotImplementedError
 
 def scaled(prompt, response, finish_reason, answer, *, partial: Annotated[float, Field(gt=0)] = 1.0):
@@ -662,7 +670,15 @@ def test_arguments_are_checked_by_what_their_author_declares(
 
 def test_arguments_as_declared_are_taken_as_they_stand(make: Callable[..., Plan], project: Project):
     (project.root / "declared.py").write_text(DECLARED)
-    given = {"share": 0, "kind": "hard", "sizes": [1, 2], "limit": "anything", "either": "x", "flag": True}
+    given = {
+        "share": 0,
+        "kind": "hard",
+        "sizes": [1, 2],
+        "limit": "anything",
+        "either": "x",
+        "flag": True,
+        "array": [1],
+    }
     assert make(f"algorithm.loss={{name: 'declared:choosing', arguments: {given}}}").loss_arguments == given
 
 
@@ -735,6 +751,7 @@ def test_a_named_module_that_is_the_users_and_somebody_elses_is_refused(
     refused = refusal(make, f"reward.function={name}:score")
     assert f"reward.function: module {name!r} {said}" in refused
     assert f"{own} has the same name; give your own file another name" in refused
+    assert ("pip install -e" in refused) == (name == "pluggy")
 
 
 def notes_on(make: Callable[..., Any], *overrides: str, about: str) -> list[str]:
