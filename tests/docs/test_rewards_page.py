@@ -17,7 +17,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="u
 VERL = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     right = float(solution_str == ground_truth)
-    return {"score": right, "acc": right} if data_source == "dict" else right
+    return {"score": right, "acc": right, "pred": solution_str} if data_source == "dict" else right
 """
 ROW = {
     "prompt": "<one?>",

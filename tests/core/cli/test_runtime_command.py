@@ -116,6 +116,10 @@ def test_doctor_names_what_is_wrong_and_its_cure_and_fails(run, tmp_path: Path):
         (("create", "plain"), "backend 'plain' has no runtime: it runs in this environment"),
         (("create", "swift", "--variant", "tpu"), "no requirement set 'tpu' for a runtime; those it has: cpu"),
         (("create", "swift", "--variant", "cpu", "--name", "../up"), "cannot be the name of a runtime"),
+        (
+            ("create", "swift", "--variant", "cpu", "--name", "own"),
+            "a config's engine.runtime=own means something else",
+        ),
         (("create", "swfit"), "no rollout backend 'swfit'"),
         (("remove", "nothing"), "no runtime 'nothing' in"),
         (("doctor", "nothing"), "no runtime 'nothing' in"),

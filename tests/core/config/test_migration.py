@@ -56,6 +56,15 @@ def test_each_key_of_a_section_of_theirs_is_answered(tmp_path: Path):
     assert "'actor_rollout_ref.actor.odd' (line 4): nothing here is like it" in said
 
 
+def test_a_key_of_ours_that_is_mistyped_is_not_taken_for_theirs(tmp_path: Path):
+    for said in (
+        refused(tmp_path, "rollout.samplng.temperature=1"),
+        refused(tmp_path, more="rollout: {samplng: {temperature: 1}}\n"),
+    ):
+        assert "did you mean 'sampling'?" in said
+        assert "verl" not in said
+
+
 def test_a_key_of_ours_in_another_place_is_named_first(tmp_path: Path):
     assert "did you mean 'rollout.sampling.temperature'?" in refused(tmp_path, "rollout.temperature=1")
 

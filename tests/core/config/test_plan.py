@@ -343,6 +343,15 @@ def test_a_column_that_a_reward_would_never_see_is_refused(
     assert "rename the column in the data" in said
 
 
+def test_a_column_that_the_reward_does_not_take_may_have_any_name(make: Callable[..., Plan], project: Project):
+    (project.root / "scoring.py").write_text("def plain(response, answer): return 0.0")
+    row = {"prompt": "1+1=", "answer": "2", "messages": [], "finish_reason": "x"}
+    project.write_rows("chats.jsonl", [row] * 40)
+    make("data.train=chats.jsonl", "reward.function=scoring:plain")
+    project.write_rows("chats.jsonl", [{**row, "response": "x"}] * 40)
+    assert "a reward gets 'response'" in refusal(make, "data.train=chats.jsonl", "reward.function=scoring:plain")
+
+
 def test_the_prompt_column_may_have_any_name(make: Callable[..., Plan], project: Project):
     project.write_rows("odd.jsonl", [{"response": "1+1=", "answer": "2"}] * 40)
     make("data.train=odd.jsonl", "data.prompt=response")
@@ -388,6 +397,22 @@ class Options(RolloutOptions):
 def enginehouse_register_backends(register):
     register(RolloutBackend(name="limited", engine="enginehouse.backends.torch.rollout:TorchRolloutEngine",
                             options="limited_plugin:Options", devices=("cpu",)))
+    register(RolloutBackend(name="far", engine="no_such_engine:Engine", options="limited_plugin:Options",
+                            requires=("no-such-engine",),
+                            runtimes={"cpu": RequirementSet(requirements=("no-such-engine",))}))
+    register(RolloutBackend(name="lost", engine="no_such_engine:Engine", options="limited_plugin:Options"))
+    register(TrainBackend(name="unable", engine="limited_plugin:Unable", capabilities={"lora"},
+                          options="enginehouse.engines.options:TrainOptions"))
+
+class Unable:
+    pass
+
+def capped(view, *, max_tokens: int): ...
+
+@hookimpl
+def enginehouse_register_losses(register):
+    register(Loss(name="capped", function="limited_plugin:capped",
+                  taken_from={"max_tokens": "rollout.sampling.max_tokens"}))
 """
 
 
@@ -410,8 +435,38 @@ def test_what_a_backend_cannot_do_is_switched_off_with_a_note_or_refused(project
     slow = plan(load_config(project.save(), [*overrides, "rollout.engine.options.max_running=1"]), limited)
     assert "rollout.engine.options: it is slow on Mondays" in slow.notes
     stopping = load_config(project.save(), ["rollout.engine.backend=limited", "rollout.sampling.stop=[x]"])
-    with pytest.raises(ConfigError, match="cannot stop at strings"):
+    with pytest.raises(ConfigError, match=r"^rollout\.sampling\.stop: backend 'limited' cannot stop"):
         plan(stopping, limited)
+    validating = [*overrides, "data.validation=train.jsonl", "evaluation.sampling.stop=[x]"]
+    with pytest.raises(ConfigError, match=r"^evaluation\.sampling\.stop: backend 'limited' cannot stop"):
+        plan(load_config(project.save(), validating), limited)
+    own = ["data.validation=train.jsonl", "evaluation.engine.backend=limited", "rollout.sampling.stop=[x]"]
+    with pytest.raises(ConfigError, match=r"^evaluation\.sampling\.stop, unset and so rollout\.sampl"):
+        plan(load_config(project.save(), own), limited)
+    plan(load_config(project.save(), [*own, "evaluation.sampling.stop=[]"]), limited)
+
+
+def test_an_engine_is_looked_for_where_it_is_to_run(project: Project, limited: PluginManager):
+    def refused(backend: str, *overrides: str) -> str:
+        with pytest.raises(UserError) as caught:
+            plan(load_config(project.save(), [f"rollout.engine.backend={backend}", *overrides]), limited)
+        return str(caught.value)
+
+    assert "the engine of" not in refused("far")  # its runtime is not made yet
+    elsewhere = ["rollout.engine.backend=lost", f"rollout.engine.runtime={sys.executable}"]
+    plan(load_config(project.save(), elsewhere), limited)
+    assert "the engine of 'lost': there is no module 'no_such_engine'" in refused("lost")
+
+
+def test_an_engine_that_cannot_do_what_its_record_declares_is_refused(project: Project, limited: PluginManager):
+    with pytest.raises(ConfigError) as caught:
+        plan(load_config(project.save(), ["actor.engine.backend=unable"]), limited)
+    assert "is no TrainsAdapters; it lacks forward_base, export_adapter" in str(caught.value)
+
+
+def test_a_loss_may_need_what_is_taken_from_elsewhere(project: Project, limited: PluginManager):
+    planned = plan(load_config(project.save(), ["algorithm.loss.name=capped"]), limited)
+    assert planned.loss_arguments == {"max_tokens": 8}
 
 
 def test_a_backend_for_another_device_is_refused(project: Project, limited: PluginManager):
@@ -517,6 +572,8 @@ def test_a_plan_says_what_is_validated_how_and_how_often(make: Callable[..., Pla
         "the first step and after the last"
     )
     assert make("data.validation.gsm=more.jsonl", "evaluation.by=kind")
+    twice = dict(make("data.validation={aime: more.jsonl, gsm: more.jsonl}").facts)["validation"]
+    assert "3 of more.jsonl, 3 of more.jsonl, answered greedily: 6 answers" in twice
 
 
 @pytest.mark.parametrize(
@@ -571,8 +628,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+class Odd:
+    def __eq__(self, other):
+        raise ValueError("the truth of an array is ambiguous")
+    __hash__ = None
+
 def choosing(view, *, share: Annotated[float, Field(ge=0, lt=1)], kind: "Literal['soft', 'hard']" = "soft",
-             sizes: tuple[int, ...] = (), limit: "Unheard" = None, flag: bool = False, either: int | str = 0):
+             sizes: tuple[int, ...] = (), limit: "Unheard" = None, flag: bool = False, either: int | str = 0,
+             array=Odd()):
     raise NotImplementedError
 
 def scaled(prompt, response, finish_reason, answer, *, partial: Annotated[float, Field(gt=0)] = 1.0):
@@ -607,7 +670,15 @@ def test_arguments_are_checked_by_what_their_author_declares(
 
 def test_arguments_as_declared_are_taken_as_they_stand(make: Callable[..., Plan], project: Project):
     (project.root / "declared.py").write_text(DECLARED)
-    given = {"share": 0, "kind": "hard", "sizes": [1, 2], "limit": "anything", "either": "x", "flag": True}
+    given = {
+        "share": 0,
+        "kind": "hard",
+        "sizes": [1, 2],
+        "limit": "anything",
+        "either": "x",
+        "flag": True,
+        "array": [1],
+    }
     assert make(f"algorithm.loss={{name: 'declared:choosing', arguments: {given}}}").loss_arguments == given
 
 
@@ -680,6 +751,7 @@ def test_a_named_module_that_is_the_users_and_somebody_elses_is_refused(
     refused = refusal(make, f"reward.function={name}:score")
     assert f"reward.function: module {name!r} {said}" in refused
     assert f"{own} has the same name; give your own file another name" in refused
+    assert ("pip install -e" in refused) == (name == "pluggy")
 
 
 def notes_on(make: Callable[..., Any], *overrides: str, about: str) -> list[str]:
@@ -704,6 +776,9 @@ def test_more_processes_than_cores_are_noted(
     assert not notes_on(make, *many, "rollout.replicas=3", about="cores")  # in the actor's processes
     assert not notes_on(make, *many, "cluster.address=10.0.0.1:6379", about="cores")
     assert notes_on(make_sft, "actor.processes=8", about="8 threads in 8 processes")
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert notes_on(make, *many, about="and this machine 2 cores")
 
 
 def test_a_rollout_that_is_moved_out_of_the_actors_processes_is_noted(make: Callable[..., Plan]):

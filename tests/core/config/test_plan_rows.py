@@ -15,6 +15,7 @@ from enginehouse.config import rows
 from enginehouse.config.load import load_config
 from enginehouse.config.plan import Plan, plan, plan_sft
 from enginehouse.config.schema import SFTConfig
+from enginehouse.engines.model import positions
 from enginehouse.errors import UserError
 from enginehouse.plugin import load_plugins
 
@@ -130,6 +131,41 @@ def test_a_prompt_has_to_leave_room_for_a_response(make: Callable[..., Plan], pr
     assert make(*longer, "data.overlong_prompts=drop").prompt_limit.tokens == 120
 
 
+def test_room_for_validation_answers_is_that_of_the_engine_that_gives_them(make: Callable[..., Plan], project: Project):
+    long = ["data.validation=train.jsonl", "data.max_prompt_tokens=40", "rollout.engine.options.max_model_tokens=50"]
+    own = ["evaluation.engine.backend=torch", "evaluation.engine.options.max_model_tokens=100"]
+    assert make(*long, *own, "evaluation.sampling.max_tokens=60").prompt_limit.tokens == 40
+    assert make(*long, *own, "evaluation.sampling.max_tokens=61").prompt_limit.tokens == 39
+    said = refusal(make, *long, "evaluation.sampling.max_tokens=60")  # the rollout answers
+    assert "evaluation.sampling.max_tokens is 60, which" in said
+    assert "more than rollout.engine.options.max_model_tokens, 50" in said
+    said = refusal(make, *long, *own, "evaluation.engine.options.max_model_tokens=8")
+    assert "rollout.sampling.max_tokens is 8, which" in said
+    assert "more than evaluation.engine.options.max_model_tokens, 8" in said
+
+
+@pytest.mark.parametrize(
+    ("model", "number"),
+    [
+        ({"max_position_embeddings": 32}, 32),
+        ({"text_config": {"max_position_embeddings": 32}}, 32),
+        ({"max_position_embeddings": 32, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 128),
+        ({"max_position_embeddings": 32, "rope_scaling": {"type": "linear", "factor": 2}}, 64),
+        (  # the factor is in it already
+            {
+                "max_position_embeddings": 128,
+                "rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 32},
+            },
+            128,
+        ),
+        ({"max_position_embeddings": 128, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 128),
+        ({"rope_scaling": None}, None),
+    ],
+)
+def test_positions_of_a_model(model: dict[str, Any], number: int | None):
+    assert positions(model) == number
+
+
 def test_prompts_that_are_left_out_are_counted(make: Callable[..., Plan], project: Project):
     write_tokenizer(project)
     project.write_rows("train.jsonl", [{**GOOD, "prompt": "1" * (12 + n % 5)} for n in range(40)])
@@ -137,6 +173,15 @@ def test_prompts_that_are_left_out_are_counted(make: Callable[..., Plan], projec
     assert "24 prompts in train.jsonl, each drawn 3.3 times; 16 more are too long and left out" in make(*drop).render()
     assert "holds only 24 prompts of at most 14 tokens" in refusal(make, *drop, "train.prompts_per_step=25")
     assert "leaves none of 40 prompts" in refusal(make, "data.max_prompt_tokens=3", drop[1])
+
+
+def test_rows_that_were_not_read_may_be_short(
+    make: Callable[..., Plan], project: Project, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(rows, "READ_SECONDS", 0.0)
+    write_tokenizer(project)
+    project.write_rows("train.jsonl", [{**GOOD, "prompt": "1" * 20}] * 1024 + [GOOD] * 100)
+    assert "at least 1,024 more are too long and left out" in make("data.overlong_prompts=drop").render()
 
 
 def test_validation_files_are_looked_at_too(make: Callable[..., Plan], project: Project):

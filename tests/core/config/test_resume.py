@@ -172,11 +172,17 @@ def test_a_checkpoint_from_before_there_were_digests_is_gone_on_from_with_a_note
     content = json.loads((place / "loop.json").read_text())
     for name in ("digest", "files", "data"):
         del content[name]
+    config = content["config"]  # as it was then, without keys that are new
+    del config["data"]["overlong_prompts"], config["reward"]["concurrency"], config["evaluation"]
     (place / "loop.json").write_text(json.dumps(content | {"format": 1}))
     planned = resume()
     assert planned.resumed is not None
     assert planned.resumed.step == 3
     assert any("has no digests of its files" in note for note in planned.notes)
+    assert not [note for note in planned.notes if "up to the checkpoint" in note]
+    assert "data.overlong_prompts is 'drop', and was 'error' when" in refusal(resume, "data.overlong_prompts=drop")
+    planned = resume("reward.concurrency=3")
+    assert any(note.startswith("reward.concurrency is 3 from here on, and was") for note in planned.notes)
 
 
 @pytest.mark.fault(

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from enginehouse.plugin import load_plugins, trial
+from enginehouse.plugin.discovery import from_environment
 
 BACKEND = """
 @hookimpl
@@ -57,6 +58,7 @@ def tried(distributions, tmp_path, monkeypatch):
     [
         ("import os; os._exit(7)", "it ends the process that loads it, with exit code 7"),
         ("import os; os.kill(os.getpid(), 11)", "it ends the process that loads it, by signal 11"),
+        ("import os; os.kill(os.getpid(), 14)", "it was not loaded within 30 s"),  # as its own clock does
         ("raise KeyboardInterrupt", "it raises KeyboardInterrupt where it is loaded"),
         (
             "@hookimpl\ndef enginehouse_register_losses(register):\n    import os; os._exit(0)",
@@ -67,7 +69,7 @@ def tried(distributions, tmp_path, monkeypatch):
             "train 'swift': options 'pathlib:Path' is no pydantic model",
         ),
     ],
-    ids=["exits", "is killed", "interrupts", "exits in a hook", "options of no model"],
+    ids=["exits", "is killed", "is overdue", "interrupts", "exits in a hook", "options of no model"],
 )
 def test_a_plugin_that_cannot_be_loaded_costs_nobody_else_anything(distributions, tried, source, said):
     module = distributions.add("hostile", source)
@@ -142,6 +144,31 @@ def test_findings_that_cannot_be_written_are_made_again(tried, tmp_path):
     assert tried()[0]["sound"].status == "ok"
     assert tried()[0]["sound"].status == "ok"
     assert len(tried.started) == 2
+
+
+def test_a_user_without_a_home_has_nothing_remembered(tried, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr("pathlib.Path.home", homeless)
+    assert tried()[0]["sound"].status == "ok"
+    assert tried()[0]["sound"].status == "ok"
+    assert len(tried.started) == 2
+
+
+def test_workers_try_nothing_and_load_what_did_no_harm(distributions, tried, monkeypatch):
+    distributions.add("hostile", "import os; os._exit(7)")
+    distributions.add("fragile", "raise RuntimeError('no luck today')")
+    _, manager = tried("hostile", "fragile")
+    tried.started.clear()
+    for name, value in manager.environment().items():
+        monkeypatch.setenv(name, value)
+    in_worker = load_plugins(enabled=["hostile", "fragile", "sound"], blocked=from_environment().blocked)
+    assert not tried.started
+    assert in_worker.states["hostile"] == "blocked"
+    assert (in_worker.states["fragile"], in_worker.states["sound"]) == ("broken", manager.states["sound"])
 
 
 def test_a_plugin_that_loads_plugins_itself_starts_no_further_trials(distributions, tried):

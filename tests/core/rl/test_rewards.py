@@ -5,6 +5,7 @@ import builtins
 import contextlib
 import ctypes
 import decimal
+import functools
 import os
 import signal
 import subprocess
@@ -555,6 +556,9 @@ def lengths(response, extra, *, scale=1.0, **columns):
     return numpy.array([len(one) * scale for one in response])
 
 
+twice_lengths = functools.partial(lengths, scale=2.0)
+
+
 @batched_reward
 async def lengths_later(response, **columns):
     await asyncio.sleep(0)
@@ -571,6 +575,11 @@ def test_a_batched_reward_gets_lists_and_a_bad_row_costs_itself(pool, trouble):
 def test_a_batched_reward_returns_a_value_a_row(pool):
     with pytest.raises(RewardError, match="returned 1 values for 3 rows; a batched reward returns a list"):
         pool("lengths").score([{**row, "extra": 1} for row in rows("a", "short", "b")])
+
+
+def test_a_batched_reward_may_have_arguments_filled_in(pool):
+    scored = pool("twice_lengths").score([{**row, "extra": 1} for row in rows("a", "bcd")])
+    assert [score.reward for score in scored] == [2.0, 6.0]
 
 
 def test_a_batched_reward_may_be_async_and_give_figures(pool):

@@ -15,6 +15,8 @@ from enginehouse.plugin import plugins as loaded_plugins
 from enginehouse.plugin.lookup import not_found
 from enginehouse.plugin.requirements import unmet
 from enginehouse.plugin.runtimes import (
+    CURRENT,
+    OWN,
     Runtime,
     RuntimeProblem,
     State,
@@ -73,6 +75,10 @@ def create(backend: str, variant: str | None, name: str | None) -> None:
     wanted = recipe(record, variant or variant_here())
     if name is not None and (name.startswith(".") or "/" in name):
         raise RuntimeProblem(f"{name!r} cannot be the name of a runtime: it becomes a folder in {folder()}")
+    if name in ("auto", CURRENT, OWN):
+        raise RuntimeProblem(
+            f"{name!r} cannot be the name of a runtime: a config's engine.runtime={name} means something else"
+        )
     there = next((one for one in installed_runtimes() if one.name == (name or wanted.name)), None)
     if there is not None and state_of(there, record).word == "ok":
         click.echo(f"runtime {there.name} is there already: {_versions(there)}. {_when_used(record)}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from enginehouse.config.device import visible_gpus
 from enginehouse.data.rendering import TokenLimit
+from enginehouse.engines.model import positions
 from enginehouse.plugin import Advantage
 
 if TYPE_CHECKING:
@@ -127,7 +128,9 @@ def check_cores(findings: Findings, cluster: Cluster, processes: int, device: st
         processes: of all roles.
         device: torch device type of the run.
     """
-    cores, threads = len(os.sched_getaffinity(0)), processes * cluster.threads_per_process
+    # macOS has no affinity
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = processes * cluster.threads_per_process
     if device == "cpu" and not cluster.address and cluster.launcher != "inline" and threads > cores:
         findings.note(
             f"the engines have {threads} threads in {processes} process{'' if processes == 1 else 'es'}, and this "
@@ -160,32 +163,36 @@ def check_lengths(
     prompt = config.data.max_prompt_tokens
     said = TokenLimit.of("data.max_prompt_tokens", prompt)
     asked = replace(said, cure=f"{said.cure}; data.overlong_prompts=drop leaves them out")
-    limits = {"the model's positions (max_position_embeddings)": model.get("max_position_embeddings")}
-    limits |= {f"{role}.engine.options.max_model_tokens": one.get("max_model_tokens") for role, one in options.items()}
-    known = [(limit, name) for name, limit in limits.items() if isinstance(limit, int)]
-    if not known:
-        return asked
-    limit, name = min(known)
-    wanted_by = {"rollout.sampling.max_tokens": config.rollout.sampling.max_tokens}
-    if config.evaluation.sampling.max_tokens and config.data.validation_files():
-        wanted_by["evaluation.sampling.max_tokens"] = config.evaluation.sampling.max_tokens
-    for key, wanted in wanted_by.items():
+    key, wanted = "rollout.sampling.max_tokens", config.rollout.sampling.max_tokens
+    answers = [(key, wanted, "rollout")]
+    if config.data.validation_files():
+        by = "evaluation" if "evaluation" in options else "rollout"
+        if config.evaluation.sampling.max_tokens:
+            key, wanted = "evaluation.sampling.max_tokens", config.evaluation.sampling.max_tokens
+        answers.append((key, wanted, by))
+    shortest = asked
+    for key, wanted, role in dict.fromkeys(answers):
+        limits = {
+            "the model's positions (max_position_embeddings)": positions(model),
+            f"{role}.engine.options.max_model_tokens": options[role].get("max_model_tokens"),
+        }
+        known = [(limit, name) for name, limit in limits.items() if isinstance(limit, int)]
+        limit, name = min(known, default=(prompt + wanted, ""))
         if wanted >= limit:
             findings.refuse(f"{key} is {wanted}, which with a prompt before it is more than {name}, {limit}")
-    key, wanted = max(wanted_by.items(), key=lambda one: one[1])
-    if wanted < limit < prompt + wanted:
-        return TokenLimit(
-            limit - wanted,
-            f"the {limit - wanted} that leave room for {wanted} new ones ({key}) within {name}, {limit}",
-            f"drop such rows (data.overlong_prompts=drop leaves them out) or lower {key}",
-        )
-    return asked
+        elif limit - wanted < shortest.tokens:
+            shortest = TokenLimit(
+                limit - wanted,
+                f"the {limit - wanted} that leave room for {wanted} new ones ({key}) within {name}, {limit}",
+                f"drop such rows (data.overlong_prompts=drop leaves them out) or lower {key}",
+            )
+    return shortest
 
 
 def row_limit(config: SFTConfig, model: Mapping[str, Any]) -> TokenLimit:
     """How long a demonstration may be: as the config says, or what the model, given its `config.json`, has room for."""
-    positions = model.get("max_position_embeddings")
-    if isinstance(positions, int) and positions < config.data.max_tokens:
-        said = f"the model's positions (max_position_embeddings), {positions}"
-        return TokenLimit(positions, said, "drop such rows, or shorten them")
+    number = positions(model)
+    if number is not None and number < config.data.max_tokens:
+        said = f"the model's positions (max_position_embeddings), {number}"
+        return TokenLimit(number, said, "drop such rows, or shorten them")
     return TokenLimit.of("data.max_tokens", config.data.max_tokens)

@@ -13,9 +13,8 @@ from safetensors import SafetensorError, safe_open
 
 from enginehouse.config.load import check
 from enginehouse.config.migration import answer_key
+from enginehouse.engines.declared import protocols_of
 from enginehouse.engines.options import EngineOptions, RolloutOptions, TrainOptions
-from enginehouse.engines.rollout import RolloutEngine
-from enginehouse.engines.train import TrainEngine
 from enginehouse.errors import ConfigError, UserError, nearest
 from enginehouse.plugin import Backend, Placement, ResolveError, RolloutBackend, TrainBackend, Transport, resolve
 from enginehouse.plugin.capabilities import (
@@ -63,13 +62,14 @@ def find_backend(
             f"{key}.engine.backend: {record.name!r} runs on {' and '.join(record.devices)}, and this run is on "
             f"{device} (cluster.device)"
         )
-    protocol = TrainEngine if kind is TrainBackend else RolloutEngine
     try:
-        missing = lacking(find_definition(record.engine), protocol)
+        definition = find_definition(record.engine)
     except ResolveError as error:
-        findings.refuse(f"{key}.engine.backend: the engine of {record.name!r}: {error}")
-    else:
-        if missing:
+        if engine.runtime in ("auto", CURRENT) and not plugins.missing(record):  # else it may be in its runtime alone
+            findings.refuse(f"{key}.engine.backend: the engine of {record.name!r}: {error}")
+        return record
+    for protocol in protocols_of(record):
+        if missing := lacking(definition, protocol):
             findings.refuse(
                 f"{key}.engine.backend: the engine of {record.name!r}, {record.engine}, is no {protocol.__name__}; it "
                 f"lacks {', '.join(missing)}"
@@ -355,8 +355,14 @@ def scheduled_options(
     return options
 
 
-def check_capabilities(findings: Findings, config: Config, rollout: RolloutBackend | None) -> int:
-    """Check what the config asks of the rollout backend.
+def check_capabilities(
+    findings: Findings, config: Config, rollout: RolloutBackend | None, role: str = "rollout"
+) -> int:
+    """Check what the config asks of the backend of a role that generates.
+
+    Args:
+        rollout: the backend; None after a problem.
+        role: `"rollout"`, or `"evaluation"` for the engine that answers nothing but validation prompts.
 
     Returns:
         `weights.effect_check_every`, or 0 where the backend cannot take part in that check.
@@ -365,8 +371,15 @@ def check_capabilities(findings: Findings, config: Config, rollout: RolloutBacke
     if rollout is None:
         return every
     name, able = rollout.name, rollout.capabilities
-    if config.rollout.sampling.stop and STOP_STRINGS not in able:
-        findings.refuse(f"rollout.sampling.stop: backend {name!r} cannot stop at strings (capability {STOP_STRINGS!r})")
+    stops = {"rollout.sampling.stop": config.rollout.sampling.stop} if role == "rollout" else {}
+    if role == "evaluation" or (config.evaluation.engine is None and config.data.validation_files()):
+        given = config.evaluation.sampling.stop is not None
+        stop = config.evaluation.sampling.beside(config.rollout.sampling).stop
+        if given or role == "evaluation":
+            stops["evaluation.sampling.stop" + ("" if given else ", unset and so rollout.sampling.stop")] = stop
+    for key, stop in stops.items():
+        if stop and STOP_STRINGS not in able:
+            findings.refuse(f"{key}: backend {name!r} cannot stop at strings (capability {STOP_STRINGS!r})")
     if SEED not in able:
         findings.note(f"backend {name!r} does not seed its samples: two runs with the same train.seed will differ")
     if WEIGHT_CHECKSUMS not in able:

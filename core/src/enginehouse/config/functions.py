@@ -142,9 +142,11 @@ def check_values(function: Callable[..., Any], key: str, arguments: Mapping[str,
     problems = []
     for name, value in arguments.items():
         parameter = _parameters(function).get(name)
-        if parameter is None or value == parameter.default:
+        if parameter is None:
             continue
         try:
+            if value == parameter.default:
+                continue
             adapter: TypeAdapter[Any] = TypeAdapter(_annotation(function, parameter))
             adapter.validate_json(json.dumps(value), strict=True)
         except ValidationError as error:
@@ -231,6 +233,7 @@ def _check_whose(module_name: str, key: str, python_path: Sequence[str]) -> None
         whose = "the standard library's" if top in sys.stdlib_module_names else f"installed ({found.origin})"
         raise ConfigError(
             f"{key}: module {top!r} is {whose}, and {own.origin} has the same name; give your own file another name"
+            + ("" if top in sys.stdlib_module_names else ", or install it by pip install -e if the two are one package")
         )
 
 

@@ -24,6 +24,9 @@ C = TypeVar("C", bound=BaseModel)
 
 Key = tuple[str, ...]
 
+MISTYPED = 0.85
+"""How alike a key has to be to one of ours, 1 being the same, not to be taken for another project's: `trainer` is."""
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[C] = Config) -> C:  # type: ignore[assignment]
     """Read a config file and apply overrides.
@@ -171,9 +174,11 @@ def _in_words(
     kind = detail["type"]
     if kind == "extra_forbidden":
         known = _moved(key, schema, prefix) or (instead(".".join(key)) if instead else "")
-        if any((answers := {} if known else _answers(name, detail["input"])).values()):
+        fields = _section(schema, key[:-1]).model_fields
+        mistyped = difflib.get_close_matches(key[-1], fields, n=1, cutoff=MISTYPED)
+        if any((answers := {} if known or mistyped else _answers(name, detail["input"])).values()):
             return [f"unknown key {one!r}{at}: {said or 'nothing here is like it'}" for one, said in answers.items()]
-        return [f"unknown key {name!r}{at}: {known or nearest(key[-1], _section(schema, key[:-1]).model_fields)}"]
+        return [f"unknown key {name!r}{at}: {known or nearest(key[-1], fields)}"]
     if kind == "missing":
         description = _field_description(schema, key)
         return [f"missing key {name!r}{f': {description}' if description else ''}"]

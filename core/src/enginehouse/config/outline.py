@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.config.arithmetic import samples_per_step
@@ -146,13 +146,13 @@ def _step(config: Config) -> str:
     )
 
 
-def _validation(config: Config, held_out: Mapping[str, int]) -> str:
+def _validation(config: Config, held_out: Sequence[tuple[str, int]]) -> str:
     evaluation, every = config.evaluation, config.train.validate_every
-    files = ", ".join(f"{count:,} of {path}" for path, count in held_out.items())
+    files = ", ".join(f"{count:,} of {path}" for path, count in held_out)
     temperature, each = evaluation.sampling.temperature, evaluation.samples_per_prompt
     how = f"{_count(each, 'sample')} each at temperature {temperature:g}" if temperature else "greedily"
     often = f", every {_count(every, 'step')}" if every else ""
-    answers = each * sum(held_out.values())
+    answers = each * sum(count for _, count in held_out)
     return f"prompts: {files}, answered {how}: {answers:,} answers before the first step{often} and after the last"
 
 

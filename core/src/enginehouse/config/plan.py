@@ -249,8 +249,11 @@ def plan(
     advantage = setting.function(
         Advantage, algorithm.advantage.name, "algorithm.advantage", algorithm.advantage.arguments
     )
-    setting.function(Loss, algorithm.loss.name, "algorithm.loss", algorithm.loss.arguments, _kl_arguments(config))
-    loss_arguments = algorithm.loss.arguments | _taken(findings, setting.plugins, config)
+    taken = _taken(findings, setting.plugins, config)
+    setting.function(
+        Loss, algorithm.loss.name, "algorithm.loss", algorithm.loss.arguments, _kl_arguments(config), list(taken)
+    )
+    loss_arguments = algorithm.loss.arguments | taken
     _check_old_logprobs(findings, setting.plugins, config)
     _check_kl(findings, config)
     directory = setting.run_directory(
@@ -398,7 +401,7 @@ class _Setting:
             transport=choose_transport(findings, self.plugins, config, train, record, self.device, False, "evaluation")[
                 0
             ],
-            effect_checked=bool(check_capabilities(findings, config, record)),
+            effect_checked=bool(check_capabilities(findings, config, record, "evaluation")),
             gpus=gpus_of(record, options),
         )
 
@@ -450,9 +453,20 @@ class _Setting:
         return ""
 
     def function(
-        self, kind: type[Function], name: str, key: str, arguments: Mapping[str, Any], others: Sequence[str] = ()
+        self,
+        kind: type[Function],
+        name: str,
+        key: str,
+        arguments: Mapping[str, Any],
+        others: Sequence[str] = (),
+        taken: Sequence[str] = (),
     ) -> str:
-        """Check an advantage or a loss against its arguments, and the names of `others` that it gets."""
+        """Check an advantage or a loss against its arguments, and the names of others that it gets.
+
+        Args:
+            others: names of those that do not stand in its record.
+            taken: names of those that its record asks for (`Loss.taken_from`): they alone are no reason to import it.
+        """
         key, given = f"{key}.arguments", [*arguments, *others]
         with self.findings.collecting():
             reference, function = find_function(
@@ -461,7 +475,7 @@ class _Setting:
             if function is not None:
                 named = key + (" and the KL term's" if kind is Loss else "")
                 cure = f"arguments meant for another {kind.kind} are taken away by {key}={{}}" if arguments else ""
-                check_call(function, key, given, named, positional=1, cure=cure)
+                check_call(function, key, [*given, *taken], named, positional=1, cure=cure)
                 self.values(function, name, key, arguments)
             return reference
         return ""

@@ -15,13 +15,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic_core import to_jsonable_python
+
 from enginehouse.config.earlier_run import RUN_MARKER, checkpoint_paths, read_record, steps_taken
+from enginehouse.config.load import section_type
 from enginehouse.config.run_lock import check_free
 from enginehouse.config.schema import SFTConfig
 from enginehouse.data.digests import data_digests, file_digests, text_digest
 from enginehouse.errors import ConfigError
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from enginehouse.config.findings import Findings
     from enginehouse.config.schema import Config
 
@@ -209,7 +214,7 @@ def check_resume(findings: Findings, config: Config | SFTConfig) -> Checkpoint |
             f"steps {checkpoint.step + 1} to {taken} are taken once more: the newest checkpoint is of step "
             f"{checkpoint.step}"
         )
-    for key, was, now in changes(checkpoint.config, config.model_dump(mode="json")):
+    for key, was, now in changes(_filled(checkpoint.config, type(config)), config.model_dump(mode="json")):
         if _under(key, FIXED) and not _under(key, FREE):
             findings.refuse(
                 f"--resume: {key} is {now!r}, and was {was!r} when {checkpoint.path} was written: the run could not go "
@@ -273,6 +278,19 @@ def _check_data(config: Config | SFTConfig, checkpoint: Checkpoint) -> None:
             f"--resume: data.train: {', '.join(changed)} has other content than when {checkpoint.path} was written: "
             "other rows would come next. Put the former file back, or start a new run in another directory"
         )
+
+
+def _filled(was: Mapping[str, Any], schema: type[BaseModel]) -> dict[str, Any]:
+    """A config of a checkpoint, with the defaults of keys that were not there yet when it was written."""
+    filled = dict(was)
+    for name, described in schema.model_fields.items():
+        inner = section_type(described.annotation)
+        held = was.get(name, {} if described.default is not None else None)
+        if inner is not None and isinstance(held, Mapping):
+            filled[name] = _filled(held, inner)
+        elif name not in was and not described.is_required():
+            filled[name] = to_jsonable_python(described.get_default(call_default_factory=True))
+    return filled
 
 
 def _under(key: str, sections: tuple[str, ...]) -> bool:

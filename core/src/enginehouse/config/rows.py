@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.config.functions import check_call
@@ -59,14 +59,14 @@ class Rows:
         dropped: rows that are left out because they are too long.
         sampled: whether there was no time to look at all lengths, so that more may be left out.
         columns: what the reward gets; None where a file could not be read.
-        held_out: how many held-out prompts are used of each file, by what messages call it.
+        held_out: of each file of held-out prompts what messages call it, and how many of it are used.
     """
 
     number: int = 0
     dropped: int = 0
     sampled: bool = False
     columns: tuple[Columns, ...] | None = None
-    held_out: Mapping[str, int] = field(default_factory=dict)
+    held_out: Sequence[tuple[str, int]] = ()
 
 
 def look_at_prompts(findings: Findings, config: Config, limit: TokenLimit, model_found: bool) -> Rows:
@@ -83,7 +83,7 @@ def look_at_prompts(findings: Findings, config: Config, limit: TokenLimit, model
     tables = [_open(findings, paths, (data.prompt,), until) for _, paths in reversed(files)][::-1]
     tokenizer = _Tokenizer(findings, config) if model_found else None
     dropped, sampled = 0, False
-    held_out: dict[str, int] = {}
+    held_out: list[tuple[str, int]] = []
     for (name, _), table in zip(reversed(files), reversed(tables), strict=True):
         dropped, sampled = 0, False  # of the training files, in the end
         if table is not None and tokenizer:
@@ -91,7 +91,7 @@ def look_at_prompts(findings: Findings, config: Config, limit: TokenLimit, model
                 dropped, sampled = _look_at_prompt_lengths(findings, config, table, name, limit, tokenizer)
         if table is not None and table is not tables[0]:
             used = len(table) + table.unread - dropped
-            held_out = {name: min(used, config.evaluation.max_prompts or used), **held_out}
+            held_out.insert(0, (name, min(used, config.evaluation.max_prompts or used)))
     number = len(tables[0]) + tables[0].unread - dropped if tables[0] is not None else 0
     train = tables[0]
     if train is not None:
@@ -170,9 +170,10 @@ def check_reward_columns(
         ConfigError: naming the rows, and the first column that is missing, too many, or taken by something else.
     """
     arguments = config.reward.arguments
+    taken = None if function is None else keywords(function)
     for one in columns:
         for name in gets:
-            if name in one.names:
+            if name in one.names and (taken is None or name in taken):
                 raise ConfigError(
                     f"{one.where}: a reward gets {name!r} from the run, so it would never see the column {name!r}; "
                     "rename the column in the data"
@@ -186,7 +187,6 @@ def check_reward_columns(
             )
         if function is not None and columns:
             said = f"{', '.join(gets)}, the columns of {one.where} and reward.arguments (docs/rewards.md)"
-            taken = keywords(function)
             passed = [name for name in given if taken is None or name in taken]
             check_call(function, "reward.function", [*passed, *arguments], said)
 
@@ -243,7 +243,7 @@ def _look_at_prompt_lengths(
     if data.overlong_prompts == "error":
         check_length(lengths, limit, "the prompt", lambda row: table.where(rows[row]))
     dropped = sum(length > limit.tokens for length in lengths)
-    if dropped == len(prompts):
+    if dropped == len(prompts) and not table.unread:
         raise all_too_long(dropped, min(lengths), limit)
     return dropped, len(rows) < len(unsure) or table.unread > 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from enginehouse.engines.rollout import RolloutEngine
@@ -10,6 +9,7 @@ from enginehouse.engines.train import OffloadsState, SavesInBackground, TrainEng
 from enginehouse.engines.weights import WeightTransport
 from enginehouse.plugin import Backend, Record, ResolveError, RolloutBackend, TrainBackend, Transport, resolve
 from enginehouse.plugin.capabilities import BACKGROUND_SAVE, LORA, OFFLOAD
+from enginehouse.plugin.references import lacking
 from enginehouse.plugin.requirements import unmet
 
 PROTOCOLS: dict[type[Record], tuple[str, type]] = {
@@ -29,7 +29,7 @@ def problems_of(record: Record) -> list[str]:
     The engine of a backend whose requirements are missing here lives in another Python environment: it is passed over.
     """
     what = f"{record.kind} {record.name!r}"
-    field, protocol = PROTOCOLS.get(type(record), ("", object))
+    field, _ = PROTOCOLS.get(type(record), ("", object))
     found = []
     for name in record.references:
         if name == "engine" and isinstance(record, Backend) and any(unmet(record.requires)):
@@ -40,23 +40,23 @@ def problems_of(record: Record) -> list[str]:
             found.append(f"{what}: {name}: {error}")
             continue
         if name == field:
-            found += [f"{what}: {name} {getattr(record, name)!r} {said}" for said in _unlike(named, protocol, record)]
+            found += [f"{what}: {name} {getattr(record, name)!r} {said}" for said in _unlike(named, record)]
         elif not callable(named):
             found.append(f"{what}: {name} {getattr(record, name)!r} is {named!r}, which cannot be called")
     return found
 
 
-def _unlike(named: Any, protocol: type, record: Record) -> list[str]:
-    """What a class lacks of a protocol, and of those that a record's capabilities add."""
-    if not inspect.isclass(named):
-        return [f"is {named!r}, not a class"]
-    wanted = [protocol]
+def protocols_of(record: Record) -> list[type]:
+    """What the class that a record names must do: by its kind, and by each of its capabilities."""
+    wanted = [PROTOCOLS[type(record)][1]] if type(record) in PROTOCOLS else []
     if isinstance(record, TrainBackend):
         wanted += [OFFERED[one] for one in sorted(record.capabilities) if one in OFFERED]
-    lacking = [name for one in wanted for name in methods(one) if not callable(getattr(named, name, None))]
-    return [f"lacks {', '.join(lacking)}"] if lacking else []
+    return wanted
 
 
-def methods(protocol: type) -> list[str]:
-    """Names of a protocol's methods."""
-    return [name for name, value in vars(protocol).items() if inspect.isfunction(value) and not name.startswith("_")]
+def _unlike(named: Any, record: Record) -> list[str]:
+    """What a class lacks of what its record says it does."""
+    if not isinstance(named, type):
+        return [f"is {named!r}, not a class"]
+    missing = [name for protocol in protocols_of(record) for name in lacking(named, protocol)]
+    return [f"lacks {', '.join(missing)}"] if missing else []

@@ -22,6 +22,23 @@ TOKENIZER_COMPANIONS = ("special_tokens_map.json", "added_tokens.json", "chat_te
 """Glob patterns of what belongs to a tokenizer and is none by itself."""
 
 
+STRETCHING = ("yarn", "linear", "dynamic")
+"""Types of RoPE scaling whose factor `max_position_embeddings` need not have in it."""
+
+
+def positions(model: Mapping[str, Any]) -> int | None:
+    """How many tokens a model, given its `config.json`, has positions for; None where that is not known."""
+    text = model.get("text_config") or model
+    number = text.get("max_position_embeddings")
+    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor")
+    if not isinstance(number, int):
+        return None
+    if kind in STRETCHING and isinstance(factor, int | float):
+        return max(number, int(scaling.get("original_max_position_embeddings", number) * factor))
+    return number
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A Hugging Face model, by where it is and how it is to be loaded.

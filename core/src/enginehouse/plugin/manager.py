@@ -15,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from importlib import metadata
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -203,8 +204,13 @@ class PluginManager:
             return None
 
     def environment(self) -> dict[str, str]:
-        """Environment variables for worker processes, so that `plugins()` there loads the same plugins."""
-        return self.switches.environment()
+        """Environment variables for worker processes, so that `plugins()` there loads the same plugins.
+
+        They try none, as this process did: what did harm when it was tried is kept out there.
+        """
+        harmful = [plugin.name for plugin in self.plugins if plugin.status == "broken" and not plugin.traceback]
+        switches = replace(self.switches, blocked=(*self.switches.blocked, *harmful))
+        return {**switches.environment(), trial.VARIABLE: "1"}
 
     # Deciding and observing
 

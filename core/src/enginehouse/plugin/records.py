@@ -6,6 +6,7 @@ field are no dataclasses of their own: each costs a millisecond of every start o
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
@@ -273,6 +274,13 @@ def keywords(function: Callable[..., Any]) -> frozenset[str] | None:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
     return frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+
+
+def is_batched(function: Callable[..., Any]) -> bool:
+    """Whether a reward is marked by `batched_reward`, also one whose arguments `functools.partial` fills in."""
+    while isinstance(function, functools.partial) and not hasattr(function, "batched"):
+        function = function.func
+    return bool(getattr(function, "batched", False))
 
 
 def batched_reward(function: Callable[..., Any]) -> Callable[..., Any]:

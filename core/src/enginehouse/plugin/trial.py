@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import platform
 import signal
 import sys
 import time
@@ -34,7 +35,7 @@ REMEMBERED_SECONDS = 3600.0
 """How long a bad finding counts: what hung may have hung for want of a disk."""
 
 VARIABLE = "ENGINEHOUSE_PLUGIN_TRIAL"
-"""Environment variable of that process, and of those it starts: nothing is tried in them."""
+"""Environment variable of that process, of a run's workers, and of those they start: nothing is tried in them."""
 
 _PROGRAM = """
 import json, sys
@@ -136,10 +137,10 @@ def _in_one_process(candidates: Sequence[Candidate], examine: str, seconds: floa
             selector.register(reading, selectors.EVENT_READ)
             while len(found) < len(candidates):
                 if not selector.select(seconds if begun else START_SECONDS):
-                    return found, f"it was not loaded within {seconds:g} s" if begun else None
+                    return found, _overdue(seconds) if begun else None
                 read = os.read(reading, 1 << 16)
                 if not read:
-                    return found, f"it ends the process that loads it, {_ending(process.wait())}" if begun else None
+                    return found, _ending(process.wait(), seconds) if begun else None
                 *lines, text = (text + read).split(b"\n")
                 for line in lines:
                     said = json.loads(line)
@@ -154,15 +155,21 @@ def _in_one_process(candidates: Sequence[Candidate], examine: str, seconds: floa
         process.wait()
 
 
-def _ending(code: int) -> str:
-    return f"with exit code {code}" if code >= 0 else f"by signal {-code}"
+def _ending(code: int, seconds: float) -> str:
+    if code == -signal.SIGALRM:  # its own clock: this process was too busy to look
+        return _overdue(seconds)
+    return f"it ends the process that loads it, {f'with exit code {code}' if code >= 0 else f'by signal {-code}'}"
+
+
+def _overdue(seconds: float) -> str:
+    return f"it was not loaded within {seconds:g} s"
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
     """Where the finding on a plugin is remembered, and what it is a finding on."""
 
-    path: Path
+    path: Path | None
     fingerprint: str
 
     def unknown(self, entry_point: metadata.EntryPoint) -> bool:
@@ -171,6 +178,8 @@ class _Asked:
 
     def remembered(self) -> str | None:
         """The problem that was found before, empty for none; None: not known."""
+        if self.path is None:
+            return None
         try:
             there = json.loads(self.path.read_text(encoding="utf-8"))
             age = time.time() - float(there["at"])
@@ -182,6 +191,8 @@ class _Asked:
 
     def remember(self, problem: str) -> None:
         """Keep what was found; where that cannot be written, the plugin is tried again next time."""
+        if self.path is None:
+            return
         text = json.dumps({"fingerprint": self.fingerprint, "problem": problem, "at": time.time()})
         staging = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
@@ -194,15 +205,19 @@ class _Asked:
 
 
 def _asked(plugin: Plugin, entry_point: metadata.EntryPoint) -> _Asked:
-    owner = f"{plugin.distribution}:{plugin.name} {sys.executable}"
+    owner = f"{plugin.distribution}:{plugin.name} {sys.executable} {platform.node()}"  # hosts may share a home
     name = hashlib.sha256(owner.encode()).hexdigest()[:16]
-    return _Asked(cache_folder() / f"{name}.json", _fingerprint(plugin, entry_point))
+    folder = cache_folder()
+    return _Asked(folder and folder / f"{name}.json", _fingerprint(plugin, entry_point))
 
 
-def cache_folder() -> Path:
-    """Where findings are remembered: a folder in the user's cache."""
+def cache_folder() -> Path | None:
+    """Where findings are remembered: a folder in the user's cache; None for a user without a home."""
     cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "enginehouse" / "plugins"
+    try:
+        return (Path(cache) if cache else Path.home() / ".cache") / "enginehouse" / "plugins"
+    except RuntimeError:  # no HOME, and a user id without an entry in passwd
+        return None
 
 
 def _fingerprint(plugin: Plugin, entry_point: metadata.EntryPoint) -> str:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from enginehouse.engines.model import ModelSpec, ProcessContext
+from enginehouse.engines.model import ModelSpec, ProcessContext, positions
 from enginehouse.engines.weights import DTYPE_BYTES
 from enginehouse_sglang.loader import LOADER
 from enginehouse_sglang.options import SGLangOptions
@@ -48,7 +48,7 @@ def server_arguments(
         has_tokenizer: whether the model has one.
     """
     text = config.get("text_config", config)
-    longest = options.max_model_tokens or text.get("max_position_embeddings")
+    longest = options.max_model_tokens or positions(config)
     arguments: dict[str, Any] = {
         "model_path": model.path,
         "dtype": model.dtype,

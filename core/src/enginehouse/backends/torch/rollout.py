@@ -14,7 +14,7 @@ from enginehouse.backends.torch.options import TorchRolloutOptions
 from enginehouse.backends.torch.requests import Pending
 from enginehouse.backends.torch.running import RunningBatch
 from enginehouse.backends.torch.served_weights import ServedWeights
-from enginehouse.engines.model import ModelSpec, ProcessContext
+from enginehouse.engines.model import ModelSpec, ProcessContext, positions
 from enginehouse.engines.rollout import Endpoint, GenerateRequest, GenerateResult, Health, PauseMode
 from enginehouse.engines.train import ALL
 from enginehouse.engines.weights import WeightChunk, WeightState, WeightUpdate
@@ -80,7 +80,7 @@ class TorchRolloutEngine:
         device = device_of(context)
         model = load_model(spec, device).requires_grad_(False)
         text = model.config.get_text_config()
-        own_limit = getattr(text, "max_position_embeddings", None)
+        own_limit = positions(text.to_dict())
         limits = [limit for limit in (options.max_model_tokens, own_limit) if limit is not None]
         self._spec = spec
         self._vocabulary = text.vocab_size

@@ -4,7 +4,7 @@ Two engines whose requirements exclude each other can so be in one run. A runtim
 and the plugins a worker sees are the driver's own, by an overlay of links. Light: neither torch nor ray is imported.
 """
 
-from enginehouse.plugin.runtimes.choosing import CURRENT, RUNTIME_VARIABLE, Interpreter, choose_runtime
+from enginehouse.plugin.runtimes.choosing import CURRENT, OWN, RUNTIME_VARIABLE, Interpreter, choose_runtime
 from enginehouse.plugin.runtimes.errors import MakingError, NoRuntime, RuntimeProblem
 from enginehouse.plugin.runtimes.ingredients import Recipe, recipe
 from enginehouse.plugin.runtimes.making import make_runtime
@@ -23,6 +23,7 @@ from enginehouse.plugin.runtimes.variant import variant_here
 
 __all__ = [
     "CURRENT",
+    "OWN",
     "RUNTIME_VARIABLE",
     "Interpreter",
     "MakingError",

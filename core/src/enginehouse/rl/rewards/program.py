@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from enginehouse.plugin.records import keywords, resolve
+from enginehouse.plugin.records import is_batched, keywords, resolve
 
 MARK = "ENGINEHOUSE_REWARD_PROCESS"
 """Environment variable of a pool process, and so of all that a reward starts: what has it ends with the process."""
@@ -182,9 +182,7 @@ class Judge:
         self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004 - is its body async?
         )
-        self.style: Style = (
-            "batched" if getattr(function, "batched", False) else "async" if self._is_async else "single"
-        )
+        self.style: Style = "batched" if is_batched(function) else "async" if self._is_async else "single"
         self._output = _Output()
 
     def serve(self, inbox: Inbox, answer: Answer) -> None:
