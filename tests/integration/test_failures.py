@@ -144,7 +144,7 @@ def test_damaged_weights_stop_the_run_with_the_parameters_name(
         f"weights.transport={transport}", f"rollout.placement={placement}", f"cluster.launcher={launcher}",
         env=faulty_transports,
     )  # fmt: skip
-    message = assert_failed(run, run.finish(), steps=0)
+    message = assert_failed(run, run.finish(), steps=1)  # whose update had ended, and is saved
     assert re.match(rf"weight update .*at rollout replica 0 .*{what}: model\.", message), message
     assert "model.norm.weight" in run.record["error"] or what == "did not arrive"
     assert "The old version keeps serving" in message

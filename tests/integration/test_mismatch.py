@@ -101,4 +101,5 @@ def test_a_dropped_update_ends_the_run_at_once(train: Start, stale_rollout: Mapp
     ended = run.finish()
     assert ended.code == 1
     assert "says that it serves version 2, but computes as before" in ended.err
-    assert not run.metrics  # the update after the first step is the first that changes weights
+    # The update after the first step is the first that changes weights. That step is saved, its samples were not stale.
+    assert [row["step"] for row in run.metrics] == [1]
