@@ -9,8 +9,25 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
+from enginehouse.data import Batch, Ragged
 from enginehouse.plugin import load_plugins
+from enginehouse.rl.samples import sample_metrics
+
+SAMPLES = Batch(
+    {
+        "input_ids": (ids := Ragged.from_list([[3, 4], [3, 5]], dtype=torch.int64)),
+        "loss_mask": Ragged(torch.tensor([False, True] * 2), ids.offsets),
+        "reward": torch.tensor([0.0, 1.0]),
+        "group": torch.tensor([0, 0]),
+        "finish_reason": ["stop"] * 2,
+        "weight_version": torch.tensor([1, 1]),
+        "seconds": torch.ones(2),
+        "reward_figures": [{}] * 2,
+        "reward_failure": [""] * 2,
+    }
+)
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -31,5 +48,5 @@ def test_the_plugin_it_shows_is_loaded_and_observes_a_run(written: ModuleType, t
     assert manager.states["mine"] == "ok"
     assert manager.get("train", "mine").summary == "my training engine"
     run = SimpleNamespace(run_directory=SimpleNamespace(path=tmp_path))
-    manager.observe("step_finished", run=run, step=7, metrics={"reward": 0.5})
+    manager.observe("step_finished", run=run, step=7, metrics=sample_metrics(SAMPLES))
     assert (tmp_path / "reward.csv").read_text() == "7,0.5\n"

@@ -344,12 +344,12 @@ def test_a_column_that_a_reward_would_never_see_is_refused(
 
 
 def test_a_column_that_the_reward_does_not_take_may_have_any_name(make: Callable[..., Plan], project: Project):
-    (project.root / "scoring.py").write_text("def plain(response, answer): return 0.0")
+    (project.root / "plain_scoring.py").write_text("def plain(response, answer): return 0.0")
     row = {"prompt": "1+1=", "answer": "2", "messages": [], "finish_reason": "x"}
     project.write_rows("chats.jsonl", [row] * 40)
-    make("data.train=chats.jsonl", "reward.function=scoring:plain")
+    make("data.train=chats.jsonl", "reward.function=plain_scoring:plain")
     project.write_rows("chats.jsonl", [{**row, "response": "x"}] * 40)
-    assert "a reward gets 'response'" in refusal(make, "data.train=chats.jsonl", "reward.function=scoring:plain")
+    assert "a reward gets 'response'" in refusal(make, "data.train=chats.jsonl", "reward.function=plain_scoring:plain")
 
 
 def test_the_prompt_column_may_have_any_name(make: Callable[..., Plan], project: Project):

@@ -46,7 +46,8 @@ class Findings:
         Raises:
             UserError: if there is a problem.
         """
-        if len(self.problems) == 1:
-            raise self.problems[0]
-        if self.problems:
-            raise ConfigError(listed([str(problem) for problem in self.problems], where))
+        problems = {str(problem): problem for problem in self.problems}  # two checks may find the same
+        if len(problems) == 1:
+            raise next(iter(problems.values()))
+        if problems:
+            raise ConfigError(listed(list(problems), where))

@@ -50,7 +50,7 @@ def next_steps(run: RunDirectory, steps: int) -> list[str]:
         hints.append(f"read what the model said: {shown(samples[-1])}")
     if run.last_step:
         hints.append(f"see where the time went: open {shown(run.timeline.path)} in https://ui.perfetto.dev")
-    if (step := run.checkpoints.newest_step) is not None and step < steps:
+    if (step := run.checkpoints.newest_step) is not None and run.last_step < steps:
         hints.append(f"go on after step {step}: the same command with --resume")
     if run.saved_model:
         link = run.path / "model"
