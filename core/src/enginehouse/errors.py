@@ -53,3 +53,8 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     listed = "Choices: " + ", ".join(ordered)
     close = difflib.get_close_matches(word, ordered, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}? {listed}" if close else listed
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or of what it is called where it has none."""
+    return (str(error) or repr(error)).splitlines()[0]

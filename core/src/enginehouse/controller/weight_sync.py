@@ -51,6 +51,7 @@ from enginehouse.engines.weights import (
     compare_checksums,
     verify_state,
 )
+from enginehouse.errors import first_line
 from enginehouse.transports.lookup import load_transport
 
 if TYPE_CHECKING:
@@ -235,7 +236,7 @@ class WeightSync:
                 if staged or not self._can_do_without(error):
                     cause = silent if late and silent is not None else error  # who waited for it, says so first
                     raise _explained(cause, f"weight update {version} failed") from error
-                log.warning("weight update %d begins anew without what was lost: %s", version, _first_line(error))
+                log.warning("weight update %d begins anew without what was lost: %s", version, first_line(error))
         self._updates += 1
         self._change_seen = self._change_seen or (changed and effect is not None)
         self._served = version, sent
@@ -527,10 +528,6 @@ def _root_cause(error: Exception, other: Future | Gathered) -> Exception:
     except Exception as cause:
         return cause
     return error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or repr(error)).splitlines()[0]
 
 
 def _explained(error: Exception, what: str) -> WeightSyncError:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from enginehouse.config.resume import ACTOR, Checkpoint, files_of, kind_of
-from enginehouse.errors import SaveError
+from enginehouse.errors import SaveError, first_line
 
 if TYPE_CHECKING:
     from enginehouse.config.schema import Config, SFTConfig
@@ -43,11 +43,6 @@ def writing(what: str, staged: Path) -> Iterator[None]:
         free = _free_words(place)
         shutil.rmtree(staged, ignore_errors=True)
         raise SaveError(f"{what} could not be written to {place}, which has {free}: {first_line(error)}") from error
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
-    return (str(error) or repr(error)).splitlines()[0]
 
 
 def _free_words(place: Path) -> str:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec
 from enginehouse.controller.errors import ControllerError, RemoteError
 from enginehouse.controller.members import Member, Members
+from enginehouse.errors import first_line
 from enginehouse.rl.drawing import Drawing, Events, in_order
 from enginehouse.rl.replica import Changed, Figures, Replica, State, nobody_left
 from enginehouse.rl.routing import PrefixMemory
@@ -401,7 +402,7 @@ class RolloutFleet:
             if replica.incarnation != member.incarnation or self._closing.is_set():
                 return
             replica.incarnation += 1
-            replica.death = (str(error) or repr(error)).splitlines()[0]
+            replica.death = first_line(error)
             replica.state, replica.waits, replica.version = "lost", False, None
             if self.world_size > 1:
                 log.warning("%s is lost and is started again: %s", replica.group.name, replica.death)
@@ -451,7 +452,7 @@ class RolloutFleet:
                 replica.group.call("launch", timeout=self._start_timeout)
             except Exception as error:
                 if not self._closing.is_set():
-                    replica.death = f"its restart failed: {(str(error) or repr(error)).splitlines()[0]}"
+                    replica.death = f"its restart failed: {first_line(error)}"
                     log.warning("%s: %s", replica.group.name, replica.death)
                 continue
             with self._lock:

@@ -16,9 +16,9 @@ from enginehouse.controller.future import Future
 from enginehouse.controller.interruption import interrupt_put_off
 from enginehouse.controller.ray_access import ray_access
 from enginehouse.data.digests import data_digests
-from enginehouse.errors import SaveError
+from enginehouse.errors import SaveError, first_line
 from enginehouse.plugin import capabilities, plugins
-from enginehouse.rl.checkpointing import Checkpointing, Standing, first_line, writing
+from enginehouse.rl.checkpointing import Checkpointing, Standing, writing
 from enginehouse.rl.samples import plain
 from enginehouse.rl.stalls import Stalls
 

@@ -27,6 +27,7 @@ from enginehouse.engines.weights import (
     WeightUpdateAborted,
     copy_with_checksum,
 )
+from enginehouse.errors import first_line
 from enginehouse.transports.broadcast_group import SLOTS, BroadcastGroup, head, heading, room
 from enginehouse.transports.buckets import in_plan_order, parameters_of, plan_transfer, views
 from enginehouse.transports.deadline import Deadline
@@ -294,5 +295,5 @@ def await_moved(gate: Gate, moved: Future[None], version: int, deadline: Deadlin
     gate.wait(moved.done, version, deadline, missing)
     error = moved.exception()
     if error is not None:
-        said = (str(error) or repr(error)).splitlines()[0]
+        said = first_line(error)
         raise WeightUpdateAborted(f"weight update {version}: another end left the broadcast ({said})") from error

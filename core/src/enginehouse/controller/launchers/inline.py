@@ -23,6 +23,7 @@ from enginehouse.controller.shards import Shard, kept_back
 from enginehouse.controller.worker import WorkerSpec
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import ProcessContext
+from enginehouse.errors import first_line
 
 
 class InlineCall:
@@ -139,7 +140,7 @@ class InlineProcesses:
             self._close(10.0)
             fresh = InlineProcesses(None, self.roles, self.options)
         except BaseException as error:
-            self._broken = f"its restart failed: {(str(error) or repr(error)).splitlines()[0]}"
+            self._broken = f"its restart failed: {first_line(error)}"
             raise
         self._ended = True
         self._broken = f"{self.options.name} was restarted"

@@ -33,6 +33,7 @@ from enginehouse.controller.shards import Shard, ShardFacts
 from enginehouse.controller.worker import WorkerSpec
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import ProcessContext
+from enginehouse.errors import first_line
 from enginehouse.plugin.runtimes.probe import check_interpreter
 
 log = logging.getLogger(__name__)
@@ -511,7 +512,7 @@ class RayProcesses:
             self._occupation.renew()
             fresh = RayProcesses(self._occupation, self.roles, self.options)
         except BaseException as error:
-            self._broken = f"its restart failed: {(str(error) or repr(error)).splitlines()[0]}"
+            self._broken = f"its restart failed: {first_line(error)}"
             self._ended = None
             raise
         self._ended = f"{self.options.name} was restarted"
