@@ -417,10 +417,23 @@ def prints(prompt, response, **columns):
         raise ValueError
     if response == "die":
         ctypes.string_at(0)
-    return 1.0
+    if response == "hang":
+        sys.stdout.flush()
+        time.sleep(3600)
+    return None if response == "none" else 1.0
 
 
-@pytest.mark.parametrize("response", ["raise", "die"])
+@batched_reward
+def prints_a_batch(prompt, response, **columns):
+    return [prints("p", one) for one in response]
+
+
+async def prints_and_waits(prompt, response, **columns):
+    await asyncio.sleep(0)
+    return prints(prompt, response)
+
+
+@pytest.mark.parametrize("response", ["raise", "die", "none"])
 def test_what_a_row_prints_is_shown_with_its_failure_alone(pool, capfd, response):
     with pytest.raises(RewardError) as caught:
         pool("prints").score(rows("quiet", "much", response, "quiet"))
@@ -431,6 +444,20 @@ def test_what_a_row_prints_is_shown_with_its_failure_alone(pool, capfd, response
     assert ("Segmentation fault" in message) == (response == "die")
     assert len(message) < 10_000
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("function", ["prints", "prints_a_batch", "prints_and_waits"])
+@pytest.mark.parametrize("response", ["raise", "none"])
+def test_what_a_reward_prints_is_shown_when_it_fails_for_most_rows(pool, function, response):
+    with pytest.raises(RewardError, match=r"reward\.max_failures") as caught:
+        pool(function).score(rows(*[response] * 4))
+    assert f"from Python: {response}" in str(caught.value).partition("printed:")[2]
+
+
+def test_what_a_reward_prints_is_shown_when_it_seems_to_hang(pool):
+    with pytest.raises(RewardError, match="seems to hang") as caught:
+        pool("prints", timeout_seconds=0.5, on_error="zero").score(rows(*["hang"] * 9))
+    assert "from Python: hang" in str(caught.value).partition("printed:")[2]
 
 
 def test_a_cluster_that_is_lost_is_noticed_while_rows_are_scored(pool, monkeypatch):

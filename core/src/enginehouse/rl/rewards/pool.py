@@ -301,7 +301,7 @@ class RewardPool:
                 raise RewardError(
                     f"{self._named()}: the reward seems to hang on every row: {batch.timeouts} calls one after another "
                     f"did not return within {self.timeout_seconds:g} s. Call it by hand on a row, or raise "
-                    "reward.timeout_seconds."
+                    f"reward.timeout_seconds.{_printed(output)}"
                 )
 
     def _blame(self, batch: _Batch, process: RewardProcess, failure: Failure, retry: bool = True) -> None:

@@ -201,7 +201,7 @@ class Judge:
 
     def _one(self, row: Mapping[str, Any]) -> Score | Failure:
         try:
-            return scored(self._function(**self._given(row), **self._setup.arguments))
+            return self._judged(self._function(**self._given(row), **self._setup.arguments))
         except BaseException as error:  # also a SystemExit or KeyboardInterrupt: they are the row's, not the run's
             return self._raised(error)
 
@@ -224,7 +224,7 @@ class Judge:
         try:
             async with timeout:
                 returned = await self._function(**self._given(row), **self._setup.arguments)
-            return scored(returned)
+            return self._judged(returned)
         except BaseException as error:
             if timeout.expired():
                 return Failure(overdue(self._setup.timeout_seconds), output=self._output.tail())
@@ -254,11 +254,16 @@ class Judge:
         if isinstance(returned, Mapping) or len(values) != len(rows):
             shown = shortened(returned) if isinstance(returned, Mapping) else f"{len(values)} values"
             said = f"returned {shown} for {len(rows)} rows; a batched reward returns a list, a value a row"
-            return [Failure(said)] * len(rows)
-        return [scored(value) for value in values]
+            return [Failure(said, output=self._output.tail())] * len(rows)
+        return [self._judged(value) for value in values]
 
     def _given(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         return row if self._taken is None else {name: value for name, value in row.items() if name in self._taken}
+
+    def _judged(self, returned: Any) -> Score | Failure:
+        """What a function returned, as a score; where it is none, with what the function printed."""
+        result = scored(returned)
+        return result if isinstance(result, Score) else result._replace(output=self._output.tail())
 
     def _raised(self, error: BaseException) -> Failure:
         what = "".join(traceback.format_exception_only(error)).strip()
