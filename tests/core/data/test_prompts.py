@@ -110,6 +110,23 @@ def test_a_tokenizer_without_a_template_is_said(write: Any, tokenizer: Any, prom
         PromptDataset.load(write("a.jsonl", [{"prompt": prompt}]), tokenizer, chat_template=chat_template)
 
 
+@pytest.mark.parametrize("options", [{}, {"chat_template": False}])
+def test_what_is_wrong_with_all_messages_is_said_once(write: Any, tokenizer: Any, options: Any) -> None:
+    path = write("a.jsonl", [{"prompt": prompt} for prompt in ["ok", *[CHAT] * 8]])
+    with pytest.raises(DataError) as caught:
+        PromptDataset.load(path, tokenizer, **options)
+    (said,) = str(caught.value).splitlines()
+    assert said.startswith(f"{path}, row 1 (line 2) and 7 more rows: the prompt is a list of chat messages, but")
+
+
+def test_what_is_wrong_with_all_messages_does_not_hide_what_is_wrong_with_a_row(write: Any, tokenizer: Any) -> None:
+    with pytest.raises(
+        DataError, match=r"^10 rows of .* used:\n.*row 1 .* and 7 more rows: .*\n.*row 0 .*7 \(int\)"
+    ) as e:
+        PromptDataset.load(write("a.jsonl", [{"prompt": prompt} for prompt in [7, *[CHAT] * 8, 7]]), tokenizer)
+    assert len(str(e.value).splitlines()) == 4
+
+
 def test_a_template_that_refuses_is_quoted(write: Any) -> None:
     tokenizer = make_tokenizer("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(DataError, match=r"row 0 .*the chat template refuses the messages: roles must alternate"):

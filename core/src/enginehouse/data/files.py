@@ -78,6 +78,7 @@ class RowProblems:
     def __init__(self) -> None:
         self._first: list[str] = []
         self._rows = 0
+        self._alike: dict[str, tuple[str, int]] = {}  # by problem: the first row, and how many more there are
 
     def add(self, problem: str) -> None:
         """Take in what is wrong with one row, which it names."""
@@ -85,18 +86,29 @@ class RowProblems:
         if len(self._first) < _LISTED:
             self._first.append(problem)
 
+    def add_alike(self, place: str, problem: str) -> None:
+        """Take in what is wrong with the row at `place` as with all its like: it is said once, with how many."""
+        first, more = self._alike.get(problem, (place, -1))
+        self._alike[problem] = first, more + 1
+
     def raise_any(self) -> None:
         """Raise the only problem as it is, several as a list.
 
         Raises:
             DataError: if there is a problem.
         """
-        if self._rows == 1:
-            raise DataError(self._first[0])
-        if self._rows:
-            more = self._rows - len(self._first)
-            listed = [*self._first, *([f"and {more:,} more"] if more else [])]
-            raise DataError("\n  - ".join([f"{self._rows:,} rows of the data cannot be used:", *listed]))
+        alike = [
+            f"{first}{f' and {more:,} more rows' if more else ''}: {problem}"
+            for problem, (first, more) in self._alike.items()
+        ]
+        listed = [*alike, *self._first]
+        if len(listed) == 1:
+            raise DataError(listed[0])
+        if listed:
+            rows = self._rows + sum(more + 1 for _, more in self._alike.values())
+            unlisted = self._rows - len(self._first)
+            listed += [f"and {unlisted:,} more"] if unlisted else []
+            raise DataError("\n  - ".join([f"{rows:,} rows of the data cannot be used:", *listed]))
 
 
 def check_file(path: Path, needed: Sequence[str]) -> tuple[str, ...]:

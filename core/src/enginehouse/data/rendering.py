@@ -67,6 +67,10 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
         raise ModelError(f"cannot load a tokenizer from {path}: {error}") from error
 
 
+class _NoTemplate(DataError):
+    """There is no chat template to apply: that is so of every row that needs one."""
+
+
 class Renderer:
     """Turns prompts into text and tokens with a Hugging Face tokenizer.
 
@@ -174,37 +178,39 @@ class Renderer:
 
     def _rendered(self, prompt: Any, row: int, where: Where, problems: RowProblems) -> str | None:
         try:
-            return self._text(prompt, row, where)
+            return self._text(prompt)
+        except _NoTemplate as error:
+            problems.add_alike(where(row), str(error))
         except DataError as error:
-            problems.add(str(error))
-            return None
+            problems.add(f"{where(row)}: {error}")
+        return None
 
-    def _text(self, prompt: Any, row: int, where: Callable[[int], str]) -> str:
+    def _text(self, prompt: Any) -> str:
         if isinstance(prompt, str) and not self.chat_template:
             return prompt
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if not _are_messages(messages):
             shown = repr(prompt)
             raise DataError(
-                f"{where(row)}: the prompt is {shown[:80] + '...' if len(shown) > 80 else shown} "
+                f"the prompt is {shown[:80] + '...' if len(shown) > 80 else shown} "
                 f"({type(prompt).__name__}); expected a string, or a list of chat messages with 'role' and 'content'"
             )
         if messages[-1]["role"] == "assistant":
             raise DataError(
-                f"{where(row)}: the prompt ends with a turn of the assistant, which is what the model is to write: "
+                "the prompt ends with a turn of the assistant, which is what the model is to write: "
                 "leave that turn out; for `enginehouse sft` it belongs in the column of responses (data.response)"
             )
         if self.chat_template is False:
-            raise DataError(
-                f"{where(row)}: the prompt is a list of chat messages, but data.chat_template is false: "
+            raise _NoTemplate(
+                "the prompt is a list of chat messages, but data.chat_template is false: "
                 "unset it, or give plain strings"
             )
         if not getattr(self.tokenizer, "chat_template", None):
             reason = (
                 "data.chat_template is true" if isinstance(prompt, str) else "the prompt is a list of chat messages"
             )
-            raise DataError(
-                f"{where(row)}: {reason}, but the model's tokenizer has no chat template: "
+            raise _NoTemplate(
+                f"{reason}, but the model's tokenizer has no chat template: "
                 "give plain strings, or a model whose tokenizer has one"
             )
         # Arrow gives every message all keys that any message has; templates take an absent key better than a None.
@@ -212,7 +218,7 @@ class Renderer:
         try:
             return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # templates raise what they like
-            raise DataError(f"{where(row)}: the chat template refuses the messages: {error}") from error
+            raise DataError(f"the chat template refuses the messages: {error}") from error
 
 
 def _are_messages(value: Any) -> bool:
