@@ -234,6 +234,18 @@ def test_prompts_that_repeat_and_validation_on_what_is_trained_are_noted(make: C
     assert note.startswith("all validation prompts of train.jsonl are in train.jsonl too")
 
 
+def test_chats_that_repeat_are_noted_and_those_that_differ_in_a_word_are_not(
+    make: Callable[..., Plan], project: Project
+):
+    write_tokenizer(project, TEMPLATE)
+    other = [{"role": "user", "content": "ho"}]
+    options = ["train.checkpoint_every=5", "data.max_prompt_tokens=18", "train.prompts_per_step=2"]
+    project.write_rows("train.jsonl", [{**GOOD, "prompt": CHAT}, {**GOOD, "prompt": other}])
+    assert not make(*options).notes
+    project.write_rows("train.jsonl", [{**GOOD, "prompt": CHAT}, {**GOOD, "prompt": CHAT}, {**GOOD, "prompt": other}])
+    assert "of the 3 prompts of train.jsonl only 2 differ" in make(*options).notes[0]
+
+
 def test_demonstrations_are_looked_at_too(project: Project):
     plugins = load_plugins(enabled=())
     write_tokenizer(project)
