@@ -21,6 +21,7 @@ def colocated(start: Start, warmed_up: RunProcess) -> RunProcess:
     assert ended.code == 0, ended.err
     assert ended.err == ""
     assert "outcome: finished after 250 of 250 steps" in ended.out
+    assert 0 < ended.out.index("starting workers: done") < ended.out.index("validation at step 0")
     return run
 
 

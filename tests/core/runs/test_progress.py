@@ -39,6 +39,23 @@ def test_a_pipe_gets_plain_lines_now_and_then():
     assert steps[-1].startswith("step 100/100  reward 0.250  loss 0.500  tokens/s 21,034")
 
 
+def test_a_task_in_another_says_that_the_other_is_done_and_what_comes_of_it_follows():
+    progress, stream = on_pipe()
+    with progress, progress.task("starting workers"):
+        with progress.task("validating"):
+            progress.validated(0, {"validation/reward": 0.5})
+        progress.start(1)
+        progress.update(1, METRICS)
+    said = [line.partition(" in ")[0].partition("  ")[0] for line in stream.getvalue().splitlines()]
+    assert said == [
+        "starting workers ...",
+        "starting workers: done",
+        "validating ...",
+        "validation at step 0: reward 0.500",
+        "step 1/1",
+    ]
+
+
 def test_slow_steps_get_a_line_each_minute(monkeypatch: pytest.MonkeyPatch):
     progress, stream = on_pipe()
     now = [0.0]

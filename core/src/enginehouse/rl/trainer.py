@@ -90,15 +90,19 @@ class Trainer(Loop):
 
     def before_first_step(self) -> None:
         self.sync_weights()
-        if not self.trained_step:
-            self.validate(0)
-        elif self.trained_step > self.run_directory.validated_step:  # it was interrupted before it got to it
-            self.after_step(self.trained_step)
+        step = self.trained_step
+        missed = step > self.run_directory.validated_step  # it was interrupted before it got to it
+        if self.validation is not None and (not step or (missed and self._validates_after(step))):
+            with self.progress.task("validating"):
+                self.validate(step)
 
     def after_step(self, step: int) -> None:
-        every = self.config.train.validate_every
-        if step == self.steps or (every and step % every == 0):
+        if self._validates_after(step):
             self.validate(step)
+
+    def _validates_after(self, step: int) -> bool:
+        every = self.config.train.validate_every
+        return step == self.steps or bool(every and step % every == 0)
 
     def state(self) -> dict[str, Any]:
         return {

@@ -84,7 +84,8 @@ class Progress:
 
     @contextmanager
     def task(self, what: str) -> Iterator[None]:
-        """Show that something without steps is under way, until `start` or the end of the block."""
+        """Show that something without steps is under way, until the next task, `start` or the end of the block."""
+        self._task_is_done()
         self._task, self._task_started = what, time.perf_counter()
         self._line(f"{what} ...")
         try:
@@ -113,9 +114,7 @@ class Progress:
 
     def start(self, steps: int, done: int = 0) -> None:
         """Say how many steps there will be, and how many of them are done; what `task` announced is done."""
-        if self._task:
-            self._line(f"{self._task}: done in {time.perf_counter() - self._task_started:.1f} s")
-        self._task = ""
+        self._task_is_done()
         self._last_line = time.perf_counter()
         self.history.start(steps, done)
 
@@ -154,6 +153,11 @@ class Progress:
         """Print a line that stays, above the display on a terminal."""
         if self.mode != "quiet":
             self.console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+    def _task_is_done(self) -> None:
+        if self._task:
+            self._line(f"{self._task}: done in {time.perf_counter() - self._task_started:.1f} s")
+        self._task = ""
 
     def _line(self, text: str) -> None:
         if self.mode == "lines":
