@@ -503,6 +503,13 @@ def test_a_run_does_not_delete_the_model_it_reads(make: Callable[..., Plan], pro
     assert "model.path (runs/one/model) lies in" in said
 
 
+def test_a_copied_link_that_leads_nowhere_is_called_one(make: Callable[..., Plan], project: Project):
+    (project.root / "copy").symlink_to("models/step-000250")
+    said = refusal(make, "model.path=copy", kind=ModelError)
+    assert "copy is a link that leads nowhere: models/step-000250 does not exist" in said
+    assert "cp -rL" in said
+
+
 def test_several_problems_are_listed_together(make: Callable[..., Plan]):
     said = refusal(make, "data.train=nothing.jsonl", "model.path=nowhere", "rollout.samples_per_prompt=1")
     assert said.startswith("3 problems in the config ")

@@ -227,4 +227,5 @@ def test_a_resumed_run_shows_all_its_steps_and_the_speed_of_its_own(tmp_path: Pa
     run.last_step = 8
     said = summary_lines(run, progress.history, "finished")
     assert "reward: 0.100 -> 0.500 (means of the first and the last 4 steps)" in said
+    assert "speed: 0.5 steps/s (2 steps in 0:00:04; starting workers is not counted)" in said
     assert "step 6/" not in stream.getvalue()

@@ -54,8 +54,12 @@ class History:
     @property
     def steps_per_second(self) -> float:
         """Over the steps this process has taken; 0 before the first."""
-        taken = self.step - self._done
-        return taken / self.seconds if taken and self.seconds > 0 else 0.0
+        return self.taken / self.seconds if self.taken and self.seconds > 0 else 0.0
+
+    @property
+    def taken(self) -> int:
+        """Steps this process has taken."""
+        return self.step - self._done
 
     @property
     def seconds_left(self) -> float | None:

@@ -35,7 +35,8 @@ def summary_facts(run: RunDirectory, history: History, status: Status) -> list[t
     if history.validations:
         facts += history.validations.facts()
     if history.steps_per_second:
-        facts.append(("speed", f"{history.steps_per_second:.3g} steps/s, {clock(history.seconds)} in all"))
+        taken = f"{history.taken} step{'s' if history.taken > 1 else ''} in {clock(history.seconds)}"
+        facts.append(("speed", f"{history.steps_per_second:.3g} steps/s ({taken}; starting workers is not counted)"))
     if status == "finished":  # of another run `saved_words` says it, on the other stream
         facts.append(("saved", _saved(run)))
         facts.append(("results", shown(run.path)))
