@@ -122,17 +122,15 @@ def test_a_run_in_one_process_is_interrupted(train: Start):
     assert_model_saved(run, ended)
 
 
-def test_a_start_is_interrupted_while_ray_comes_up(train: Start):
+@pytest.mark.parametrize(
+    ("idle", "number"),
+    [(set(), signal.SIGTERM), ({"ray::IDLE"}, signal.SIGINT)],
+    ids=["while ray comes up", "while workers are built"],
+)
+def test_a_start_is_interrupted(train: Start, idle: set[str], number: signal.Signals):
     run = train(ENDLESS)
-    run.until(lambda: ray_titles(run), "the first process of Ray's that can become a worker")
-    ended = interrupted(run, signal.SIGTERM)
-    assert "Saved: no metrics yet, no model" in ended.err
-
-
-def test_a_start_is_interrupted_while_workers_are_built(train: Start):
-    run = train(ENDLESS)
-    run.until(lambda: ray_titles(run) - {"ray::IDLE"}, "a worker")
-    ended = interrupted(run)
+    run.until(lambda: ray_titles(run) - idle, "the first process of Ray's that can become a worker, or that is one")
+    ended = interrupted(run, number)
     assert "Saved: no metrics yet, no model" in ended.err
 
 

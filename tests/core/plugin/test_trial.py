@@ -134,6 +134,26 @@ def test_an_error_of_a_plugin_is_its_own_and_keeps_its_traceback(distributions, 
     assert "Traceback" in plugins["fragile"].traceback
 
 
+def test_a_plugin_in_a_namespace_package_is_tried_anew_when_it_changes_and_not_when_another_does(distributions, tried):
+    module = distributions.add("shared", "")
+    space = distributions.site / "space_of_many"
+    for package in ("mine", "theirs"):
+        (space / package).mkdir(parents=True)
+        (space / package / "__init__.py").write_text("")
+    (distributions.site / f"{module}.py").rename(space / "mine" / "plugin.py")
+    (points,) = distributions.site.glob("shared-*.dist-info/entry_points.txt")
+    points.write_text("[enginehouse]\nshared = space_of_many.mine.plugin\n")
+    distributions.modules.append("space_of_many.mine.plugin")
+    assert tried("shared")[0]["shared"].status == "ok"
+    tried.started.clear()
+    (space / "theirs" / "more.py").write_text("")
+    tried("shared")
+    assert not tried.started
+    (space / "mine" / "more.py").write_text("")
+    tried("shared")
+    assert len(tried.started) == 1
+
+
 def test_where_no_process_can_be_started_plugins_are_loaded_as_they_are(tried, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     assert tried()[0]["sound"].status == "ok"

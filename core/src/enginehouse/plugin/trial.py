@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -231,11 +232,18 @@ def _fingerprint(plugin: Plugin, entry_point: metadata.EntryPoint) -> str:
 
 
 def sources(module: str) -> list[Path]:
-    """The Python files of the top-level package that a module is of, sorted. Nothing is imported."""
+    """The Python files of the outermost package that a module is of, sorted. Nothing is imported.
+
+    A namespace package is none: packages of others lie in it.
+    """
+    name, *inner = module.split(".")
     try:
-        spec = importlib.util.find_spec(module.partition(".")[0])
+        spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
         return []
+    while inner and spec and spec.origin is None and spec.submodule_search_locations is not None:
+        name = f"{name}.{inner.pop(0)}"
+        spec = PathFinder.find_spec(name, spec.submodule_search_locations) or spec
     if spec is None:
         return []
     if spec.submodule_search_locations is None:
