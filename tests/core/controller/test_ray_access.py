@@ -9,10 +9,11 @@ import threading
 import psutil
 import pytest
 import ray
+from ray_programs import ClusterProgram
 
 from enginehouse.controller import cluster
 from enginehouse.controller.errors import ClusterLost
-from enginehouse.controller.ray_access import RayAccess
+from enginehouse.controller.ray_access import RayAccess, ray_access
 
 
 def test_a_call_that_does_not_end_is_given_up_and_no_other_is_tried():
@@ -40,6 +41,35 @@ def test_a_cluster_that_could_not_be_shut_down_is_abandoned_also_once_the_call_h
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     cluster.Cluster(owned=True).shutdown()
     assert access.abandoned
+
+
+def _kill_control_service_and_look() -> str:
+    """Inside a program that has joined a cluster: what it is told once that is headless."""
+    (control,) = [child for child in psutil.Process().children() if child.name() == "gcs_server"]
+    control.kill()
+    psutil.wait_procs([control])
+    try:
+        ray_access.look()
+    except ClusterLost as lost:
+        return str(lost)
+    return "nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.fault(
+    area="processes",
+    what="the control service of a Ray cluster that the run has joined dies, on the machine of the run",
+    happens="the run ends with an error that says so, before Ray ends it; on another machine Ray ends it",
+    exit_code="1",
+    kept="a checkpoint and the model of the last update",
+    noticed="at the next call of a worker, within 1 s",
+)
+def test_the_control_service_of_a_cluster_that_was_joined_is_watched():
+    program = ClusterProgram({"num_cpus": 1})
+    try:
+        assert program.run(_kill_control_service_and_look).startswith("Ray's control service (gcs_server, pid")
+    finally:
+        program.kill()
 
 
 def test_an_error_of_such_a_call_is_the_callers():

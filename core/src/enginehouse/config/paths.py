@@ -135,8 +135,8 @@ def _no_directory(path: str) -> str:
         return f"{path} is a file where a model directory is wanted"
     if directory.is_symlink():
         return (
-            f"{path} is a link that leads nowhere: {os.readlink(directory)} does not exist. Was it copied? The model of "
-            "a run directory is a link to the newest in its models/: copy that by cp -rL"
+            f"{path} is a link that leads nowhere: {os.readlink(directory)} does not exist. Was it copied? The model "
+            "of a run directory is a link to the newest in its models/: copy that by cp -rL"
         )
     said = f"{path} does not exist (relative paths start at the current directory, {Path.cwd()})"
     parent = directory.parent

@@ -46,17 +46,20 @@ class Cluster:
 
     Attributes:
         owned: whether Ray was started by `start_ray`, and so is stopped with it; else it is only left.
+        control: the process of its control service (GCS), if that is on this machine.
     """
 
-    def __init__(self, owned: bool, processes: list[psutil.Process] | None = None, temp_dir: str | None = None):
+    def __init__(
+        self,
+        owned: bool,
+        processes: list[psutil.Process] | None = None,
+        temp_dir: str | None = None,
+        control: psutil.Process | None = None,
+    ):
         self.owned = owned
+        self.control = control
         self._processes = processes or []
         self._temp_dir = temp_dir
-
-    @property
-    def control(self) -> psutil.Process | None:
-        """The process of its control service (GCS), if it was started here."""
-        return next((process for process in self._processes if _program(process) == "gcs_server"), None)
 
     def shutdown(self) -> None:
         """Leave the cluster; stop it if it was started here, until no process of it is left."""
@@ -136,7 +139,19 @@ def _join(ray: Any, address: str, quiet: dict[str, Any]) -> Cluster:
     if colon and port.isdigit():  # Ray itself would try for minutes
         socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_SECONDS).close()
     ray.init(address=address, **quiet)
-    return Cluster(owned=True)
+    return Cluster(owned=True, control=_control_at(ray.get_runtime_context().gcs_address))
+
+
+def _control_at(address: str) -> psutil.Process | None:
+    """The control service that listens at an address, if it is on this machine and its owner lets it be seen."""
+    host, _, port = address.rpartition(":")
+    if not any(host.strip("[]") == one.address for each in psutil.net_if_addrs().values() for one in each):
+        return None
+    with contextlib.suppress(psutil.Error):
+        for one in psutil.net_connections("tcp"):
+            if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == int(port) and one.pid:
+                return psutil.Process(one.pid)
+    return None
 
 
 def _start(ray: Any, num_cpus: int | None, quiet: dict[str, Any]) -> Cluster:
@@ -165,7 +180,9 @@ def _start(ray: Any, num_cpus: int | None, quiet: dict[str, Any]) -> Cluster:
                     shutil.rmtree(temp_dir, ignore_errors=True)
                 raise
             log.warning("Ray did not start within its 30 s on this busy machine; trying again")
-    return Cluster(owned=True, processes=started(), temp_dir=temp_dir)
+    processes = started()
+    control = next((process for process in processes if _program(process) == "gcs_server"), None)
+    return Cluster(owned=True, processes=processes, temp_dir=temp_dir, control=control)
 
 
 @contextmanager

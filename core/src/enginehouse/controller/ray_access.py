@@ -49,7 +49,7 @@ class RayAccess:
         return any(thread.is_alive() for thread in self._hung)
 
     def open(self, control: psutil.Process | None) -> None:
-        """Ray is up. `control` is the process of its control service, where that was started here."""
+        """Ray is up. `control` is the process of its control service, where that is on this machine."""
         self.lost = self.abandoned = self._closed = False
         self._hung = []
         self._control = control
