@@ -10,6 +10,7 @@ import ray
 from controller_workers import Accumulator, Forgetful, Plain, Slow, Surroundings, TwoToAll
 
 from enginehouse.controller import DispatchError, Future, GroupClosed, StillRunning, add_listener
+from enginehouse.controller.tracing import CallTrace
 
 
 @pytest.fixture
@@ -149,3 +150,17 @@ def test_a_group_that_was_shut_down_says_so(launch):
     assert "shut down" in group.broken
     with pytest.raises(GroupClosed, match=r"gone\.add.*shut down"):
         group.add(1)
+
+
+@pytest.mark.parametrize(("error", "traceback"), [(OSError(28, "No space left on device"), False), (KeyError(1), True)])
+def test_a_listener_that_fails_is_dropped_and_a_full_disk_is_one_line(error, traceback, caplog):
+    def fail(*facts: object) -> None:
+        raise error
+
+    remove = add_listener(fail)
+    for _ in range(2):
+        CallTrace("actor", "update").end()
+    remove()
+    (record,) = caplog.records
+    assert type(error).__name__ in record.getMessage()
+    assert bool(record.exc_info) == traceback

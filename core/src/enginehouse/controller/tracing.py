@@ -58,9 +58,11 @@ class CallTrace:
         for listener in tuple(_listeners):
             try:
                 listener(self.group, self.method, self.call, self.start_ns, end_ns)
-            except Exception:
+            except Exception as error:
                 _listeners.remove(listener)
-                log.warning("a listener of worker-group calls failed and is not called again", exc_info=True)
+                told = "a listener of worker-group calls failed and is not called again: %s: %s"
+                disk = isinstance(error, OSError)  # the timeline's, say: where is plain, and a traceback adds nothing
+                log.warning(told, type(error).__name__, error, exc_info=not disk)
         manager = plugins()
         if manager.observes("call_collected"):
             seconds = (end_ns - self.start_ns) / 1e9
