@@ -139,7 +139,7 @@ def test_workers_describe_what_runs_in_them(house):
 
 
 def test_an_unknown_backend_is_an_error_with_the_choices():
-    with pytest.raises(RemoteError, match="raised PluginLookupError: .*torch"):
+    with pytest.raises(RemoteError, match=r"raised PluginLookupError: .*torch"):
         WorkerGroup(None, WorkerSpec(TrainWorker, "torhc", ModelSpec(tiny_model())), launcher="inline")
 
 

@@ -214,7 +214,7 @@ def in_words(detail: Mapping[str, Any], what: str) -> str:
         return f"{what}: {said}, got {_worded(detail['input'])}"
     context = detail.get("ctx") or {}
     hint = answer_value(detail["input"]) if isinstance(detail["input"], str) else ""
-    if not hint and detail["type"] == "literal_error":
+    if not hint and detail["type"] in ("literal_error", "enum"):
         close = difflib.get_close_matches(str(detail["input"]), re.findall(r"'(.*?)'", context["expected"]), n=1)
         hint = f"did you mean {close[0]!r}?" if close else ""
     said = f"{what}: expected {wanted.format_map(context)}, got {_worded(detail['input'])}"
@@ -239,6 +239,7 @@ _WANTED = {
     "model_type": _MAPPING,
     "model_attributes_type": _MAPPING,
     "literal_error": "one of {expected}",
+    "enum": "one of {expected}",
     "greater_than": "more than {gt:g}",
     "greater_than_equal": "at least {ge:g}",
     "less_than": "less than {lt:g}",

@@ -74,7 +74,7 @@ class WorkerFailure(Exception):
 
 
 def error_here(error: Exception, role: str, node: str, pid: int, method: str) -> WorkerError:
-    """The error for an exception of a worker in this process: as for one that travelled, with the very exception behind.
+    """The error for what a worker in this process raised: as for one that travelled, the very exception behind it.
 
     Args:
         error: an exception that was just caught.

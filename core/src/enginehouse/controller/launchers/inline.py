@@ -1,7 +1,7 @@
 """A group in this process: one rank, same semantics, for a debugger. Nothing here has a deadline.
 
-What a worker raises ends a call as over Ray, in a `RemoteError`. Its cause is the very exception, with its traceback, so
-that a debugger gets to where it happened.
+What a worker raises ends a call as over Ray, in a `RemoteError`. Its cause is the very exception, with its traceback,
+so that a debugger gets to where it happened.
 """
 
 from __future__ import annotations
