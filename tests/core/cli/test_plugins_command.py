@@ -155,6 +155,12 @@ def enginehouse_register_losses(register):
     assert three == "rollout 'three': engine 'parts:not_a_class' is 3, not a class"
     assert "loss 'dangling': function: module 'parts' has no 'loss'" in dangling
 
+    ended = command_line.run("plugins", "list", "--check", ENGINEHOUSE_PLUGINS="hollow", COLUMNS="200")
+    states = {line.split()[0]: line for line in ended.stdout.splitlines() if " rollout " in line}
+    for name in ("half", "gone", "three"):
+        assert " wrong" in states[name]
+    assert " wrong" not in states["elsewhere"]
+
 
 def test_check_outlives_an_engine_that_ends_the_process_and_blames_the_plugin_for_nothing_else(command_line):
     command_line.site.joinpath("parts.py").write_text("import os\nos._exit(7)")
@@ -162,6 +168,8 @@ def test_check_outlives_an_engine_that_ends_the_process_and_blames_the_plugin_fo
     ended = command_line.run("plugins", "list", "--check", ENGINEHOUSE_PLUGINS="sound", COLUMNS="200")
     assert ended.returncode == 1
     assert "importing what it declares: it ends the process that loads it, with exit code 7" in ended.stdout
+    (row,) = [line for line in ended.stdout.splitlines() if line.startswith("sound ")]
+    assert " wrong" in row
     assert listed(command_line)["sound"]["state"] == "ok"
 
 
@@ -172,6 +180,56 @@ def test_check_exits_with_1_for_a_plugin_that_is_broken_and_with_0_for_none(comm
     ended = command_line.run("plugins", "list", "--check", ENGINEHOUSE_PLUGINS="sound,fragile")
     assert ended.returncode == 1
     assert "no luck today" in ended.stdout
+
+
+CHILLED = '''
+from typing import Annotated, Literal
+from pydantic import Field
+
+def chilled(view, *, cold: Annotated[float, Field(gt=0)] | None = None, how: Literal["a", "b"] = "a", deep: int,
+            kl_coefficient: float = 0.0):
+    """Weigh tokens by how cold they are.
+
+    More on that.
+
+    Args:
+        view: what there is.
+        cold: how cold; above that
+            nothing freezes.
+        deep: in metres.
+
+    Returns:
+        The loss.
+    """
+'''
+
+
+def test_show_lists_the_arguments_of_a_loss(command_line):
+    command_line.site.joinpath("parts.py").write_text(CHILLED)
+    command_line.install(
+        "cold",
+        """
+@hookimpl
+def enginehouse_register_losses(register):
+    register(Loss(name="chilled", function="parts:chilled"))
+    register(Loss(name="lost", function="parts:lost"))
+""",
+    )
+    ended = command_line.run("plugins", "show", "chilled", COLUMNS="200")
+    assert ended.returncode == 0, ended.stderr
+    assert "  Weigh tokens by how cold they are.\n" in ended.stdout
+    lines = ended.stdout.splitlines()
+    table = [" ".join(line.split()) for line in lines[-5:]]
+    assert table == [
+        "argument type default description",
+        "cold float | None, > 0 unset how cold; above that nothing freezes.",
+        "how a | b a",
+        "deep int (required) in metres.",
+        "kl_coefficient float 0.0 Set by algorithm.kl.coefficient.",
+    ]
+    lost = command_line.run("plugins", "show", "lost", COLUMNS="200")
+    assert lost.returncode == 0
+    assert "arguments cannot be shown: " in lost.stdout
 
 
 def test_list_and_show_import_no_engine(command_line):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ from wheelhouse import Wheelhouse
 
 from enginehouse.cli.main import main
 from enginehouse.plugin import Backend, load_plugins
-from enginehouse.plugin.runtimes import RuntimeProblem, choose_runtime, recipe
+from enginehouse.plugin.runtimes import RuntimeProblem, choose_runtime, installed_runtimes, recipe
+from enginehouse.plugin.runtimes.ingredients import python_of_this_process, ray_version
 from enginehouse.plugin.runtimes.plugin_install import install_plugin
+from enginehouse.plugin.runtimes.store import runtime_at
 
 PLUGIN = """
 from enginehouse.plugin import RequirementSet, RolloutBackend, hookimpl
@@ -108,6 +111,47 @@ def test_doctor_names_what_is_wrong_and_its_cure_and_fails(run, tmp_path: Path):
     assert "broken" in lines["old"]
     assert "enginehouse runtime remove old; enginehouse runtime create swift --variant cpu" in lines["old"]
     assert run("doctor", "cut-short").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [({"key": "0" * 16}, None), ({"python": "cpython 3.7"}, "mine"), ({"variant": "none"}, None)],
+)
+def test_the_cure_that_doctor_names_works(run, tmp_path: Path, changed: dict[str, str], name: str | None):
+    """A runtime of another recipe, or of another Python, is none that `create` would make."""
+    folder = tmp_path / "runtimes" / (name or f"swift-cpu-{changed.get('key', '1' * 16)[:8]}")
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").symlink_to(sys.executable)
+    packages = runtime_at(folder).packages
+    (packages / f"ray-{ray_version()}.dist-info").mkdir(parents=True)
+    (packages / f"ray-{ray_version()}.dist-info" / "METADATA").write_text(f"Name: ray\nVersion: {ray_version()}\n")
+    told = {"backend": "swift", "variant": "cpu", "key": "1" * 16, "module": "", "python": python_of_this_process()}
+    (folder / "manifest.json").write_text(json.dumps(told | changed))
+    doctor = run("doctor")
+    assert doctor.exit_code == 1
+    cure = doctor.stdout.splitlines()[1].partition("enginehouse runtime ")[2]
+    for command in cure.split("; enginehouse runtime "):
+        assert run(*command.split()).exit_code == 0, command
+    assert run("doctor").exit_code == 0
+    if "variant" not in changed:
+        assert [one.name for one in installed_runtimes()] == [name or recipe(swift(), "cpu").name]
+
+
+def test_without_a_home_there_are_no_runtimes_and_making_one_names_the_variable(run, monkeypatch: pytest.MonkeyPatch):
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for variable in ("ENGINEHOUSE_RUNTIMES", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    listed = CliRunner().invoke(main, ["plugins", "list"])
+    assert listed.exit_code == 0, listed.output
+    assert "requirements missing" in listed.output
+    for arguments in (("create", "swift", "--variant", "cpu"), ("list",), ("doctor",), ("remove", "swift")):
+        refused = run(*arguments)
+        assert refused.exit_code == 2, refused.output
+        assert "Error: there is no home directory to keep runtimes in; set the environment " in refused.stderr
+        assert "variable ENGINEHOUSE_RUNTIMES to a folder" in refused.stderr
 
 
 @pytest.mark.parametrize(

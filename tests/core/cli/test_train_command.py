@@ -160,6 +160,27 @@ def test_a_run_that_fails_keeps_its_metrics_and_says_why(project: Project, behav
     assert len((project.root / "runs/one/metrics.jsonl").read_text().splitlines()) == 2
 
 
+FAILING_WORKER = """
+        from enginehouse.controller import WorkerGroup, WorkerSpec
+        class Actor:
+            def train_step(self):
+                {}["advantages"]
+        spec = WorkerSpec(Actor).options(distributed=False)
+        with WorkerGroup(None, spec, name="actor", launcher="inline") as group:
+            group.execute_all("train_step")
+"""
+
+
+def test_what_a_worker_of_an_inline_run_raises_is_one_message_that_names_role_and_method(project: Project):
+    process = start(project, FAILING_WORKER)
+    _, err = process.communicate()
+    assert process.returncode == 1, err
+    assert "\nError: actor rank 0 (node " in err
+    assert "'train_step' raised KeyError: 'advantages'" in err
+    assert "Traceback" not in err
+    assert ", in train_step" in (project.root / "runs/one/error.txt").read_text()
+
+
 @pytest.mark.parametrize(
     "behaviour",
     ["raise OSError(5, 'Input/output error')", "(self.run_directory.path / 'gone/file').open('w')"],

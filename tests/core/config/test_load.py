@@ -127,10 +127,31 @@ def test_all_problems_of_file_and_overrides_are_in_one_message(tmp_path: Path):
         ("model.path.x=3", "sets a key inside model.path, which holds the string 'm'"),
         ("train.steps={a: 1", "line 1, is not valid YAML"),
         ("nothing.at.all=3", "unknown key 'nothing' (in the override 'nothing.at.all=3')"),
+        ("+train.steps=3", "the override '+train.steps=3': in verl +key=value, ++key=value; here key=value"),
+        ("++train.steps=3", "the override '++train.steps=3': in verl +key=value"),
+        ("~train.steps", "the override '~train.steps': in verl ~key; here "),
     ],
 )
 def test_an_override_that_cannot_be_applied_says_why(tmp_path: Path, override: str, said: str):
     assert said in refusal(write(tmp_path), override)
+
+
+def test_each_wrong_override_is_named_itself(tmp_path: Path):
+    path = write(tmp_path, GOOD + "algorithm:\n  epochs: 1\nsome: {thing: 1}\ntrain: {steps: 1, seed: x}\n")
+    wrong = ["trainer.logger=x", "trainer.resume_mode=y", "algorithm.kl_ctrl.kl_coef=0.1"]
+    unheard = ["nothing.at=1", "nothing.there=2", "some.more=2"]
+    lines = refusal(path, *wrong, *unheard).splitlines()
+    for override in wrong:
+        (line,) = [line for line in lines if f"unknown key '{override.partition('=')[0]}'" in line]
+        assert f"(in the override {override!r})" in line
+    assert "unknown key 'nothing' (in the override 'nothing.at=1', in the override 'nothing.there=2')" in str(lines)
+    assert "unknown key 'some' (line 7, in the override 'some.more=2')" in str(lines)
+
+
+def test_what_an_override_replaced_is_not_blamed(tmp_path: Path):
+    path = write(tmp_path, GOOD + "train: {steps: 1, seed: x}\n")
+    said = refusal(path, "train.steps=many", "train={steps: 0}")
+    assert said.endswith("train.steps (in the override 'train={steps: 0}'): expected more than 0, got the number 0")
 
 
 def test_a_missing_file_is_told_with_the_nearest(tmp_path: Path):

@@ -290,7 +290,7 @@ def test_a_reward_beside_the_config_file_can_be_imported(project: Project, plugi
     [
         (
             ["reward.arguments={scale: 2}", "reward.function=scoring:bare"],
-            "bare(prompt, response) does not take 'scale'",
+            "and reward.arguments (docs/rewards.md)). It takes:\n  prompt: required\n  response: required",
         ),
         (
             ["reward.arguments={answer: 2}"],
@@ -302,6 +302,14 @@ def test_a_reward_beside_the_config_file_can_be_imported(project: Project, plugi
             "unanswered.jsonl and reward.arguments",
         ),
         (["algorithm.loss.arguments={clip_lo: 0.1}"], "does not take 'clip_lo'"),
+        (["algorithm.loss.arguments.clip_lo=1"], "did you mean 'clip_low'?"),
+        (["algorithm.loss.arguments.clip_lo=1"], "\n  clip_low: float, > 0, <= 1; default 0.2\n"),
+        (["algorithm.loss.arguments.clip_lo=1"], "\n  dual_clip: float | None, > 1; default unset\n"),
+        (["algorithm.loss.arguments.clip_ratio=1"], "in verl clip_ratio, clip_ratio_low, clip_ratio_high, "),
+        (["algorithm.loss.arguments.clip_ratio_low=1"], "algorithm.loss.arguments.clip_low and "),
+        (["algorithm.loss.arguments.optim.lr=1"], "here actor.engine.options.lr, "),
+        (["algorithm.loss.arguments.epsilon=1"], "in TRL epsilon, epsilon_high, delta; here "),
+        (["algorithm.advantage.arguments.norm_adv_by_std_in_grpo=1"], "here algorithm.advantage.arguments.scale"),
         (["algorithm.advantage.arguments={scal: true}"], "did you mean 'scale'?"),
         (["algorithm.advantage.name=scoring:missing"], "algorithm.advantage.name: module 'scoring'"),
         (["algorithm.loss.name=supervised", "algorithm.kl.coefficient=1"], "'kl_coefficient', 'kl_estimator'"),
@@ -687,6 +695,47 @@ def test_arguments_as_declared_are_taken_as_they_stand(make: Callable[..., Plan]
         "array": [1],
     }
     assert make(f"algorithm.loss={{name: 'declared:choosing', arguments: {given}}}").loss_arguments == given
+
+
+ENUMERATED = """
+from enum import Enum
+
+class Kind(str, Enum):
+    SOFT = "soft"
+    HARD = "hard"
+
+class Place(Enum):
+    LEFT = 1
+    RIGHT = 2
+
+def credited(batch, *, kind: Kind = Kind.SOFT, places: tuple[Place, ...] = ()):
+    raise NotImplementedError
+
+def lost(view, *, kind: Kind = Kind.SOFT, place: "Place | None" = None):
+    raise NotImplementedError
+
+def scored(prompt, response, *, place: Place, **columns):
+    raise NotImplementedError
+"""
+
+
+def test_the_value_of_an_enum_becomes_its_member_and_stays_a_value_in_the_config(
+    make: Callable[..., Plan], project: Project
+):
+    (project.root / "enumerated.py").write_text(ENUMERATED)
+    planned = make(
+        "algorithm.loss={name: 'enumerated:lost', arguments: {kind: soft, place: 2}}",
+        "algorithm.advantage={name: 'enumerated:credited', arguments: {kind: hard, places: [1, 2]}}",
+        "reward={function: 'enumerated:scored', arguments: {place: 1}}",
+    )
+    kind, place = (getattr(sys.modules["enumerated"], name) for name in ("Kind", "Place"))
+    assert planned.loss_arguments == {"kind": kind.SOFT, "place": place.RIGHT}
+    assert type(planned.loss_arguments["kind"]) is kind  # equal to its value, and no less a member
+    assert planned.advantage_arguments == {"kind": kind.HARD, "places": (place.LEFT, place.RIGHT)}
+    assert planned.reward_arguments == {"place": place.LEFT}
+    assert planned.config.algorithm.loss.arguments == {"kind": "soft", "place": 2}
+    said = refusal(make, "algorithm.loss={name: 'enumerated:lost', arguments: {kind: sof}}")
+    assert "kind: expected one of 'soft' or 'hard', got the string 'sof'; did you mean 'soft'?" in said
 
 
 def test_arguments_of_a_reward_are_checked_too(make: Callable[..., Plan], project: Project):

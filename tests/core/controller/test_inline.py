@@ -15,6 +15,7 @@ from enginehouse.controller import (
     ControllerError,
     DispatchError,
     GroupClosed,
+    RemoteError,
     ResourcePool,
     StillRunning,
     WorkerGroup,
@@ -54,12 +55,18 @@ def test_batches_go_through_and_come_back(inline):
     assert inline(Sharded).times(batch).column("x").tolist() == [0, 2, 4]
 
 
-def test_what_a_worker_raises_is_raised_unchanged(inline):
-    group = inline(Trouble)
-    with pytest.raises(Unpicklable) as caught:
+def test_what_a_worker_raises_is_reported_as_over_ray_with_the_very_exception_behind(inline):
+    group = inline(Trouble, name="odd")
+    with pytest.raises(RemoteError, match=rf"^odd rank 0 \(node .*, pid {os.getpid()}\): 'raise_unpick") as caught:
         group.raise_unpicklable()
-    assert hasattr(caught.value, "lock"), "the very object"
-    with pytest.raises(ValueError, match=r"^no$"):
+    error = caught.value
+    assert (error.role, error.method, error.type_name) == ("odd", "raise_unpicklable", "Unpicklable")
+    assert error.cause is error.__cause__
+    assert isinstance(error.cause, Unpicklable)
+    assert hasattr(error.cause, "lock"), "the very object"
+    assert error.cause.__traceback__ is not None
+    assert "in raise_unpicklable" in error.traceback_text
+    with pytest.raises(RemoteError, match=r"'__init__' raised ValueError: no$"):
         inline(Trouble, "no")
     assert group.fine() == [0]
 
@@ -70,7 +77,7 @@ def test_sync_methods_run_on_the_callers_thread_and_async_ones_on_a_loop(inline)
     threads = {future.result()[0] for future in arrivals}
     assert len(threads) == 1
     assert threading.get_ident() not in threads
-    with pytest.raises(KeyError):
+    with pytest.raises(RemoteError, match=r"'fail' raised KeyError"):
         group.fail()
 
 
@@ -91,7 +98,7 @@ def test_a_batch_that_is_not_there_by_the_calls_deadline_is_an_error(inline):
 def test_a_failed_call_that_was_not_waited_for_raises_when_asked(inline):
     future = inline(Trouble).call("raise_on", 0, blocking=False)
     assert future.done()
-    with pytest.raises(ValueError, match="bad value"):
+    with pytest.raises(RemoteError, match="raised ValueError: bad value"):
         future.result()
 
 
@@ -125,7 +132,7 @@ def test_observers_are_told_of_each_call(inline, monkeypatch):
     group = inline(Trouble, name="told")
     monkeypatch.setattr("enginehouse.controller.tracing.plugins", lambda: observers)
     group.fine()
-    with pytest.raises(ValueError, match="bad value"):
+    with pytest.raises(RemoteError, match="raised ValueError: bad value"):
         group.raise_on(0)
     assert [event for event, _ in told] == ["call_dispatched", "call_collected"] * 2
     assert {facts["group"] for _, facts in told} == {"told"}

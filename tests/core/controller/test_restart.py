@@ -154,9 +154,9 @@ def test_an_inline_restart_that_fails_leaves_the_group_broken_and_may_be_tried_a
     group = WorkerGroup(None, spec, name="needy", launcher="inline")
     path.unlink()
     for _ in range(2):
-        with pytest.raises(FileNotFoundError):
+        with pytest.raises(RemoteError, match="'__init__' raised FileNotFoundError"):
             group.restart()
-        assert group.broken.startswith("its restart failed: [Errno 2] No such file")
+        assert group.broken.startswith("its restart failed: needy rank 0 (")
         with pytest.raises(GroupClosed, match="its restart failed"):
             group.execute_all("answer")
     path.touch()

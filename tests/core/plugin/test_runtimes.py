@@ -203,7 +203,9 @@ def test_another_version_of_ray_is_named(home: Path):
     state = state_of(runtime, BACKEND)
     assert state.word == "broken"
     assert state.problem == f"its Ray is 1.0, and the driver's {ray_version()}"
-    assert state.cure.startswith("enginehouse runtime create swift")
+    remove, create = state.cure.split("; ")  # alone, `create` would make another beside it
+    assert remove == f"enginehouse runtime remove {runtime.name}"
+    assert create.startswith("enginehouse runtime create swift")
 
 
 def test_a_runtime_whose_interpreter_is_gone_is_broken_and_not_used(home: Path):

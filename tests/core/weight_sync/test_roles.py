@@ -7,13 +7,12 @@ import torch
 
 from enginehouse.backends.torch.options import TorchTrainOptions
 from enginehouse.backends.torch.train import TorchTrainEngine
-from enginehouse.controller import WorkerGroup, WorkerSpec
+from enginehouse.controller import RemoteError, WorkerGroup, WorkerSpec
 from enginehouse.data import Batch
 from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.train import LossSpec, Mean, Outputs
 from enginehouse.errors import EnginehouseError
-from enginehouse.plugin import PluginLookupError
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
 from enginehouse.testing.models import tiny_model
 
@@ -140,7 +139,7 @@ def test_workers_describe_what_runs_in_them(house):
 
 
 def test_an_unknown_backend_is_an_error_with_the_choices():
-    with pytest.raises(PluginLookupError, match="torch"):
+    with pytest.raises(RemoteError, match=r"raised PluginLookupError: .*torch"):
         WorkerGroup(None, WorkerSpec(TrainWorker, "torhc", ModelSpec(tiny_model())), launcher="inline")
 
 

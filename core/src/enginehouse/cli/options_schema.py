@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
     from pydantic.fields import FieldInfo
-
-BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
 class Option(NamedTuple):
@@ -41,22 +38,12 @@ def _options(model: type[BaseModel], prefix: str) -> Iterator[Option]:
 
 
 def _type(field: FieldInfo) -> str:
-    bounds = [
-        f"{sign} {getattr(one, name)}" for one in field.metadata for name, sign in BOUNDS.items() if hasattr(one, name)
-    ]
-    return ", ".join([_annotation(field.annotation), *bounds])
+    from enginehouse.config.arguments import bounds_of, type_words
 
-
-def _annotation(annotation: Any) -> str:
-    if typing.get_origin(annotation) is typing.Literal:
-        return " | ".join(map(str, typing.get_args(annotation)))
-    if isinstance(annotation, type) and not typing.get_args(annotation):
-        return annotation.__name__
-    return str(annotation).replace("typing.", "").replace("NoneType", "None")
+    return ", ".join([type_words(field.annotation), *bounds_of(field.metadata)])
 
 
 def _default(field: FieldInfo) -> str:
-    if field.is_required():
-        return "(required)"
-    value = field.get_default(call_default_factory=True)
-    return "unset" if value is None else str(value)
+    from enginehouse.config.arguments import REQUIRED, default_words
+
+    return REQUIRED if field.is_required() else default_words(field.get_default(call_default_factory=True))

@@ -1,21 +1,34 @@
 """`enginehouse plugins list|show`: what is installed, in what state, and what it offers.
 
-Neither torch nor ray nor an engine is imported; `show` imports a backend's options, for their schema.
+Neither torch nor ray nor an engine is imported; `show` imports a backend's options, for their schema, and a function
+that is asked for by its name, for its arguments.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from enginehouse import __version__
 from enginehouse.cli.console import plain, terminal
-from enginehouse.plugin import CONTRACT, KINDS, Backend, Plugin, PluginManager, Provided, reload_plugins
+from enginehouse.plugin import (
+    CONTRACT,
+    KINDS,
+    Advantage,
+    Backend,
+    Loss,
+    Plugin,
+    PluginManager,
+    Provided,
+    Reward,
+    reload_plugins,
+)
 from enginehouse.plugin import plugins as loaded_plugins
 from enginehouse.plugin.discovery import from_environment, installed
 from enginehouse.plugin.lookup import ambiguous, label, not_found
@@ -25,11 +38,17 @@ from enginehouse.plugin.trial import try_out
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from enginehouse.cli.options_schema import Option
+    from enginehouse.config.arguments import Argument
+
 CHECKER = "enginehouse.engines.declared:problems_of"
 """What looks at a record, in the process where its plugin is tried."""
 
 CHECK_SECONDS = 300.0
 """Longest that may take for one plugin: engines take a while to import."""
+
+IMPORTING = "importing what it declares"
+"""Begins what is wrong with all that a plugin declares."""
 
 COLOURS = {"ok": "green", "unavailable": "yellow", "requirements missing": "yellow", "blocked": "dim"}
 
@@ -63,7 +82,12 @@ def list_(as_json: bool, kind: str | None, check: bool) -> None:
 @plugins.command("show")
 @click.argument("name")
 def show(name: str) -> None:
-    """Show all there is to know of a plugin, a distribution, or anything a plugin declares, by NAME."""
+    """Show all there is to know of a plugin, a distribution, or anything a plugin declares, by NAME.
+
+    \b
+    enginehouse plugins show vllm             a backend, with its options
+    enginehouse plugins show clipped_policy   a loss, an advantage or a reward, with its arguments
+    """
     manager = loaded_plugins()
     named = [
         plugin for plugin in manager.plugins if plugin.name == name or (plugin.answers_to(name) and not plugin.internal)
@@ -75,6 +99,8 @@ def show(name: str) -> None:
         _show_plugin(manager, plugin)
     for provided in records:
         _show_record(manager, provided)
+        if isinstance(provided.record, Loss | Advantage | Reward):
+            _show_arguments(provided.record)
 
 
 def _checked() -> dict[str, tuple[str, ...]]:
@@ -91,7 +117,7 @@ def _checked() -> dict[str, tuple[str, ...]]:
             continue
         (found,) = try_out([candidate], CHECKER, CHECK_SECONDS)
         if found and found.problem:
-            wrong[f"{plugin.distribution}:{plugin.name}"] = (f"importing what it declares: {found.problem}",)
+            wrong[f"{plugin.distribution}:{plugin.name}"] = (f"{IMPORTING}: {found.problem}",)
         elif found and found.wrong:
             wrong[f"{plugin.distribution}:{plugin.name}"] = found.wrong
     return wrong
@@ -109,6 +135,14 @@ def record_state(manager: PluginManager, provided: Provided) -> tuple[str, str]:
             cure = f"; try `enginehouse runtime create {record.name}`" if record.runtimes else ""
             return "requirements missing", "; ".join(map(str, missing)) + cure
     return "ok", ""
+
+
+def _checked_state(manager: PluginManager, provided: Provided, wrong: Mapping[str, Sequence[str]]) -> tuple[str, str]:
+    """As `record_state`; `"wrong"` where a check found something."""
+    record, plugin = provided
+    about = (f"{record.kind} {record.name!r}: ", f"{IMPORTING}: ")
+    lines = [one for one in wrong.get(f"{plugin.distribution}:{plugin.name}", ()) if one.startswith(about)]
+    return ("wrong", "; ".join(lines)) if lines else record_state(manager, provided)
 
 
 def _problems(
@@ -152,7 +186,7 @@ def _show_table(manager: PluginManager, kind: str | None, wrong: Mapping[str, Se
     below = Table(box=None, show_header=False, pad_edge=False)
     for provided, record in backends:
         plugin = provided.plugin
-        state, _ = record_state(manager, provided)
+        state, _ = _checked_state(manager, provided, wrong)
         capabilities = ", ".join(sorted(record.capabilities))
         cells = [record.name, record.kind, plugin.distribution, plugin.version, plugin.protocol, _coloured(state)]
         table.add_row(*cells, *([capabilities] if wide else []))
@@ -230,8 +264,6 @@ def _show_record(manager: PluginManager, provided: Provided) -> None:
 
 
 def _show_options(console: Console, backend: Backend) -> None:
-    from rich.table import Table
-
     from enginehouse.cli.options_schema import described_options
     from enginehouse.plugin import ResolveError, resolve
 
@@ -240,11 +272,41 @@ def _show_options(console: Console, backend: Backend) -> None:
     except ResolveError as error:
         console.print(f"  options cannot be shown: {plain(str(error))}")
         return
+    _table_of(console, "option", options)
+
+
+def _show_arguments(record: Loss | Advantage | Reward) -> None:
+    """What a config may give a loss, an advantage or a reward; its function is imported."""
+    from enginehouse.config.arguments import KL_ARGUMENTS, arguments_of
+    from enginehouse.plugin import ResolveError, resolve
+
+    console = terminal()
+    try:
+        function = resolve(record.function)
+    except ResolveError as error:
+        console.print(f"  arguments cannot be shown: {plain(str(error))}")
+        return
+    arguments = arguments_of(function, positional=0 if isinstance(record, Reward) else 1)
+    set_by = KL_ARGUMENTS if isinstance(record, Loss) else {}
+    arguments = [
+        one._replace(description=f"{one.description} Set by {set_by[one.name]}.".lstrip())
+        if one.name in set_by
+        else one
+        for one in arguments
+    ]
+    if first := (inspect.getdoc(function) or "").partition("\n")[0]:
+        console.print(f"  {plain(first)}")
+    _table_of(console, "argument or column" if isinstance(record, Reward) else "argument", arguments)
+
+
+def _table_of(console: Console, what: str, rows: Iterable[Option | Argument]) -> None:
+    from rich.table import Table
+
     table = Table(box=None, header_style="bold", pad_edge=True)
-    for column in ("option", "type", "default", "description"):
-        table.add_column(column, overflow="fold", no_wrap=column == "option")
-    for option in options:
-        table.add_row(option.name, plain(option.type), plain(option.default), plain(option.description))
+    for column in (what, "type", "default", "description"):
+        table.add_column(column, overflow="fold", no_wrap=column == what)
+    for row in rows:
+        table.add_row(*map(plain, row))
     console.print(table)
 
 
@@ -279,7 +341,7 @@ def _as_json(manager: PluginManager, kind: str | None, wrong: Mapping[str, Seque
                 "observes": _observed(plugin),
                 "wrong": list(wrong.get(f"{plugin.distribution}:{plugin.name}", ())),
                 "records": [
-                    _record_as_json(manager, Provided(record, plugin))
+                    _record_as_json(Provided(record, plugin), *_checked_state(manager, Provided(record, plugin), wrong))
                     for record in plugin.records
                     if kind is None or record.kind == kind
                 ],
@@ -289,8 +351,7 @@ def _as_json(manager: PluginManager, kind: str | None, wrong: Mapping[str, Seque
     }
 
 
-def _record_as_json(manager: PluginManager, provided: Provided) -> dict[str, Any]:
-    state, problem = record_state(manager, provided)
+def _record_as_json(provided: Provided, state: str, problem: str) -> dict[str, Any]:
     fields = dataclasses.asdict(provided.record)
     plain = {name: sorted(value) if isinstance(value, frozenset) else value for name, value in fields.items()}
     return {"kind": provided.record.kind, "state": state, "problem": problem, **plain}

@@ -25,6 +25,7 @@ from enginehouse.plugin.runtimes import (
     make_runtime,
     named_runtime,
     recipe,
+    remaking,
     remove_runtime,
     state_of,
     variant_here,
@@ -146,8 +147,7 @@ def _examined(one: Runtime, manager: PluginManager) -> State:
         check_interpreter(str(one.python))
     except RuntimeProblem as error:
         assert one.manifest is not None
-        again = f"enginehouse runtime create {one.manifest.backend} --variant {one.manifest.variant}"
-        return State("broken", str(error), f"enginehouse runtime remove {one.name}; {again}")
+        return State("broken", str(error), remaking(one, one.manifest))
     return state
 
 

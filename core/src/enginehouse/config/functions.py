@@ -1,4 +1,4 @@
-"""The functions a config names, `module:function`: found, imported and checked against the arguments they will get.
+"""The functions a config names, `module:function`: found and imported. What they are given: `arguments`.
 
 A user's own module lies in the current directory or beside the config. These come last on the import path, in every
 process of a run: a file there never stands in for a module of the standard library or of an installed package. A config
@@ -11,20 +11,14 @@ import ast
 import difflib
 import importlib
 import importlib.util
-import inspect
-import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import TypeAdapter, ValidationError
-from pydantic.errors import PydanticUserError
-
-from enginehouse.config.load import in_words
 from enginehouse.config.migration import answer_value
 from enginehouse.errors import ConfigError, UserError
 from enginehouse.plugin import ResolveError
@@ -122,104 +116,6 @@ def import_function(reference: str, key: str, python_path: Sequence[str] = ()) -
     if not callable(found):
         raise ConfigError(f"{key}: {reference!r} is {type(found).__name__}, not a function")
     return found
-
-
-def check_values(function: Callable[..., Any], key: str, arguments: Mapping[str, Any]) -> list[str]:
-    """Check arguments against the types, ranges and choices that `function` is annotated with.
-
-    Whatever pydantic can check counts, `Literal["a", "b"]` and `Annotated[float, Field(gt=0)]` too. Values are taken as
-    JSON would be: a list will do for a tuple, a string of digits for no number. They are not converted.
-
-    Args:
-        function: what will be called. A parameter without an annotation, or with one that cannot be evaluated, takes
-            anything, as does each its own default.
-        key: the config key of the arguments, for messages.
-        arguments: by name.
-
-    Returns:
-        A message for each that will not do.
-    """
-    problems = []
-    for name, value in arguments.items():
-        parameter = _parameters(function).get(name)
-        if parameter is None:
-            continue
-        try:
-            if value == parameter.default:
-                continue
-            adapter: TypeAdapter[Any] = TypeAdapter(_annotation(function, parameter))
-            adapter.validate_json(json.dumps(value), strict=True)
-        except ValidationError as error:
-            problems.append("; or ".join(in_words(detail, f"{key}.{name}") for detail in error.errors()[:4]))
-        except (PydanticUserError, NameError, AttributeError, TypeError, ValueError, SyntaxError):
-            continue  # nothing to check it by
-    return problems
-
-
-def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError):  # written in C
-        return {}
-
-
-def _annotation(function: Callable[..., Any], parameter: inspect.Parameter) -> Any:
-    if parameter.annotation is parameter.empty:
-        return Any
-    if not isinstance(parameter.annotation, str):
-        return parameter.annotation
-    return eval(parameter.annotation, getattr(inspect.unwrap(function), "__globals__", {}))
-
-
-def check_call(
-    function: Callable[..., Any], key: str, given: Iterable[str], named: str, *, positional: int = 0, cure: str = ""
-) -> None:
-    """Check that `function` can be called with the keyword arguments `given`, after `positional` others.
-
-    Args:
-        function: what will be called.
-        key: the config key that names it, for messages.
-        given: names of keyword arguments.
-        named: what they are called together, for messages: `"algorithm.loss.arguments"`.
-        positional: how many positional arguments come first.
-        cure: what to do about arguments the function does not take.
-
-    Raises:
-        ConfigError: naming arguments the function does not take, and those it needs and does not get.
-    """
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        return  # written in C: only a call can tell
-    given = list(given)
-    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
-        by_name = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
-    else:
-        ordered = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        if len(ordered) < positional:
-            raise ConfigError(
-                f"{key}: {_shown(function)} takes {len(ordered)} positional arguments, it is given {positional}"
-            )
-        by_name = ordered[positional:] + [p for p in parameters if p.kind is p.KEYWORD_ONLY]
-    known = {p.name for p in by_name if p.kind is not p.POSITIONAL_ONLY}
-    unknown = [name for name in given if name not in known]
-    if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        near = [close for name in unknown for close in difflib.get_close_matches(name, known - set(given), n=1)]
-        hint = f"did you mean {near[0]!r}?" if near else f"it takes {_quoted(sorted(known)) or 'none'}"
-        hint = f"{hint}; {cure}" if cure else hint
-        raise ConfigError(f"{key}: {_shown(function)} does not take {_quoted(unknown)} (of {named}); {hint}")
-    needed = [p.name for p in by_name if p.default is p.empty and p.name not in given]
-    if needed:
-        raise ConfigError(f"{key}: {_shown(function)} needs {_quoted(needed)}, which is not among {named}")
-
-
-def _shown(function: Callable[..., Any]) -> str:
-    name = getattr(function, "__qualname__", repr(function))
-    return f"{name}{inspect.signature(function)}"
-
-
-def _quoted(names: Iterable[str]) -> str:
-    return ", ".join(repr(name) for name in names)
 
 
 def _check_whose(module_name: str, key: str, python_path: Sequence[str]) -> None:

@@ -24,6 +24,10 @@ C = TypeVar("C", bound=BaseModel)
 
 Key = tuple[str, ...]
 
+_HYDRA = re.compile(r"\+\+?|~")
+_HYDRA_KEYS = {"+": "+key=value", "++": "++key=value", "~": "~key"}
+"""Prefixes of Hydra's overrides, and their names in `migration.md`."""
+
 MISTYPED = 0.85
 """How alike a key has to be to one of ours, 1 being the same, not to be taken for another project's: `trainer` is."""
 
@@ -43,8 +47,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[C]
     """
     path = Path(path)
     data, lines = _read(path)
-    sources = _Sources(str(path), lines)
-    problems = [problem for override in overrides if (problem := _override(data, override, sources))]
+    sources = _Sources({key: f"line {number}" for key, number in lines.items()})
+    problems = [problem for override in overrides for problem in _override(data, override, sources)]
     problems += check(schema, data, sources)[1]
     if problems:
         raise ConfigError(listed(problems, f"the config {path}"))
@@ -58,21 +62,31 @@ def dump_config(config: BaseModel) -> str:
 
 @dataclass
 class _Sources:
-    """Where each key was written, for messages."""
+    """Where each key was written, for messages: in which line, and in which override."""
 
-    file: str
-    lines: Mapping[Key, int]
+    lines: dict[Key, str]
     overridden: dict[Key, str] = field(default_factory=dict)
 
     def of(self, key: Key) -> str:
-        """Where `key`, or what it is part of, was written."""
-        for length in range(len(key), 0, -1):
-            if key[:length] in self.overridden:
-                return f"in the override {self.overridden[key[:length]]!r}"
-            if key[:length] in self.lines:
-                return f"line {self.lines[key[:length]]}"
-        inside = next((said for set_key, said in self.overridden.items() if set_key[: len(key)] == key), None)
-        return f"in the override {inside!r}" if inside else ""
+        """Where `key` was written, and each override of what is inside it; else where what it is part of was."""
+        found = [said for place in (self.lines, self.overridden) if (said := place.get(key))]
+        found += [said for inner, said in self.overridden.items() if _is_inside(inner, key)]
+        for length in range(len(key) - 1, 0, -1):
+            if found:
+                break
+            found = [said for place in (self.overridden, self.lines) if (said := place.get(key[:length]))][:1]
+        return ", ".join(found)
+
+    def replaced(self, key: Key, override: str) -> None:
+        """Note that an override says what `key` is from now on, and all that is inside it."""
+        for place in (self.lines, self.overridden):
+            for gone in [one for one in place if one == key or _is_inside(one, key)]:
+                del place[gone]
+        self.overridden[key] = f"in the override {override!r}"
+
+
+def _is_inside(key: Key, section: Key) -> bool:
+    return len(key) > len(section) and key[: len(section)] == section
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
@@ -103,16 +117,20 @@ def _neighbours(path: Path) -> str:
     return nearest(path.name, files[:20])
 
 
-def _override(data: dict[str, Any], override: str, sources: _Sources) -> str | None:
-    """Apply one override to `data` in place; return the problem if it cannot be."""
+def _override(data: dict[str, Any], override: str, sources: _Sources) -> list[str]:
+    """Apply one override to `data` in place, as far as it can be; return what is wrong with it."""
     dotted, equals, text = override.partition("=")
-    key = tuple(dotted.strip().split("."))
+    prefixed = _HYDRA.match(dotted.strip())
+    problems = [f"the override {override!r}: {answer_key(_HYDRA_KEYS[prefixed[0]])}"] if prefixed else []
+    if prefixed and prefixed[0] == "~":
+        return problems
+    key = tuple(dotted.strip().lstrip("+").split("."))
     if not equals or not all(key):
-        return f"the override {override!r} is not of the form dotted.key=value, as in train.steps=10"
+        return [f"the override {override!r} is not of the form dotted.key=value, as in train.steps=10"]
     try:
         value, _ = parse(text, f"the value of the override {override!r}")
     except ConfigError as error:
-        return str(error)
+        return [str(error)]
     section = data
     for depth, part in enumerate(key[:-1], start=1):
         inner = section.get(part)
@@ -120,11 +138,11 @@ def _override(data: dict[str, Any], override: str, sources: _Sources) -> str | N
             inner = section[part] = {}
         if not isinstance(inner, dict):
             held = ".".join(key[:depth])
-            return f"the override {override!r} sets a key inside {held}, which holds {_worded(inner)}"
+            return [*problems, f"the override {override!r} sets a key inside {held}, which holds {_worded(inner)}"]
         section = inner
     section[key[-1]] = value
-    sources.overridden[key] = override
-    return None
+    sources.replaced(key, override)
+    return problems
 
 
 def listed(problems: Sequence[str], where: str) -> str:
@@ -169,15 +187,18 @@ def _in_words(
 ) -> list[str]:
     key: Key = tuple(str(part) for part in detail["loc"])
     name = _dotted(prefix, detail["loc"])
-    place = sources.of(key) if sources else ""
-    at = f" ({place})" if place else ""
+    at = _at(key, sources)
     kind = detail["type"]
     if kind == "extra_forbidden":
         known = _moved(key, schema, prefix) or (instead(".".join(key)) if instead else "")
         fields = _section(schema, key[:-1]).model_fields
         mistyped = difflib.get_close_matches(key[-1], fields, n=1, cutoff=MISTYPED)
-        if any((answers := {} if known or mistyped else _answers(name, detail["input"])).values()):
-            return [f"unknown key {one!r}{at}: {said or 'nothing here is like it'}" for one, said in answers.items()]
+        found = {} if known or mistyped else answers(key, detail["input"], prefix)
+        if any(found.values()):
+            return [
+                f"unknown key {_dotted(prefix, one)!r}{_at(one, sources)}: {said or 'nothing here is like it'}"
+                for one, said in found.items()
+            ]
         return [f"unknown key {name!r}{at}: {known or nearest(key[-1], fields)}"]
     if kind == "missing":
         description = _field_description(schema, key)
@@ -193,7 +214,7 @@ def in_words(detail: Mapping[str, Any], what: str) -> str:
         return f"{what}: {said}, got {_worded(detail['input'])}"
     context = detail.get("ctx") or {}
     hint = answer_value(detail["input"]) if isinstance(detail["input"], str) else ""
-    if not hint and detail["type"] == "literal_error":
+    if not hint and detail["type"] in ("literal_error", "enum"):
         close = difflib.get_close_matches(str(detail["input"]), re.findall(r"'(.*?)'", context["expected"]), n=1)
         hint = f"did you mean {close[0]!r}?" if close else ""
     said = f"{what}: expected {wanted.format_map(context)}, got {_worded(detail['input'])}"
@@ -218,6 +239,7 @@ _WANTED = {
     "model_type": _MAPPING,
     "model_attributes_type": _MAPPING,
     "literal_error": "one of {expected}",
+    "enum": "one of {expected}",
     "greater_than": "more than {gt:g}",
     "greater_than_equal": "at least {ge:g}",
     "less_than": "less than {lt:g}",
@@ -226,6 +248,12 @@ _WANTED = {
     "too_long": "at most {max_length} values",
 }
 """What pydantic's error types ask for."""
+
+
+def _at(key: Key, sources: _Sources | None) -> str:
+    """Where a key was written, in brackets."""
+    place = sources.of(key) if sources else ""
+    return f" ({place})" if place else ""
 
 
 def _dotted(prefix: str, location: Sequence[str | int]) -> str:
@@ -262,11 +290,11 @@ def _moved(key: Key, schema: type[BaseModel], prefix: str) -> str:
     return ""
 
 
-def _answers(name: str, value: Any) -> dict[str, str]:
+def answers(key: Key, value: Any, prefix: str = "") -> dict[Key, str]:
     """What another project's key is here, or each key of a section; empty strings where that is not known."""
     if isinstance(value, dict) and value:
-        return {key: said for inner in value for key, said in _answers(f"{name}.{inner}", value[inner]).items()}
-    return {name: answer_key(name)}
+        return {one: said for inner in value for one, said in answers((*key, str(inner)), value[inner], prefix).items()}
+    return {key: answer_key(_dotted(prefix, key))}
 
 
 def keys(schema: type[BaseModel], above: Key = ()) -> Iterator[Key]:

@@ -66,5 +66,5 @@ def _rows() -> tuple[Row, ...]:
 
 def _same(key: str, name: str) -> bool:
     if name.endswith(".*"):
-        return key.startswith(name[:-1])
+        return f"{key}.".startswith(name[:-1])
     return key == name or key.endswith(f".{name}") or name.endswith(f".{key}")

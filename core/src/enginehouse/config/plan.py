@@ -15,6 +15,7 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from enginehouse.config.arguments import KL_ARGUMENTS, check_call, check_values
 from enginehouse.config.arithmetic import (
     check_batches,
     check_cluster,
@@ -40,7 +41,7 @@ from enginehouse.config.backends import (
 )
 from enginehouse.config.device import pick_device
 from enginehouse.config.findings import Findings
-from enginehouse.config.functions import check_call, check_values, extend_path, find_function
+from enginehouse.config.functions import extend_path, find_function
 from enginehouse.config.outline import Facts, outline_rl, outline_sft
 from enginehouse.config.paths import check_run_directory, has_chat_template, read_model
 from enginehouse.config.resume import Checkpoint, check_resume
@@ -141,8 +142,11 @@ class Plan(RunPlan):
         transport: name of the weight transport.
         effect_check_every: `weights.effect_check_every`; 0 where the rollout backend cannot score prompts.
         reward: `"module:function"`.
+        reward_arguments: as the reward takes them: the member of an `Enum`, where the config has its value.
         advantage: `"module:function"`.
-        loss_arguments: the loss's, with those that are taken from elsewhere in the config; without the KL term's.
+        advantage_arguments: as the advantage takes them.
+        loss_arguments: as the loss takes them, with those that are taken from elsewhere in the config; without the KL
+            term's.
         evaluation: what answers the validation prompts; None: the rollout.
         gpus_per_replica: GPUs of a replica in processes of its own, where the run is on GPUs.
         prompt_limit: how long prompts may be.
@@ -157,7 +161,9 @@ class Plan(RunPlan):
     transport: str
     effect_check_every: int
     reward: str
+    reward_arguments: dict[str, Any]
     advantage: str
+    advantage_arguments: dict[str, Any]
     loss_arguments: dict[str, Any]
     evaluation: EvaluationPlan | None
     gpus_per_replica: int
@@ -245,15 +251,14 @@ def plan(
     rows = look_at_prompts(findings, config, limit, bool(model))
     if config.train.validate_every and not config.data.validation_files():
         findings.refuse("train.validate_every is set, but there is no file to validate on (data.validation)")
-    reward = setting.reward(config, rows.columns)
-    advantage = setting.function(
+    reward, reward_arguments = setting.reward(config, rows.columns)
+    advantage, advantage_arguments = setting.function(
         Advantage, algorithm.advantage.name, "algorithm.advantage", algorithm.advantage.arguments
     )
     taken = _taken(findings, setting.plugins, config)
-    setting.function(
+    _, loss_arguments = setting.function(
         Loss, algorithm.loss.name, "algorithm.loss", algorithm.loss.arguments, _kl_arguments(config), list(taken)
     )
-    loss_arguments = algorithm.loss.arguments | taken
     _check_old_logprobs(findings, setting.plugins, config)
     _check_kl(findings, config)
     directory = setting.run_directory(
@@ -277,8 +282,10 @@ def plan(
         transport=transport,
         effect_check_every=effect_check_every,
         reward=reward,
+        reward_arguments=reward_arguments,
         advantage=advantage,
-        loss_arguments=loss_arguments,
+        advantage_arguments=advantage_arguments,
+        loss_arguments=loss_arguments | taken,
         evaluation=evaluation,
         gpus_per_replica=gpus,
         prompt_limit=limit,
@@ -439,18 +446,23 @@ class _Setting:
             )
         return Path(run.directory).absolute()
 
-    def reward(self, config: Config, columns: Sequence[Columns] | None) -> str:
-        """Check the reward against what it will be called with; `columns` is None where a file is unknown."""
-        check_secrets(self.findings, "reward.arguments", config.reward.arguments)
+    def reward(self, config: Config, columns: Sequence[Columns] | None) -> tuple[str, dict[str, Any]]:
+        """Check the reward against what it will be called with; `columns` is None where a file is unknown.
+
+        Returns:
+            `"module:function"`, and the arguments of the config as it takes them.
+        """
+        arguments = config.reward.arguments
+        check_secrets(self.findings, "reward.arguments", arguments)
         with self.findings.collecting():
             reference, function = find_function(
                 self.plugins, Reward, config.reward.function, "reward.function", self.python_path, always=True
             )
             check_reward_columns(function, config, columns or (), REWARD_GETS)
             if function is not None:
-                self.values(function, config.reward.function, "reward.arguments", config.reward.arguments)
-            return reference
-        return ""
+                arguments = self.values(function, config.reward.function, "reward.arguments", arguments)
+            return reference, arguments
+        return "", {}
 
     def function(
         self,
@@ -460,12 +472,15 @@ class _Setting:
         arguments: Mapping[str, Any],
         others: Sequence[str] = (),
         taken: Sequence[str] = (),
-    ) -> str:
+    ) -> tuple[str, dict[str, Any]]:
         """Check an advantage or a loss against its arguments, and the names of others that it gets.
 
         Args:
             others: names of those that do not stand in its record.
             taken: names of those that its record asks for (`Loss.taken_from`): they alone are no reason to import it.
+
+        Returns:
+            `"module:function"`, and the arguments as it takes them.
         """
         key, given = f"{key}.arguments", [*arguments, *others]
         with self.findings.collecting():
@@ -475,15 +490,21 @@ class _Setting:
             if function is not None:
                 named = key + (" and the KL term's" if kind is Loss else "")
                 cure = f"arguments meant for another {kind.kind} are taken away by {key}={{}}" if arguments else ""
-                check_call(function, key, [*given, *taken], named, positional=1, cure=cure)
-                self.values(function, name, key, arguments)
-            return reference
-        return ""
+                check_call(function, key, [*given, *taken], named, positional=1, cure=cure, values=arguments)
+                arguments = self.values(function, name, key, arguments)
+            return reference, dict(arguments)
+        return "", {}
 
-    def values(self, function: Callable[..., Any], name: str, key: str, arguments: Mapping[str, Any]) -> None:
-        """Check arguments against what the author of `function`, which the config calls `name`, declares of them."""
-        for problem in check_values(function, key, arguments):
+    def values(self, function: Callable[..., Any], name: str, key: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Check arguments against what the author of `function`, which the config calls `name`, declares of them.
+
+        Returns:
+            The arguments as it takes them.
+        """
+        taken, problems = check_values(function, key, arguments)
+        for problem in problems:
             self.findings.refuse(f"{problem} (an argument of {name!r})")
+        return taken
 
 
 def _read_reference(path: str, model: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -527,7 +548,7 @@ def _check_kl(findings: Findings, config: Config) -> None:
             "algorithm.kl.estimator to k2 (the gradient of the reverse KL) or k3 (of the forward KL), or "
             "algorithm.kl.place=reward"
         )
-    for name, cure in {"kl_coefficient": "algorithm.kl.coefficient", "kl_estimator": "algorithm.kl.estimator"}.items():
+    for name, cure in KL_ARGUMENTS.items():
         if name in config.algorithm.loss.arguments:
             findings.refuse(f"algorithm.loss.arguments.{name}: a loss gets it from the KL term; set {cure} instead")
 
@@ -551,4 +572,4 @@ def _taken(findings: Findings, plugins: PluginManager, config: Config) -> dict[s
 def _kl_arguments(config: Config) -> tuple[str, ...]:
     """Names of the arguments the loss gets if the KL term is its business."""
     kl = config.algorithm.kl
-    return ("kl_coefficient", "kl_estimator") if kl.coefficient and kl.place == "loss" else ()
+    return tuple(KL_ARGUMENTS) if kl.coefficient and kl.place == "loss" else ()

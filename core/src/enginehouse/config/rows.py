@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from enginehouse.config.functions import check_call
+from enginehouse.config.arguments import check_call
 from enginehouse.data.files import RowProblems, Shape, Table, open_table
 from enginehouse.data.rendering import (
     Renderer,
@@ -187,7 +187,7 @@ def check_reward_columns(
         if function is not None and columns:
             said = f"{', '.join(gets)}, the columns of {one.where} and reward.arguments (docs/rewards.md)"
             passed = [name for name in given if taken is None or name in taken]
-            check_call(function, "reward.function", [*passed, *arguments], said)
+            check_call(function, "reward.function", [*passed, *arguments], said, values=arguments)
 
 
 class _Tokenizer:

@@ -218,14 +218,18 @@ class Advantage(Section):
     """How a sample is credited."""
 
     name: str = Field(default="grpo", description="A registered name, or module:function")
-    arguments: dict[str, Any] = Field(default_factory=dict, description="Given to it by name")
+    arguments: dict[str, Any] = Field(
+        default_factory=dict, description="Given to it by name; `enginehouse plugins show NAME` lists them"
+    )
 
 
 class Loss(Section):
     """What the actor minimises."""
 
     name: str = Field(default="clipped_policy", description="A registered name, or module:function")
-    arguments: dict[str, Any] = Field(default_factory=dict, description="Given to it by name")
+    arguments: dict[str, Any] = Field(
+        default_factory=dict, description="Given to it by name; `enginehouse plugins show NAME` lists them"
+    )
 
 
 class KL(Section):

@@ -128,7 +128,7 @@ class Trainer(Loop):
         with phase("reference"):
             batch, divergence = self.with_reference(batch)
         with phase("advantage"):
-            batch = self.advantage(batch, **algorithm.advantage.arguments)
+            batch = self.advantage(batch, **self.plan.advantage_arguments)
         self.write_samples(step, samples)
         with phase("update"):
             known = {

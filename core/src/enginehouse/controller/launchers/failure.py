@@ -49,8 +49,7 @@ class WorkerFailure(Exception):
         cls, error: BaseException, role: str, rank: int, node: str, pid: int, method: str, log_lines: tuple[str, ...]
     ) -> WorkerFailure:
         """Pack an exception that was just caught."""
-        text = "".join(traceback.format_exception(type(error), error, _outside(error.__traceback__)))
-        name = type(error).__qualname__
+        name, text = type(error).__qualname__, _traceback_text(error)
         return cls(role, rank, node, pid, method, name, str(error), text, _pickled(error), log_lines, time.time())
 
     def to_error(self, note: str = "") -> WorkerError:
@@ -74,6 +73,19 @@ class WorkerFailure(Exception):
         return error
 
 
+def error_here(error: Exception, role: str, node: str, pid: int, method: str) -> WorkerError:
+    """The error for what a worker in this process raised: as for one that travelled, the very exception behind it.
+
+    Args:
+        error: an exception that was just caught.
+    """
+    name, text = type(error).__qualname__, _traceback_text(error)
+    raised = WorkerFailure(role, 0, node, pid, method, name, str(error), text, None, (), time.time()).to_error()
+    assert isinstance(raised, RemoteError)
+    raised.cause = raised.__cause__ = error
+    return raised
+
+
 class SourceDied(WorkerFailure):
     """Raised where an argument was the output of a process that died: it names that process, not the one it was for."""
 
@@ -86,6 +98,10 @@ class SourceDied(WorkerFailure):
 
 def _quoted(lines: tuple[str, ...]) -> str:
     return "\n".join(["Its last log lines:", *(f"  {line}" for line in lines)]) if lines else ""
+
+
+def _traceback_text(error: BaseException) -> str:
+    return "".join(traceback.format_exception(type(error), error, _outside(error.__traceback__)))
 
 
 def _outside(tb: TracebackType | None) -> TracebackType | None:
@@ -109,10 +125,12 @@ def _pickled(error: BaseException) -> bytes | None:
 
 
 def _unpickled(pickled: bytes | None) -> BaseException | None:
+    if not pickled:
+        return None
     from ray import cloudpickle
 
     try:
-        error = cloudpickle.loads(pickled) if pickled else None
+        error = cloudpickle.loads(pickled)
     except Exception:
         return None  # its class is not importable here; the text says what it said
     return error if isinstance(error, BaseException) else None

@@ -1,6 +1,7 @@
 """A group in this process: one rank, same semantics, for a debugger. Nothing here has a deadline.
 
-What a worker raises is raised unchanged, so that a debugger stops where it happened.
+What a worker raises ends a call as over Ray, in a `RemoteError`. Its cause is the very exception, with its traceback,
+so that a debugger gets to where it happened.
 """
 
 from __future__ import annotations
@@ -8,14 +9,16 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
+from functools import partial
 from typing import Any
 
 from enginehouse.controller.dispatch import Call, is_distributed, refuse_wrapper
-from enginehouse.controller.errors import ControllerError, GroupClosed
+from enginehouse.controller.errors import ControllerError, GroupClosed, WorkerError
 from enginehouse.controller.future import Future, StillRunning
 from enginehouse.controller.launchers import rendezvous
+from enginehouse.controller.launchers.failure import error_here
 from enginehouse.controller.launchers.interface import Lane, LaunchOptions, Place
 from enginehouse.controller.launchers.role_objects import RoleObjects
 from enginehouse.controller.pool import ResourcePool
@@ -29,16 +32,22 @@ from enginehouse.errors import first_line
 class InlineCall:
     """A call in this process: ended already if sync, a future of the event loop if async."""
 
-    def __init__(self, result: futures.Future[Any], keep: bool, origin: str | None):
+    def __init__(
+        self, result: futures.Future[Any], keep: bool, origin: str | None, failed: Callable[[Exception], WorkerError]
+    ):
         self._result = result
         self._keep = keep
         self._origin = origin
+        self._failed = failed
 
     def wait(self, limit: float | None = None) -> list[Any]:
-        """See `Pending.wait`; raises what the worker raised, unchanged."""
+        """See `Pending.wait`."""
         futures.wait([self._result], timeout=limit)
         if not self._result.done():
             raise StillRunning(f"the call still runs after {limit} s")
+        error = self._result.exception()
+        if isinstance(error, Exception):
+            raise self._failed(error)
         value = self._result.result()
         if self._keep and self._origin is not None:
             facts, batch = kept_back(value)
@@ -59,6 +68,7 @@ class InlineProcesses:
 
     Raises:
         ControllerError: the pool has more than one process.
+        WorkerError: an object could not be built.
     """
 
     def __init__(self, pool: ResourcePool | None, roles: Mapping[str, WorkerSpec], options: LaunchOptions):
@@ -83,7 +93,10 @@ class InlineProcesses:
                     role=role, node=self.places[0].node, device=options.device, seed=options.seed,
                     labels={"roles": tuple(self.roles)},
                 )  # fmt: skip
-                self._objects.build(role, spec, context)
+                try:
+                    self._objects.build(role, spec, context)
+                except Exception as error:
+                    raise self._error(role, "__init__", error) from error
         except BaseException:
             self.shutdown()
             raise
@@ -109,15 +122,16 @@ class InlineProcesses:
         assert calls[0] is not None
         args = tuple(map(_value, calls[0][0]))
         kwargs = {name: _value(value) for name, value in calls[0][1].items()}
-        if lane != "main":
-            running = self._objects.loop.submit(self._objects.call_async(role, method, args, kwargs))
-            return InlineCall(running, 0 in keep, f"{role}, {method!r}" if keeps_back else None)
         ended: futures.Future[Any] = futures.Future()
-        try:
-            ended.set_result(self._objects.call(role, method, args, kwargs))
-        except Exception as error:
-            ended.set_exception(error)
-        return InlineCall(ended, 0 in keep, f"{role}, {method!r}" if keeps_back else None)
+        if lane != "main":
+            ended = self._objects.loop.submit(self._objects.call_async(role, method, args, kwargs))
+        else:
+            try:
+                ended.set_result(self._objects.call(role, method, args, kwargs))
+            except Exception as error:
+                ended.set_exception(error)
+        origin = f"{role}, {method!r}" if keeps_back else None
+        return InlineCall(ended, 0 in keep, origin, partial(self._error, role, method))
 
     def meshes(self, role: str, refresh: bool = False) -> list[Mesh | None]:
         """See `Processes.meshes`."""
@@ -145,6 +159,10 @@ class InlineProcesses:
         self._ended = True
         self._broken = f"{self.options.name} was restarted"
         return fresh
+
+    def _error(self, role: str, method: str, error: Exception) -> WorkerError:
+        place = self.places[0]
+        return error_here(error, role, place.node, place.pid, method)
 
     def _close(self, timeout: float) -> None:
         """End the objects, once; a failed restart has done so."""

@@ -16,6 +16,7 @@ from enginehouse.plugin.runtimes.store import (
     folder,
     installed_runtimes,
     named_runtime,
+    remaking,
     remove_runtime,
     state_of,
 )  # fmt: skip
@@ -41,6 +42,7 @@ __all__ = [
     "make_runtime",
     "named_runtime",
     "recipe",
+    "remaking",
     "remove_runtime",
     "state_of",
     "variant_here",

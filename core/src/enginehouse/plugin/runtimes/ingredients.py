@@ -56,7 +56,12 @@ class Recipe:
     @property
     def name(self) -> str:
         """What a runtime of this recipe is called unless it is given a name: another recipe, another name."""
-        return f"{self.backend}-{self.variant}-{self.key[:8]}"
+        return default_name(self.backend, self.variant, self.key)
+
+
+def default_name(backend: str, variant: str, key: str) -> str:
+    """What a runtime is called unless it is given a name; `key` is its recipe's."""
+    return f"{backend}-{variant}-{key[:8]}"
 
 
 def recipe(record: Backend, variant: str) -> Recipe:

@@ -20,7 +20,7 @@ from enginehouse.errors import nearest
 from enginehouse.plugin.records import Backend
 from enginehouse.plugin.requirements import installed_version
 from enginehouse.plugin.runtimes.errors import RuntimeProblem
-from enginehouse.plugin.runtimes.ingredients import python_of_this_process, ray_version, recipe
+from enginehouse.plugin.runtimes.ingredients import default_name, python_of_this_process, ray_version, recipe
 
 FOLDER_VARIABLE = "ENGINEHOUSE_RUNTIMES"
 """Environment variable: the folder of runtimes."""
@@ -104,17 +104,30 @@ class State:
 
 
 def folder() -> Path:
-    """Where runtimes lie: `ENGINEHOUSE_RUNTIMES`, else a folder in the user's cache."""
-    named = os.environ.get(FOLDER_VARIABLE)
-    if named:
-        return Path(named).expanduser().absolute()
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "enginehouse" / "runtimes"
+    """Where runtimes lie: `ENGINEHOUSE_RUNTIMES`, else a folder in the user's cache.
+
+    Raises:
+        RuntimeProblem: the user has no home directory, and no variable says where else.
+    """
+    named, cache = os.environ.get(FOLDER_VARIABLE), os.environ.get("XDG_CACHE_HOME")
+    try:
+        if named:
+            return Path(named).expanduser().absolute()
+        return (Path(cache) if cache else Path.home() / ".cache") / "enginehouse" / "runtimes"
+    except RuntimeError:  # no HOME, and a user id without an entry in passwd
+        raise RuntimeProblem(
+            f"there is no home directory to keep runtimes in; set the environment variable {FOLDER_VARIABLE} to a "
+            "folder"
+        ) from None
 
 
 def installed_runtimes() -> list[Runtime]:
-    """All there are, by name."""
-    if not folder().is_dir():
+    """All there are, by name; none where there is no place for them."""
+    try:
+        there = folder().is_dir()
+    except RuntimeProblem:
+        there = False
+    if not there:
         return []
     return [runtime_at(path) for path in sorted(folder().iterdir()) if path.is_dir() and not path.name.startswith(".")]
 
@@ -218,16 +231,15 @@ def state_of(runtime: Runtime, record: Backend | None) -> State:
             pass
         if not free:
             return State("being made", "another process makes it just now")
-        return State("half-made", "its making was cut short", f"enginehouse runtime remove {runtime.name}")
-    again = f"enginehouse runtime create {manifest.backend} --variant {manifest.variant}"
-    remade = f"enginehouse runtime remove {runtime.name}; {again}"
+        return State("half-made", "its making was cut short", _removing(runtime))
+    remade = remaking(runtime, manifest)
     if not runtime.python.exists():
         return State("broken", f"its interpreter is gone: {runtime.python}", remade)
     if manifest.python != python_of_this_process():
-        return State("broken", f"it has {manifest.python}, and this process {python_of_this_process()}", again)
+        return State("broken", f"it has {manifest.python}, and this process {python_of_this_process()}", remade)
     there = installed_version("ray", [str(runtime.packages)]) or "absent"
     if there != ray_version():
-        return State("broken", f"its Ray is {there}, and the driver's {ray_version()}", again)
+        return State("broken", f"its Ray is {there}, and the driver's {ray_version()}", remade)
     if manifest.module and not has_module(runtime, manifest.module):
         return State("broken", f"its engine's module {manifest.module!r} is gone", remade)
     if record is None:
@@ -235,10 +247,23 @@ def state_of(runtime: Runtime, record: Backend | None) -> State:
             "stale", f"no installed plugin has a backend {manifest.backend!r}", f"pip install {_plugin(manifest)}"
         )
     if manifest.variant not in record.runtimes:
-        return State("stale", f"backend {record.name!r} has no requirement set {manifest.variant!r} any more", "")
+        return State(
+            "stale", f"backend {record.name!r} has no requirement set {manifest.variant!r} any more", _removing(runtime)
+        )
     if recipe(record, manifest.variant).key != manifest.key:
-        return State("stale", f"backend {record.name!r} asks for other versions by now", again)
+        return State("stale", f"backend {record.name!r} asks for other versions by now", remade)
     return State("ok")
+
+
+def remaking(runtime: Runtime, manifest: Manifest) -> str:
+    """The commands that make a runtime anew, under the name that it has if that was chosen."""
+    again = f"enginehouse runtime create {manifest.backend} --variant {manifest.variant}"
+    chosen = runtime.name != default_name(manifest.backend, manifest.variant, manifest.key)
+    return f"{_removing(runtime)}; {again}{f' --name {runtime.name}' if chosen else ''}"
+
+
+def _removing(runtime: Runtime) -> str:
+    return f"enginehouse runtime remove {runtime.name}"
 
 
 def _plugin(manifest: Manifest) -> str:

@@ -136,7 +136,7 @@ class RewardPool:
         reward = plan.config.reward
         return cls(
             plan.reward,
-            from_environment(reward.arguments),
+            from_environment(plan.reward_arguments),
             processes=reward.processes,
             timeout_seconds=reward.timeout_seconds,
             concurrency=reward.concurrency,
