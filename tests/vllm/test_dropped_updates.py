@@ -8,7 +8,7 @@ import os
 import pytest
 
 from enginehouse.plugin import RolloutBackend, plugins
-from enginehouse.testing.running import Certifier, cases
+from enginehouse_testing.running import Certifier, cases
 
 RUNTIME = os.environ.get("ENGINEHOUSE_TEST_VLLM_RUNTIME", "auto")
 

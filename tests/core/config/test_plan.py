@@ -19,7 +19,7 @@ from enginehouse.config.schema import SFTConfig
 from enginehouse.config.secrets import from_environment
 from enginehouse.errors import ConfigError, DataError, ModelError, UserError
 from enginehouse.plugin import PluginLookupError, PluginManager, load_plugins
-from enginehouse.plugin.runtimes import RuntimeProblem
+from enginehouse.runtimes import RuntimeProblem
 
 
 @pytest.fixture(scope="module")
@@ -395,7 +395,7 @@ class Options(RolloutOptions):
 
 @hookimpl
 def enginehouse_register_backends(register):
-    register(RolloutBackend(name="limited", engine="enginehouse.backends.torch.rollout:TorchRolloutEngine",
+    register(RolloutBackend(name="limited", engine="enginehouse_torch.rollout:TorchRolloutEngine",
                             options="limited_plugin:Options", devices=("cpu",)))
     register(RolloutBackend(name="far", engine="no_such_engine:Engine", options="limited_plugin:Options",
                             requires=("no-such-engine",),
