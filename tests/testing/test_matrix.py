@@ -26,7 +26,7 @@ from enginehouse_testing.matrix.standing import standing
 from enginehouse_testing.matrix.task import digits, make_task
 from enginehouse_testing.origin import origin_of
 
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[2]
 
 SETTING = Setting(steps=3, processes=2)
 TORCH = Combination("torch", "torch", "shared_memory")
@@ -55,8 +55,8 @@ ROW = Row(
 
 @pytest.fixture(scope="module")
 def own():
-    """Core's own backends and transports, whatever is installed."""
-    return load_plugins(enabled=[])
+    """The `torch` backends and core's transports, whatever is installed."""
+    return load_plugins(enabled=["torch"])
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def foreign(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(str(info.parent))
     importlib.invalidate_caches()
-    return load_plugins(enabled=["swift"])
+    return load_plugins(enabled=["torch", "swift"])
 
 
 def metrics(**steps):
@@ -260,7 +260,7 @@ def test_a_row_stands_while_nothing_it_was_found_with_has_changed(row, setting, 
 
 def certificate(tmp_path, outcome="passed", whole=True):
     result = Result("logprobs", "protocol", "dp2", 1e-5, 4e-6, outcome, "rank 1 differs")
-    (torch,) = (one.record for one in load_plugins(enabled=[]).providers("train", "torch"))
+    (torch,) = (one.record for one in load_plugins(enabled=["torch"]).providers("train", "torch"))
     made = Certificate("torch", checks=[result], whole=whole, finished=True, origin=origin_of(torch))
     made.write(tmp_path / "train" / "torch")
     return made

@@ -25,7 +25,7 @@ CHAT = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture
 def make(project: Project) -> Callable[..., Plan]:
-    plugins = load_plugins(enabled=())
+    plugins = load_plugins(enabled=("torch",))
 
     def make(*overrides: str) -> Plan:
         path = project.save()
@@ -235,7 +235,7 @@ def test_prompts_that_repeat_and_validation_on_what_is_trained_are_noted(make: C
 
 
 def test_demonstrations_are_looked_at_too(project: Project):
-    plugins = load_plugins(enabled=())
+    plugins = load_plugins(enabled=("torch",))
     write_tokenizer(project)
 
     def make(*overrides: str) -> Any:
