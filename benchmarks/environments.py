@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from enginehouse.plugin import Backend
-    from enginehouse.plugin.runtimes import Interpreter
+    from enginehouse.runtimes import Interpreter
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def interpreter_of(record: Backend, wanted: str = "auto", device: str = "cpu") -
     Raises:
         RuntimeProblem: what is wanted cannot be used; `MakingError` where the runtime could not be made.
     """
-    from enginehouse.plugin.runtimes import NoRuntime, choose_runtime, make_runtime, recipe
+    from enginehouse.runtimes import NoRuntime, choose_runtime, make_runtime, recipe
 
     try:
         return choose_runtime(record, wanted, device)

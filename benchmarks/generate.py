@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from enginehouse.backends.torch.options import TorchRolloutOptions
-from enginehouse.backends.torch.rollout import TorchRolloutEngine
 from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.engines.rollout import GenerateRequest, SamplingParams
-from enginehouse.modeling.loading import quiet_transformers
+from enginehouse.quiet import quiet_transformers
+from enginehouse_torch.options import TorchRolloutOptions
+from enginehouse_torch.rollout import TorchRolloutEngine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -27,7 +27,7 @@ from benchmarks.train_engine_bare import BareLoop, Row, Settings
 Step = Callable[[], tuple[float, float, float]]
 """An optimizer step on this rank's rows: the loss summed, what it counts, the gradient's norm."""
 
-ENGINES = ("enginehouse.backends.torch.train", "enginehouse_fsdp.engine")
+ENGINES = ("enginehouse_torch.train", "enginehouse_fsdp.engine")
 CHECKED_STEPS = 3
 """First steps of every side: they must agree, and are not timed."""
 PER_GROUP = 4
@@ -124,7 +124,7 @@ def build(side: str, task: dict[str, Any], rank: int, ranks: int, device: torch.
 def make_engine(side: str) -> Any:
     """An engine of the side's backend."""
     if side.startswith("torch"):
-        from enginehouse.backends.torch.train import TorchTrainEngine
+        from enginehouse_torch.train import TorchTrainEngine
 
         return TorchTrainEngine()
     from enginehouse_fsdp.engine import FSDPEngine
@@ -135,7 +135,7 @@ def make_engine(side: str) -> Any:
 def options_of(side: str) -> type:
     """The options class of the side's backend."""
     if side.startswith("torch"):
-        from enginehouse.backends.torch.options import TorchTrainOptions
+        from enginehouse_torch.options import TorchTrainOptions
 
         return TorchTrainOptions
     from enginehouse_fsdp.options import FSDPOptions

@@ -139,9 +139,9 @@ def placed(
     """Start the workers of both roles and connect them; ends them on the way out."""
     from benchmarks.weight_update_workers import TimedRolloutWorker, TimedTrainWorker
     from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec, start_ray
-    from enginehouse.controller.weight_sync import WeightSync
     from enginehouse.engines.model import ModelSpec
     from enginehouse.plugin import plugins, resolve
+    from enginehouse.weights.sync import WeightSync
 
     record = plugins().get("rollout", rollout, elsewhere=True)
     found = interpreter_of(record, runtime, device)
@@ -175,7 +175,7 @@ def placed(
 
 def bucket_options(bucket_mib: int) -> dict[str, int]:
     """How `WeightSync` is told the size of buckets."""
-    from enginehouse.transports.buckets import BUCKET_BYTES
+    from enginehouse.weights.transports.buckets import BUCKET_BYTES
 
     return {"bucket_bytes": bucket_mib << 20 if bucket_mib else BUCKET_BYTES}
 

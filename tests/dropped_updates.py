@@ -6,7 +6,7 @@ import dataclasses
 import os
 
 from enginehouse.plugin import RolloutBackend, plugins
-from enginehouse.testing.running import Certifier, cases
+from enginehouse_testing.running import Certifier, cases
 
 
 def assert_found(backend: str, mutant: str) -> None:

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 import torch
 
-from enginehouse.backends.torch.optim import FlatAdamW
-from enginehouse.backends.torch.train import TorchTrainEngine
 from enginehouse.data import Ragged
 from enginehouse.engines.train import ALL, LossValue, Mean, NonFiniteWeights
-from enginehouse.modeling.files import parts_of
+from enginehouse_torch.modeling.files import parts_of
+from enginehouse_torch.optim import FlatAdamW
+from enginehouse_torch.train import TorchTrainEngine
 
 
 class MeanOfMeans(TorchTrainEngine):

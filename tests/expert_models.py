@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from enginehouse.testing.models import EOS_ID, PAD_ID, VOCABULARY_SIZE, char_tokenizer, tiny_model
+from enginehouse_testing.models import EOS_ID, PAD_ID, VOCABULARY_SIZE, char_tokenizer, tiny_model
 
 
 @functools.cache

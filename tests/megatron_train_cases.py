@@ -11,13 +11,13 @@ import torch
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.engines.train import Outputs
-from enginehouse.testing.checks.train.reference import TRAINING
-from enginehouse.testing.models import PAD_ID
-from enginehouse.testing.problem import POLICY, batch, cut
 from enginehouse_fsdp.engine import FSDPEngine
 from enginehouse_fsdp.options import FSDPOptions
 from enginehouse_megatron.engine import MegatronEngine
 from enginehouse_megatron.options import MegatronOptions
+from enginehouse_testing.checks.train.reference import TRAINING
+from enginehouse_testing.models import PAD_ID
+from enginehouse_testing.problem import POLICY, batch, cut
 
 # isort: split
 from megatron.core.models.gpt import GPTModel

@@ -12,11 +12,11 @@ from dataclasses import replace
 
 import torch
 
-from enginehouse.backends.torch.rollout import TorchRolloutEngine
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.weights import WeightState, checksum
 from enginehouse.errors import ModelError
-from enginehouse.testing.models import SPECIAL_TOKENS
+from enginehouse_testing.models import SPECIAL_TOKENS
+from enginehouse_torch.rollout import TorchRolloutEngine
 
 
 class Altered(TorchRolloutEngine):
@@ -270,7 +270,7 @@ class LoadsAnything(TorchRolloutEngine):
         try:
             return await super().launch(model, options, context)
         except ModelError:
-            from enginehouse.testing.models import tiny_model
+            from enginehouse_testing.models import tiny_model
 
             return await super().launch(ModelSpec(tiny_model()), options, context)
 

@@ -18,7 +18,7 @@ from enginehouse.controller import Worker, register
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.rollout import Completion, GenerateRequest, SamplingParams
 from enginehouse.engines.weights import ParamMeta, WeightChunk, WeightUpdate
-from enginehouse.modeling.staging import Version
+from enginehouse.weights.staging import Version
 from enginehouse_sglang.engine import SGLangRollout
 from enginehouse_sglang.options import SGLangOptions
 

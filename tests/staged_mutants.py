@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from unittest.mock import patch
 
-from enginehouse.modeling.staging import Version
+from enginehouse.weights.staging import Version
 
 
 class UpdatesDropped:

@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator, Sequence
 import numpy as np
 import torch
 
-from enginehouse.backends.torch.options import TorchRolloutOptions
-from enginehouse.backends.torch.rollout import TorchRolloutEngine
 from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.engines.rollout import GenerateRequest, GenerateResult, SamplingParams
+from enginehouse_torch.options import TorchRolloutOptions
+from enginehouse_torch.rollout import TorchRolloutEngine
 
 SECONDS = 60  # longest any wait in a test may take
 

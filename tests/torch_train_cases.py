@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from enginehouse.backends.torch.options import TorchTrainOptions
-from enginehouse.backends.torch.train import TorchTrainEngine
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.engines.train import LossSpec, LossValue, Mean, Outputs, TokenView
-from enginehouse.testing.models import VOCABULARY_SIZE
+from enginehouse_testing.models import VOCABULARY_SIZE
+from enginehouse_torch.options import TorchTrainOptions
+from enginehouse_torch.train import TorchTrainEngine
 
 
 def make_engine(

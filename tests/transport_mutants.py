@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from enginehouse.engines.weights import WeightChunk, WeightSyncError
-from enginehouse.transports.inproc import InprocTransport
-from enginehouse.transports.point_to_point import PointToPointTransport
-from enginehouse.transports.shared_memory import SharedMemoryTransport
+from enginehouse.weights.transports.inproc import InprocTransport
+from enginehouse.weights.transports.point_to_point import PointToPointTransport
+from enginehouse.weights.transports.shared_memory import SharedMemoryTransport
 
 LEFT = []
 """Segments that `SegmentLeft` did not remove."""

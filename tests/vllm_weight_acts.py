@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from vllm_acts import SMALL, begun, request, running
 
 from enginehouse.controller import Worker, register
-from enginehouse.engines.host_memory import AnonymousMemory, side_by_side
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.rollout import GenerateResult, Health
 from enginehouse.engines.weights import ParamMeta, WeightChunk, WeightState, WeightUpdate
-from enginehouse.modeling.staging import Version
+from enginehouse.weights.host_memory import AnonymousMemory, side_by_side
+from enginehouse.weights.staging import Version
 from enginehouse_vllm.engine import VLLMRollout
 from enginehouse_vllm.options import VLLMOptions
 

@@ -14,6 +14,7 @@ import torch
 from enginehouse.data import Batch, Ragged
 from enginehouse.plugin import load_plugins
 from enginehouse.rl.samples import sample_metrics
+from enginehouse.runtimes.readiness import plugin_states
 
 SAMPLES = Batch(
     {
@@ -45,7 +46,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_the_plugin_it_shows_is_loaded_and_observes_a_run(written: ModuleType, tmp_path: Path):
     manager = load_plugins(entry_points=[EntryPoint("mine", written.__name__, "enginehouse")])
-    assert manager.states["mine"] == "ok"
+    assert plugin_states(manager)["mine"] == "ok"
     assert manager.get("train", "mine").summary == "my training engine"
     run = SimpleNamespace(run_directory=SimpleNamespace(path=tmp_path))
     manager.observe("step_finished", run=run, step=7, metrics=sample_metrics(SAMPLES))

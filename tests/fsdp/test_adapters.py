@@ -22,9 +22,9 @@ from torch_train_cases import (
 from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.engines.train import Outputs
 from enginehouse.errors import ConfigError, EnginehouseError
-from enginehouse.modeling.files import CheckpointError
-from enginehouse.modeling.loading import load_model
-from enginehouse.testing.models import tiny_model
+from enginehouse_testing.models import tiny_model
+from enginehouse_torch.modeling.files import CheckpointError
+from enginehouse_torch.modeling.loading import load_model
 
 pytestmark = pytest.mark.slow
 

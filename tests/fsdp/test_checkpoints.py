@@ -16,8 +16,8 @@ from rank_processes import rank_processes
 from torch_train_cases import POLICY, SQUARED_ERROR, make_batch, weights_of
 
 from enginehouse.engines.model import ModelSpec, ProcessContext
-from enginehouse.modeling.files import CheckpointError
-from enginehouse.testing.models import tiny_model
+from enginehouse_testing.models import tiny_model
+from enginehouse_torch.modeling.files import CheckpointError
 
 pytestmark = pytest.mark.slow
 
@@ -36,8 +36,8 @@ def make(backend, path, rank=0, world_size=1, head="causal_lm", dtype="float32")
         from enginehouse_fsdp.engine import FSDPEngine as Engine
         from enginehouse_fsdp.options import FSDPOptions as Options
     else:
-        from enginehouse.backends.torch.options import TorchTrainOptions as Options
-        from enginehouse.backends.torch.train import TorchTrainEngine as Engine
+        from enginehouse_torch.options import TorchTrainOptions as Options
+        from enginehouse_torch.train import TorchTrainEngine as Engine
     engine = Engine()
     context = ProcessContext(role="actor", rank=rank, world_size=world_size, local_rank=rank)
     engine.setup(ModelSpec(path=path, head=head, dtype=dtype), Options(**OPTIONS), context)

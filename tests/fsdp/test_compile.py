@@ -7,7 +7,7 @@ import torch
 from fsdp_train_cases import OPTIONS, OUTPUTS, make_sharded, score_and_train
 from torch_train_cases import make_batch, make_engine, weights_of
 
-from enginehouse.testing.models import tiny_model
+from enginehouse_testing.models import tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

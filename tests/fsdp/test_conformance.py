@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 
 from enginehouse.plugin import capabilities
-from enginehouse.testing import TrainEngineSuite
-from enginehouse.testing.checks import checks_of
+from enginehouse_testing import TrainEngineSuite
+from enginehouse_testing.checks import checks_of
 
 OF_EXPERTS = tuple(check.name for check in checks_of("train") if check.capability == capabilities.EXPERTS)
 

@@ -7,7 +7,7 @@ import torch
 from fsdp_train_cases import STEPS, make_sharded, refusal, score_and_train
 from torch_train_cases import make_batch, weights_of
 
-from enginehouse.testing.models import tiny_model
+from enginehouse_testing.models import tiny_model
 
 pytestmark = pytest.mark.slow
 

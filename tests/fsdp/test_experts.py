@@ -12,8 +12,8 @@ from fsdp_train_cases import OPTIONS, make_sharded, score_and_train
 from torch_train_cases import make_batch, make_engine, weights_of
 
 from enginehouse.errors import ModelError
-from enginehouse.modeling.state import stored_names
-from enginehouse.modeling.stored import StoredForm
+from enginehouse.weights.names import stored_names
+from enginehouse_torch.modeling.stored import StoredForm
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,8 @@ from rank_processes import rank_processes
 from torch_train_cases import make_engine, weights_of
 
 from enginehouse.engines.weights import ParamMeta
-from enginehouse.modeling import export
-from enginehouse.testing.models import tiny_model
+from enginehouse_testing.models import tiny_model
+from enginehouse_torch.modeling import export
 
 PARAMETERS = [ParamMeta(name, "float32", (4,)) for name in ("a", "b", "c")]
 

@@ -10,8 +10,8 @@ from rank_processes import rank_processes
 from torch_train_cases import POLICY, batch_of, make_batch
 
 from enginehouse.engines.train import LossSpec
-from enginehouse.modeling.memory import OutOfMemory
-from enginehouse.testing.models import tiny_model
+from enginehouse_testing.models import tiny_model
+from enginehouse_torch.modeling.memory import OutOfMemory
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,8 @@ from fsdp_train_cases import make_sharded, score_and_train
 from torch_train_cases import NOT_FINITE, POLICY, make_batch, make_engine, weights_of
 
 from enginehouse.errors import ConfigError, ModelError
-from enginehouse.modeling.files import CheckpointError
-from enginehouse.testing.models import tiny_model, with_weight
+from enginehouse_testing.models import tiny_model, with_weight
+from enginehouse_torch.modeling.files import CheckpointError
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,8 @@ from fsdp_train_cases import make_sharded, score_and_train
 from torch_train_cases import make_batch, weights_of
 
 from enginehouse.engines.train import Outputs
-from enginehouse.modeling.memory import OutOfMemory
-from enginehouse.testing.models import tiny_model
+from enginehouse_testing.models import tiny_model
+from enginehouse_torch.modeling.memory import OutOfMemory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 

@@ -14,7 +14,7 @@ from torch_train_cases import POLICY, SQUARED_ERROR, make_batch, make_engine, we
 
 from enginehouse.engines.train import Outputs
 from enginehouse.errors import EnginehouseError
-from enginehouse.testing.models import tiny_model
+from enginehouse_testing.models import tiny_model
 
 pytestmark = pytest.mark.slow
 

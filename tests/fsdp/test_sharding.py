@@ -6,7 +6,7 @@ import pytest
 from fsdp_train_cases import make_sharded
 from torch.distributed.tensor import DTensor
 
-from enginehouse.testing.models import tiny_model
+from enginehouse_testing.models import tiny_model
 
 
 @pytest.mark.parametrize("head", ["causal_lm", "value"])

@@ -8,7 +8,7 @@ import pytest
 from fsdp_train_cases import make_sharded
 from torch_train_cases import batch_of
 
-from enginehouse.testing.models import tiny_model
+from enginehouse_testing.models import tiny_model
 
 ROWS = [[*range(3, 27), last] for last in range(4)]
 MASKS = [[False] * 24 + [True]] * 4
@@ -16,7 +16,7 @@ MASKS = [[False] * 24 + [True]] * 4
 
 @pytest.mark.parametrize(("dtype", "shares"), [("float32", False), ("bfloat16", True)])
 def test_rounding_of_the_dtype_it_computes_in_is_no_reason_against_it(dtype, shares):
-    with mock.patch("enginehouse.modeling.sharing._probe", return_value=(0.05, 1.0)):  # as on a GPU in bfloat16
+    with mock.patch("enginehouse_torch.modeling.sharing._probe", return_value=(0.05, 1.0)):  # as on a GPU in bfloat16
         engine = make_sharded(tiny_model(), dtype=dtype, tokens_per_microbatch=200)
     (part,) = engine._computing.microbatches(batch_of(ROWS, MASKS))
     engine.shutdown()

@@ -10,7 +10,7 @@ import torch
 from fsdp_train_cases import STEPS, make_sharded, refusal, score_and_train
 from torch_train_cases import make_batch, make_engine, weights_of
 
-from enginehouse.testing.models import VOCABULARY_SIZE, tiny_model
+from enginehouse_testing.models import VOCABULARY_SIZE, tiny_model
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from enginehouse.testing.models import with_weight
+from enginehouse_testing.models import with_weight
 
 from .conftest import Start
 from .run_process import RunProcess

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec, start_ray
-from enginehouse.controller.weight_sync import WeightSync
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.train import LossSpec
 from enginehouse.engines.weights import checksum
 from enginehouse.plugin import plugins
-from enginehouse.plugin.runtimes import choose_runtime
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
-from enginehouse.testing.checks.train.weights import stored_tensors
-from enginehouse.testing.models import tiny_model
+from enginehouse.runtimes import choose_runtime
+from enginehouse.weights.sync import WeightSync
+from enginehouse_testing.checks.train.weights import stored_tensors
+from enginehouse_testing.models import tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

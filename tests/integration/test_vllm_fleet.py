@@ -22,17 +22,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec
-from enginehouse.controller.weight_sync import WeightSync
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.train import LossSpec
 from enginehouse.plugin import plugins
-from enginehouse.plugin.runtimes import choose_runtime
 from enginehouse.rl.fleet import RolloutFleet
 from enginehouse.rl.replica import ReplicasLost
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
-from enginehouse.testing.models import tiny_model
+from enginehouse.runtimes import choose_runtime
+from enginehouse.weights.sync import WeightSync
+from enginehouse_testing.models import tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -10,10 +10,10 @@ import torch
 
 from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.engines.train import Outputs
-from enginehouse.testing.models import VOCABULARY_SIZE, char_tokenizer
-from enginehouse.testing.oracle import Oracle
-from enginehouse.testing.problem import batch
 from enginehouse_megatron.options import MegatronOptions
+from enginehouse_testing.models import VOCABULARY_SIZE, char_tokenizer
+from enginehouse_testing.oracle import Oracle
+from enginehouse_testing.problem import batch
 
 
 @pytest.fixture
@@ -129,9 +129,9 @@ def test_mixtral(save):
 def test_recomputing_activations_changes_no_gradient(save):
     from transformers import Qwen2Config
 
-    from enginehouse.testing.checks.train.gradients import READING
-    from enginehouse.testing.problem import POLICY
     from enginehouse_megatron.layers import Attention
+    from enginehouse_testing.checks.train.gradients import READING
+    from enginehouse_testing.problem import POLICY
 
     path = save(Qwen2Config, tie_word_embeddings=True)
     weights, computed = [], []

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from enginehouse.engines.model import ModelSpec, ProcessContext
-from enginehouse.modeling.files import CheckpointError
-from enginehouse.testing.models import tiny_model
-from enginehouse.testing.problem import POLICY, batch
 from enginehouse_megatron.options import MegatronOptions
+from enginehouse_testing.models import tiny_model
+from enginehouse_testing.problem import POLICY, batch
+from enginehouse_torch.modeling.files import CheckpointError
 
 
 @contextlib.contextmanager

@@ -9,11 +9,11 @@ import torch
 from megatron_train_cases import dealt, gone_on, taught_padding, with_padding, written
 from rank_processes import rank_processes
 
-from enginehouse.testing.checks.train.reference import TRAINING
-from enginehouse.testing.comparison import largest_difference
-from enginehouse.testing.models import tiny_model
-from enginehouse.testing.oracle import Oracle
-from enginehouse.testing.problem import batch
+from enginehouse_testing.checks.train.reference import TRAINING
+from enginehouse_testing.comparison import largest_difference
+from enginehouse_testing.models import tiny_model
+from enginehouse_testing.oracle import Oracle
+from enginehouse_testing.problem import batch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

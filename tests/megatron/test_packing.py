@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginehouse.modeling.packing import Rows
 from enginehouse_megatron.packing import nothing, plan
+from enginehouse_torch.modeling.packing import Rows
 
 MASKS = st.lists(st.lists(st.booleans(), max_size=9), max_size=8)
 

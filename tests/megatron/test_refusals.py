@@ -10,8 +10,8 @@ import pytest
 
 from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.errors import ConfigError, ModelError
-from enginehouse.testing.models import tiny_experts, tiny_model, with_weight
 from enginehouse_megatron.options import MegatronOptions
+from enginehouse_testing.models import tiny_experts, tiny_model, with_weight
 
 
 def set_up(path: str, processes: int = 1, dtype: str = "float32", **options):

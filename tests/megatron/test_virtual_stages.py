@@ -6,18 +6,18 @@ import pytest
 from megatron_train_cases import STEPS, trained
 from rank_processes import rank_processes
 
-from enginehouse.testing.checks.train.reference import TRAINING
-from enginehouse.testing.comparison import largest_difference
-from enginehouse.testing.models import tiny_model
-from enginehouse.testing.oracle import Oracle
-from enginehouse.testing.problem import batch
+from enginehouse_testing.checks.train.reference import TRAINING
+from enginehouse_testing.comparison import largest_difference
+from enginehouse_testing.models import tiny_model
+from enginehouse_testing.oracle import Oracle
+from enginehouse_testing.problem import batch
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def run_ranks():
-    with rank_processes("enginehouse_megatron.engine", "enginehouse.testing.oracle") as run:
+    with rank_processes("enginehouse_megatron.engine", "enginehouse_testing.oracle") as run:
         yield run
 
 

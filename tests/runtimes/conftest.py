@@ -7,7 +7,7 @@ import os
 import pytest
 
 from enginehouse.plugin import plugins
-from enginehouse.plugin.runtimes import Interpreter, NoRuntime, choose_runtime
+from enginehouse.runtimes import Interpreter, NoRuntime, choose_runtime
 
 
 @pytest.fixture(scope="session")

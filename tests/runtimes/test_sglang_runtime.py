@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from enginehouse.plugin.runtimes import Interpreter
+from enginehouse.runtimes import Interpreter
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

@@ -16,7 +16,7 @@ import enginehouse
 import enginehouse_vllm
 from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec
 from enginehouse.data import Batch
-from enginehouse.plugin.runtimes import Interpreter
+from enginehouse.runtimes import Interpreter
 
 pytestmark = pytest.mark.slow
 
@@ -60,5 +60,5 @@ def test_batches_cross_the_border_both_ways(worker: WorkerGroup):
 
 
 def test_what_a_rollout_worker_imports_is_there(worker: WorkerGroup):
-    (files,) = worker.call("files", "enginehouse.rl.roles", "enginehouse.transports.shared_memory")
+    (files,) = worker.call("files", "enginehouse.rl.roles", "enginehouse.weights.transports.shared_memory")
     assert all(files.values())

@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items):
 def runtime():
     """The interpreter that SGLang runs under, and the environment of its workers."""
     from enginehouse.plugin import plugins
-    from enginehouse.plugin.runtimes import choose_runtime
+    from enginehouse.runtimes import choose_runtime
 
     return choose_runtime(plugins().get("rollout", "sglang", elsewhere=True), RUNTIME)
 

@@ -18,11 +18,11 @@ from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.engines.rollout import GenerateRequest, SamplingParams
 from enginehouse.engines.weights import ParamMeta, WeightChunk, WeightSyncError, WeightUpdate
 from enginehouse.errors import ConfigError, EnginehouseError, ModelError
-from enginehouse.testing.models import tiny_model
 from enginehouse_sglang.engine import SGLangRollout
 from enginehouse_sglang.http import Address
 from enginehouse_sglang.options import SGLangOptions
 from enginehouse_sglang.process import SGLangFailed
+from enginehouse_testing.models import tiny_model
 
 pytestmark = pytest.mark.slow
 

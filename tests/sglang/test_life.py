@@ -12,7 +12,7 @@ from torch_rollout_driver import plain_logprobs
 
 from enginehouse.controller import RemoteError, WorkerDied
 from enginehouse.errors import ConfigError
-from enginehouse.testing.models import tiny_model
+from enginehouse_testing.models import tiny_model
 
 pytestmark = pytest.mark.slow
 

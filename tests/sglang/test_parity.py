@@ -10,7 +10,7 @@ import pytest
 from integration.run_process import RunProcess
 from projects import Project
 
-from enginehouse.testing.models import tiny_model
+from enginehouse_testing.models import tiny_model
 
 pytestmark = pytest.mark.slow
 

@@ -17,10 +17,10 @@ from enginehouse.config.schema import Config
 from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.errors import ConfigError, UserError
 from enginehouse.plugin import plugins, resolve
-from enginehouse.testing.matrix.task import make_task
 from enginehouse_sglang.arguments import server_arguments
 from enginehouse_sglang.options import OURS, SGLangOptions
 from enginehouse_sglang.process import as_words
+from enginehouse_testing.matrix.task import make_task
 
 SOURCES = Path(str(resources.files("enginehouse_sglang")))
 FOR_CPU = SOURCES / "on_cpu"

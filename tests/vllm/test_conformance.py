@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from enginehouse.testing import RolloutEngineSuite
+from enginehouse_testing import RolloutEngineSuite
 
 RUNTIME = os.environ.get("ENGINEHOUSE_TEST_VLLM_RUNTIME", "auto")
 

@@ -14,7 +14,7 @@ from openai_client import ask, complete
 
 from enginehouse.controller import RemoteError, WorkerDied
 from enginehouse.errors import ModelError
-from enginehouse.testing.models import tiny_model
+from enginehouse_testing.models import tiny_model
 from enginehouse_vllm.orphans import mapped_by_name
 
 pytestmark = pytest.mark.slow

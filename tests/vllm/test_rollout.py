@@ -11,7 +11,7 @@ from torch_rollout_driver import plain_greedy, plain_logprobs, random_prompts
 from vllm_acts import PROMPT
 
 from enginehouse.controller import RemoteError
-from enginehouse.testing.models import EOS_ID, char_tokenizer, tiny_model
+from enginehouse_testing.models import EOS_ID, char_tokenizer, tiny_model
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from torch_rollout_driver import plain_greedy, plain_logprobs
 from vllm_weights_replica import close_to, updated_replica
 
 from enginehouse.engines.weights import WeightState
-from enginehouse.testing.models import tiny_model
+from enginehouse_testing.models import tiny_model
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ from torch_rollout_driver import plain_logprobs
 from vllm_weights_replica import close_to, updated_replica
 
 from enginehouse.controller import RemoteError
-from enginehouse.testing.models import tiny_model
+from enginehouse_testing.models import tiny_model
 
 pytestmark = pytest.mark.slow
 

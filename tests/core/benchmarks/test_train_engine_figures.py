@@ -11,7 +11,7 @@ from torch_train_cases import make_engine
 
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.train import LossSpec
-from enginehouse.testing.models import VOCABULARY_SIZE, tiny_model
+from enginehouse_testing.models import VOCABULARY_SIZE, tiny_model
 
 
 def test_a_ratio_is_the_median_over_rounds_of_a_rounds_own_ratio():

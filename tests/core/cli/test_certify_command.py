@@ -8,9 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 from enginehouse.cli.main import main
-from enginehouse.testing.certificate import Result
-from enginehouse.testing.checks import checks_of
-from enginehouse.testing.running import QUICK, Certifier
+from enginehouse_testing.certificate import Result
+from enginehouse_testing.checks import checks_of
+from enginehouse_testing.running import QUICK, Certifier
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_fail_fast_does_not_go_on_to_another_kind_of_the_name(certify):
 
 def test_timeout_is_that_of_an_act(certify, monkeypatch):
     given = []
-    monkeypatch.setattr("enginehouse.testing.running._site", lambda *arguments: given.append(arguments))
+    monkeypatch.setattr("enginehouse_testing.running._site", lambda *arguments: given.append(arguments))
     monkeypatch.setattr(Certifier, "__exit__", lambda self, *error: None)
     monkeypatch.setattr(Certifier, "versions", lambda self: {})
     certify("passed", "--timeout", "7", "--kind", "rollout", "--check", "greedy")

@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner
 from projects import Project, project  # noqa: F401 - a fixture
 
-from enginehouse.backends.torch.rollout import TorchRolloutEngine
 from enginehouse.cli.main import main
-from enginehouse.testing.models import tiny_model
+from enginehouse_testing.models import tiny_model
+from enginehouse_torch.rollout import TorchRolloutEngine
 
 SAMPLES, PROMPTS = 4, 6
 

@@ -23,7 +23,7 @@ def enginehouse(directory: Path, *arguments: str) -> subprocess.CompletedProcess
         "from enginehouse.cli.main import main\n"
         f"main({list(arguments)!r}, prog_name='enginehouse')\n"
     )
-    environment = {**os.environ, "ENGINEHOUSE_PLUGINS": "", "COLUMNS": "200"}
+    environment = {**os.environ, "ENGINEHOUSE_PLUGINS": "torch", "COLUMNS": "200"}
     return subprocess.run([sys.executable, "-c", code], cwd=directory, env=environment, capture_output=True, text=True)
 
 

@@ -12,10 +12,11 @@ from wheelhouse import Wheelhouse
 
 from enginehouse.cli.main import main
 from enginehouse.plugin import Backend, load_plugins
-from enginehouse.plugin.runtimes import RuntimeProblem, choose_runtime, installed_runtimes, recipe
-from enginehouse.plugin.runtimes.ingredients import python_of_this_process, ray_version
-from enginehouse.plugin.runtimes.plugin_install import install_plugin
-from enginehouse.plugin.runtimes.store import runtime_at
+from enginehouse.runtimes import RuntimeProblem, choose_runtime, installed_runtimes, recipe
+from enginehouse.runtimes.ingredients import python_of_this_process, ray_version
+from enginehouse.runtimes.plugin_install import install_plugin
+from enginehouse.runtimes.readiness import plugin_states
+from enginehouse.runtimes.store import runtime_at
 
 PLUGIN = """
 from enginehouse.plugin import RequirementSet, RolloutBackend, hookimpl
@@ -89,7 +90,7 @@ def test_a_runtime_is_made_listed_checked_and_removed(run):
     assert (doctor.exit_code, "ok" in doctor.stdout) == (0, True), doctor.output
 
     assert choose_runtime(swift()).name == name
-    assert load_plugins().states["swift"] == "ok"
+    assert plugin_states(load_plugins())["swift"] == "ok"
     assert f"in runtime {name}" in CliRunner().invoke(main, ["plugins", "show", "swift"]).stdout
 
     assert run("remove", name).stdout == f"removed runtime {name}\n"
@@ -177,7 +178,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(run, arguments: tuple[str, ...], 
 
 
 def test_a_backend_without_its_runtime_says_how_to_make_it(run):
-    assert load_plugins().states["swift"] == "requirements missing"
+    assert plugin_states(load_plugins())["swift"] == "requirements missing"
     assert "try `enginehouse runtime create swift`" in CliRunner().invoke(main, ["plugins", "list"]).stdout
 
 

@@ -25,7 +25,7 @@ from enginehouse.cli.main import main
 from enginehouse.cli.train import train
 from enginehouse.controller.ray_access import RayAccess
 from enginehouse.runs import RunDirectory
-from enginehouse.testing.models import tiny_model
+from enginehouse_testing.models import tiny_model
 
 STAND_IN = """
 import subprocess, sys, time, types
@@ -93,7 +93,7 @@ def start(project: Project, behaviour: str, *arguments: str, script: str = STAND
     return subprocess.Popen(
         [sys.executable, "-c", script.replace("BEHAVIOUR", behaviour), *arguments],
         cwd=project.root,
-        env={**os.environ, "ENGINEHOUSE_PLUGINS": ""},
+        env={**os.environ, "ENGINEHOUSE_PLUGINS": "torch"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

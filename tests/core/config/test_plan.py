@@ -19,13 +19,13 @@ from enginehouse.config.schema import SFTConfig
 from enginehouse.config.secrets import from_environment
 from enginehouse.errors import ConfigError, DataError, ModelError, UserError
 from enginehouse.plugin import PluginLookupError, PluginManager, load_plugins
-from enginehouse.plugin.runtimes import RuntimeProblem
+from enginehouse.runtimes import RuntimeProblem
 
 
 @pytest.fixture(scope="module")
 def plugins() -> PluginManager:
-    """Core's own plugins alone."""
-    return load_plugins(enabled=())
+    """Core's own plugins and `torch`, whatever is installed."""
+    return load_plugins(enabled=("torch",))
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_a_plan_fills_in_what_depends_on_something_else(make: Callable[..., Plan
     assert planned.advantage == "enginehouse.rl.advantages.grpo:grpo"
     assert planned.run_directory == project.root / "runs/one"
     assert planned.python_path == (str(project.root),)
-    assert planned.distributions == ("enginehouse",)
+    assert planned.distributions == ("enginehouse-torch",)
     assert not planned.uses_reference
     assert not (project.root / "runs").exists()
 
@@ -403,7 +403,7 @@ class Options(RolloutOptions):
 
 @hookimpl
 def enginehouse_register_backends(register):
-    register(RolloutBackend(name="limited", engine="enginehouse.backends.torch.rollout:TorchRolloutEngine",
+    register(RolloutBackend(name="limited", engine="enginehouse_torch.rollout:TorchRolloutEngine",
                             options="limited_plugin:Options", devices=("cpu",)))
     register(RolloutBackend(name="far", engine="no_such_engine:Engine", options="limited_plugin:Options",
                             requires=("no-such-engine",),
@@ -426,12 +426,13 @@ def enginehouse_register_losses(register):
 
 @pytest.fixture
 def limited(project: Project) -> PluginManager:
-    """Core's plugins and a rollout backend without any capability."""
+    """The `torch` backends and a rollout backend without any capability."""
     from importlib.metadata import EntryPoint
 
     (project.root / "limited_plugin.py").write_text(LIMITED)
     sys.path.insert(0, str(project.root))
-    return load_plugins(entry_points=[EntryPoint("limited", "limited_plugin", "enginehouse")])
+    declared = {"torch": "enginehouse_torch.plugin", "limited": "limited_plugin"}
+    return load_plugins(entry_points=[EntryPoint(name, module, "enginehouse") for name, module in declared.items()])
 
 
 def test_what_a_backend_cannot_do_is_switched_off_with_a_note_or_refused(project: Project, limited: PluginManager):

@@ -25,7 +25,7 @@ CHAT = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture
 def make(project: Project) -> Callable[..., Plan]:
-    plugins = load_plugins(enabled=())
+    plugins = load_plugins(enabled=("torch",))
 
     def make(*overrides: str) -> Plan:
         path = project.save()
@@ -247,7 +247,7 @@ def test_chats_that_repeat_are_noted_and_those_that_differ_in_a_word_are_not(
 
 
 def test_demonstrations_are_looked_at_too(project: Project):
-    plugins = load_plugins(enabled=())
+    plugins = load_plugins(enabled=("torch",))
     write_tokenizer(project)
 
     def make(*overrides: str) -> Any:

@@ -28,7 +28,7 @@ Make = Callable[..., Plan]
 
 @pytest.fixture(scope="module")
 def plugins() -> PluginManager:
-    return load_plugins(enabled=())
+    return load_plugins(enabled=("torch",))
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import enginehouse
 from enginehouse.controller import ControllerError, ResourcePool, WorkerGroup, WorkerSpec
 from enginehouse.controller.launchers.handshake import check_identity, identity
 from enginehouse.controller.launchers.import_paths import own_import_paths
-from enginehouse.plugin.runtimes import RuntimeProblem
+from enginehouse.runtimes import RuntimeProblem
 
 HERE = Path(enginehouse.__file__).parent
 

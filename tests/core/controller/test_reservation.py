@@ -8,10 +8,10 @@ import time
 import pytest
 import ray
 
-from enginehouse.controller import reservation
+from enginehouse.controller import placement_group as reservation
 from enginehouse.controller.errors import ClusterLost, PlacementError
+from enginehouse.controller.placement_group import Reservation
 from enginehouse.controller.ray_access import RayAccess
-from enginehouse.controller.reservation import Reservation
 
 
 class Group:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from enginehouse.controller.weight_effect import CLEARLY, Scores, mean_difference, share_taken, stands_still
+from enginehouse.weights.effect import CLEARLY, Scores, mean_difference, share_taken, stands_still
 
 TOKENS = 60
 

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from enginehouse.engines.resharding import parts_of, plan_reshard, shape_of, within
 from enginehouse.engines.weights import DTYPE_BYTES, ParamMeta, WeightSyncError
+from enginehouse.weights.resharding import parts_of, plan_reshard, shape_of, within
 
 MOST_RANKS = 16
 

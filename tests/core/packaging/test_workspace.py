@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -12,6 +14,7 @@ import pytest
 
 from enginehouse import __version__
 from enginehouse.plugin import Backend, PluginLookupError, load_plugins
+from enginehouse.runtimes.readiness import plugin_states
 
 ROOT = Path(__file__).parents[3]
 PLUGINS = sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml"))
@@ -22,13 +25,19 @@ def project(*folder: str) -> dict:
 
 
 def test_every_first_party_plugin_is_in_the_checkout():
-    assert PLUGINS == ["fsdp", "megatron", "sglang", "vllm"]
+    assert PLUGINS == ["fsdp", "megatron", "sglang", "testing", "torch", "vllm"]
 
 
 def test_versions_are_in_lockstep():
     versions = {name: project("plugins", name)["version"] for name in PLUGINS}
     assert {project("core")["version"], __version__, *versions.values()} == {__version__}
 
+
+NEEDS = {"fsdp": ("torch",), "megatron": ("torch",)}
+"""Plugins that stand on another one."""
+
+WITHOUT_ENGINE = ("testing", "torch")
+"""Plugins with no engine beyond what core needs itself."""
 
 BESIDE = ("megatron",)
 """Plugins whose engine is installed beside core by their extra; the others' engines get runtimes of their own."""
@@ -48,11 +57,14 @@ def test_the_workspace_and_the_constraints_take_every_plugin_from_the_checkout()
     constraints = ROOT.joinpath("constraints-local.txt").read_text().splitlines()
     for name in PLUGINS:
         engine = "[engine]" if name in BESIDE else ""
-        assert extras[name] == [f"enginehouse-{name}{engine} @ {{root:uri}}/plugins/{name}"]
+        needed = [(one, "") for one in NEEDS.get(name, ())]
+        assert extras[name] == [
+            f"enginehouse-{one}{extra} @ {{root:uri}}/plugins/{one}" for one, extra in [*needed, (name, engine)]
+        ]
         assert f"enginehouse-{name} @ file://${{PWD}}/plugins/{name}" in constraints
 
 
-LIGHT = {"fsdp": ["accelerate>=1.10", "peft>=0.18"]}
+LIGHT = {"fsdp": ["accelerate>=1.10", "peft>=0.18"], "testing": ["pytest>=8.2"]}
 """What a plugin may bring along: pure Python that is content with any torch a vendor's container has."""
 
 
@@ -60,42 +72,60 @@ LIGHT = {"fsdp": ["accelerate>=1.10", "peft>=0.18"]}
 def test_a_plugin_depends_on_core_and_what_is_light_and_its_engine_is_an_extra(name):
     declared = project("plugins", name)
     assert declared["name"] == f"enginehouse-{name}"
-    assert declared["dependencies"] == ["enginehouse>=0.1,<0.2", *LIGHT.get(name, [])]
-    assert declared["optional-dependencies"]["engine"]
+    needed = [f"enginehouse-{one}>=0.1,<0.2" for one in NEEDS.get(name, ())]
+    assert declared["dependencies"] == ["enginehouse>=0.1,<0.2", *needed, *LIGHT.get(name, [])]
+    assert ("engine" in declared.get("optional-dependencies", {})) == (name not in WITHOUT_ENGINE)
     assert declared["entry-points"]["enginehouse"] == {name: f"enginehouse_{name}.plugin"}
 
 
 @pytest.mark.parametrize("name", PLUGINS)
 def test_a_plugins_modules_are_light(name):
     source = ROOT / "plugins" / name / "src"
-    assert source.joinpath(f"enginehouse_{name}", "__init__.py").read_text() == ""
+    options = f"import enginehouse_{name}.options; " if name != "testing" else ""
+    assert options == "" or source.joinpath(f"enginehouse_{name}", "__init__.py").read_text() == ""
     program = (
         f"import sys; sys.path.insert(0, {str(source)!r}); import enginehouse_{name}.plugin; "
         "assert 'pydantic' not in sys.modules; "
-        f"import enginehouse_{name}.options; "
+        f"{options}"
         "assert not {'torch', 'ray', 'transformers', 'vllm', 'sglang', 'megatron'} & set(sys.modules), sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-@pytest.mark.parametrize("name", PLUGINS)
-def test_a_plugin_whose_engine_is_to_come_says_so(monkeypatch, name):
+@pytest.mark.parametrize("name", [name for name in PLUGINS if name != "testing"])
+def test_a_plugins_backends_are_called_after_it(monkeypatch, name):
     monkeypatch.syspath_prepend(str(ROOT / "plugins" / name / "src"))
     manager = load_plugins(entry_points=[EntryPoint(name, f"enginehouse_{name}.plugin", "enginehouse")])
-    assert manager.states[name] in ("ok", "requirements missing")  # the engine's, until its runtime is made
+    assert plugin_states(manager)[name] in ("ok", "requirements missing")  # the engine's, until its runtime is made
     declared = next(plugin for plugin in manager.plugins if plugin.name == name).records
-    (record,) = (one for one in declared if isinstance(one, Backend))
-    if not record.unavailable:
-        assert manager.get(record.kind, name, elsewhere=True)
-        return
-    with pytest.raises(PluginLookupError, match=r"comes in a later release.*`torch`") as caught:
-        manager.get(record.kind, name)
-    assert caught.value.reason == "unavailable"
+    assert {one.name for one in declared if isinstance(one, Backend)} == {name}
 
 
-def test_the_extra_of_suites_brings_what_they_need_and_is_taken_for_no_backend():
-    (needed,) = project("core")["optional-dependencies"]["testing"]
-    assert needed.startswith("pytest>=")
+def test_the_extra_of_suites_is_taken_for_no_backend():
     with pytest.raises(PluginLookupError) as caught:
         load_plugins(entry_points=[]).get("train", "nothing")
     assert "testing" not in str(caught.value)
+
+
+def test_without_an_engine_each_command_says_what_brings_one():
+    """The default engine is a plugin as any other."""
+    manager = load_plugins(entry_points=[])
+    for kind in ("train", "rollout"):
+        with pytest.raises(PluginLookupError, match=r"'torch' is not installed\. Try: pip install .*torch"):
+            manager.get(kind, "torch")
+    assert re.search(r"No engine is installed\. Try: pip install .*torch", with_no_plugin("plugins", "list").stdout)
+
+
+def test_without_the_suites_their_commands_say_what_brings_them():
+    refused = with_no_plugin("certify", "mine", "--out", "there")
+    assert refused.returncode == 2
+    assert re.search(r"`certify` comes with enginehouse-testing\. Try: pip install .*testing", refused.stderr)
+
+
+def with_no_plugin(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command line as if no plugin were installed."""
+    return subprocess.run(
+        [sys.executable, "-m", "enginehouse.cli.main", *arguments],
+        env={**os.environ, "ENGINEHOUSE_PLUGINS": "none-of-them", "COLUMNS": "500"},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip

@@ -18,8 +18,8 @@ def test_core_declares_these_and_no_others():
     for provided in PROVIDED:
         names[provided.record.kind].append(provided.record.name)
     assert names == {
-        "train": ["torch"],
-        "rollout": ["torch"],
+        "train": [],
+        "rollout": [],
         "transport": ["inproc", "shared_memory", "collective", "point_to_point"],
         "dispatch_mode": ["one_to_all", "all_to_all", "rank_zero", "dp"],
         "advantage": ["grpo", "rloo"],

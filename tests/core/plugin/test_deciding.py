@@ -6,7 +6,7 @@ import pytest
 
 from enginehouse.errors import UserError
 from enginehouse.plugin import Placement, PluginLookupError, RolloutBackend, TrainBackend, Transport, load_plugins
-from enginehouse.transports.plugin import enginehouse_pick_transport
+from enginehouse.weights.transports.plugin import enginehouse_pick_transport
 
 
 def pick(manager, placement: Placement) -> str:
@@ -15,7 +15,7 @@ def pick(manager, placement: Placement) -> str:
 
 
 def test_core_picks_the_shortest_reach_that_suffices():
-    manager = load_plugins(enabled=[])
+    manager = load_plugins(enabled=["torch"])
     assert pick(manager, Placement(colocated=True)) == "inproc"
     assert pick(manager, Placement(colocated=False)) == "shared_memory"
     assert pick(manager, Placement(colocated=False, hosts=2)) == "collective"
@@ -44,7 +44,7 @@ def enginehouse_pick_transport(train, rollout, cluster, transports):
     return "far" if cluster.device == "cuda" else None
 """,
     )
-    manager = load_plugins(enabled=["chooser"])
+    manager = load_plugins(enabled=["torch", "chooser"])
     assert pick(manager, Placement(colocated=False, device="cuda")) == "far"
     assert pick(manager, Placement(colocated=False, device="cpu")) == "shared_memory"
 
@@ -52,7 +52,7 @@ def enginehouse_pick_transport(train, rollout, cluster, transports):
 def test_a_plugin_that_picks_what_is_not_there_is_told(distributions):
     distributions.add("chooser", "@hookimpl\ndef enginehouse_pick_transport(): return 'shared_memroy'")
     with pytest.raises(PluginLookupError, match="did you mean 'shared_memory'"):
-        pick(load_plugins(enabled=["chooser"]), Placement(colocated=True))
+        pick(load_plugins(enabled=["torch", "chooser"]), Placement(colocated=True))
 
 
 class Run:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from enginehouse.plugin import TrainBackend, Transport, load_plugins
+from enginehouse.runtimes.readiness import plugin_states
 
 BACKEND = """
 @hookimpl
@@ -18,7 +19,7 @@ def problem_of(distributions, source) -> str:
     distributions.add("clumsy", source)
     distributions.backend("sound", backend="sound")
     manager = load_plugins(enabled=["clumsy", "sound"])
-    assert manager.states["clumsy"] == "broken"
+    assert plugin_states(manager)["clumsy"] == "broken"
     assert manager.get("train", "sound")
     assert not [one for one in manager.providers() if one.plugin.name == "clumsy"]
     return next(plugin.problem for plugin in manager.plugins if plugin.name == "clumsy")
@@ -27,7 +28,6 @@ def problem_of(distributions, source) -> str:
 @pytest.mark.parametrize(
     ("record", "said"),
     [
-        ("TrainBackend(name='torch', engine='a:B', options='a:C')", "'torch' is a name of enginehouse itself"),
         ("Loss(name='quiet', function='a:b')", "takes TrainBackend or RolloutBackend"),
         ("'swift'", "takes TrainBackend or RolloutBackend"),
         ("TrainBackend(name='a:b', engine='a:B', options='a:C')", "a name is lower-case letters"),
@@ -53,6 +53,15 @@ def test_a_record_that_cannot_be_right_breaks_its_plugin(distributions, record, 
     assert said in problem_of(distributions, BACKEND.format(record=record))
 
 
+def test_a_name_of_cores_own_is_taken(distributions):
+    source = """
+    @hookimpl
+    def enginehouse_register_losses(register):
+        register(Loss(name="supervised", function="a:b"))
+    """
+    assert "'supervised' is a name of enginehouse itself" in problem_of(distributions, source)
+
+
 def test_a_name_declared_twice_by_one_plugin_is_a_mistake(distributions):
     source = """
     @hookimpl
@@ -74,7 +83,7 @@ def test_an_unknown_hook_is_a_mistake_and_the_nearest_is_named(distributions):
 
 def test_an_unknown_hook_that_is_optional_is_for_a_later_version(distributions):
     distributions.add("ahead", "@hookimpl(optionalhook=True)\ndef enginehouse_of_tomorrow(thing): pass")
-    assert load_plugins(enabled=["ahead"]).states["ahead"] == "ok"
+    assert plugin_states(load_plugins(enabled=["ahead"]))["ahead"] == "ok"
 
 
 def test_a_hook_without_its_mark_is_not_overlooked(distributions):

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from enginehouse.plugin import CONTRACT, PluginLookupError, TrainBackend, load_plugins
+from enginehouse.runtimes.readiness import plugin_states
 
 
 @pytest.fixture
@@ -27,23 +28,23 @@ def lookup_error(manager, kind, name) -> PluginLookupError:
 
 def test_an_installed_plugin_is_found_and_its_backend_usable(sound):
     manager = load_plugins(enabled=["sound"])
-    assert manager.states["sound"] == "ok"
+    assert plugin_states(manager)["sound"] == "ok"
     assert manager.get(TrainBackend, "sound").engine == "nowhere:Engine"
     assert (plugin_of(manager, "sound").distribution, plugin_of(manager, "sound").version) == ("sound", "0.1.0")
 
 
 def test_cores_own_plugins_are_always_there_and_come_first():
     manager = load_plugins(enabled=[])
-    assert {state for name, state in manager.states.items() if name.startswith("enginehouse.")} == {"ok"}
+    assert {state for name, state in plugin_states(manager).items() if name.startswith("enginehouse.")} == {"ok"}
     assert manager.plugins[0].internal
-    assert manager.get("train", "torch").name == "torch"
+    assert manager.get("advantage", "grpo").name == "grpo"
 
 
 def test_a_plugin_that_raises_at_import_is_broken_and_the_others_work(distributions, sound):
     distributions.add("fragile", "raise RuntimeError('no luck today')")
     manager = load_plugins(enabled=["fragile", "sound"])
     fragile = plugin_of(manager, "fragile")
-    assert manager.states["fragile"] == "broken"
+    assert plugin_states(manager)["fragile"] == "broken"
     assert fragile.problem == "RuntimeError: no luck today"
     assert "Traceback" in fragile.traceback
     assert "fragile_" in fragile.traceback
@@ -53,7 +54,7 @@ def test_a_plugin_that_raises_at_import_is_broken_and_the_others_work(distributi
 def test_a_plugin_that_exits_at_import_does_not_end_the_program(distributions, sound):
     distributions.add("leaver", "import sys; sys.exit(3)")
     manager = load_plugins(enabled=["leaver", "sound"])
-    assert manager.states["leaver"] == "broken"
+    assert plugin_states(manager)["leaver"] == "broken"
     assert manager.get("train", "sound")
 
 
@@ -71,7 +72,7 @@ def test_the_error_of_a_broken_plugin_is_shown_where_its_backend_is_asked_for(di
 def test_the_contract_version_is_checked(distributions, sound, said, state):
     distributions.add("dated", f"enginehouse_protocol = {said!r}" if said else "del enginehouse_protocol")
     manager = load_plugins(enabled=["dated", "sound"])
-    assert manager.states["dated"] == state
+    assert plugin_states(manager)["dated"] == state
     assert plugin_of(manager, "dated").protocol == said
     assert manager.get("train", "sound")
 
@@ -91,7 +92,7 @@ def test_what_is_incompatible_is_told_which_side_to_change(distributions, line, 
 
 def test_a_newer_minor_version_is_incompatible(distributions):
     distributions.add("eager", f"enginehouse_protocol = '{CONTRACT[0]}.{CONTRACT[1] + 1}'")
-    assert load_plugins(enabled=["eager"]).states["eager"] == "incompatible"
+    assert plugin_states(load_plugins(enabled=["eager"]))["eager"] == "incompatible"
 
 
 def test_an_incompatible_plugin_names_both_versions_and_declares_nothing(distributions):
@@ -116,14 +117,14 @@ def test_an_incompatible_plugin_names_both_versions_and_declares_nothing(distrib
 def test_a_contract_version_that_is_none_is_incompatible_and_quoted(distributions):
     distributions.add("odd", "enginehouse_protocol = 'latest'")
     manager = load_plugins(enabled=["odd"])
-    assert manager.states["odd"] == "incompatible"
+    assert plugin_states(manager)["odd"] == "incompatible"
     assert "'latest'" in plugin_of(manager, "odd").problem
 
 
 def test_a_blocked_plugin_is_not_imported(distributions, sound):
     module = distributions.backend("heavy")
     manager = load_plugins(enabled=["heavy", "sound"], blocked=["heavy"])
-    assert manager.states["heavy"] == "blocked"
+    assert plugin_states(manager)["heavy"] == "blocked"
     assert module not in sys.modules
     assert lookup_error(manager, "train", "heavy").reason == "blocked"
     assert manager.get("train", "sound")
@@ -132,21 +133,21 @@ def test_a_blocked_plugin_is_not_imported(distributions, sound):
 def test_plugins_that_are_not_enabled_are_not_imported(distributions, sound):
     module = distributions.backend("heavy")
     manager = load_plugins(enabled=["sound"])
-    assert manager.states["heavy"] == "blocked"
+    assert plugin_states(manager)["heavy"] == "blocked"
     assert "plugins.enabled" in str(lookup_error(manager, "train", "heavy"))
     assert module not in sys.modules
 
 
 def test_no_plugin_but_cores_own_is_loaded_when_none_is_enabled(distributions, sound):
     manager = load_plugins(enabled=[])
-    assert manager.states["sound"] == "blocked"
+    assert plugin_states(manager)["sound"] == "blocked"
     assert all(provided.plugin.internal for provided in manager.providers())
 
 
 def test_switches_take_a_distributions_name_in_any_spelling(distributions):
     distributions.add("Fast-Engines", "", name="fast")
-    assert load_plugins(blocked=["fast_engines"]).states["fast"] == "blocked"
-    assert load_plugins(enabled=["fast-engines"]).states["fast"] == "ok"
+    assert plugin_states(load_plugins(blocked=["fast_engines"]))["fast"] == "blocked"
+    assert plugin_states(load_plugins(enabled=["fast-engines"]))["fast"] == "ok"
 
 
 def test_plugins_load_in_the_order_of_their_names(distributions):
@@ -177,7 +178,7 @@ def enginehouse_step_finished(step):
 def test_all_that_a_failing_plugin_declared_is_taken_back(distributions, sound):
     distributions.add("hasty", PARTIAL)
     manager = load_plugins(enabled=["hasty", "sound"], strict=True)
-    assert manager.states["hasty"] == "broken"
+    assert plugin_states(manager)["hasty"] == "broken"
     assert plugin_of(manager, "hasty").records == []
     assert not [one for one in manager.providers() if one.plugin.name == "hasty"]
     assert not manager.observes("step_finished")
@@ -194,7 +195,7 @@ def test_asking_for_what_was_taken_back_shows_why(distributions):
 def test_a_plugin_with_unmet_requirements_is_installed_and_its_backend_is_not_usable(distributions, sound):
     distributions.backend("needy", backend="needy", requires="('no-such-distribution>=2', 'pluggy>=1')")
     manager = load_plugins(enabled=["needy", "sound"])
-    assert manager.states["needy"] == "requirements missing"
+    assert plugin_states(manager)["needy"] == "requirements missing"
     error = lookup_error(manager, "train", "needy")
     assert error.reason == "requirements missing"
     assert "needs no-such-distribution>=2, but it is not installed" in str(error)
@@ -206,6 +207,6 @@ def test_a_plugin_with_unmet_requirements_is_installed_and_its_backend_is_not_us
 def test_two_plugins_with_one_entry_point_name_are_told_apart(distributions):
     distributions.add("north-engines", "", name="twin")
     distributions.add("south-engines", "raise OSError", name="twin")
-    states = load_plugins(enabled=["twin"]).states
+    states = plugin_states(load_plugins(enabled=["twin"]))
     assert states["north-engines:twin"] == "ok"
     assert states["south-engines:twin"] == "broken"

@@ -14,9 +14,9 @@ from enginehouse.engines.model import ModelSpec
 from enginehouse.errors import EnginehouseError, UserError
 from enginehouse.plugin import load_plugins, process
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
-from enginehouse.testing.models import tiny_model
+from enginehouse_testing.models import tiny_model
 
-TORCH = "enginehouse.backends.torch"
+TORCH = "enginehouse_torch"
 ENGINES = {
     "rollout": (f"{TORCH}.rollout:TorchRolloutEngine", f"{TORCH}.options:TorchRolloutOptions"),
     "train": (f"{TORCH}.train:TorchTrainEngine", f"{TORCH}.options:TorchTrainOptions"),

@@ -7,6 +7,7 @@ import logging
 import pytest
 
 from enginehouse.plugin import configure_plugins, plugins, process
+from enginehouse.runtimes.readiness import plugin_states
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +24,7 @@ def two(distributions):
 
 
 def states() -> tuple[str, str]:
-    return plugins().states["north"], plugins().states["south"]
+    return plugin_states(plugins())["north"], plugin_states(plugins())["south"]
 
 
 def test_all_are_loaded_once_where_nothing_is_said():
@@ -76,11 +77,11 @@ def test_the_environments_list_stands_in_for_the_configs_and_blocks_add_up(monke
 @pytest.mark.parametrize("switches", [{}, {"enabled": ()}, {"enabled": ("south",), "blocked": ("north",)}])
 def test_a_worker_gets_the_same_plugins_through_its_environment(monkeypatch, switches):
     controller = configure_plugins(**switches)
-    expected = controller.states
+    expected = plugin_states(controller)
     for name, value in controller.environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(process, "_current", None)
-    assert plugins().states == expected
+    assert plugin_states(plugins()) == expected
 
 
 def test_the_controller_is_warned_of_plugins_that_do_not_load_or_are_not_there(distributions, caplog):

@@ -20,7 +20,7 @@ import pytest
 
 from enginehouse.plugin import RequirementSet, RolloutBackend
 from enginehouse.plugin.requirements import unmet
-from enginehouse.plugin.runtimes import (
+from enginehouse.runtimes import (
     MakingError,
     NoRuntime,
     Runtime,
@@ -34,9 +34,9 @@ from enginehouse.plugin.runtimes import (
     remove_runtime,
     state_of,
 )  # fmt: skip
-from enginehouse.plugin.runtimes.ingredients import Recipe, ray_version
-from enginehouse.plugin.runtimes.maker import note_maker
-from enginehouse.plugin.runtimes.store import held, runtime_at
+from enginehouse.runtimes.ingredients import Recipe, ray_version
+from enginehouse.runtimes.maker import note_maker
+from enginehouse.runtimes.store import held, runtime_at
 
 PATIENCE = 120.0
 """Longest anything may take, in seconds."""
@@ -161,7 +161,7 @@ def test_an_interpreter_by_path_without_the_engine_is_refused(tmp_path: Path):
     ],
 )
 def test_an_interpreter_by_path_of_another_python_or_ray_is_refused(tmp_path: Path, answer: Any, said: str):
-    from enginehouse.plugin.runtimes.ingredients import python_of_this_process
+    from enginehouse.runtimes.ingredients import python_of_this_process
 
     full = {"python": python_of_this_process(), "path": [], **answer} if isinstance(answer, dict) else answer
     liar = tmp_path / "bin" / "python"
@@ -391,7 +391,7 @@ def test_an_interruption_leaves_nothing_that_passes_for_whole():
 
 @pytest.mark.slow
 def test_a_driver_without_pip_makes_runtimes_too(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("enginehouse.plugin.runtimes.making._has_pip_for_others", lambda: False)
+    monkeypatch.setattr("enginehouse.runtimes.making._has_pip_for_others", lambda: False)
     made = make_runtime(small())
     assert (made.packages / "pip").is_dir()
 

@@ -12,6 +12,7 @@ import pytest
 
 from enginehouse.plugin import load_plugins, trial
 from enginehouse.plugin.discovery import from_environment
+from enginehouse.runtimes.readiness import plugin_states
 
 BACKEND = """
 @hookimpl
@@ -187,8 +188,11 @@ def test_workers_try_nothing_and_load_what_did_no_harm(distributions, tried, mon
         monkeypatch.setenv(name, value)
     in_worker = load_plugins(enabled=["hostile", "fragile", "sound"], blocked=from_environment().blocked)
     assert not tried.started
-    assert in_worker.states["hostile"] == "blocked"
-    assert (in_worker.states["fragile"], in_worker.states["sound"]) == ("broken", manager.states["sound"])
+    assert plugin_states(in_worker)["hostile"] == "blocked"
+    assert (plugin_states(in_worker)["fragile"], plugin_states(in_worker)["sound"]) == (
+        "broken",
+        plugin_states(manager)["sound"],
+    )
 
 
 def test_a_plugin_that_loads_plugins_itself_starts_no_further_trials(distributions, tried):

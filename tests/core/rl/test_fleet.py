@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from enginehouse.controller import RemoteError, WorkerGroup, WorkerSpec
-from enginehouse.controller.weight_sync import WeightSync
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.rollout import SamplingParams
-from enginehouse.rl.drawing import drawn_by_group, in_order
 from enginehouse.rl.fleet import RolloutFleet
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
-from enginehouse.testing.models import tiny_model
+from enginehouse.rl.sampling import drawn_by_group, in_order
+from enginehouse.weights.sync import WeightSync
+from enginehouse_testing.models import tiny_model
 
 PROMPTS = Batch(
     {"prompt_ids": Ragged.from_list([[3, 4, 5], [6, 7], [8], [9, 10, 11, 12]]), "prompt_index": torch.arange(4)}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginehouse.rl.routing import Piece, PrefixMemory, Router, cut, pieces_each
+from enginehouse.rl.scheduler import Piece, PrefixMemory, Router, cut, pieces_each
 
 REPLICAS = 4
 

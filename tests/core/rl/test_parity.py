@@ -12,7 +12,7 @@ import torch
 
 from enginehouse.data import Batch, Ragged
 from enginehouse.errors import EnginehouseError
-from enginehouse.rl.parity import DECADES, WORST, Parity, ParityReport
+from enginehouse_testing.parity import DECADES, WORST, Parity, ParityReport
 
 PROMPT_TOKENS, DRAWN, SAMPLES = 2, 40, 3
 

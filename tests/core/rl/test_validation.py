@@ -15,7 +15,7 @@ from enginehouse.data import Batch, Ragged
 from enginehouse.data.prompts import PromptDataset
 from enginehouse.errors import DataError
 from enginehouse.rl.validation import MOST_VALUES, Validation, pass_at
-from enginehouse.testing.models import char_tokenizer
+from enginehouse_testing.models import char_tokenizer
 
 
 def made(tmp_path: Path, validation: Any, evaluation: dict | None = None, **sampling: Any) -> Validation | None:

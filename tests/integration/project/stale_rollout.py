@@ -17,7 +17,7 @@ def enginehouse_register_backends(register):
             name="stale",
             summary="Serves the weights it was started with, under any version",
             engine="stale_rollout:engine",
-            options="enginehouse.backends.torch.options:TorchRolloutOptions",
+            options="enginehouse_torch.options:TorchRolloutOptions",
             capabilities={COLOCATES, STOP_STRINGS, SEED, PROMPT_LOGPROBS, WEIGHT_CHECKSUMS},
         )
     )
@@ -27,7 +27,7 @@ def enginehouse_register_backends(register):
                 name=name,
                 summary=f"{summary}, and cannot be read back",
                 engine=f"stale_rollout:{name.replace('-', '_')}",
-                options="enginehouse.backends.torch.options:TorchRolloutOptions",
+                options="enginehouse_torch.options:TorchRolloutOptions",
                 capabilities={COLOCATES, STOP_STRINGS, SEED, PROMPT_LOGPROBS},
             )
         )

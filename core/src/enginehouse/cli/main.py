@@ -30,13 +30,13 @@ COMMANDS: dict[str, Lazy] = {
     "sft": Lazy("enginehouse.cli.sft:sft", "Train a model on demonstrations."),
     "plan": Lazy("enginehouse.cli.plan:plan", "Check a config and say what it would do, without starting anything."),
     "keys": Lazy("enginehouse.cli.keys:keys", "List the keys of a config, with types and defaults."),
-    "certify": Lazy("enginehouse.cli.certify:certify", "Check that an engine or a transport does what it promises."),
-    "parity": Lazy("enginehouse.cli.parity:parity", "Compare a rollout engine's logprobs with a training engine's."),
-    "matrix": Lazy("enginehouse.cli.matrix:matrix", "Find out which engines work together, and how well."),
     "runtime": Lazy("enginehouse.cli.runtime:runtime", "Make and check Python environments for engines."),
     "plugins": Lazy("enginehouse.cli.plugins:plugins", "Show which backends and other plugins there are."),
 }
 """Core's own commands, in the order of `--help`."""
+
+OF_EXTRAS = {"certify": "testing", "matrix": "testing", "parity": "testing"}
+"""Commands that a package of ours adds, and the extra of core that brings it."""
 
 
 class LazyGroup(click.Group):
@@ -55,7 +55,13 @@ class LazyGroup(click.Group):
             module, _, attribute = COMMANDS[cmd_name].reference.partition(":")
             return getattr(importlib.import_module(module), attribute)
         self._add_plugins_commands(ctx)
-        return self.commands.get(cmd_name)
+        command = self.commands.get(cmd_name)
+        if command is None and cmd_name in OF_EXTRAS:
+            from enginehouse.plugin.first_party import pip_line
+
+            package = OF_EXTRAS[cmd_name]
+            raise UserError(f"`{cmd_name}` comes with enginehouse-{package}. Try: {pip_line(package)}")
+        return command
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
         wanted = name or cmd.name

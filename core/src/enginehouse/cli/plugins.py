@@ -31,9 +31,11 @@ from enginehouse.plugin import (
 )
 from enginehouse.plugin import plugins as loaded_plugins
 from enginehouse.plugin.discovery import from_environment, installed
+from enginehouse.plugin.first_party import pip_line
 from enginehouse.plugin.lookup import ambiguous, label, not_found
 from enginehouse.plugin.observers import EVENTS, PREFIX
 from enginehouse.plugin.trial import try_out
+from enginehouse.runtimes.readiness import plugin_state, runtime_instead
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -130,7 +132,7 @@ def record_state(manager: PluginManager, provided: Provided) -> tuple[str, str]:
         if record.unavailable:
             return "unavailable", record.unavailable
         if missing := manager.missing(record):
-            if runtime := manager.runtime(record):
+            if runtime := runtime_instead(manager, record):
                 return "ok", f"in runtime {runtime}"
             cure = f"; try `enginehouse runtime create {record.name}`" if record.runtimes else ""
             return "requirements missing", "; ".join(map(str, missing)) + cure
@@ -198,6 +200,8 @@ def _show_table(manager: PluginManager, kind: str | None, wrong: Mapping[str, Se
             table.add_row(name, "", plugin.distribution, plugin.version, plugin.protocol, _coloured(plugin.status))
     if table.row_count:
         console.print(table)
+    if not backends and kind in (None, "train", "rollout"):
+        console.print(f"No engine is installed. Try: {plain(pip_line('torch'))}")
     for word, names in _others(manager, kind).items():
         below.add_row(f"[bold]{word}[/]", plain(", ".join(names)))
     if below.row_count:
@@ -237,7 +241,7 @@ def _show_plugin(manager: PluginManager, plugin: Plugin) -> None:
         {
             "module": plugin.module,
             "protocol": plugin.protocol,
-            "state": _coloured(manager.state(plugin)),
+            "state": _coloured(plugin_state(manager, plugin)),
             "problem": plain(plugin.problem),
             "note": plain(plugin.note),
             "observes": ", ".join(_observed(plugin)),
@@ -334,7 +338,7 @@ def _as_json(manager: PluginManager, kind: str | None, wrong: Mapping[str, Seque
                 "module": plugin.module,
                 "internal": plugin.internal,
                 "protocol": plugin.protocol,
-                "state": manager.state(plugin),
+                "state": plugin_state(manager, plugin),
                 "problem": plugin.problem,
                 "traceback": plugin.traceback,
                 "note": plugin.note,

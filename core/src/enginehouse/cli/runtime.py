@@ -14,7 +14,7 @@ from enginehouse.plugin import Backend, PluginManager, reload_plugins
 from enginehouse.plugin import plugins as loaded_plugins
 from enginehouse.plugin.lookup import not_found
 from enginehouse.plugin.requirements import unmet
-from enginehouse.plugin.runtimes import (
+from enginehouse.runtimes import (
     CURRENT,
     OWN,
     Runtime,
@@ -57,7 +57,7 @@ def create(backend: str, variant: str | None, name: str | None) -> None:
     minutes. What pip says meanwhile is in .logs there.
     """
     from enginehouse.cli.interrupts import EXIT_CODE, Interrupts
-    from enginehouse.plugin.runtimes.plugin_install import install_plugin
+    from enginehouse.runtimes.plugin_install import install_plugin
 
     manager = loaded_plugins()
     record = _record(manager, backend)
@@ -138,7 +138,7 @@ def doctor(name: str | None) -> None:
 
 def _examined(one: Runtime, manager: PluginManager) -> State:
     """The state of a runtime, its interpreter asked as well."""
-    from enginehouse.plugin.runtimes.probe import check_interpreter
+    from enginehouse.runtimes.probe import check_interpreter
 
     state = state_of(one, _record(manager, one.manifest.backend if one.manifest else ""))
     if state.word != "ok":

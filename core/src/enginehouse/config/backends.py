@@ -28,7 +28,7 @@ from enginehouse.plugin.capabilities import (
     WEIGHT_CHECKSUMS,
 )
 from enginehouse.plugin.references import find_definition, lacking
-from enginehouse.plugin.runtimes import CURRENT, Interpreter, choose_runtime
+from enginehouse.runtimes import CURRENT, Interpreter, choose_runtime
 
 if TYPE_CHECKING:
     from enginehouse.config.findings import Findings

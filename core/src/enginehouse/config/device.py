@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from enginehouse.engines.model import Device
-from enginehouse.plugin.runtimes.variant import visible_gpus
+from enginehouse.runtimes.variant import visible_gpus
 
 
 def torch_has_cuda() -> bool:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from enginehouse.config.arithmetic import samples_per_step
 from enginehouse.config.rows import named
-from enginehouse.plugin.runtimes import CURRENT
+from enginehouse.runtimes import CURRENT
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import EvaluationPlan
     from enginehouse.config.rows import Rows
     from enginehouse.config.schema import Config, Engine, Model, SFTConfig
-    from enginehouse.plugin.runtimes import Interpreter
+    from enginehouse.runtimes import Interpreter
 
 Facts = list[tuple[str, str]]
 

@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from enginehouse.config.schema import Engine
     from enginehouse.data.rendering import TokenLimit
     from enginehouse.plugin import Backend, PluginManager
-    from enginehouse.plugin.runtimes import Interpreter
+    from enginehouse.runtimes import Interpreter
 
 REWARD_GETS = ("prompt", "messages", "response", "finish_reason")
 """What a reward may take by name, besides the data set's columns; `reward.arguments` it has to take."""

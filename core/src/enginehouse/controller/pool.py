@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from enginehouse.controller.errors import ControllerError
-from enginehouse.controller.reservation import Reservation, Sitter, Slot, leave_seats, take_seats
+from enginehouse.controller.placement_group import Reservation, Sitter, Slot, leave_seats, take_seats
 
 _numbers = itertools.count()
 

@@ -3,7 +3,6 @@
 Options that all backends share are in `enginehouse.engines.options`, apart, because they import pydantic.
 """
 
-from enginehouse.engines.host_memory import HostMemory
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.engines.rollout import (
@@ -31,6 +30,7 @@ from enginehouse.engines.train import (
     merge_metrics,
 )
 from enginehouse.engines.weights import (
+    HostMemory,
     ParamMeta,
     TransferPlan,
     TransportSession,

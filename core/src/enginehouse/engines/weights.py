@@ -1,7 +1,7 @@
 """Weights on their way from training ranks to rollout replicas: metadata, chunks, transports, checksums.
 
 A transport moves bytes and decides nothing. The controller owns the one state machine for all of them
-(`enginehouse.controller.weight_sync`), and compares checksums taken where parameters leave and where they arrive.
+(`enginehouse.weights.sync`), and compares checksums taken where parameters leave and where they arrive.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from enginehouse.errors import EnginehouseError
 if TYPE_CHECKING:
     import torch
 
-    from enginehouse.engines.host_memory import HostMemory
 
 DTYPE_BYTES = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2,
@@ -61,7 +60,7 @@ class ParamMeta:
 
     `owners` lie on the mesh row by row, the last axis quickest. The axes split the parameter one after another, each
     what those before it left of a dimension: n indices over an axis of size k make blocks of ceil(n / k), of which the
-    last may be smaller or empty (as `torch.chunk` cuts). `enginehouse.engines.resharding.held_by` is this rule.
+    last may be smaller or empty (as `torch.chunk` cuts). `enginehouse.weights.resharding.held_by` is this rule.
 
     Attributes:
         name: its Hugging Face name.
@@ -113,6 +112,35 @@ class WeightSource(Protocol):
         must exhaust it together. A tensor stays as it was yielded until the iterator's user is done with all of them:
         a transport may send it while the next is read.
         """
+        ...
+
+
+@runtime_checkable
+class HostMemory(Protocol):
+    """Memory in which an update's parameters lie, that other processes can map as well.
+
+    Who holds it need not copy: as long as one receiver holds it, its bytes do not change. It can be held while the
+    update arrives, before the next chunk is asked for, and stays held when the connection is closed. Dropping the
+    object releases it too.
+
+    Attributes:
+        path: what a process of the same user on this host opens and maps, while it is held.
+        offsets: the first byte of each parameter of the update in it, a multiple of `ALIGNMENT`, by name.
+    """
+
+    path: str
+    offsets: Mapping[str, int]
+
+    def hold(self) -> None:
+        """Keep the bytes as they are until `release`. May be called again.
+
+        Raises:
+            WeightSyncError: too late: it was released, or a newer update has begun.
+        """
+        ...
+
+    def release(self) -> None:
+        """Let the bytes be overwritten; for good. May be called again, and from any thread."""
         ...
 
 

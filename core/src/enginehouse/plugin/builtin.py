@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 BUILTIN: tuple[str, ...] = (
-    "enginehouse.backends.torch.plugin",
-    "enginehouse.transports.plugin",
+    "enginehouse.weights.transports.plugin",
     "enginehouse.controller.plugin",
     "enginehouse.rl.plugin",
 )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Sequence
-from importlib import metadata
 
 from enginehouse.errors import nearest
 from enginehouse.plugin.errors import PluginLookupError
+from enginehouse.plugin.first_party import not_installed, pip_line
 from enginehouse.plugin.loaded import Plugin, Provided, same_distribution
 from enginehouse.plugin.records import Backend
 from enginehouse.plugin.requirements import Missing, install_line
@@ -68,9 +68,7 @@ def not_found(
     for plugin in known:
         if plugin.status != "ok" and _may_provide(plugin, kind, distribution, name):
             return _not_loaded(kind, asked, plugin)
-    installable = _installable(known) if kind in (None, "train", "rollout") else []
-    if installable:
-        from enginehouse.plugin.runtimes.plugin_install import pip_line
+    installable = not_installed(known) if kind in (None, "train", "rollout") else []
     if name in installable:
         return PluginLookupError(f"{label(kind)} {asked!r} is not installed. Try: {pip_line(name)}", "not installed")
     choices = {one.record.name for one in provided if one.record.kind == kind}
@@ -84,26 +82,6 @@ def not_found(
     if unloaded:
         said.append(f"Plugins that were not loaded: {', '.join(unloaded)}; see `enginehouse plugins list`.")
     return PluginLookupError(". ".join([said[0], " ".join(said[1:])]) if said[1:] else said[0], "unknown")
-
-
-def _installable(known: Sequence[Plugin]) -> list[str]:
-    """Core's extras whose plugin is not installed: first-party backends are named nowhere but in core's metadata."""
-    from packaging.requirements import Requirement
-
-    try:
-        requirements = [Requirement(text) for text in metadata.requires("enginehouse") or ()]
-    except metadata.PackageNotFoundError:
-        return []
-    there = [plugin.distribution for plugin in known]
-    return [
-        extra
-        for extra in metadata.metadata("enginehouse").get_all("Provides-Extra") or ()
-        for requirement in requirements
-        if requirement.name.startswith("enginehouse-")
-        and requirement.marker
-        and requirement.marker.evaluate({"extra": extra})
-        and not any(same_distribution(requirement.name, name) for name in there)
-    ]
 
 
 def _may_provide(plugin: Plugin, kind: str | None, distribution: str | None, name: str) -> bool:

@@ -29,7 +29,7 @@ from enginehouse.plugin.builtin import BUILTIN
 from enginehouse.plugin.declarations import DECLARING, check_record
 from enginehouse.plugin.discovery import BLOCKED, Switches, installed
 from enginehouse.plugin.errors import IncompatiblePlugin, PluginError, PluginLookupError
-from enginehouse.plugin.loaded import Plugin, Provided, State, same_distribution
+from enginehouse.plugin.loaded import Plugin, Provided, same_distribution
 from enginehouse.plugin.observers import PREFIX, Observers
 from enginehouse.plugin.records import (
     KINDS,
@@ -99,7 +99,7 @@ class PluginManager:
         Args:
             kind: a record class, or its `kind`.
             name: as a user writes it.
-            elsewhere: it may run in another Python environment (`enginehouse.plugin.runtimes`): what it requires is
+            elsewhere: it may run in another Python environment (`enginehouse.runtimes`): what it requires is
                 not looked for in this one.
 
         Raises:
@@ -166,24 +166,6 @@ class PluginManager:
 
     # State
 
-    def state(self, plugin: Plugin) -> State:
-        """What became of a plugin, its backends' requirements included (where the backend can be used at all).
-
-        Requirements are met as well by a runtime, a Python environment of the backend's own, that is whole.
-        """
-        usable = [record for record in plugin.records if not getattr(record, "unavailable", "")]
-        lacks = plugin.status == "ok" and any(self.missing(one) and self.runtime(one) is None for one in usable)
-        return "requirements missing" if lacks else plugin.status
-
-    @property
-    def states(self) -> dict[str, State]:
-        """The state of each plugin by name; by `"distribution:name"` where two distributions share a name."""
-        names = [plugin.name for plugin in self.plugins]
-        return {
-            plugin.name if names.count(plugin.name) == 1 else f"{plugin.distribution}:{plugin.name}": self.state(plugin)
-            for plugin in self.plugins
-        }
-
     def missing(self, record: Record) -> tuple[Missing, ...]:
         """Requirements of a backend that this Python environment does not meet. Nothing is imported to find out."""
         if not isinstance(record, Backend):
@@ -191,17 +173,6 @@ class PluginManager:
         if id(record) not in self._missing:
             self._missing[id(record)] = tuple(unmet(record.requires))
         return self._missing[id(record)]
-
-    def runtime(self, record: Record) -> str | None:
-        """The name of the runtime that a backend runs in for want of its requirements here, if there is one."""
-        from enginehouse.plugin.runtimes import RuntimeProblem, choose_runtime, variant_here
-
-        if not isinstance(record, Backend) or not record.runtimes or not self.missing(record):
-            return None
-        try:
-            return choose_runtime(record, "auto", variant_here()).name
-        except RuntimeProblem:
-            return None
 
     def environment(self) -> dict[str, str]:
         """Environment variables for worker processes, so that `plugins()` there loads the same plugins.

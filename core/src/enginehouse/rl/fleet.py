@@ -6,7 +6,7 @@ version that the others serve. The samples are those of an undisturbed run up to
 row alone: which rows an engine computes together depends on time, and turns the last bit of a logprob, now and then a
 token with it.
 
-How rows are drawn is `enginehouse.rl.drawing`; how weights reach a replica, `enginehouse.controller.weight_sync`.
+How rows are drawn is `enginehouse.rl.sampling`; how weights reach a replica, `enginehouse.weights.sync`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec
 from enginehouse.controller.errors import ControllerError, RemoteError
-from enginehouse.controller.members import Member, Members
 from enginehouse.errors import first_line
-from enginehouse.rl.drawing import Drawing, Events, in_order
 from enginehouse.rl.replica import Changed, Figures, Replica, State, nobody_left
-from enginehouse.rl.routing import PrefixMemory
+from enginehouse.rl.sampling import Drawing, Events, in_order
+from enginehouse.rl.scheduler import PrefixMemory
+from enginehouse.weights.members import Member, Members
 
 if TYPE_CHECKING:
     from enginehouse.data import Batch
@@ -286,7 +286,7 @@ class RolloutFleet:
                     self._drawings.remove(drawing)
                     self._figures.add(drawing.figures)
 
-    # Weights; see `enginehouse.controller.weight_sync.Replicas`
+    # Weights; see `enginehouse.weights.sync.Replicas`
 
     def members(self) -> Members:
         """Those that live, each asked just now; if there are none, the first that comes back.

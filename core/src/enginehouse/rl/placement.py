@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec, colocate, start_ray
-from enginehouse.controller.weight_sync import WeightSync
 from enginehouse.engines.model import ModelSpec
-from enginehouse.rl.drawing import drawn_by_group
 from enginehouse.rl.fleet import RolloutFleet
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
-from enginehouse.transports.buckets import BUCKET_BYTES
+from enginehouse.rl.sampling import drawn_by_group
+from enginehouse.weights.sync import WeightSync
+from enginehouse.weights.transports.buckets import BUCKET_BYTES
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import Plan, SFTPlan
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from enginehouse.data import Batch
     from enginehouse.engines.rollout import SamplingParams
     from enginehouse.engines.train import Outputs
-    from enginehouse.plugin.runtimes import Interpreter
+    from enginehouse.runtimes import Interpreter
 
 SHORTEST_START_LIMIT_SECONDS = 300.0
 """A worker that imports its engine on a busy machine takes minutes, however quick its calls are."""

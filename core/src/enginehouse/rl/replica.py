@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from enginehouse.controller.errors import ControllerError
-from enginehouse.controller.members import Member
+from enginehouse.weights.members import Member
 
 if TYPE_CHECKING:
     from enginehouse.controller import WorkerGroup
     from enginehouse.data import Batch
-    from enginehouse.rl.routing import Attempt
+    from enginehouse.rl.scheduler import Attempt
 
 State = Literal["serving", "returned", "lost", "out"]
 """Of a replica: takes requests; was started again and lacks weights; is gone, perhaps being started; stays gone."""

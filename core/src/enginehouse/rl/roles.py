@@ -41,10 +41,10 @@ from enginehouse.errors import EnginehouseError
 from enginehouse.plugin import Backend, PluginError, capabilities, plugins, resolve
 from enginehouse.plugin.references import lacking
 from enginehouse.plugin.requirements import installed_versions
-from enginehouse.plugin.runtimes import CURRENT, RUNTIME_VARIABLE
 from enginehouse.rl.generation import assemble, make_requests, row_seeds
-from enginehouse.rl.weight_receiver import WeightReceiver
-from enginehouse.transports.lookup import load_transport
+from enginehouse.runtimes import CURRENT, RUNTIME_VARIABLE
+from enginehouse.weights.receiver import WeightReceiver
+from enginehouse.weights.transports.lookup import load_transport
 
 log = logging.getLogger(__name__)
 
@@ -331,7 +331,7 @@ class RolloutWorker(Worker):
             raise EnginehouseError(f"{self.context}: {self._name} returned no logprobs of the prompt for {missing}")
         return [result.prompt_logprobs for result in results if result.prompt_logprobs is not None]
 
-    # Weights; the order of things is the controller's, `enginehouse.controller.weight_sync`
+    # Weights; the order of things is the controller's, `enginehouse.weights.sync`
 
     @register(urgent=True)
     async def connect_weights(self, plan: TransferPlan, receiver: int | None = None) -> None:

@@ -20,7 +20,6 @@ from enginehouse.data.rendering import load_tokenizer
 from enginehouse.engines.train import LossSpec, Mean
 from enginehouse.plugin import plugins
 from enginehouse.plugin.records import resolve
-from enginehouse.rl.drawing import in_order
 from enginehouse.rl.generation import outputs_as_sampled, sampling_params, step_seed
 from enginehouse.rl.kl import token_kl
 from enginehouse.rl.loop import Loop
@@ -29,6 +28,7 @@ from enginehouse.rl.mismatch import MismatchWarnings, measuring, mismatch
 from enginehouse.rl.placement import Roles, place
 from enginehouse.rl.rewards.pool import RewardPool
 from enginehouse.rl.samples import plain, sample_metrics, sample_rows, with_rewards
+from enginehouse.rl.sampling import in_order
 from enginehouse.rl.stalls import Stalls
 from enginehouse.rl.validation import Validation
 

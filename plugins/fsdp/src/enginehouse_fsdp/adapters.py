@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from enginehouse.errors import ConfigError, ModelError, nearest
-from enginehouse.modeling.files import CheckpointError
-from enginehouse.modeling.loading import VALUE_HEAD
+from enginehouse_torch.modeling.files import CheckpointError
+from enginehouse_torch.modeling.loading import VALUE_HEAD
 
 if TYPE_CHECKING:
     from peft import LoraConfig

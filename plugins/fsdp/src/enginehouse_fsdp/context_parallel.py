@@ -20,8 +20,8 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from enginehouse.engines.options import check_divides
 from enginehouse.errors import ConfigError
-from enginehouse.modeling.heads import ModelInput, token_outputs
-from enginehouse.modeling.sharing import attends_to_all
+from enginehouse_torch.modeling.heads import ModelInput, token_outputs
+from enginehouse_torch.modeling.sharing import attends_to_all
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -11,14 +11,8 @@ from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import NO_FLOAT16
 from enginehouse.engines.train import ALL, LossSpec, Metrics, Outputs
 from enginehouse.errors import EnginehouseError, ModelError
-from enginehouse.modeling import checkpoint, export
-from enginehouse.modeling.files import parts_of
-from enginehouse.modeling.loading import quiet_transformers
-from enginehouse.modeling.memory import MemoryGuard
-from enginehouse.modeling.ranks import Ranks, device_of
-from enginehouse.modeling.schedule import learning_rate
-from enginehouse.modeling.state import stored_names, unique_state
-from enginehouse.modeling.token_model import TokenModel
+from enginehouse.quiet import quiet_transformers
+from enginehouse.weights.names import stored_names, unique_state
 from enginehouse_fsdp import adapters
 from enginehouse_fsdp.axes import axis_sizes
 from enginehouse_fsdp.context_parallel import split_sequences
@@ -26,6 +20,12 @@ from enginehouse_fsdp.offloading import HOST, TAGS, Offloading
 from enginehouse_fsdp.optimizer import ShardedAdamW
 from enginehouse_fsdp.sharding import context_group, device_mesh, forget_meshes, reshard, sharded_model
 from enginehouse_fsdp.weights import ShardedWeights
+from enginehouse_torch.modeling import checkpoint, export
+from enginehouse_torch.modeling.files import parts_of
+from enginehouse_torch.modeling.memory import MemoryGuard
+from enginehouse_torch.modeling.ranks import Ranks, device_of
+from enginehouse_torch.modeling.schedule import learning_rate
+from enginehouse_torch.modeling.token_model import TokenModel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

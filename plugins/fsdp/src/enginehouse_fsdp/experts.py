@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from enginehouse.errors import ModelError
 
 if TYPE_CHECKING:
-    from enginehouse.modeling.stored import StoredForm, StoredPart
+    from enginehouse_torch.modeling.stored import StoredForm, StoredPart
 
 
 def own_parts(form: StoredForm, state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from enginehouse.modeling.finite import check_step
-from enginehouse.modeling.schedule import learning_rate
 from enginehouse_fsdp.gathering import splits
+from enginehouse_torch.modeling.finite import check_step
+from enginehouse_torch.modeling.schedule import learning_rate
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

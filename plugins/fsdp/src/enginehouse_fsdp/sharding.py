@@ -19,17 +19,18 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from enginehouse.errors import ConfigError, ModelError
-from enginehouse.modeling.finite import check_stored
-from enginehouse.modeling.loading import VALUE_HEAD, model_directory, quiet_transformers, value_head, value_head_weight
-from enginehouse.modeling.memory import is_out_of_memory
-from enginehouse.modeling.state import stored_names, unique_state
-from enginehouse.modeling.stored import StoredForm
 from enginehouse.plugin import ResolveError, resolve
+from enginehouse.quiet import quiet_transformers
+from enginehouse.weights.names import stored_names, unique_state
 from enginehouse_fsdp import adapters
 from enginehouse_fsdp.axes import CONTEXT, SHARD, TENSOR
 from enginehouse_fsdp.context_parallel import check_sequence_split
 from enginehouse_fsdp.experts import own_parts
 from enginehouse_fsdp.tensor_parallel import split_matrices
+from enginehouse_torch.modeling.finite import check_stored
+from enginehouse_torch.modeling.loading import VALUE_HEAD, model_directory, value_head, value_head_weight
+from enginehouse_torch.modeling.memory import is_out_of_memory
+from enginehouse_torch.modeling.stored import StoredForm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from enginehouse.errors import ConfigError
-from enginehouse.modeling.loading import VALUE_HEAD
+from enginehouse_torch.modeling.loading import VALUE_HEAD
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

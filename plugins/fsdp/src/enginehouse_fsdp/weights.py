@@ -10,11 +10,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from enginehouse.engines.weights import ParamMeta, pack_buckets
-from enginehouse.modeling.state import unique_state
-from enginehouse.modeling.stored import StoredForm
+from enginehouse.weights.names import unique_state
 from enginehouse_fsdp import experts
 from enginehouse_fsdp.adapters import base_state, merged
 from enginehouse_fsdp.gathering import SPLITTING_ORDER, Gathering, split_dimensions
+from enginehouse_torch.modeling.stored import StoredForm
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from enginehouse.errors import ModelError
 from enginehouse.plugin.records import resolve
-from enginehouse_megatron.fitting import named_architecture
+from enginehouse_megatron.check_model import named_architecture
 from enginehouse_megatron.forms import Form, Grouped, Stacked, Whole
 
 if TYPE_CHECKING:

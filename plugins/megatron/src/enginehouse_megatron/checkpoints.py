@@ -25,11 +25,11 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_strategie
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from enginehouse.modeling.checkpoint import on_every_rank
-from enginehouse.modeling.files import CheckpointError, move_into_place
-from enginehouse.modeling.random_state import random_states, restore_random_states
-from enginehouse.modeling.ranks import Ranks
 from enginehouse_megatron.training import Training
+from enginehouse_torch.modeling.checkpoint import on_every_rank
+from enginehouse_torch.modeling.files import CheckpointError, move_into_place
+from enginehouse_torch.modeling.random_state import random_states, restore_random_states
+from enginehouse_torch.modeling.ranks import Ranks
 
 WRITTEN_LAST = "metadata.json"
 SAID = "enginehouse"
@@ -43,7 +43,7 @@ class State:
     Attributes:
         models: this rank's parts.
         training: its optimizer; None: none was made yet.
-        parts: of `enginehouse.modeling.files.PARTS`, in that order.
+        parts: of `enginehouse_torch.modeling.files.PARTS`, in that order.
         shape: names and sizes by which a checkpoint is known to be of this model.
     """
 

@@ -18,19 +18,22 @@ from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import NO_FLOAT16
 from enginehouse.engines.train import ALL, LossSpec, Metrics, Outputs
 from enginehouse.errors import ModelError
-from enginehouse.modeling import export
-from enginehouse.modeling.files import parts_of
-from enginehouse.modeling.loading import VALUE_HEAD, quiet_transformers, value_head_weight
-from enginehouse.modeling.memory import MemoryGuard
-from enginehouse.modeling.ranks import Ranks, device_of
-from enginehouse.modeling.schedule import learning_rate
-from enginehouse_megatron import building, checkpoints, experts, on_cpu, parallel, placing
+from enginehouse.quiet import quiet_transformers
+from enginehouse_megatron import build as building
+from enginehouse_megatron import checkpoints, experts, on_cpu, parallel
+from enginehouse_megatron import weight_map as placing
 from enginehouse_megatron.architectures import Architecture, architecture_of
 from enginehouse_megatron.axes import PIPELINE, axis_sizes
-from enginehouse_megatron.computing import Computing
 from enginehouse_megatron.forms import Heads
+from enginehouse_megatron.forward import Computing
 from enginehouse_megatron.training import Training
 from enginehouse_megatron.weights import SplitWeights
+from enginehouse_torch.modeling import export
+from enginehouse_torch.modeling.files import parts_of
+from enginehouse_torch.modeling.loading import VALUE_HEAD, value_head_weight
+from enginehouse_torch.modeling.memory import MemoryGuard
+from enginehouse_torch.modeling.ranks import Ranks, device_of
+from enginehouse_torch.modeling.schedule import learning_rate
 
 if TYPE_CHECKING:
     from enginehouse.engines.model import ModelSpec, ProcessContext

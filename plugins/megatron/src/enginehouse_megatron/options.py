@@ -11,7 +11,7 @@ from enginehouse.engines.options import TrainOptions
 from enginehouse.errors import ConfigError
 from enginehouse.plugin.records import ResolveError, resolve
 from enginehouse_megatron.axes import axis_sizes
-from enginehouse_megatron.fitting import (
+from enginehouse_megatron.check_model import (
     check_divided,
     check_experts,
     check_router,

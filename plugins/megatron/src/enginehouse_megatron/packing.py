@@ -1,8 +1,8 @@
 """Rows of a batch end to end, without padding between them: the input of a micro-batch, and where its results belong.
 
 Decides and indexes in numpy; knows nothing of models. A row ends before its last token, from which nothing is
-predicted, and only positions that predict a needed token get logits (`enginehouse.modeling.packing` does the same for
-rows side by side).
+predicted, and only positions that predict a needed token get logits (`enginehouse_torch.modeling.packing` does the
+same for rows side by side).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from enginehouse.data import plan_microbatches
-from enginehouse.modeling.packing import Indices, Rows
+from enginehouse_torch.modeling.packing import Indices, Rows
 
 NOTHING: Indices = np.zeros(0, dtype=np.int64)
 

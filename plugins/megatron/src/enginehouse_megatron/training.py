@@ -21,8 +21,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-from enginehouse.modeling.finite import check_step
-from enginehouse.modeling.schedule import learning_rate
+from enginehouse_torch.modeling.finite import check_step
+from enginehouse_torch.modeling.schedule import learning_rate
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig

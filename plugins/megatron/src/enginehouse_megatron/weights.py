@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 
 from enginehouse.engines.weights import ParamMeta, pack_buckets
 from enginehouse_megatron.axes import PIPELINE, TENSOR
-from enginehouse_megatron.placing import Placed, Stored
+from enginehouse_megatron.weight_map import Placed, Stored
 
 if TYPE_CHECKING:
     from enginehouse_megatron.forms import Heads

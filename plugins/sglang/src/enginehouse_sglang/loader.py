@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from enginehouse.engines.reports import Reporter
 from enginehouse.engines.weights import WeightSyncError
-from enginehouse.modeling.staged_source import StagedSource
+from enginehouse.weights.reports import Reporter
+from enginehouse.weights.staged_source import StagedSource
 
 MARKS = 4096
 """Elements of a parameter that are marked, at most: several in each of what SGLang puts together in one, heads of

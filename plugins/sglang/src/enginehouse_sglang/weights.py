@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from enginehouse.engines.model import ModelSpec
-from enginehouse.engines.reports import Reports
 from enginehouse.engines.weights import WeightState, WeightSyncError
 from enginehouse.errors import EnginehouseError
-from enginehouse.modeling.staged_source import StagedSource
-from enginehouse.modeling.staging import StagedWeights, Version
+from enginehouse.weights.reports import Reports
+from enginehouse.weights.staged_source import StagedSource
+from enginehouse.weights.staging import StagedWeights, Version
 from enginehouse_sglang.http import Refused
 from enginehouse_sglang.labels import Labels
 from enginehouse_sglang.loader import LOADER, order

@@ -17,9 +17,9 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from enginehouse.engines.reports import Reporter
 from enginehouse.engines.weights import WeightSyncError
-from enginehouse.modeling.staged_source import StagedSource
+from enginehouse.weights.reports import Reporter
+from enginehouse.weights.staged_source import StagedSource
 from enginehouse_vllm.reload_repairs import (
     Shared,
     abandon_reload,

@@ -6,9 +6,9 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.engines.model import ModelSpec
-from enginehouse.engines.reports import Reports
 from enginehouse.engines.weights import WeightState, WeightSyncError
-from enginehouse.modeling.staging import StagedWeights, Version
+from enginehouse.weights.reports import Reports
+from enginehouse.weights.staging import StagedWeights, Version
 
 if TYPE_CHECKING:
     from vllm import AsyncLLMEngine

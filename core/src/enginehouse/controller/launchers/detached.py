@@ -13,8 +13,8 @@ from enginehouse.controller.cluster import is_owned
 from enginehouse.controller.errors import ControllerError
 from enginehouse.controller.launchers.host import Facts
 from enginehouse.controller.launchers.interface import LaunchOptions
+from enginehouse.controller.placement_group import remove, reservation_name
 from enginehouse.controller.pool import Occupation, ResourcePool
-from enginehouse.controller.reservation import remove, reservation_name
 from enginehouse.controller.worker import WorkerSpec
 
 NAMESPACE = "enginehouse"

@@ -14,7 +14,7 @@ from typing import Any
 from enginehouse.controller.errors import ControllerError
 from enginehouse.data.wire_version import WIRE_VERSION
 from enginehouse.plugin import CONTRACT
-from enginehouse.plugin.runtimes.ingredients import python_of_this_process
+from enginehouse.runtimes.ingredients import python_of_this_process
 
 WORDS = {"python": "Python", "ray": "Ray", "wire": "wire format", "contract": "plugin contract"}
 

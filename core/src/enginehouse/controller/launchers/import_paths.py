@@ -8,7 +8,7 @@ import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
-from enginehouse.plugin.runtimes.ingredients import holds_packages
+from enginehouse.runtimes.ingredients import holds_packages
 
 OWNED = ("stdlib", "platstdlib", "purelib", "platlib", "scripts")
 """Directories of a Python environment, by their names in `sysconfig`; not all that lies under its prefix is its own."""

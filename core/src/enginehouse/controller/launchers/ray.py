@@ -25,16 +25,16 @@ from enginehouse.controller.launchers.host import Facts, Host, Late, log_level_f
 from enginehouse.controller.launchers.import_paths import own_import_paths
 from enginehouse.controller.launchers.interface import Lane, LaunchOptions, Place
 from enginehouse.controller.launchers.reaping import REACH_SECONDS, Ending
+from enginehouse.controller.placement_group import Slot
 from enginehouse.controller.pool import Occupation, ResourcePool
 from enginehouse.controller.ray_access import ENDING_SECONDS, LOOK_SECONDS, ray_access
 from enginehouse.controller.registration import is_async, registered_methods
-from enginehouse.controller.reservation import Slot
 from enginehouse.controller.shards import Shard, ShardFacts
 from enginehouse.controller.worker import WorkerSpec
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import ProcessContext
 from enginehouse.errors import first_line
-from enginehouse.plugin.runtimes.probe import check_interpreter
+from enginehouse.runtimes.probe import check_interpreter
 
 log = logging.getLogger(__name__)
 

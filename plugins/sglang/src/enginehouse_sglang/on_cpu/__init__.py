@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from enginehouse.plugin.runtimes import variant_here
+from enginehouse.runtimes import variant_here
 
 CPU_ENGINE = "SGLANG_USE_CPU_ENGINE"
 """SGLang's own switch: it takes this machine for a CPU where it is 1. Processes that SGLang starts inherit it."""

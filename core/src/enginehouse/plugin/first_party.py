@@ -1,0 +1,66 @@
+"""Plugins that belong to enginehouse: what core's metadata says of them, and the line that installs one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from urllib.parse import urlparse
+from urllib.request import url2pathname
+
+from enginehouse.plugin.loaded import Plugin, same_distribution
+
+CORE = "enginehouse"
+"""Core's distribution."""
+
+TOOLS = ("testing",)
+"""Core's extras that bring commands and no backend."""
+
+
+def not_installed(known: Iterable[Plugin]) -> list[str]:
+    """Core's extras that bring a backend and whose plugin is not installed; core's metadata alone names them."""
+    from packaging.requirements import Requirement
+
+    try:
+        requirements = [Requirement(text) for text in metadata.requires(CORE) or ()]
+    except metadata.PackageNotFoundError:
+        return []
+    there = [plugin.distribution for plugin in known]
+    return [
+        extra
+        for extra in metadata.metadata(CORE).get_all("Provides-Extra") or ()
+        for requirement in requirements
+        if extra not in TOOLS
+        and requirement.name.startswith(f"{CORE}-")
+        and requirement.marker
+        and requirement.marker.evaluate({"extra": extra})
+        and not any(same_distribution(requirement.name, name) for name in there)
+    ]
+
+
+def pip_line(name: str) -> str:
+    """The line that installs the plugin of one of core's extras, from where core came from: a checkout, or an index."""
+    return "pip install " + " ".join(f'"{one}"' if "[" in one else one for one in plugin_source(name)[0])
+
+
+def plugin_source(name: str) -> tuple[list[str], str]:
+    """pip's arguments for the plugin of an extra, and where that is, in words."""
+    checkout = _checkout()
+    folder = checkout / "plugins" / name if checkout is not None else None
+    if folder is not None and (folder / "pyproject.toml").is_file():
+        return [str(folder)], f"from {folder}"
+    version = metadata.version(CORE)
+    return [f"{CORE}[{name}]=={version}"], f"{CORE}[{name}]=={version} from the package index"
+
+
+def _checkout() -> Path | None:
+    """The checkout core was installed from, by what pip noted (PEP 610); None if it was not from a folder here."""
+    try:
+        noted = metadata.distribution(CORE).read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        return None
+    url = urlparse(json.loads(noted)["url"]) if noted else None
+    if url is None or url.scheme != "file":
+        return None
+    return Path(url2pathname(url.path)).parent

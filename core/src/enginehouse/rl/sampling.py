@@ -1,0 +1,216 @@
+"""A batch drawn in pieces by replicas that may die meanwhile: samples are handed over as they come, each once.
+
+Which rows go where is `enginehouse.rl.scheduler`; who lives, and comes back, is `enginehouse.rl.fleet`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from enginehouse.controller.errors import ControllerError
+from enginehouse.controller.future import StillRunning
+from enginehouse.data import Batch
+from enginehouse.rl.replica import Changed, Drawn, Figures, Replica, Watch, nobody_left
+from enginehouse.rl.scheduler import Attempt, Piece, PrefixMemory, Router, cut, pieces_each
+from enginehouse.weights.members import Member
+
+if TYPE_CHECKING:
+    from enginehouse.controller import WorkerGroup
+    from enginehouse.engines.rollout import SamplingParams
+
+GLANCE_SECONDS = 0.1
+"""How often the other calls of a group are looked at while one is waited for."""
+MOST_TRIES = 3
+"""A piece that was lost with so many replicas is taken for their cause."""
+
+Events = queue.SimpleQueue[Drawn | Changed]
+
+
+class PoisonousRows(ControllerError):
+    """Rows that were lost with every replica that tried to draw them."""
+
+
+class Drawing:
+    """One call of a fleet's `generate_each`. Iterate over `pieces`, once.
+
+    Args:
+        batch: at least one row; see `RolloutWorker.generate`.
+        sampling: how to draw.
+        seed: as there.
+        name: the fleet's, for messages.
+        replicas: the fleet's.
+        memory: which of them saw which prefix.
+        limit: most completions a replica is given at once.
+        patience: seconds until a call under way has ended or failed, whatever happens; None: it takes what it takes.
+        is_lost: the fleet's.
+        catch_up: begins to bring a replica that came back to the version served; False if there is nothing to do.
+
+    Attributes:
+        events: what happens to replicas is to be put here.
+        figures: what came of it, up to now.
+
+    Raises:
+        ReplicasLost: none of them serves.
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        sampling: SamplingParams,
+        seed: int | None,
+        *,
+        name: str,
+        replicas: Sequence[Replica],
+        memory: PrefixMemory,
+        limit: int,
+        patience: float | None,
+        is_lost: Callable[[Member, Exception | None], bool],
+        catch_up: Callable[[Events], bool],
+    ):
+        self._batch, self._sampling, self._seed = batch, sampling, seed
+        self._name, self._replicas, self._patience = name, replicas, patience
+        self._is_lost, self._catch_up = is_lost, catch_up
+        self.events: Events = queue.SimpleQueue()
+        self.figures = Figures()
+        self._serving = {replica.number: replica.member for replica in replicas if replica.state == "serving"}
+        if not self._serving and not self._somebody_comes_back():
+            raise nobody_left(name, replicas)
+        prompts = batch.ragged("prompt_ids")
+        tokens = prompts.values.numpy()
+        rows = [tokens[begin:end] for begin, end in itertools.pairwise(prompts.offsets.tolist())]
+        pieces = cut(rows, sampling.n, len(self._serving) or 1, limit, pieces_each(sampling.max_tokens))
+        self._router = Router(pieces, limit, memory)
+        for number in self._serving:
+            self._router.join(number)
+
+    def pieces(self) -> Iterator[tuple[range, Batch]]:
+        """Rows that were drawn, as numbers of the batch's rows, and their samples; in the order in which they come.
+
+        Raises:
+            ReplicasLost: naming each replica's death.
+            PoisonousRows: rows that took several replicas with them.
+            WorkerError: a replica that lives failed.
+        """
+        router, watch, begun = self._router, Watch(), time.perf_counter()
+        catching_up = False
+        try:
+            while not router.done or catching_up:
+                for attempt in router.assign():
+                    self._draw(attempt)
+                watch.look({number for number in router.replicas if router.load(number)})
+                self.figures.queued = max(self.figures.queued, router.waiting_samples)
+                if router.waiting and not catching_up:
+                    catching_up = self._catch_up(self.events)
+                if not (router.done or router.replicas or catching_up or self._somebody_comes_back()):
+                    raise nobody_left(self._name, self._replicas)
+                event = self._next()
+                if isinstance(event, Drawn):
+                    if event.samples is not None:
+                        if router.finish(event.attempt):
+                            yield self._finished(event.attempt, event.samples, watch)
+                        continue
+                    assert event.error is not None
+                    if not self._is_lost(event.member, event.error):
+                        raise event.error
+                    gone: Member | None = event.member
+                else:
+                    replica = self._replicas[event.number]
+                    if event.what == "caught up":
+                        catching_up = False
+                        if replica.state == "serving":
+                            self._serving[event.number] = replica.member
+                            router.join(event.number)
+                        continue
+                    gone = self._serving.get(event.number)
+                if gone is not None and self._serving.get(gone.number) is gone and self._is_lost(gone, None):
+                    del self._serving[gone.number]
+                    self._check_tries(router.leave(gone.number))
+        finally:
+            watch.look(set())
+            self.figures.retries = router.retries
+            self.figures.busy_seconds = sum(watch.seconds.values())
+            self.figures.seconds = time.perf_counter() - begun
+
+    def _finished(self, attempt: Attempt, samples: Batch, watch: Watch) -> tuple[range, Batch]:
+        self._replicas[attempt.replica].restarts = 0
+        seconds = torch.full((len(samples),), watch.until_now(attempt.replica))
+        return range(attempt.piece.begin, attempt.piece.end), samples.with_columns(seconds=seconds)
+
+    def _draw(self, attempt: Attempt) -> None:
+        """Have a replica draw a piece, and put what comes of it among the events."""
+        member, events = self._serving[attempt.replica], self.events
+        part = self._batch.slice(attempt.piece.begin, attempt.piece.end)
+
+        def draw() -> None:
+            try:
+                samples = member.group.call("generate", part, self._sampling, self._seed)
+            except Exception as error:
+                events.put(Drawn(attempt, member, error=error))
+            else:
+                events.put(Drawn(attempt, member, samples))
+
+        threading.Thread(target=draw, name=f"{member.group.name}-piece-{attempt.piece.number}", daemon=True).start()
+
+    def _somebody_comes_back(self) -> bool:
+        return any(replica.comes_back for replica in self._replicas)
+
+    def _next(self) -> Drawn | Changed:
+        """The next event. Every call under way and every restart has a deadline, so that there is one."""
+        try:
+            while True:
+                with contextlib.suppress(queue.Empty):
+                    return self.events.get(timeout=self._patience)
+                if not self._somebody_comes_back():
+                    return self.events.get_nowait()
+        except queue.Empty:
+            raise ControllerError(
+                f"no replica of {self._name} answered, or failed, within {self._patience:g} s"
+            ) from None
+
+    def _check_tries(self, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            if self._router.tries(piece) >= MOST_TRIES:
+                deaths = "\n".join(f"- {replica.death}" for replica in self._replicas if replica.death)
+                raise PoisonousRows(
+                    f"rows {piece.begin} to {piece.end - 1} were lost with the replica that was to draw them "
+                    f"{MOST_TRIES} times; if they are what it dies of, another replica will as well. The last "
+                    f"deaths:\n{deaths}"
+                )
+
+
+def drawn_by_group(
+    group: WorkerGroup, batch: Batch, sampling: SamplingParams, seed: int | None = None
+) -> Iterator[tuple[range, Batch]]:
+    """`RolloutFleet.generate_each` with the ranks of a group, which work and break together.
+
+    All of it is asked for at once, so that engines fill their batches as if it were one call; where completions are
+    short it is one call. `seconds` is how long a rank took for what it drew of the piece.
+    """
+    if not len(batch):
+        return
+    ranks = group.world_size
+    size = -(-len(batch) // (pieces_each(sampling.max_tokens, fewest=1) * ranks)) * ranks  # as many rows for each
+    waiting = {}
+    for begin in range(0, len(batch), size):
+        rows = range(begin, min(begin + size, len(batch)))
+        part = batch.slice(rows.start, rows.stop)
+        waiting[rows] = group.call("generate", part, sampling, seed, blocking=False)
+    while waiting:
+        for rows in [rows for rows, call in waiting.items() if call.done()]:
+            yield rows, waiting.pop(rows).result()
+        if waiting:
+            with contextlib.suppress(StillRunning):
+                next(iter(waiting.values())).result(GLANCE_SECONDS)
+
+
+def in_order(pieces: Iterable[tuple[range, Batch]]) -> Batch:
+    """The samples of at least one piece, as rows of the batch follow each other."""
+    return Batch.concat([samples for _, samples in sorted(pieces, key=lambda piece: piece[0].start)])

@@ -1,0 +1,169 @@
+"""Which interpreter runs a backend's workers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from enginehouse.plugin.first_party import CORE
+from enginehouse.plugin.records import Backend
+from enginehouse.plugin.requirements import Missing, install_line, unmet
+from enginehouse.runtimes.errors import NoRuntime, RuntimeProblem
+from enginehouse.runtimes.ingredients import holds_packages, plugin_of, recipe
+from enginehouse.runtimes.overlay import make_overlay
+from enginehouse.runtimes.probe import check_interpreter
+from enginehouse.runtimes.store import Runtime, installed_runtimes, named_runtime, state_of
+
+CURRENT = "current"
+"""The name of the Python environment this process runs in."""
+
+OWN = "own"
+"""Stands for the runtime that was made for the backend, whatever it is called."""
+
+RUNTIME_VARIABLE = "ENGINEHOUSE_RUNTIME"
+"""Environment variable of a worker: the name of the runtime it runs in; unset in the driver's own environment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interpreter:
+    """What a worker runs under.
+
+    Attributes:
+        name: `"current"`, a runtime's name, or a path.
+        python: path of the interpreter; None: this process's own.
+        env: environment variables its worker needs.
+        reason: why it is this one, for a plan.
+    """
+
+    name: str
+    python: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    reason: str = field(default="", compare=False)
+
+
+def choose_runtime(record: Backend, wanted: str = "auto", device: str = "cpu") -> Interpreter:
+    """Choose the interpreter for workers of a backend. Nothing is imported, no environment is made.
+
+    Args:
+        record: the backend.
+        wanted: `"auto"`: this process's environment if the engine's requirements are met here, else the backend's
+            runtime for `device`; `"current"`; `"own"`: the backend's runtime in any case; the name of a runtime; or a
+            path to an interpreter or its environment.
+        device: torch device type, which is also the name of the requirement set.
+
+    Raises:
+        RuntimeProblem: what is wanted is not there or cannot be used; `NoRuntime` where it has to be made first.
+    """
+    if wanted in ("auto", CURRENT):
+        missing = list(unmet(record.requires))
+        if not missing:
+            why = "engine.runtime names it" if wanted == CURRENT else "all that the engine needs is installed here"
+            return Interpreter(CURRENT, reason=why)
+        if wanted == CURRENT:
+            raise RuntimeProblem(f"{record.name!r} cannot run in this environment: {_listed(missing)}")
+        reason = f"the engine's requirements are not met here: {missing[0]}"
+        return _of_backend(record, device, _listed(missing), reason, install_line(missing, plugin_of(record) or CORE))
+    if wanted == OWN:
+        none = "" if record.runtimes else ", and declares none"
+        why = f"is to run in a runtime of its own{none} (engine.runtime=own)"
+        return _of_backend(record, device, why, "engine.runtime asks for its own", "engine.runtime=auto")
+    if os.sep in wanted or (os.altsep and os.altsep in wanted) or wanted.startswith("~"):
+        return _at_path(record, wanted)
+    runtime = named_runtime(wanted)
+    state = state_of(runtime, _declared(record, runtime))
+    if state.word != "ok":
+        cure = f". Try: {state.cure}" if state.cure else ""
+        raise RuntimeProblem(f"runtime {wanted!r} is {state.word}: {state.problem}{cure}")
+    if runtime.manifest is not None and runtime.manifest.backend == record.name and runtime.manifest.variant != device:
+        raise RuntimeProblem(
+            f"runtime {wanted!r} is for {runtime.manifest.variant}, and this run is on {device}. "
+            f"Try: {create_command(record.name, device)}"
+        )
+    _check_requirements(record, f"runtime {wanted!r}", [str(runtime.packages)])
+    return _interpreter(runtime.name, runtime.python, "engine.runtime names it")
+
+
+def _of_backend(record: Backend, device: str, why: str, reason: str, otherwise: str) -> Interpreter:
+    """The whole runtime there is for a backend and device.
+
+    Args:
+        record: the backend.
+        device: torch device type.
+        why: it needs one, for an error.
+        reason: of choosing it, for a plan.
+        otherwise: what to do where the backend declares no runtime for the device.
+    """
+    if device not in record.runtimes:
+        others = f" (it has a runtime for {', '.join(sorted(record.runtimes))})" if record.runtimes else ""
+        raise NoRuntime(f"{record.name!r} {why}{others}. Try: {otherwise}")
+    key = recipe(record, device).key
+    own = [one for one in installed_runtimes() if _is_of(one, record.name, device)]
+    states = [(one, state_of(one, record)) for one in own]
+    for one, state in states:
+        if state.word == "ok" and one.manifest and one.manifest.key == key:
+            return _interpreter(one.name, one.python, reason)
+    said = "".join(f"; runtime {one.name!r} is {state.word}: {state.problem}" for one, state in states)
+    raise NoRuntime(
+        f"{record.name!r} {why}, and there is no runtime of its own for {device} that is whole{said}. "
+        f"Try: {create_command(record.name, device)}"
+    )
+
+
+def create_command(backend: str, variant: str) -> str:
+    """The command that makes a backend's runtime: the variant is what the machine has, unless it says so."""
+    from enginehouse.runtimes.variant import variant_here
+
+    return f"enginehouse runtime create {backend}" + ("" if variant == variant_here() else f" --variant {variant}")
+
+
+def _is_of(runtime: Runtime, backend: str, variant: str) -> bool:
+    manifest = runtime.manifest
+    if manifest is None:  # by default a runtime is called after both
+        return runtime.name.startswith(f"{backend}-{variant}-")
+    return (manifest.backend, manifest.variant) == (backend, variant)
+
+
+def _at_path(record: Backend, wanted: str) -> Interpreter:
+    path = Path(wanted).expanduser().absolute()
+    if path.is_dir():
+        path = path / "bin" / "python"
+    if not path.is_file():
+        raise RuntimeProblem(f"there is no Python interpreter at {path}")
+    found = check_interpreter(str(path))
+    _check_requirements(record, str(path), found.path)
+    return _interpreter(str(path), path, "engine.runtime names it")
+
+
+def _check_requirements(record: Backend, where: str, path: Sequence[str]) -> None:
+    if missing := list(unmet(record.requires, path)):
+        raise RuntimeProblem(f"{record.name!r} cannot run in {where}: {_listed(missing)}")
+
+
+def _interpreter(name: str, python: Path, reason: str) -> Interpreter:
+    before = os.environ.get("PYTHONPATH", "")
+    paths = [
+        str(make_overlay().path),
+        *(path for path in before.split(os.pathsep) if path and not holds_packages(path)),
+    ]
+    return Interpreter(name, str(python), {"PYTHONPATH": os.pathsep.join(paths), RUNTIME_VARIABLE: name}, reason)
+
+
+def _declared(record: Backend, runtime: Runtime) -> Backend | None:
+    """The backend a runtime is for, as declared now."""
+    from enginehouse.plugin.process import plugins
+
+    manifest = runtime.manifest
+    if manifest is None or manifest.backend == record.name:
+        return record
+    return next((one for one in declaring(manifest.backend, plugins().all("rollout") + plugins().all("train"))), None)
+
+
+def declaring(backend: str, records: Sequence[Backend]) -> list[Backend]:
+    """Those of some backends that a runtime can be made of, by name."""
+    return [one for one in records if one.name == backend and one.runtimes]
+
+
+def _listed(missing: Sequence[Missing]) -> str:
+    return "; ".join(map(str, missing))

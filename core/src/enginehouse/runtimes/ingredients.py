@@ -1,0 +1,150 @@
+"""What a runtime is made of, and the key of that: the same key, the same Python environment."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import sys
+import sysconfig
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from importlib import metadata, resources
+from pathlib import Path
+
+from enginehouse.plugin.discovery import GROUP
+from enginehouse.plugin.first_party import CORE
+from enginehouse.plugin.records import Backend
+from enginehouse.plugin.requirements import installed_version
+from enginehouse.runtimes.errors import RuntimeProblem
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A runtime's ingredients.
+
+    Attributes:
+        backend: the backend's name.
+        variant: which of its requirement sets.
+        module: the engine's top-level module; empty: none.
+        pins: lines of the lock, installed as they are; empty without a lock.
+        requirements: what pip resolves, within the pins where there are any: core's and the plugin's own.
+        python: implementation and minor version, as this process's: `"cpython 3.11"`.
+        platform: `sysconfig.get_platform()`.
+        ray: version of Ray, the driver's own.
+        prepare: `"module:function"` of the plugin, called before the engine's module is imported; empty: none.
+    """
+
+    backend: str
+    variant: str
+    module: str
+    pins: tuple[str, ...]
+    requirements: tuple[str, ...]
+    python: str
+    platform: str
+    ray: str
+    prepare: str = ""
+
+    @property
+    def key(self) -> str:
+        """Stands for all that is installed; hexadecimal."""
+        installed = {name: value for name, value in asdict(self).items() if name != "prepare"}
+        return hashlib.sha256(json.dumps(installed, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def name(self) -> str:
+        """What a runtime of this recipe is called unless it is given a name: another recipe, another name."""
+        return default_name(self.backend, self.variant, self.key)
+
+
+def default_name(backend: str, variant: str, key: str) -> str:
+    """What a runtime is called unless it is given a name; `key` is its recipe's."""
+    return f"{backend}-{variant}-{key[:8]}"
+
+
+def recipe(record: Backend, variant: str) -> Recipe:
+    """What a runtime of a backend is made of.
+
+    Args:
+        record: the backend.
+        variant: name of one of its requirement sets: `"cpu"`.
+
+    Raises:
+        RuntimeProblem: the backend has no requirement set of that name.
+    """
+    if variant not in record.runtimes:
+        there = f"those it has: {', '.join(sorted(record.runtimes))}" if record.runtimes else "it has none at all"
+        raise RuntimeProblem(f"backend {record.name!r} has no requirement set {variant!r} for a runtime; {there}")
+    wanted = record.runtimes[variant]
+    ray = ray_version()
+    own = [*_third_party(CORE), *(line for owner in [plugin_of(record)] if owner for line in _third_party(owner))]
+    return Recipe(
+        backend=record.name,
+        variant=variant,
+        module=wanted.module,
+        pins=tuple(_with_ray(_lines(wanted.lock), ray)) if wanted.lock else (),
+        requirements=tuple(dict.fromkeys([*wanted.requirements, *sorted(set(own)), f"ray=={ray}"])),
+        python=python_of_this_process(),
+        platform=sysconfig.get_platform(),
+        ray=ray,
+        prepare=wanted.prepare,
+    )
+
+
+def python_of_this_process() -> str:
+    """Implementation and minor version: what two processes of one run must have in common."""
+    return f"{platform.python_implementation().lower()} {sys.version_info[0]}.{sys.version_info[1]}"
+
+
+def ray_version() -> str:
+    """Version of the Ray that is installed here; nothing is imported."""
+    return installed_version("ray") or "absent"
+
+
+def plugin_of(record: Backend) -> str | None:
+    """The distribution of the plugin a backend's engine lies in; None for core's own."""
+    package = record.engine.partition(":")[0].partition(".")[0]
+    for entry_point in metadata.entry_points(group=GROUP):
+        if entry_point.value.partition(".")[0].partition(":")[0] == package and entry_point.dist is not None:
+            return entry_point.dist.name
+    return None
+
+
+def _lines(lock: str) -> list[str]:
+    """The pins of a lock, `"package:file"`."""
+    package, _, file = lock.partition(":")
+    try:
+        text = resources.files(package).joinpath(file).read_text(encoding="utf-8")
+    except (ImportError, OSError) as error:
+        raise RuntimeProblem(f"the lock {lock!r} of a runtime cannot be read: {error}") from error
+    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
+    return [line for line in lines if line]
+
+
+def _with_ray(lines: Iterable[str], ray: str) -> list[str]:
+    """The lock with the driver's Ray: processes of one cluster must have the same."""
+    from packaging.requirements import Requirement
+
+    return [f"ray=={ray}" if Requirement(line).name.lower() == "ray" else line for line in lines]
+
+
+def _third_party(distribution: str) -> list[str]:
+    """What a distribution of ours requires without an extra, but for other distributions of ours."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    ours = {CORE, *(canonicalize_name(one.dist.name) for one in metadata.entry_points(group=GROUP) if one.dist)}
+    try:
+        found = [Requirement(text) for text in metadata.requires(distribution) or ()]
+    except metadata.PackageNotFoundError:  # run from its source, not installed
+        return []
+    return [
+        str(one)
+        for one in found
+        if canonicalize_name(one.name) not in ours and (one.marker is None or one.marker.evaluate({"extra": ""}))
+    ]
+
+
+def holds_packages(path: str | Path) -> bool:
+    """Whether a folder is one of an environment's installed packages, which another environment must not see."""
+    return bool({"site-packages", "dist-packages"} & set(Path(path).parts))

@@ -1,0 +1,89 @@
+"""The note that a process leaves beside the runtime it makes: who makes it, since when, and in which process.
+
+Others that wait for the runtime say so; and where the maker was killed, the next one ends what it left running.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from enginehouse.runtimes.store import folder
+
+END_SECONDS = 10.0
+"""How long a process gets to end after a signal, before the next, harder one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """A process that makes a runtime.
+
+    Attributes:
+        pid: its process id.
+        since: when it began, in seconds since the epoch.
+        step: process id of the command it runs; it leads a process group of its own. 0: none.
+        step_created: when that process was created, as the system says: another may have the same id later.
+    """
+
+    pid: int
+    since: float
+    step: int = 0
+    step_created: float = 0.0
+
+    def __str__(self) -> str:
+        since = time.strftime("%H:%M:%S", time.localtime(self.since))
+        return f"process {self.pid}, which has been making it since {since}"
+
+
+def note_maker(name: str, since: float, step: int = 0) -> None:
+    """Say that this process makes the runtime of a name, by the command `step`."""
+    import psutil
+
+    created = 0.0
+    if step:
+        with suppress(psutil.Error):  # it may have ended already
+            created = psutil.Process(step).create_time()
+    path = _path(name)
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(asdict(Maker(os.getpid(), since, step, created))))
+    os.replace(draft, path)
+
+
+def maker_of(name: str) -> Maker | None:
+    """Who noted that they make the runtime of a name; None where nobody did, or the note is gone."""
+    try:
+        return Maker(**json.loads(_path(name).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def forget_maker(name: str) -> None:
+    """Take the note away: the making is over."""
+    _path(name).unlink(missing_ok=True)
+
+
+def end_left_step(name: str) -> None:
+    """End the command of a maker that was killed, with all it started. Only for who may make the runtime now."""
+    import psutil
+
+    left = maker_of(name)
+    if left is None or not left.step:
+        return
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(left.step)
+        if abs(process.create_time() - left.step_created) > 1.0:
+            return
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            with suppress(psutil.TimeoutExpired):
+                process.wait(END_SECONDS)
+
+
+def _path(name: str) -> Path:
+    return folder() / f".{name}.maker.json"

@@ -1,0 +1,107 @@
+"""An overlay: a folder of links to the driver's core and plugins, which a worker in another runtime imports from.
+
+So both sides of a run have the same core, whichever way it was installed (from a wheel or editable), and a runtime need
+not be made anew when a plugin changes. The folder comes first on the worker's `PYTHONPATH`; what a worker is not to
+see, the rest of the driver's packages, is not in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from enginehouse.plugin.discovery import GROUP
+from enginehouse.plugin.first_party import CORE
+from enginehouse.runtimes.store import clear, folder
+
+KEPT_SECONDS = 86400.0
+"""How long an overlay stays, after a program last began to use it, whose packages were removed or installed anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overlay:
+    """A folder of links.
+
+    Attributes:
+        path: the folder.
+        links: what is linked to, by the link's name.
+    """
+
+    path: Path
+    links: Mapping[str, str]
+
+
+def make_overlay() -> Overlay:
+    """The overlay of this process's core and plugins, made if it is not there yet."""
+    links = _links()
+    key = hashlib.sha256(json.dumps(links, sort_keys=True).encode()).hexdigest()[:16]
+    path = folder() / ".overlays" / key
+    with suppress(OSError):  # it is not there yet, or is another user's
+        os.utime(path)
+    if not path.is_dir():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=path.parent))
+        draft.chmod(0o755)
+        for name, target in links.items():
+            (draft / name).symlink_to(target)
+        try:
+            os.rename(draft, path)
+        except OSError:  # another process was first
+            clear(draft)
+            if not path.is_dir():
+                raise
+        _remove_dead(path.parent)
+    return Overlay(path, links)
+
+
+def _remove_dead(overlays: Path) -> None:
+    """Remove overlays that lead nowhere any more, and that no program began to use within `KEPT_SECONDS`."""
+    for path in overlays.iterdir():
+        with suppress(OSError):  # another process was first
+            dead = any(not link.exists() for link in path.iterdir())
+            if dead and time.time() - path.stat().st_mtime > KEPT_SECONDS:
+                clear(path)
+
+
+def _links() -> dict[str, str]:
+    """Names of links, and what each points to."""
+    links = _module_links(CORE)
+    found: dict[str, metadata.Distribution] = {}
+    with suppress(metadata.PackageNotFoundError):  # run from its source
+        found[CORE] = metadata.distribution(CORE)
+    for entry_point in metadata.entry_points(group=GROUP):
+        links |= _module_links(entry_point.module.partition(".")[0])
+        if entry_point.dist is not None:
+            found.setdefault(entry_point.dist.name, entry_point.dist)
+    for distribution in found.values():
+        site = Path(str(distribution.locate_file("")))
+        stem = distribution.name.replace("-", "_")
+        for information in (*site.glob(f"{stem}-{distribution.version}.*-info"), *site.glob(f"{stem}.egg-info")):
+            links[information.name] = str(information.resolve())
+        for file in distribution.files or ():
+            top = file.parts[0]
+            if len(file.parts) > 1 and file.parts[1] == "__init__.py":
+                links |= _module_links(top)
+    return dict(sorted(links.items()))
+
+
+def _module_links(module: str) -> dict[str, str]:
+    """A link to a top-level module, wherever this process imports it from; it is not imported to find out."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:  # a plugin that is broken here is broken there too, and shown here
+        return {}
+    if spec.submodule_search_locations:
+        return {module: str(Path(next(iter(spec.submodule_search_locations))).resolve())}
+    return {Path(spec.origin).name: str(Path(spec.origin).resolve())} if spec.origin else {}

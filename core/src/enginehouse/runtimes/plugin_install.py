@@ -1,0 +1,45 @@
+"""Installing a first-party plugin that is not there yet, without its engine, from where core itself came from."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+import sysconfig
+
+from enginehouse.plugin.first_party import pip_line, plugin_source
+from enginehouse.runtimes.errors import MakingError, RuntimeProblem
+
+LINES_IN_ERRORS = 8
+
+
+def install_plugin(name: str) -> str:
+    """Install the plugin behind one of core's extras into this Python environment.
+
+    Args:
+        name: the extra, which is the backend's name.
+
+    Returns:
+        What was installed, and from where, in a line.
+
+    Raises:
+        RuntimeProblem: this environment cannot be written, or has no pip; the message has the line to run.
+        MakingError: pip failed.
+    """
+    what, said = plugin_source(name)
+    command = [sys.executable, "-m", "pip", "install", *what]
+    line = pip_line(name)
+    if not os.access(sysconfig.get_path("purelib"), os.W_OK):
+        raise RuntimeProblem(
+            f"the plugin of {name!r} is not installed, and this environment cannot be written. Run: {line}"
+        )
+    if importlib.util.find_spec("pip") is None:
+        raise RuntimeProblem(f"the plugin of {name!r} is not installed, and this environment has no pip. Run: {line}")
+    ran = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if ran.returncode:
+        last = "\n".join(f"    {one}" for one in ran.stdout.strip().splitlines()[-LINES_IN_ERRORS:])
+        raise MakingError(f"the plugin of {name!r} could not be installed by `{line}`:\n{last}")
+    importlib.invalidate_caches()
+    return f"installed the plugin of {name!r} into this environment, without its engine: {said}"

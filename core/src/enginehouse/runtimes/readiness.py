@@ -1,0 +1,43 @@
+"""Whether what plugins declare can run: in this Python environment, or in a runtime of its own."""
+
+from __future__ import annotations
+
+from enginehouse.plugin.loaded import Plugin, State
+from enginehouse.plugin.manager import PluginManager
+from enginehouse.plugin.records import Backend, Record
+from enginehouse.runtimes.choosing import choose_runtime
+from enginehouse.runtimes.errors import RuntimeProblem
+from enginehouse.runtimes.variant import variant_here
+
+
+def runtime_instead(manager: PluginManager, record: Record) -> str | None:
+    """The name of the runtime that a backend runs in for want of its requirements here, if there is one."""
+    if not isinstance(record, Backend) or not record.runtimes or not manager.missing(record):
+        return None
+    try:
+        return choose_runtime(record, "auto", variant_here()).name
+    except RuntimeProblem:
+        return None
+
+
+def plugin_state(manager: PluginManager, plugin: Plugin) -> State:
+    """What became of a plugin, its backends' requirements included (where the backend can be used at all).
+
+    Requirements are met as well by a runtime, a Python environment of the backend's own, that is whole.
+    """
+    if plugin.status != "ok":
+        return plugin.status
+    usable = [record for record in plugin.records if not getattr(record, "unavailable", "")]
+    lacking = [one for one in usable if manager.missing(one) and runtime_instead(manager, one) is None]
+    return "requirements missing" if lacking else "ok"
+
+
+def plugin_states(manager: PluginManager) -> dict[str, State]:
+    """The state of each plugin by name; by `"distribution:name"` where two distributions share a name."""
+    names = [plugin.name for plugin in manager.plugins]
+    return {
+        plugin.name if names.count(plugin.name) == 1 else f"{plugin.distribution}:{plugin.name}": plugin_state(
+            manager, plugin
+        )
+        for plugin in manager.plugins
+    }

@@ -1,8 +1,0 @@
-"""All checks of weight transports, in the order they are run and reported."""
-
-from __future__ import annotations
-
-from enginehouse.testing.check import Check
-from enginehouse.testing.checks.transport import exactness, failures, reach
-
-CHECKS: tuple[Check, ...] = (*exactness.CHECKS, *failures.CHECKS, *reach.CHECKS)

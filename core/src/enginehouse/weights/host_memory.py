@@ -1,0 +1,129 @@
+"""Memory of this host that several processes map, without a name that could stay behind."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from enginehouse.engines.weights import ParamMeta, WeightSyncError
+
+CGROUPS = Path("/sys/fs/cgroup")
+"""Where Linux says how much memory a container may take (cgroups, version 2)."""
+
+
+class AnonymousMemory:
+    """Memory of this process that others of the same user on this host can map, as long as this one lives.
+
+    It counts as memory, not as space of `/dev/shm`, and is gone with the last process that maps it.
+
+    Attributes:
+        descriptor: its file descriptor here.
+        memory: the mapped bytes, writable. They live as long as anything refers to them.
+        path: what others open, as long as this object lives.
+    """
+
+    def __init__(self, descriptor: int):
+        self.descriptor = descriptor  # closed with this object, also if the next line fails
+        self.memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+        self.path = f"/proc/{os.getpid()}/fd/{descriptor}"
+
+    @classmethod
+    def create(cls, label: str, size: int, purpose: str) -> AnonymousMemory:
+        """Take zero bytes, all of them allocated.
+
+        Args:
+            label: by which `attach` knows that it has the right one.
+            size: bytes; 1 is taken for none.
+            purpose: completes "this much memory is needed ..." in the error.
+
+        Raises:
+            WeightSyncError: there is not as much free memory, or this system has no such memory.
+        """
+        if not hasattr(os, "memfd_create"):
+            raise WeightSyncError("weights are shared between processes by memfd_create, which only Linux has")
+        free = free_bytes()
+        needed = WeightSyncError(
+            f"{size / 2**20:.0f} MiB of memory are needed {purpose}, and {free / 2**20:.0f} MiB are free"
+        )
+        if size > free:
+            raise needed
+        descriptor = os.memfd_create(label)
+        try:
+            os.posix_fallocate(descriptor, 0, max(size, 1))
+        except OSError as error:
+            os.close(descriptor)
+            raise needed from error
+        return cls(descriptor)
+
+    @classmethod
+    def attach(cls, path: str, label: str) -> AnonymousMemory:
+        """Map what another process made; it stays when that process ends.
+
+        Raises:
+            OSError: it is gone, of another user, or not what its maker called `label`.
+        """
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        there = os.readlink(f"/proc/self/fd/{descriptor}")
+        if there != f"/memfd:{label} (deleted)":
+            os.close(descriptor)
+            raise FileNotFoundError(errno.ENOENT, f"{there!r} is not the memory {label!r}", path)
+        return cls(descriptor)
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return len(self.memory)
+
+    def close(self) -> None:
+        """Let go of it; the memory itself goes with the last tensor that views it."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            self.close()
+
+
+def private_copy(path: str) -> mmap.mmap:
+    """Map another process's memory so that what is written here stays here; nothing is copied before it is written.
+
+    Raises:
+        OSError: it is gone, or of another user.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(descriptor, os.fstat(descriptor).st_size, access=mmap.ACCESS_COPY)
+    finally:
+        os.close(descriptor)
+
+
+def side_by_side(parameters: Sequence[ParamMeta]) -> tuple[dict[str, int], int]:
+    """The first byte of each parameter, by name, where all lie one after the other; and how many bytes that makes."""
+    offsets = {}
+    end = 0
+    for parameter in parameters:
+        offsets[parameter.name] = end
+        end += parameter.aligned_nbytes
+    return offsets, end
+
+
+def free_bytes() -> int:
+    """How much memory this process can still take: what is free on this host, or less in a container with a limit."""
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    with suppress(OSError):
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        own = CGROUPS / next((line[3:].lstrip("/") for line in lines if line.startswith("0::")), "")
+        for group in (own, *own.parents):
+            with suppress(OSError, ValueError):  # none here, or "max"
+                limit = int((group / "memory.max").read_text())
+                used = int((group / "memory.current").read_text())
+                kept = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                free = min(free, limit - used + int(kept.get("inactive_file", 0)))
+    return max(free, 0)

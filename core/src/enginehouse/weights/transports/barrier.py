@@ -1,0 +1,74 @@
+"""Where a session's threads wait for each other, and what ends every wait: a deadline, an abort, a lost connection."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from enginehouse.engines.weights import WeightSyncError, WeightUpdateAborted
+from enginehouse.weights.transports.deadline import Deadline
+
+
+class Gate:
+    """State of a connection that several threads share. Every field is read and written under `changed`.
+
+    Attributes:
+        changed: notified when anything has changed that somebody may wait for.
+        begun: version of the newest update begun.
+        aborted: updates up to this version fail.
+        broken: why nothing arrives any more; empty while it does.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.begun = -1
+        self.aborted = -1
+        self.broken = ""
+
+    def check(self, version: int) -> None:
+        """Raise `WeightUpdateAborted` if `version` was aborted or the connection is broken."""
+        if self.aborted >= version:
+            raise WeightUpdateAborted(f"weight update {version} was aborted")
+        if self.broken:
+            raise WeightUpdateAborted(f"weight update {version}: {self.broken}")
+
+    def check_newest(self, version: int) -> None:
+        """As `check`; and raise `WeightSyncError` if a newer update has begun."""
+        self.check(version)
+        if self.begun > version:
+            raise WeightSyncError(f"weight update {version} was expected, the trainer is already at {self.begun}")
+
+    def wait(self, ready: Callable[[], bool], version: int, deadline: Deadline, missing: Callable[[], str]) -> None:
+        """Wait, holding `changed`, until `ready()`; an end that closes once all it waited for is ready breaks nothing.
+
+        Raises:
+            WeightUpdateAborted: `version` was aborted, or the connection is broken.
+            WeightSyncError: the deadline passed; `missing()` says what did not happen.
+        """
+        self.changed.wait_for(lambda: ready() or self.aborted >= version or bool(self.broken), deadline.left)
+        if self.aborted >= version or not ready():
+            self.check(version)
+            raise WeightSyncError(f"weight update {version}: {missing()} within {deadline.seconds:g} s")
+
+    def begin(self, version: int) -> None:
+        """Make `version`, holding `changed`, the newest update.
+
+        Raises:
+            WeightSyncError: it is not newer than the last, or was aborted already.
+        """
+        if version <= self.begun:
+            raise WeightSyncError(f"weight update {version} is not newer than {self.begun}, the last one begun")
+        self.check(version)
+        self.begun = version
+        self.changed.notify_all()
+
+    def abort(self, version: int) -> None:
+        """Make updates up to `version` fail, holding `changed`."""
+        self.aborted = max(self.aborted, version)
+        self.changed.notify_all()
+
+    def close(self, why: str = "the connection was closed") -> None:
+        """Make every wait fail, and say why; the first reason stays."""
+        with self.changed:
+            self.broken = self.broken or why
+            self.changed.notify_all()

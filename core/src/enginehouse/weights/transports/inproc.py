@@ -1,0 +1,167 @@
+"""Weights between two roles of one process: references to the trainer's own tensors, bucket by bucket.
+
+Training rank i sends to rollout replica i, which lives in the same process. Nothing is copied here; the rollout
+engine copies what it stages. One bucket is on its way while the next is gathered, so that a trainer that gathers
+sharded parameters never holds more than two.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from enginehouse.engines.weights import (
+    ParamMeta,
+    TransferPlan,
+    TransportSession,
+    WeightChunk,
+    WeightSyncError,
+    checksum,
+)
+from enginehouse.weights.transports.barrier import Gate
+from enginehouse.weights.transports.buckets import in_plan_order, plan_transfer
+from enginehouse.weights.transports.deadline import Deadline
+from enginehouse.weights.transports.ends import IdleSender, Receiver, Sender
+
+if TYPE_CHECKING:
+    import torch
+
+_mailboxes: dict[tuple[str, int], Mailbox] = {}
+_mailboxes_lock = threading.Lock()
+
+
+class InprocTransport:
+    """Passes tensors by reference between a training rank and the rollout replica of the same number and process."""
+
+    def prepare(
+        self, parameters: Sequence[ParamMeta], receivers: int, session: str, bucket_bytes: int, senders: int = 1
+    ) -> TransferPlan:
+        """See `WeightTransport`."""
+        return plan_transfer("inproc", parameters, receivers, session, bucket_bytes, senders)
+
+    def connect(self, plan: TransferPlan, side: str, index: int) -> TransportSession:
+        """See `WeightTransport`.
+
+        Raises:
+            WeightSyncError: replica `index` is not in the process of training rank `index`.
+        """
+        key = (plan.session, index)
+        if side == "send":
+            if index >= plan.receivers:
+                return IdleSender()
+            with _mailboxes_lock:
+                mailbox = _mailboxes[key] = Mailbox(plan, key)
+            return InprocSender(mailbox)
+        with _mailboxes_lock:
+            found = _mailboxes.get(key)
+        if found is None:
+            raise WeightSyncError(
+                f"transport 'inproc' needs rollout replica {index} in the process of training rank {index}, and that "
+                "rank is not here. Place the rollout in the actor's processes, or choose another transport."
+            )
+        return InprocReceiver(found)
+
+
+class Mailbox(Gate):
+    """What one sender and one receiver share."""
+
+    def __init__(self, plan: TransferPlan, key: tuple[str, int]):
+        super().__init__()
+        self.plan = plan
+        self.key = key
+        self.taken = 0  # buckets of the newest update the receiver is done with
+        self.bucket: tuple[int, list[tuple[str, torch.Tensor]]] | None = None  # the one on its way, with its number
+
+    def abort(self, version: int) -> None:
+        """See `Gate`; what is on its way is forgotten."""
+        super().abort(version)
+        if self.begun <= version:
+            self.bucket = None
+
+    def close(self, why: str = "the connection was closed") -> None:
+        """See `Gate`; the tensors are forgotten."""
+        super().close(why)
+        with self.changed:
+            self.bucket = None
+        with _mailboxes_lock:
+            if _mailboxes.get(self.key) is self:
+                del _mailboxes[self.key]
+
+
+class InprocSession:
+    """What both ends have in common."""
+
+    def __init__(self, mailbox: Mailbox):
+        self._mailbox = mailbox
+
+    def abort(self, version: int) -> None:
+        """See `TransportSession`."""
+        with self._mailbox.changed:
+            self._mailbox.abort(version)
+
+    def close(self) -> None:
+        """See `TransportSession`."""
+        self._mailbox.close()
+
+
+class InprocSender(InprocSession, Sender):
+    """A training rank's end."""
+
+    def _send(self, version: int, source: Iterator[tuple[str, torch.Tensor]], deadline: Deadline) -> dict[str, str]:
+        box = self._mailbox
+        with box.changed:
+            box.begin(version)
+            box.taken, box.bucket = 0, None
+        sums: dict[str, str] = {}
+        planned = in_plan_order(box.plan, source)
+        count = len(box.plan.buckets)
+        for number, bucket in enumerate(box.plan.buckets):
+            tensors = []
+            for _ in bucket:
+                parameter, tensor = next(planned)
+                sums[parameter.name] = checksum(tensor)
+                tensors.append((parameter.name, tensor.detach()))
+            with box.changed:
+                self._wait_taken(number, version, deadline, count)
+                box.bucket = (number, tensors)
+                box.changed.notify_all()
+        for _ in planned:  # raises where there is more than was planned
+            pass
+        with box.changed:
+            self._wait_taken(count, version, deadline, count)
+        return sums
+
+    def _wait_taken(self, taken: int, version: int, deadline: Deadline, count: int) -> None:
+        box = self._mailbox
+        missing = f"rollout replica {box.key[1]} did not take bucket {taken} of {count}"
+        box.wait(lambda: box.taken >= taken, version, deadline, lambda: missing)
+
+
+class InprocReceiver(InprocSession, Receiver):
+    """A rollout replica's end."""
+
+    def _recv(self, version: int, deadline: Deadline) -> Iterator[WeightChunk]:
+        box = self._mailbox
+        for number in range(len(box.plan.buckets)):
+            yield WeightChunk(self._take(number, version, deadline))
+            with box.changed:
+                box.check(version)
+                box.bucket = None
+                box.taken = number + 1
+                box.changed.notify_all()
+
+    def _take(self, number: int, version: int, deadline: Deadline) -> list[tuple[str, torch.Tensor]]:
+        box = self._mailbox
+        with box.changed:
+            count = len(box.plan.buckets)
+            missing = f"bucket {number + 1} of {count} from training rank {box.key[1]} did not arrive"
+            box.wait(lambda: box.begun > version or (box.begun == version and box.bucket is not None),
+                     version, deadline, lambda: missing)  # fmt: skip
+            if box.begun > version:
+                raise WeightSyncError(f"weight update {version} was expected, the trainer is already at {box.begun}")
+            assert box.bucket is not None
+            arrived, tensors = box.bucket
+            if arrived != number:
+                raise WeightSyncError(f"weight update {version}: bucket {number + 1} expected, {arrived + 1} arrived")
+            return tensors

@@ -1,0 +1,397 @@
+"""Weights from each training rank that holds a part of them straight to the replicas that need it, on any hosts.
+
+Who sends what is planned from metadata (`plan_reshard`), so nothing is gathered: a rank sends slices of its own parts,
+and a replica puts whole parameters together from them, bucket by bucket. Each pair of a rank and a replica that it
+sends to has two TCP connections: one for what is said (`Line`), one for bytes (`Outlet`, `Inlet`).
+
+A replica has room for two buckets. A rank sends parts of bucket k + 2 once every replica it sends to has taken bucket
+k; so what is on its way is always taken up, and an update that failed is over when its successor begins. What is late
+of an older update is read and dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from enginehouse.engines.weights import (
+    ParamMeta,
+    TransferPlan,
+    TransportSession,
+    WeightChunk,
+    checksum,
+)
+from enginehouse.weights.host_memory import side_by_side
+from enginehouse.weights.resharding import (
+    Move,
+    Region,
+    ReshardPlan,
+    held_by,
+    part_name,
+    parts_of,
+    plan_reshard,
+    shape_of,
+    within,
+)
+from enginehouse.weights.transports.barrier import Gate
+from enginehouse.weights.transports.buckets import as_announced, plan_transfer, views
+from enginehouse.weights.transports.deadline import Deadline
+from enginehouse.weights.transports.ends import IdleSender, Receiver, Sender
+from enginehouse.weights.transports.rendezvous import Reception, join, join_stream
+from enginehouse.weights.transports.streams import HEADING_BYTES, Heading, Inlet, Outlet
+
+if TYPE_CHECKING:
+    import torch
+
+    from enginehouse.weights.transports.control_channel import Line
+
+AHEAD = 2
+"""Buckets on their way to a replica: one is in use while the next arrives."""
+
+
+class PointToPointTransport:
+    """Sends each part of a parameter from one training rank that holds it to each rollout replica."""
+
+    def prepare(
+        self,
+        parameters: Sequence[ParamMeta],
+        receivers: int,
+        session: str,
+        bucket_bytes: int,
+        senders: int = 1,
+        targets: Sequence[ParamMeta] = (),
+    ) -> TransferPlan:
+        """See `WeightTransport`.
+
+        Args:
+            parameters: see there.
+            receivers: see there.
+            session: see there.
+            bucket_bytes: see there.
+            senders: see there.
+            targets: the parameters as the receivers are to hold them, where not each is to hold the whole.
+        """
+        plan = plan_transfer("point_to_point", parameters, receivers, session, bucket_bytes, senders)
+        plan = replace(plan, targets=tuple(targets))
+        moves = resharding(plan)
+        on_their_way = moves.bytes_moved + HEADING_BYTES * len(moves.moves)
+        return replace(plan, bytes_moved=on_their_way, bytes_minimum=moves.bytes_minimum)
+
+    def connect(self, plan: TransferPlan, side: str, index: int) -> TransportSession:
+        """See `WeightTransport`.
+
+        Raises:
+            WeightSyncError: a training rank cannot be reached at its address, or is another run's.
+        """
+        if side == "recv":
+            return PointToPointReceiver(plan, index)
+        return PointToPointSender(plan, index) if index < plan.senders else IdlePart()
+
+
+def resharding(plan: TransferPlan) -> ReshardPlan:
+    """The moves of a transfer; every end works out the same."""
+    return plan_reshard(plan.parameters, targets_of(plan), plan.senders, plan.receivers)
+
+
+def targets_of(plan: TransferPlan) -> Sequence[ParamMeta]:
+    """The parameters as the receivers are to hold them."""
+    return plan.targets or [ParamMeta(one.name, one.dtype, one.shape) for one in plan.parameters]
+
+
+def bucket_of_each(plan: TransferPlan) -> dict[int, int]:
+    """The bucket that each parameter, by its index, is in."""
+    return {index: number for number, bucket in enumerate(plan.buckets) for index in bucket}
+
+
+class IdlePart(IdleSender):
+    """The end of a training rank beyond those planned for."""
+
+    sends_parts = True
+
+
+class PointToPointSender(Sender):
+    """The end of a training rank that sends parts of what it holds; maybe none, where others hold the same.
+
+    Attributes:
+        port: where receivers connect.
+        sends_parts: see `PartsSession`.
+    """
+
+    sends_parts = True
+
+    def __init__(self, plan: TransferPlan, rank: int):
+        self._plan = plan
+        self._bucket_of = bucket_of_each(plan)
+        self._parts = parts_of(plan.parameters, rank)
+        names = {parameter.name: index for index, parameter in enumerate(plan.parameters)}
+        self._moves: list[tuple[int, list[tuple[int, Move]]]] = []  # of each part: parameter, numbered moves
+        moves: dict[int, list[tuple[int, Move]]] = {}
+        for number, move in enumerate(resharding(plan).moves):
+            if move.source == rank:
+                moves.setdefault(move.parameter, []).append((number, move))
+        for parameter, _ in self._parts:
+            index = names[parameter.name]
+            self._moves.append((index, moves.get(index, [])))
+        self._gate = Gate()
+        receivers = {move.target for own in moves.values() for _, move in own}
+        self._reception = Reception(self._gate, plan, receivers, self._heard, streams=True)
+        self._outlets: dict[int, Outlet] = {}
+        self.port: int = self._reception.port
+
+    def _heard(self, index: int, message: dict[str, Any]) -> None:
+        """A receiver has no more to say than every `Reception` hears."""
+
+    def _send(self, version: int, source: Iterator[tuple[str, torch.Tensor]], deadline: Deadline) -> dict[str, str]:
+        gate, reception = self._gate, self._reception
+        reception.begin(version, deadline)
+        for index, stream in reception.streams.items():
+            if index not in self._outlets:
+                self._outlets[index] = Outlet(stream, gate, lambda index=index: reception.lost(index))  # type: ignore[misc]
+        with gate.changed:
+            gate.check(version)
+            reception.tell({"version": version})
+        sums: dict[str, str] = {}
+        announced = as_announced(((one, shape_of(region)) for one, region in self._parts), source)
+        for (parameter, part), (index, moves) in zip(self._parts, self._moves, strict=True):
+            bucket = self._bucket_of[index]
+            self._wait_taken(version, bucket - AHEAD + 1, deadline)  # before the next is asked for: it may be gathered
+            _, tensor = next(announced)
+            leaving: dict[Region, torch.Tensor] = {}
+            for number, move in moves:
+                if move.region not in leaving:
+                    piece = tensor.detach()[within(move.region, part)].to("cpu").contiguous()
+                    leaving[move.region] = piece
+                    sums[part_name(parameter, move.region)] = checksum(piece)
+                heading = Heading(version, bucket, number, move.nbytes)
+                self._outlets[move.target].put(heading, leaving[move.region])
+        for _ in announced:  # raises where there is more than was planned
+            pass
+        self._wait_taken(version, len(self._plan.buckets), deadline)
+        return sums
+
+    def _wait_taken(self, version: int, buckets: int, deadline: Deadline) -> None:
+        """Wait until every receiver has taken the first so many buckets."""
+        reception = self._reception
+        with self._gate.changed:
+            self._gate.check(version)
+            self._gate.wait(
+                lambda: buckets <= 0 or not reception.behind(version, buckets),
+                version,
+                deadline,
+                lambda: reception.missing(version, buckets),
+            )
+
+    def abort(self, version: int) -> None:
+        """See `TransportSession`."""
+        with self._gate.changed:
+            self._reception.abort(version)
+
+    def close(self) -> None:
+        """See `TransportSession`."""
+        self._reception.close()
+        for outlet in self._outlets.values():
+            outlet.close()
+
+
+class Arrival:
+    """An update as it arrives at a receiver.
+
+    Attributes:
+        version: of the update.
+        begun: ranks that have begun to send it.
+        slots: room for `AHEAD` buckets.
+        left: of each bucket, how many moves have not arrived.
+    """
+
+    def __init__(self, version: int, slots: Sequence[torch.Tensor], left: Sequence[int]):
+        self.version = version
+        self.begun: set[int] = set()
+        self.slots = slots
+        self.left = list(left)
+
+    @property
+    def whole(self) -> bool:
+        """Whether everything has arrived."""
+        return not any(self.left)
+
+
+class PointToPointReceiver(Receiver):
+    """A rollout replica's end."""
+
+    def __init__(self, plan: TransferPlan, index: int):
+        self._plan = plan
+        self._gate = Gate()
+        targets = targets_of(plan)
+        bucket_of = bucket_of_each(plan)
+        self._held: dict[int, Region] = {}  # what this replica is to hold, by the parameter's index
+        for number, target in enumerate(targets):
+            region = held_by(target, index)
+            if region is not None:
+                self._held[number] = region
+        self._moves = {number: move for number, move in enumerate(resharding(plan).moves) if move.target == index}
+        self._moves_in: list[list[int]] = [[] for _ in plan.buckets]
+        for number, move in self._moves.items():
+            self._moves_in[bucket_of[move.parameter]].append(number)
+        self._noted: dict[int, int] = {}  # by rank: newest version of which it knows that it was taken here
+        self._arrival: Arrival | None = None
+        self._lines: dict[int, Line] = {}
+        self._inlets: list[Inlet] = []
+        try:
+            for rank in sorted({move.source for move in self._moves.values()}):
+                self._join(rank, index)
+        except BaseException:
+            self.close()
+            raise
+
+    def _join(self, rank: int, index: int) -> None:
+        gone = f"training rank {rank} is gone, or closed the connection"
+        line, aborted = join(self._plan, index, rank)
+        self._lines[rank] = line
+        self._noted[rank] = -1
+        stream = join_stream(self._plan, index, rank)
+        self._inlets.append(
+            Inlet(stream, lambda heading: self._room(rank, heading), self._arrived, lambda: self._gate.close(gone))
+        )
+        with self._gate.changed:
+            self._gate.abort(aborted)
+        line.listen(lambda message: self._heard(rank, message), lambda: self._gate.close(gone))
+
+    def _heard(self, rank: int, message: dict[str, Any]) -> None:
+        with self._gate.changed:
+            if "aborted" in message:
+                if not self._gate.broken:  # else that is why, and `recv` says so
+                    self.abort(message["aborted"])  # which tells the other ranks: they know only the replicas
+            elif "noted" in message:
+                self._noted[rank] = message["noted"]
+            else:
+                self._begin(rank, message["version"])
+            self._gate.changed.notify_all()
+
+    def _begin(self, rank: int, version: int) -> Arrival | None:
+        """A rank has begun an update; None where that is an older one than the newest. Holding `changed`."""
+        if version > self._gate.begun:
+            before = self._arrival
+            # A rank may still be writing what is late of an update that failed.
+            slots = before.slots if before is not None and before.whole else self._new_slots()
+            self._arrival = Arrival(version, slots, [len(moves) for moves in self._moves_in])
+            self._gate.begun = version
+        if version < self._gate.begun or self._arrival is None:
+            return None
+        self._arrival.begun.add(rank)
+        return self._arrival
+
+    def _new_slots(self) -> list[torch.Tensor]:
+        import torch
+
+        largest = max((self._layout(bucket)[2] for bucket in range(len(self._plan.buckets))), default=0)
+        return [torch.empty(largest, dtype=torch.uint8) for _ in range(AHEAD)]
+
+    def _layout(self, bucket: int) -> tuple[list[ParamMeta], dict[str, int], int]:
+        """What this replica holds of a bucket: parts as parameters of their own, where each begins, bytes in all."""
+        parts = [
+            replace(self._plan.parameters[index], shape=shape_of(self._held[index]))
+            for index in self._plan.buckets[bucket]
+            if index in self._held
+        ]
+        offsets, size = side_by_side(parts)
+        return parts, dict(offsets), size
+
+    def _tensors(self, bucket: int, slots: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        parts, offsets, _ = self._layout(bucket)
+        return {part.name: tensor for part, tensor in views(parts, offsets, slots[bucket % AHEAD])}
+
+    def _room(self, rank: int, heading: Heading) -> torch.Tensor | None:
+        """Where what comes next is to go; None where nobody waits for it any more."""
+        move = self._moves.get(heading.move)
+        if move is None or (move.source, move.nbytes) != (rank, heading.nbytes):
+            raise ValueError(f"training rank {rank} sends what was not planned: {heading}")
+        with self._gate.changed:
+            arrival = self._begin(rank, heading.version)
+            if arrival is None:
+                return None
+            slots = arrival.slots
+        tensor = self._tensors(heading.bucket, slots)[self._plan.parameters[move.parameter].name]
+        return tensor[within(move.region, self._held[move.parameter])]
+
+    def _arrived(self, heading: Heading) -> None:
+        with self._gate.changed:
+            if self._arrival is not None and self._arrival.version == heading.version:
+                self._arrival.left[heading.bucket] -= 1
+                self._gate.changed.notify_all()
+
+    def _recv(self, version: int, deadline: Deadline) -> Iterator[WeightChunk]:
+        count = len(self._plan.buckets)
+        for bucket in range(count):
+            slots = self._wait_arrived(version, bucket, deadline)
+            tensors = self._tensors(bucket, slots)
+            yield WeightChunk(list(tensors.items()), parts=self._parts_in(bucket, tensors))
+            with self._gate.changed:
+                self._gate.check_newest(version)
+                self._tell({"version": version, "taken": bucket + 1})
+        with self._gate.changed:  # what a sender said before it knew is known here then: no abort is missed
+            self._gate.check_newest(version)
+
+            def silent() -> list[str]:
+                return [str(rank) for rank, noted in self._noted.items() if noted < version]
+
+            if count:
+                self._gate.wait(
+                    lambda: not silent(),
+                    version,
+                    deadline,
+                    lambda: f"training rank {', '.join(silent())} did not note that all was taken",
+                )
+
+    def _wait_arrived(self, version: int, bucket: int, deadline: Deadline) -> Sequence[torch.Tensor]:
+        """Wait until all of a bucket is there; returns the slots."""
+        gate = self._gate
+
+        def ready() -> bool:
+            arrival = self._arrival
+            if gate.begun > version or not self._lines:
+                return True
+            here = arrival is not None and arrival.version == version
+            return here and arrival.begun >= set(self._lines) and not arrival.left[bucket]  # type: ignore[union-attr]
+
+        def missing() -> str:
+            begun = self._arrival.begun if self._arrival is not None and gate.begun == version else set()
+            absent = ", ".join(str(rank) for rank in self._lines if rank not in begun)
+            if absent:
+                return f"training rank {absent} did not begin to send"
+            return f"bucket {bucket + 1} of {len(self._plan.buckets)} did not arrive"
+
+        with gate.changed:
+            self._gate.check_newest(version)
+            gate.wait(ready, version, deadline, missing)
+            self._gate.check_newest(version)
+            return self._arrival.slots if self._arrival is not None else self._new_slots()
+
+    def _parts_in(self, bucket: int, tensors: dict[str, torch.Tensor]) -> dict[str, list[tuple[str, torch.Tensor]]]:
+        """Of the parameters of a bucket that come in parts: these, as they arrived."""
+        parts: dict[str, list[tuple[str, torch.Tensor]]] = {name: [] for name in tensors}
+        for number in self._moves_in[bucket]:
+            move = self._moves[number]
+            parameter = self._plan.parameters[move.parameter]
+            view = tensors[parameter.name][within(move.region, self._held[move.parameter])]
+            parts[parameter.name].append((part_name(parameter, move.region), view))
+        return {name: found for name, found in parts.items() if [part for part, _ in found] != [name]}
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        for line in self._lines.values():
+            line.say(message)
+
+    def abort(self, version: int) -> None:
+        """See `TransportSession`."""
+        with self._gate.changed:
+            if version > self._gate.aborted:
+                self._gate.abort(version)
+                self._tell({"aborted": version})
+
+    def close(self) -> None:
+        """See `TransportSession`."""
+        self._gate.close()
+        for line in self._lines.values():
+            line.close()
+        for inlet in self._inlets:
+            inlet.close()

@@ -1,0 +1,257 @@
+"""How the ends of a transport meet: a sender waits for its receivers' connections, and keeps account of who took what.
+
+Over each connection a sender and one receiver speak (`Line`): an update begins, so many buckets of it were taken, an
+update is aborted, and what a transport has to say beside that. That an end died is known from its broken connection.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import hmac
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from typing import Any
+
+from enginehouse.engines.weights import TransferPlan, WeightSyncError
+from enginehouse.weights.transports.barrier import Gate
+from enginehouse.weights.transports.control_channel import Line
+from enginehouse.weights.transports.deadline import Deadline
+
+log = logging.getLogger(__name__)
+
+GREETING_SECONDS = 15.0
+"""How long it may take to connect, and the other end to say who it is."""
+
+STRANGERS = 16
+"""How many connections beyond those expected may be about to say who they are; then the oldest is closed."""
+
+PAUSE_SECONDS = 0.2
+"""After a connection that could not be taken."""
+
+
+class Reception:
+    """A sender's connections to its receivers.
+
+    Args:
+        gate: of the sender.
+        plan: of the transfer.
+        receivers: numbers of those that are let in, each once.
+        heard: is given what a receiver says, with its number, but for what was taken or aborted; holding
+            `gate.changed`.
+        streams: whether each receiver makes a second connection, for bytes.
+
+    Attributes:
+        port: where receivers connect, at the plan's `host`.
+        lines: by receiver, the connections to those that are there.
+        streams: by receiver, the connections for bytes.
+    """
+
+    def __init__(
+        self,
+        gate: Gate,
+        plan: TransferPlan,
+        receivers: Collection[int],
+        heard: Callable[[int, dict[str, Any]], None],
+        streams: bool = False,
+    ):
+        self._gate = gate
+        self._secret = secret(plan.session)
+        self._buckets = len(plan.buckets)
+        self._receivers = frozenset(receivers)
+        self._heard_more = heard
+        self._with_streams = streams
+        self.lines: dict[int, Line] = {}
+        self.streams: dict[int, socket.socket] = {}
+        self._gone: list[int] = []  # receivers that are not there any more
+        self._taken: dict[int, tuple[int, int]] = {}  # by receiver: version, buckets of it that were taken
+        self._greeting: collections.deque[Line] = collections.deque()  # who has not said who it is, the oldest first
+        self._listener = _listen(plan.host)
+        self._address = self._listener.getsockname()[:2]
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, name="weights-accept", daemon=True).start()
+
+    def _accept(self) -> None:
+        with self._listener:
+            while not self._gate.broken and not self._all_there():
+                try:
+                    line = Line(self._listener.accept()[0])
+                except OSError as error:  # too many open files, perhaps
+                    if self._gate.broken or self._all_there():
+                        break
+                    log.warning("a rollout replica's connection could not be taken: %s", error)
+                    time.sleep(PAUSE_SECONDS)
+                    continue
+                self._greeting.append(line)
+                if len(self._greeting) > STRANGERS + 2 * len(self._receivers):
+                    self._greeting.popleft().close()
+                threading.Thread(target=self._greet, args=(line,), name="weights-greet", daemon=True).start()
+
+    def _greet(self, line: Line) -> None:
+        """Let a receiver in, if it is one of this session's. Its secret is looked at before all else it says."""
+        right = hmac.compare_digest(line.hear_bytes(len(self._secret), GREETING_SECONDS), self._secret)
+        said = (line.hear(GREETING_SECONDS) if right else None) or {}
+        with suppress(ValueError):  # it was closed as the oldest
+            self._greeting.remove(line)
+        index = said.get("receiver")
+        if not isinstance(index, int) or index not in self._receivers:
+            line.close()
+            return
+        stream = self._with_streams and "stream" in said
+        gate = self._gate
+        with gate.changed:
+            there = index in self.streams or index not in self.lines if stream else index in self.lines
+            if there or gate.broken:
+                line.close()
+                return
+            if stream:
+                self.streams[index] = line.release()
+            else:
+                self.lines[index] = line
+                self._taken[index] = (-1, 0)
+                line.say({"aborted": gate.aborted})
+            gate.changed.notify_all()
+        if self._all_there():
+            self._stop_listening()
+        if not stream:
+            line.listen(lambda message: self._heard(index, message), lambda: self.lost(index))
+
+    def _stop_listening(self) -> None:
+        """Close the port: nobody is let in any more."""
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+            return
+        with suppress(OSError):  # where that does not wake `accept`
+            socket.create_connection(self._address, GREETING_SECONDS).close()
+
+    def _heard(self, index: int, message: dict[str, Any]) -> None:
+        with self._gate.changed:
+            if "aborted" in message:
+                self.abort(message["aborted"])
+            elif "taken" in message:
+                self._taken[index] = (message["version"], message["taken"])
+                self._gate.changed.notify_all()
+                if message["taken"] == self._buckets:
+                    self.lines[index].say({"noted": message["version"]})
+            else:
+                self._heard_more(index, message)
+
+    def lost(self, index: int) -> None:
+        """A receiver is gone, or closed its end. An update of which it has taken everything can do without it."""
+        with self._gate.changed:
+            self._gone.append(index)
+            if self._taken[index] < (self._gate.begun, self._buckets):
+                self._break_off()
+
+    def _break_off(self) -> None:
+        gone = ", ".join(map(str, sorted(set(self._gone))))
+        self._gate.close(f"rollout replica {gone} is gone, or closed the connection")
+
+    def begin(self, version: int, deadline: Deadline) -> None:
+        """Make `version` the newest update, and wait until every receiver is there.
+
+        Raises:
+            WeightSyncError: see `Gate.begin` and `Gate.wait`.
+        """
+        gate = self._gate
+        with gate.changed:
+            if self._gone:
+                self._break_off()
+            gate.begin(version)
+            gate.wait(self._all_there, version, deadline, self._absent)
+
+    def _all_there(self) -> bool:
+        wanted = len(self._receivers)
+        return len(self.lines) == wanted and len(self.streams) == (wanted if self._with_streams else 0)
+
+    def _absent(self) -> str:
+        absent = [str(index) for index in sorted(self._receivers) if index not in self.lines]
+        return f"rollout replica {', '.join(absent)} did not connect"
+
+    def behind(self, version: int, buckets: int) -> list[str]:
+        """Receivers that have not taken the first so many buckets of an update."""
+        return [str(index) for index, taken in sorted(self._taken.items()) if taken < (version, buckets)]
+
+    def missing(self, version: int, buckets: int) -> str:
+        """In words, who is behind."""
+        late = ", ".join(self.behind(version, buckets))
+        return f"rollout replica {late} did not take bucket {buckets} of {self._buckets}"
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Say something to every receiver that is there."""
+        for line in self.lines.values():
+            line.say(message)
+
+    def abort(self, version: int) -> None:
+        """Abort updates up to `version`, and tell the receivers; holding `gate.changed`."""
+        if version > self._gate.aborted:
+            self._gate.abort(version)
+            self.tell({"aborted": version})
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._gate.close()
+        for line in list(self.lines.values()):
+            line.close()
+        for stream in list(self.streams.values()):
+            with suppress(OSError):  # gone already
+                stream.shutdown(socket.SHUT_RDWR)
+            stream.close()
+        self._stop_listening()
+
+
+def join(plan: TransferPlan, index: int, rank: int) -> tuple[Line, int]:
+    """Connect a receiver to a training rank; returns the line, and up to which version updates are aborted there.
+
+    Raises:
+        WeightSyncError: there is nothing at the rank's address, or nothing of this session's.
+    """
+    address = plan.address(rank)
+    line = Line(_connected(plan, index, rank))
+    line.say({"receiver": index}, after=secret(plan.session))
+    welcome = line.hear(GREETING_SECONDS)
+    if welcome is None:
+        line.close()
+        raise WeightSyncError(
+            f"rollout replica {index} was not let in by what waits at {address}: that is not this session's "
+            f"training rank {rank}, or has a replica {index} already"
+        )
+    return line, welcome["aborted"]
+
+
+def join_stream(plan: TransferPlan, index: int, rank: int) -> socket.socket:
+    """A second connection of a receiver that has joined, for bytes.
+
+    Raises:
+        WeightSyncError: see `join`.
+    """
+    line = Line(_connected(plan, index, rank))
+    line.say({"receiver": index, "stream": True}, after=secret(plan.session))
+    return line.release()
+
+
+def _connected(plan: TransferPlan, index: int, rank: int) -> socket.socket:
+    address = plan.address(rank)
+    host, _, port = address.rpartition(":")
+    try:
+        return socket.create_connection((host, int(port)), GREETING_SECONDS)
+    except (OSError, ValueError) as error:
+        raise WeightSyncError(
+            f"rollout replica {index} cannot connect to training rank {rank} at {address!r}: {error}. "
+            f"Transport {plan.transport!r} needs hosts that reach each other, on any port."
+        ) from error
+
+
+def secret(session: str) -> bytes:
+    """What a receiver says first: of a length that is known, so that nothing of a stranger's is parsed."""
+    return hashlib.sha256(session.encode()).digest()
+
+
+def _listen(host: str) -> socket.socket:
+    """A socket that waits for connections on a free port of one address."""
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address[:2], family=family)

@@ -1,0 +1,248 @@
+"""Building this rank's part of a `GPTModel`, and reading its weights straight into it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from enginehouse_megatron import kernels  # noqa: F401  before all else of megatron-core
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from enginehouse.errors import ConfigError, ModelError
+from enginehouse.quiet import quiet_transformers
+from enginehouse_megatron.axes import CONTEXT, PIPELINE, TENSOR
+from enginehouse_megatron.check_model import check_divided, check_experts, check_router
+from enginehouse_megatron.layers import decoder_layers
+from enginehouse_megatron.output_layer import add_value_head, keep_padding, select_positions
+from enginehouse_torch.modeling.loading import model_directory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from enginehouse.engines.model import ModelSpec
+    from enginehouse_megatron.architectures import Architecture
+    from enginehouse_megatron.options import MegatronOptions
+
+SCALES = ("_multiplier", "_softcapping", "_softcap", "logits_scaling", "logit_scale")
+"""How names in a config end of factors and limits that no layer here applies (Granite, Gemma, Cohere)."""
+
+PLAIN_ROPE = ("default", "llama3")
+"""Kinds of rotary embedding that megatron-core computes as transformers does."""
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What megatron-core has as constants of the kind `llama3` (rotary_pos_embedding.py:97)."""
+
+
+def model_config(spec: ModelSpec) -> PreTrainedConfig:
+    """What config.json says.
+
+    Raises:
+        ModelError: the directory holds no model, or its config cannot be read.
+    """
+    from transformers import AutoConfig
+
+    path = model_directory(spec)
+    try:
+        with quiet_transformers():
+            config = AutoConfig.from_pretrained(
+                str(path), trust_remote_code=spec.trust_remote_code, local_files_only=True
+            )
+    except Exception as error:
+        raise ModelError(f"the config of {spec.path!r} cannot be read: {type(error).__name__}: {error}") from error
+    found: PreTrainedConfig = config.get_text_config()
+    return found
+
+
+def transformer_config(
+    config: PreTrainedConfig,
+    architecture: Architecture,
+    spec: ModelSpec,
+    options: MegatronOptions,
+    sizes: Mapping[str, int],
+    device: str,
+) -> TransformerConfig:
+    """megatron-core's config of the model, for this layout.
+
+    Args:
+        config: the model's, of transformers.
+        architecture: what it is of.
+        spec: the model.
+        options: the engine's.
+        sizes: of each axis.
+        device: `"cpu"` or `"cuda"`.
+
+    Raises:
+        ModelError: the model does something that is not known here.
+        ConfigError: the layout does not divide the model, or `native` is refused.
+    """
+    _check_known(config, spec)
+    experts = {} if architecture.experts is None else dict(architecture.experts(config))
+    _check_layout(config, options, experts)
+    dtype = getattr(torch, spec.dtype)
+    arguments: dict[str, Any] = {
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_query_groups": _key_value_heads(config),
+        "kv_channels": _head_size(config),
+        "ffn_hidden_size": config.intermediate_size,
+        "layernorm_epsilon": config.rms_norm_eps,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "tensor_model_parallel_size": sizes[TENSOR],
+        "pipeline_model_parallel_size": sizes[PIPELINE],
+        "virtual_pipeline_model_parallel_size": options.virtual_stages if options.virtual_stages > 1 else None,
+        # Of two stages the defaults mix up what goes back and forth between them, without a word.
+        "overlap_p2p_comm": options.virtual_stages > 1,
+        "batch_p2p_comm": options.virtual_stages == 1,
+        "context_parallel_size": sizes[CONTEXT],
+        "expert_model_parallel_size": options.expert_parallel,
+        "expert_tensor_parallel_size": 1,
+        "sequence_parallel": options.sequence_parallel and sizes[TENSOR] > 1,
+        "recompute_granularity": "full" if options.recompute == "full" else None,
+        "recompute_method": "uniform" if options.recompute == "full" else None,
+        "recompute_num_layers": 1 if options.recompute == "full" else None,
+        "perform_initialization": False,
+        "use_cpu_initialization": device == "cpu",
+        "bf16": spec.dtype == "bfloat16",
+        "fp16": spec.dtype == "float16",
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "variable_seq_lengths": True,  # micro-batches differ in length
+        "moe_token_dispatcher_type": "alltoall",  # what variable lengths ask for, of dense models as well
+        "moe_grouped_gemm": bool(experts),  # else transformer-engine's experts have other names
+        "moe_router_load_balancing_type": "none",  # as every engine here: the loss is what was asked for, and no more
+        "calculate_per_token_loss": True,  # gradients are sums: what they are divided by is known at the step
+        **architecture.settings,
+        **experts,
+        **options.native,
+    }
+    try:
+        return TransformerConfig(**arguments)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(
+            f"megatron: TransformerConfig refuses the model or an argument of `native`: {error}"
+        ) from error
+
+
+def build(
+    config: PreTrainedConfig, settings: TransformerConfig, spec: ModelSpec, device: torch.device
+) -> list[GPTModel]:
+    """This rank's parts of the model, with memory for their weights and nothing read: one for each virtual stage.
+
+    Half precision is computed in by a model of that dtype; megatron-core's optimizer has the float32 copy.
+    """
+    count = settings.virtual_pipeline_model_parallel_size
+    return [_part(config, settings, spec, device, stage) for stage in ([None] if count is None else range(count))]
+
+
+def _part(
+    config: PreTrainedConfig, settings: TransformerConfig, spec: ModelSpec, device: torch.device, stage: int | None
+) -> GPTModel:
+    rope = _rope(config)
+    size = settings.tensor_model_parallel_size
+    model = GPTModel(
+        settings,
+        decoder_layers(settings, device.type, stage),
+        vocab_size=-(-config.vocab_size // size) * size,
+        max_sequence_length=config.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+        share_embeddings_and_output_weights=bool(config.tie_word_embeddings),
+        position_embedding_type="rope",
+        rotary_base=rope["rope_theta"],
+        rope_scaling=rope["rope_type"] == "llama3",
+        rope_scaling_factor=rope.get("factor", 1.0),
+        vp_stage=stage,
+    )
+    select_positions(model, settings)
+    keep_padding(model, getattr(config, "pad_token_id", None))
+    if spec.head == "value":
+        add_value_head(model, settings, device)
+    return model.eval()
+
+
+def computing(model: GPTModel, settings: TransformerConfig) -> torch.nn.Module:
+    """The model as the schedules run it: half precision is made float32 at its end."""
+    return Float16Module(settings, model) if settings.bf16 or settings.fp16 else model
+
+
+def _rope(config: PreTrainedConfig) -> dict[str, Any]:
+    rope = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
+    rope.setdefault("rope_type", "default")
+    rope.setdefault("rope_theta", getattr(config, "rope_theta", 10000.0))
+    return rope
+
+
+def _check_known(config: PreTrainedConfig, spec: ModelSpec) -> None:
+    """Raise ModelError for what a model's config asks for and is not done here."""
+    rope = _rope(config)
+    unknown = ""
+    if rope["rope_type"] not in PLAIN_ROPE:
+        unknown = f"rotary embeddings of the kind {rope['rope_type']!r}"
+    elif rope["rope_type"] == "llama3" and any(rope.get(name, right) != right for name, right in LLAMA3_ROPE.items()):
+        unknown = f"rotary embeddings {rope}"
+    elif _attends_within_a_window(config):
+        unknown = "attention within a window"
+    elif config.hidden_act != "silu":
+        unknown = f"the activation {config.hidden_act!r}"
+    elif getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
+        unknown = "biases of all linear layers"
+    elif getattr(config, "partial_rotary_factor", None) not in (None, 1.0):
+        unknown = "rotary embeddings of a part of a head"
+    else:
+        scales = [name for name in vars(config) if name.endswith(SCALES) and getattr(config, name) not in (None, 1.0)]
+        unknown = ", ".join(f"{name}={getattr(config, name)}" for name in scales)
+    if unknown:
+        raise ModelError(f"megatron: the model in {spec.path!r} has {unknown}, which this engine does not do yet")
+
+
+def _attends_within_a_window(config: PreTrainedConfig) -> bool:
+    layers = getattr(config, "layer_types", None)
+    return set(layers) != {"full_attention"} if layers else bool(getattr(config, "sliding_window", None))
+
+
+def _check_layout(config: PreTrainedConfig, options: MegatronOptions, experts: Mapping[str, Any]) -> None:
+    """Raise ConfigError where a layout does not fit the model."""
+    said = config.to_dict() | {"num_key_value_heads": _key_value_heads(config)}
+    if experts and experts.get("moe_layer_freq", 1) == 1:
+        said["intermediate_size"] = None  # the width of what there is none of
+    check_divided(said, options)
+    check_experts(experts.get("num_moe_experts", 0), options)
+    check_router(said if experts else {})
+    if isinstance(which := experts.get("moe_layer_freq"), list):
+        _check_each_rank_has_experts(which, options)
+
+
+def _check_each_rank_has_experts(which: Sequence[int], options: MegatronOptions) -> None:
+    """Raise ConfigError where all layers of a pipeline rank are dense: no checkpoint of it could be saved.
+
+    distrib_optimizer.py:642 asks every rank's optimizer of experts for its step, and of none there is none.
+    """
+    ranks = options.pipeline_parallel
+    each = len(which) // (ranks * options.virtual_stages)
+    with_experts = [layer for layer, has in enumerate(which) if has]
+    for rank in range(ranks):
+        if not any(layer // each % ranks == rank for layer in with_experts):
+            raise ConfigError(
+                f"megatron: pipeline_parallel={ranks} leaves rank {rank} of a pipeline without a layer that has "
+                f"experts (these are the layers {with_experts}); use fewer pipeline ranks"
+            )
+
+
+def _key_value_heads(config: PreTrainedConfig) -> int:
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def _head_size(config: PreTrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -1,0 +1,98 @@
+"""What a `GPTModel` gives and learns from: logits where they are needed alone, nothing from looking padding up."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from enginehouse_megatron import kernels  # noqa: F401  before all else of megatron-core
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from enginehouse_torch.modeling.loading import VALUE_HEAD
+
+
+def select_positions(model: GPTModel, settings: TransformerConfig) -> None:
+    """Give the output layer the positions that `only_at` names, of all ranks that share a sequence's tokens.
+
+    It then has whole rows of the hidden state, as without sequence parallelism, though far fewer of them.
+    """
+    if not model.post_process:
+        return
+    layer = model.output_layer
+    gathers = settings.sequence_parallel
+    layer.sequence_parallel = False
+    layer.allreduce_dgrad = settings.tensor_model_parallel_size > 1
+
+    def select(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        hidden, *rest = args
+        if gathers:
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=parallel_state.get_tensor_model_parallel_group()
+            )
+        return (hidden[model.needed_positions], *rest)
+
+    layer.register_forward_pre_hook(select)
+
+
+def keep_padding(model: GPTModel, padding: int | None) -> None:
+    """Give the embedding of the padding token no gradient where it is looked up, as `torch.nn.Embedding` does.
+
+    A policy may draw that token. Its embedding is often zero, where a norm's gradient is the largest there is: one such
+    token would decide a step's direction.
+
+    Args:
+        model: on whichever stage.
+        padding: the token's id; None: there is none.
+    """
+    if not model.pre_process or padding is None:
+        return
+    group = parallel_state.get_tensor_model_parallel_group()
+
+    def keep(module: torch.nn.Module, args: tuple[torch.Tensor, ...], found: torch.Tensor) -> torch.Tensor:
+        (ids,) = args
+        if module.reduce_scatter_embeddings:  # `(tokens of this rank, batch, hidden)`; else batch first
+            ids = ids.t().chunk(group.size())[group.rank()]
+        return torch.where((ids == padding)[..., None], found.detach(), found)
+
+    model.embedding.word_embeddings.register_forward_hook(keep)
+
+
+def add_value_head(model: GPTModel, settings: TransformerConfig, device: object) -> None:
+    """Let the last stage give values, `(1, positions, 1)`, and leave the language model's own output layer untrained.
+
+    Every rank that splits matrices has the whole head and computes the same with it.
+    """
+    if not model.post_process:
+        return
+    head = torch.nn.Linear(settings.hidden_size, 1, bias=False, dtype=settings.params_dtype, device=device)
+    model.add_module(VALUE_HEAD, head)
+    layer = model.output_layer
+    if not model.share_embeddings_and_output_weights:
+        layer.weight.requires_grad_(False)
+
+    def forward(hidden: torch.Tensor, weight: object = None, runtime_gather_output: object = None) -> tuple:
+        return head(hidden), None
+
+    layer.forward = forward
+
+
+@contextlib.contextmanager
+def only_at(model: GPTModel, positions: torch.Tensor) -> Iterator[None]:
+    """Within, the model's output has the shape `(1, positions, ...)`.
+
+    Args:
+        model: on whichever stage.
+        positions: int64 `(positions,)`, of this rank's tokens.
+    """
+    model.needed_positions = positions
+    try:
+        yield
+    finally:
+        del model.needed_positions

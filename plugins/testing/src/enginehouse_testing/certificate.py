@@ -1,0 +1,178 @@
+"""What a conformance run found, as JSON for machines and as a table for people."""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from enginehouse.runs.atomic import write_whole
+from enginehouse_testing.origin import Origin
+
+Outcome = Literal["passed", "failed", "not declared", "not run"]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One check at one layout.
+
+    Attributes:
+        name: the check.
+        capability: which it belongs to; `"protocol"` for what every engine does.
+        layout: where it ran; two, joined by an arrow, where a checkpoint went from one to the other; empty where the
+            check belongs to no layout, because it is not declared.
+        tolerance: largest error that passes.
+        measured: the error found; None where nothing was measured. Not finite where something is wrong without a size.
+        outcome: how it ended.
+        detail: what and where, in words.
+    """
+
+    name: str
+    capability: str
+    layout: str
+    tolerance: float
+    measured: float | None
+    outcome: Outcome
+    detail: str = ""
+
+
+@dataclass(slots=True)
+class Certificate:
+    """The results of a backend or a transport.
+
+    Attributes:
+        backend: its name.
+        checks: results, in the order they were found.
+        finished: False until everything asked for has run.
+        whole: False where only some checks or layouts were asked for: then it never says `passed`.
+        kind: `"train"`, `"rollout"` or `"transport"`.
+        runtime: versions of what the engine stood on, in the Python environment of its worker; else empty.
+        depends: distributions whose versions here are given beside the usual.
+        origin: whose it is, and which code of theirs; None: not known.
+    """
+
+    backend: str
+    whole: bool = True
+    finished: bool = False
+    checks: list[Result] = field(default_factory=list)
+    kind: str = "train"
+    runtime: dict[str, str] = field(default_factory=dict)
+    depends: Sequence[str] = ()
+    origin: Origin | None = None
+
+    @property
+    def failed(self) -> list[Result]:
+        """What failed."""
+        return [check for check in self.checks if check.outcome == "failed"]
+
+    @property
+    def clean(self) -> bool:
+        """Everything asked for has run, something passed, and nothing failed."""
+        return self.finished and not self.failed and any(check.outcome == "passed" for check in self.checks)
+
+    @property
+    def passed(self) -> bool:
+        """Every check of every declared capability and layout passed, those that need a missing GPU excepted."""
+        return self.clean and self.whole
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data. Numbers that are not finite are words, since JSON has none."""
+        checks = [asdict(check) for check in self.checks]
+        for check in checks:
+            if check["measured"] is not None and not math.isfinite(check["measured"]):
+                check["measured"] = str(check["measured"])
+        return {
+            "backend": self.backend,
+            "kind": self.kind,
+            "plugin": None if self.origin is None else asdict(self.origin),
+            "passed": self.passed,
+            "written": datetime.now(UTC).isoformat(timespec="seconds"),
+            "interrupted": not self.finished,
+            "whole": self.whole,
+            "checks": checks,
+            "versions": versions(*([] if self.origin is None else [self.origin.distribution]), *self.depends),
+            "runtime": self.runtime,
+            "machine": machine(),
+        }
+
+    def write(self, directory: str | Path) -> None:
+        """Write `certificate.json` and `certificate.md`, each replaced in one step."""
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        write_whole(directory / "certificate.json", json.dumps(self.as_json(), indent=2) + "\n")
+        write_whole(directory / "certificate.md", self.as_markdown())
+
+    def as_markdown(self) -> str:
+        """A table of all results."""
+        ran_with = ", ".join(f"{name} {version}" for name, version in self.runtime.items())
+        lines = [
+            f"# {self.backend} ({self.kind}): {self.verdict()}",
+            "",
+            *([f"Plugin: {self.origin}", ""] if self.origin else []),
+            *([f"Runtime: {ran_with}", ""] if ran_with else []),
+            "| check | capability | layout | measured | tolerance | outcome | detail |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for check in self.checks:
+            cells = (*row(check), check.detail.splitlines()[0] if check.detail else "")
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        return "\n".join(lines) + "\n"
+
+    def verdict(self) -> str:
+        """In words, how it stands."""
+        counts = dict.fromkeys(("passed", "failed", "not run", "not declared"), 0)
+        for check in self.checks:
+            counts[check.outcome] += 1
+        said = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count) or "nothing run"
+        if not self.finished:
+            return f"interrupted ({said})"
+        word = "failed" if self.failed else "passed" if self.passed else "not the whole suite"
+        return f"{word} ({said})"
+
+
+def row(check: Result) -> tuple[str, ...]:
+    """The cells of a result in a table, without its detail."""
+    measured = "" if check.measured is None else f"{check.measured:.2g}"
+    tolerance = "" if check.measured is None else "exact" if check.tolerance == 0 else f"{check.tolerance:g}"
+    return check.name, check.capability, check.layout, measured, tolerance, check.outcome
+
+
+def versions(*distributions: str) -> dict[str, str]:
+    """Versions of what the result depends on: what all stand on, and distributions named."""
+    names = ("enginehouse", "torch", "transformers", "accelerate", "peft", "ray", *filter(None, distributions))
+    found = {"python": platform.python_version()}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def depends_on(record: Any) -> list[str]:
+    """Distributions whose versions a backend's results depend on: those it requires, and what all engines stand on."""
+    from enginehouse.plugin.requirements import parsed
+
+    required = [one.name for text in getattr(record, "requires", ()) for one in parsed(text)]
+    return list(dict.fromkeys([*required, "torch", "transformers", "ray"]))
+
+
+def machine() -> dict[str, Any]:
+    """What it ran on."""
+    import psutil
+    import torch
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "platform": platform.platform(),
+        "processor": platform.machine(),
+        "cpus": psutil.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "gpus": gpus,
+    }

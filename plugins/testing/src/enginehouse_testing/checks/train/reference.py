@@ -1,0 +1,47 @@
+"""The oracle's answers, each computed once for all layouts."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from enginehouse_testing.oracle import Oracle
+from enginehouse_testing.problem import batch, model_path
+
+TRAINING: dict[str, Any] = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.99),
+    # Larger than usual: with an eps far below a gradient AdamW moves a weight by the gradient's sign alone, and a sum
+    # in another order, right to the last bit but one, could turn a sign.
+    "eps": 1e-5,
+    "weight_decay": 0.1,
+    "max_grad_norm": 0.5,
+    "warmup_steps": 2,
+    "schedule": "cosine",
+    "total_steps": 8,
+    "min_lr_ratio": 0.1,
+}
+"""Options of every check that trains."""
+
+STEPS = 5
+
+
+@functools.cache
+def scores(model: str, temperature: float) -> dict[str, torch.Tensor]:
+    """Logprobs and entropy of the whole batch, of all tokens."""
+    return Oracle(model_path(model)).scores(batch(), temperature, masked=False)
+
+
+@functools.cache
+def gradients(model: str) -> tuple[float, dict[str, torch.Tensor]]:
+    """The policy loss on the whole batch, and its gradient."""
+    return Oracle(model_path(model)).gradients(batch())
+
+
+@functools.cache
+def trained(model: str, steps: int = STEPS) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """Figures of each step, and the weights after the last."""
+    oracle = Oracle(model_path(model))
+    return oracle.train(batch(), steps, TRAINING), oracle.weights()

@@ -1,0 +1,169 @@
+"""`enginehouse matrix`: the compatibility page, from certificates and short real runs."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from rich.console import Console
+
+
+@click.command()
+@click.option("--train", multiple=True, metavar="NAME", help="Only this training backend; may be repeated.")
+@click.option("--rollout", multiple=True, metavar="NAME", help="Only this rollout backend; may be repeated.")
+@click.option("--transport", multiple=True, metavar="NAME", help="Only this weight transport; may be repeated.")
+@click.option("--steps", default=6, show_default=True, type=click.IntRange(min=1), help="Steps of each run.")
+@click.option(
+    "--processes",
+    default=2,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Most training processes of a run, and rollout replicas.",
+)
+@click.option(
+    "--output",
+    default="compatibility.md",
+    show_default=True,
+    type=click.Path(dir_okay=False),
+    help="The page; all figures go beside it, as JSON.",
+)
+@click.option(
+    "--directory",
+    default="runs/matrix",
+    show_default=True,
+    type=click.Path(file_okay=False),
+    help="Where runs and their logs go.",
+)
+@click.option(
+    "--certificates",
+    type=click.Path(file_okay=False),
+    help="Where certificates are, or go, as KIND/NAME; unset: certificates, in --directory.",
+)
+@click.option(
+    "--certify/--no-certify", "make", default=True, show_default=True, help="Make certificates that are missing."
+)
+@click.option("--again", is_flag=True, help="Run again what was found before with the same versions.")
+def matrix(
+    train: tuple[str, ...],
+    rollout: tuple[str, ...],
+    transport: tuple[str, ...],
+    steps: int,
+    processes: int,
+    output: str,
+    directory: str,
+    certificates: str | None,
+    make: bool,
+    again: bool,
+) -> None:
+    """Find out which engines work together, and write it down as a page with figures.
+
+    Each registered backend and weight transport is certified, and each combination of them that `plan` allows makes a
+    short real run of a tiny model. The page says how far rollout and trainer are apart, how long weight updates take
+    and how fast tokens are drawn; of what did not run, why. It is written anew after each finding. A second time only
+    what is missing, failed, or was found with other versions or another setting is made; other rows stay. What was
+    found before and is impossible now, for want of an engine's environment say, stays too, and counts as a failure.
+
+    \b
+    enginehouse matrix --output docs/compatibility.md
+    enginehouse matrix --train fsdp --rollout torch --rollout vllm --no-certify
+
+    Exit codes: 0 what was asked for passed or is refused by the plan, 1 a run or a certificate failed, 2 a mistake in
+    the command, 130 interrupted.
+    """
+    from enginehouse.cli.console import terminal
+    from enginehouse.cli.interrupts import EXIT_CODE, Interrupts
+    from enginehouse.plugin import plugins
+    from enginehouse_testing.matrix.combination import KINDS, Setting, combinations
+    from enginehouse_testing.matrix.findings import earlier_findings
+    from enginehouse_testing.matrix.making import Maker, parts_of
+
+    page = Path(output)
+    asked = dict(zip(KINDS, (train, rollout, transport), strict=True))
+    chosen = combinations(plugins(), asked)
+    found = earlier_findings(page)
+    found.command = _command(page, steps, processes)
+    console = terminal()
+
+    def say_what_is_kept() -> None:
+        click.echo(f"Interrupted. What was found is in {page}; the same command goes on from there.", err=True)
+
+    try:
+        with Interrupts(say_what_is_kept), _Shown(console, len(chosen) + len(parts_of(chosen))) as shown:
+            maker = Maker(
+                plugins=plugins(),
+                setting=Setting(steps=steps, processes=processes),
+                directory=Path(directory),
+                certificates=Path(certificates or Path(directory, "certificates")),
+                findings=found,
+                page=page,
+                onlooker=shown,
+            )
+            clean = maker.certify(chosen, make=make, again=again)
+            clean = maker.run(chosen, again=again) and clean
+    except (KeyboardInterrupt, SystemExit):  # ray's own handler of SIGTERM exits
+        say_what_is_kept()
+        sys.exit(EXIT_CODE)
+    click.echo(f"written: {page}")
+    sys.exit(0 if clean else 1)
+
+
+class _Shown:
+    """A bar on a terminal, and a line for each finding.
+
+    Args:
+        console: where to.
+        of: how many findings there will be.
+    """
+
+    def __init__(self, console: Console, of: int):
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._console, self._of, self._number, self._what = console, of, 0, ""
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=of)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def begins(self, what: str) -> None:
+        """See `Onlooker`."""
+        self._what = what
+        self._number += 1
+        self._bar.update(self._task, description=what)
+
+    def part(self, number: int, of: int, what: str) -> None:
+        """See `Onlooker`."""
+        self._bar.update(self._task, description=f"{self._what}: {number}/{of} {what}")
+
+    def ended(self, said: str, failed: bool) -> None:
+        """See `Onlooker`."""
+        self._bar.advance(self._task)
+        line = f"{self._number:>{len(str(self._of))}}/{self._of} {self._what}: {said}"
+        self._console.print(line, style="red" if failed else None, markup=False, highlight=False, soft_wrap=True)
+
+
+def _command(page: Path, steps: int, processes: int) -> str:
+    """The command that writes the whole page anew."""
+    setting = {"--steps": steps, "--processes": processes}
+    defaults = {option.opts[0]: option.default for option in matrix.params}
+    words = [str(word) for name, value in setting.items() if value != defaults[name] for word in (name, value)]
+    return shlex.join(["enginehouse", "matrix", *words, "--output", str(page)])

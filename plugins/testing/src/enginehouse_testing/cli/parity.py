@@ -1,0 +1,156 @@
+"""`enginehouse parity`: how far two engines' logprobs are apart."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from enginehouse_testing.parity import ParityReport
+
+BAR_CELLS = 40
+
+
+@click.command()
+@click.argument("config", type=click.Path())
+@click.argument("overrides", nargs=-1)
+@click.option("--train", "actor", metavar="BACKEND", help="The training engine; unset: what CONFIG says.")
+@click.option("--rollout", metavar="BACKEND", help="The rollout engine; unset: what CONFIG says.")
+@click.option(
+    "--prompts", default=32, show_default=True, type=click.IntRange(min=1), help="How many prompts of data.train."
+)
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Largest mean absolute difference in nats; unset: 1e-4 in float32, 1e-2 in float16, 5e-2 in bfloat16.",
+)
+@click.option("--out", "directory", type=click.Path(file_okay=False, writable=True), help="Where parity.json goes.")
+def parity(
+    config: str,
+    overrides: tuple[str, ...],
+    actor: str | None,
+    rollout: str | None,
+    prompts: int,
+    tolerance: float | None,
+    directory: str | None,
+) -> None:
+    """Compare the logprobs of a rollout engine with those of a training engine, token by token.
+
+    Both are started as a run of CONFIG with OVERRIDES would start them, and given the same weights by one update. The
+    rollout answers prompts of data.train; the training engine scores the answers. Nothing is trained, and the run
+    directory is left alone. The same figures are in every training step's metrics, as mismatch/*.
+
+    \b
+    enginehouse parity examples/quickstart/grpo.yaml
+    enginehouse parity --train fsdp --rollout vllm grpo.yaml --prompts 64 --out parity
+    enginehouse parity --rollout vllm grpo.yaml rollout.sampling.temperature=0.7
+
+    Exit codes: 0 the mean difference is within the tolerance, 1 it is not, or an engine failed, 2 a mistake in the
+    command, the config, the data or the model, 130 interrupted.
+    """
+    import tempfile
+
+    from rich.console import Console
+
+    from enginehouse.cli.interrupts import EXIT_CODE, Interrupts
+    from enginehouse.config.load import load_config
+    from enginehouse.config.plan import plan
+    from enginehouse.config.schema import Config
+
+    backends = {"actor.engine.backend": actor, "rollout.engine.backend": rollout}
+    console = Console() if sys.stdout.isatty() else Console(width=120)
+    with tempfile.TemporaryDirectory(prefix="enginehouse-parity-") as empty:
+        asked = (
+            *overrides,
+            *(f"{key}={backend}" for key, backend in backends.items() if backend),
+            f"run.directory={empty}",  # that of CONFIG may hold the very run whose model is looked at
+            "algorithm.kl.coefficient=0",  # no reference model
+            "weights.effect_check_every=0",  # it would stop at the first difference: the comparison here tells more
+        )
+        planned = plan(load_config(config, asked, Config), config_path=config)
+        if directory:
+            _make(directory)
+        try:
+            with (
+                Interrupts(lambda: None),
+                console.status("comparing engines") if console.is_terminal else nullcontext(),
+            ):
+                from enginehouse_testing.parity import compare_engines
+
+                report = compare_engines(planned, prompts, tolerance)
+        except (KeyboardInterrupt, SystemExit):  # ray's own handler of SIGTERM exits
+            click.echo("Interrupted: nothing was compared.", err=True)
+            sys.exit(EXIT_CODE)
+        except Exception as error:
+            _raise_blamed(error)
+    _show(report, console)
+    if directory:
+        click.echo(f"written: {report.write(directory)}")
+    sys.exit(0 if report.passed else 1)
+
+
+def _make(directory: str) -> None:
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.BadParameter(f"{directory} cannot be made: {error.strerror}", param_hint="--out") from error
+
+
+def _raise_blamed(error: Exception) -> None:
+    """Raise the user's mistake, if that is what a worker's error comes from, else the error."""
+    from enginehouse.controller.errors import unwrap_user_error
+
+    blamed = unwrap_user_error(error)
+    if blamed is not None and blamed is not error:
+        raise blamed from error
+    raise error
+
+
+def _show(report: ParityReport, console: Console) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from enginehouse.rl.mismatch import RATIO_BOUND
+    from enginehouse_testing.parity import DECADES
+
+    found = report.found
+    for label, said in (("train", report.train), ("rollout", report.rollout)):
+        console.print(f"{label:<8} {escape(said)}", highlight=False)
+    console.print(
+        f"weights  by {report.transport}, {report.dtype}; samples at temperature {report.temperature:g}\n",
+        highlight=False,
+    )
+    table = Table("logprobs, in nats", "", box=None)
+    table.columns[1].justify = "right"
+    for label, value in (
+        ("mean difference", found.mean),
+        ("p50", found.p50),
+        ("p99", found.p99),
+        ("max", found.max),
+        ("KL (k3)", found.kl),
+    ):
+        table.add_row(label, f"{value:.3g}")
+    table.add_row("mean importance ratio", f"{found.ratio:.6f}")
+    table.add_row("mean ratio of a whole sample", f"{found.sequence_ratio:.6f}")
+    table.add_row(f"tokens off by more than {RATIO_BOUND:g} times", f"{found.outside:.2%}")
+    table.add_row("tokens", f"{found.tokens:,}")
+    table.add_row("samples", f"{found.sequences:,}")
+    console.print(table)
+
+    console.print("\ntokens by difference", highlight=False)
+    labels = [*(f"up to 1e{exponent:+03d}" for exponent in DECADES), f"above 1e{DECADES[-1]:+03d}"]
+    counts = found.histogram
+    filled = [number for number, count in enumerate(counts) if count]
+    for number in range(filled[0], filled[-1] + 1):
+        bar = "█" * -(-counts[number] * BAR_CELLS // max(counts))
+        console.print(f"  {labels[number]:<12} {counts[number]:>8,} {bar}", highlight=False)
+
+    verdict = "[green]passed[/]" if report.passed else "[bold red]FAILED[/]"
+    allowed = "at most" if report.passed else "more than"
+    console.print(f"\n{verdict}: mean difference {found.mean:.3g}, {allowed} {report.tolerance:g}", highlight=False)

@@ -1,0 +1,107 @@
+"""The receivers of a transport under test in another process, or in one that shares nothing with this host."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import multiprocessing
+import os
+import re
+import sys
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from typing import Any
+
+from enginehouse.engines.weights import TransferPlan, address_of, checksum
+from enginehouse.errors import EnginehouseError
+from enginehouse.plugin import resolve
+from enginehouse_testing.link import Link, Weights, announced, received
+
+START_SECONDS = 120.0
+"""Longest the other process may take to be there: it imports torch, on a machine that may be busy."""
+
+SHARED = re.compile(r"/dev/shm/|/memfd:|/proc/(\d+)/(fd|map_files|mem)\b")
+"""Paths of what processes of one host share."""
+
+
+def arrives(link: Link, weights: Weights, another_host: bool) -> str:
+    """Send weights to receivers in another process; returns what is wrong in words, empty where nothing is.
+
+    Args:
+        link: the transport, and how many receivers there are.
+        weights: what is sent.
+        another_host: that process cannot open what processes of one host share.
+    """
+    transport = link.transport()
+    plan = transport.prepare(announced(weights), link.receivers, uuid.uuid4().hex, 1024, 1)
+    sender = transport.connect(plan, "send", 0)
+    reached = plan.reached([address_of(sender, "127.0.0.1")])
+    try:
+        with _process(link, reached, another_host) as answers, ThreadPoolExecutor(1) as thread:
+            if said := _answer(answers, START_SECONDS):
+                return str(said)
+            sending = thread.submit(sender.send, 1, iter(weights.items()), link.seconds)
+            arrived = _answer(answers, link.seconds)
+            if isinstance(arrived, str):
+                sender.abort(1)
+                return arrived
+            sums = sending.result(link.seconds)
+    except EnginehouseError as error:
+        return f"the sender: {error}"
+    finally:
+        sender.close()
+    differing = [f"{name} at receiver {index}" for index, one in enumerate(arrived) for name in sums.keys() | one.keys()
+                 if one.get(name) != checksum(weights[name])]  # fmt: skip
+    return f"arrived changed: {', '.join(differing)}" if differing else ""
+
+
+def _answer(answers: Connection, seconds: float) -> Any:
+    try:
+        return answers.recv() if answers.poll(seconds) else f"the other process did not answer within {seconds:g} s"
+    except EOFError:
+        return "the other process ended"
+
+
+@contextlib.contextmanager
+def _process(link: Link, plan: TransferPlan, another_host: bool) -> Iterator[Connection]:
+    """The process with the receivers: what it answers, first whether it is connected, then what arrived."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_receive, args=(link, plan, another_host, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield ours
+    finally:
+        ours.close()
+        process.kill()
+        process.join()
+
+
+def _receive(link: Link, plan: TransferPlan, another_host: bool, answers: Connection) -> None:
+    if another_host:
+        sys.addaudithook(_nothing_shared)
+    try:
+        transport = resolve(link.record.transport)()
+        sessions = [transport.connect(plan, "recv", index) for index in range(link.receivers)]
+        answers.send("")
+        with ThreadPoolExecutor(link.receivers) as threads:
+            found = list(threads.map(lambda session: received(session, 1, link.seconds), sessions))
+        answers.send([{name: checksum(t) for bucket in buckets for name, t in bucket} for buckets in found])
+        for session in sessions:
+            session.close()
+    except BaseException as error:
+        answers.send(f"the receivers, in another process: {type(error).__name__}: {error}")
+
+
+def _nothing_shared(event: str, arguments: tuple[Any, ...]) -> None:
+    """Refuse to open, or map, what another host could not see."""
+    path = arguments[0] if event == "open" else ""
+    if event == "mmap.__new__" and arguments[0] >= 0:
+        with contextlib.suppress(OSError):
+            path = os.readlink(f"/proc/self/fd/{arguments[0]}")
+    found = SHARED.match(path) if isinstance(path, str) else None
+    if found and found[1] != str(os.getpid()):
+        raise OSError(errno.ENOENT, "this path is not there on another host", path)

@@ -1,0 +1,149 @@
+"""Which runs there are to make: every combination of what is registered, as far as `plan` allows it.
+
+What is possible stands in no table here. A combination is put into a config and planned; what `plan` refuses is a row
+with its reason.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from enginehouse.config.load import load_config
+from enginehouse.config.plan import Plan, plan
+from enginehouse.config.schema import Config
+from enginehouse.errors import UserError, nearest
+from enginehouse.plugin import Backend, Layout, Transport
+from enginehouse.plugin.capabilities import SAME_PROCESS
+from enginehouse.plugin.lookup import label
+from enginehouse_testing.matrix.task import LEARNING_RATE
+
+if TYPE_CHECKING:
+    from enginehouse.plugin import PluginManager
+
+KINDS = ("train", "rollout", "transport")
+"""What a combination has one of each of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """A training backend, a rollout backend and a weight transport, by name."""
+
+    train: str
+    rollout: str
+    transport: str
+
+    def __str__(self) -> str:
+        return f"{self.train} x {self.rollout} by {self.transport}"
+
+    @property
+    def folder(self) -> str:
+        """A name for its files."""
+        return "-".join((self.train, self.rollout, self.transport))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """How long and how wide the runs are.
+
+    Attributes:
+        steps: of each run.
+        processes: most training processes; the rollout gets as many replicas as there are training processes.
+    """
+
+    steps: int
+    processes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A combination that `plan` allows.
+
+    Attributes:
+        plan: its plan.
+        train: the training backend's layout, one that the conformance suite checks.
+        rollout: the rollout backend's.
+        overrides: what makes the shared config this run's.
+    """
+
+    plan: Plan
+    train: Layout
+    rollout: Layout
+    overrides: tuple[str, ...]
+
+
+def names(plugins: PluginManager, kind: str, asked: Sequence[str]) -> list[str]:
+    """The names of a kind that were asked for, else all that are registered, usable or not; core's own first.
+
+    Raises:
+        UserError: there is nothing of a name.
+    """
+    known = list(dict.fromkeys(record.name for record in plugins.all(kind)))
+    for name in asked:
+        if name not in known:
+            raise UserError(f"--{kind}: there is no {label(kind)} {name!r}; {nearest(name, known)}")
+    return [name for name in known if name in asked] if asked else known
+
+
+def combinations(plugins: PluginManager, asked: Mapping[str, Sequence[str]]) -> list[Combination]:
+    """All combinations of what was asked for, by kind; of a kind of which nothing was, all there is."""
+    trains, rollouts, transports = (names(plugins, kind, asked.get(kind, ())) for kind in KINDS)
+    return [Combination(*one) for one in ((a, b, c) for a in trains for b in rollouts for c in transports)]
+
+
+def planned(
+    plugins: PluginManager, combination: Combination, setting: Setting, config: Path, directory: Path
+) -> Planned:
+    """Put a combination into the shared config, and check it.
+
+    Each backend is laid out as the conformance suite lays it out: for training the first declared layout of
+    `setting.processes`, or of the next smaller number; for the rollout the first. Actor and rollout share processes
+    where the transport reaches no further.
+
+    Args:
+        plugins: what is installed.
+        combination: what to combine.
+        setting: how long and how wide.
+        config: the shared config.
+        directory: the run directory.
+
+    Raises:
+        UserError: why it is not possible.
+    """
+    train = _layout(plugins, "train", combination.train, setting.processes)
+    rollout = _layout(plugins, "rollout", combination.rollout, 1)
+    overrides = (
+        f"actor.engine.backend={combination.train}",
+        f"actor.engine.options={json.dumps({'lr': LEARNING_RATE, **train.options})}",
+        f"actor.processes={train.processes}",
+        f"rollout.engine.backend={combination.rollout}",
+        f"rollout.engine.options={json.dumps(dict(rollout.options))}",
+        f"rollout.replicas={train.processes}",
+        f"rollout.placement={_placement(plugins, combination.transport)}",
+        f"weights.transport={combination.transport}",
+        f"train.steps={setting.steps}",
+        f"run.directory={directory}",
+    )
+    return Planned(
+        plan=plan(load_config(config, overrides, Config), plugins, config_path=config),
+        train=train,
+        rollout=rollout,
+        overrides=overrides,
+    )
+
+
+def _layout(plugins: PluginManager, kind: str, name: str, most: int) -> Layout:
+    """The first declared layout of `most` processes, or of the next smaller number there is."""
+    record = plugins.providers(kind, name)[0].record
+    assert isinstance(record, Backend)
+    fitting = [layout for layout in record.layouts if layout.processes <= most and not layout.only]
+    return max(fitting, key=lambda layout: layout.processes) if fitting else Layout("default")
+
+
+def _placement(plugins: PluginManager, transport: str) -> str:
+    record = plugins.providers("transport", transport)[0].record
+    assert isinstance(record, Transport)
+    return "colocated" if set(record.capabilities) == {SAME_PROCESS} else "separate"

@@ -1,0 +1,156 @@
+"""What the right answer is: plain transformers, one row at a time, autograd and `torch.optim.AdamW`, in float32.
+
+It shares nothing with any engine: neither how rows are laid out, nor losses, nor the optimizer or the schedule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from enginehouse.data import Batch
+from enginehouse_testing.problem import CLIP, ENTROPY, TEMPERATURE
+
+Weights = dict[str, torch.Tensor]
+
+
+class Oracle:
+    """One model, scored and trained by the book.
+
+    Args:
+        path: a Hugging Face model directory.
+        value_head: `(1, hidden)`, where the model gives values instead of logprobs.
+    """
+
+    def __init__(self, path: str, value_head: torch.Tensor | None = None):
+        from transformers import AutoModelForCausalLM
+
+        self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self.value_head = None if value_head is None else torch.nn.Parameter(value_head.clone())
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """What is trained."""
+        for name, parameter in self.model.named_parameters():
+            if self.value_head is None or not name.startswith("lm_head."):
+                yield name, parameter
+        if self.value_head is not None:
+            yield "value_head.weight", self.value_head
+
+    def weights(self) -> Weights:
+        """A copy of all parameters, as a checkpoint stores them; tied ones once."""
+        found = self._stored({name: parameter.detach().clone() for name, parameter in self.model.named_parameters()})
+        if self.value_head is not None:
+            found["value_head.weight"] = self.value_head.detach().clone()
+        return found
+
+    def row(self, ids: torch.Tensor, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logprobs and entropy of one row's tokens, each float32 `(tokens,)`; 0 at position 0."""
+        logits = self.model(input_ids=ids[None]).logits[0, :-1].float() / temperature
+        distribution = torch.log_softmax(logits, dim=-1)
+        logprobs = distribution.gather(-1, ids[1:, None])[:, 0]
+        entropy = -(distribution.exp() * distribution).sum(-1)
+        return torch.cat([torch.zeros(1), logprobs]), torch.cat([torch.zeros(1), entropy])
+
+    @torch.no_grad()
+    def distributions(self, ids: Sequence[int], temperature: float = 1.0) -> torch.Tensor:
+        """Logprobs of the whole vocabulary after each token of a row, float32 `(tokens, vocabulary)`."""
+        logits = self.model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0].float()
+        return torch.log_softmax(logits / temperature, dim=-1)
+
+    def row_values(self, ids: torch.Tensor) -> torch.Tensor:
+        """Values of one row's tokens, float32 `(tokens,)`: of the state before each; 0 at position 0."""
+        assert self.value_head is not None
+        hidden = self.model.base_model(input_ids=ids[None]).last_hidden_state[0, :-1]
+        return torch.cat([torch.zeros(1), (hidden @ self.value_head.T)[:, 0]])
+
+    def scores(self, batch: Batch, temperature: float = 1.0, masked: bool = True) -> dict[str, torch.Tensor]:
+        """`logprobs` and `entropy`, or `values`, of all rows end to end; 0 where `loss_mask` is false."""
+        columns: dict[str, list[torch.Tensor]] = {}
+        with torch.no_grad():
+            for row in range(len(batch)):
+                values = batch.row(row)
+                if self.value_head is None:
+                    logprobs, entropy = self.row(values["input_ids"], temperature)
+                    found = {"logprobs": logprobs, "entropy": entropy}
+                else:
+                    found = {"values": self.row_values(values["input_ids"])}
+                for name, column in found.items():
+                    kept = torch.where(values["loss_mask"], column, 0.0) if masked else column
+                    columns.setdefault(name, []).append(kept)
+        return {name: torch.cat(parts) for name, parts in columns.items()}
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """The mean over the batch's loss tokens: a clipped policy loss with an entropy bonus, or squared errors."""
+        total, counted = torch.zeros(()), 0
+        for row in range(len(batch)):
+            values = batch.row(row)
+            chosen = values["loss_mask"]
+            if self.value_head is None:
+                logprobs, entropy = self.row(values["input_ids"], TEMPERATURE)
+                ratio = torch.exp(logprobs - values["old_logprobs"])
+                each = -(torch.clamp(ratio, max=1 + CLIP) * values["advantages"] + ENTROPY * entropy)
+            else:
+                each = (self.row_values(values["input_ids"]) - values["returns"]) ** 2
+            total = total + each[chosen].sum()
+            counted += int(chosen.sum())
+        return total / counted
+
+    def gradients(self, batch: Batch) -> tuple[float, Weights]:
+        """The loss, and its gradient by parameter, as a checkpoint stores them."""
+        names, parameters = zip(*self.named_parameters(), strict=True)
+        loss = self.loss(batch)
+        gradients = dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+        return float(loss.detach()), self._stored(gradients)
+
+    def _stored(self, found: Weights) -> Weights:
+        """Experts apart, where transformers runs them as one tensor."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        stored: Weights = revert_weight_conversion(self.model, found)
+        return stored
+
+    def train(self, batch: Batch, steps: int, options: dict[str, Any]) -> list[dict[str, float]]:
+        """Take optimizer steps on the same batch.
+
+        Args:
+            batch: all rows.
+            steps: how many.
+            options: `lr`, `betas`, `eps`, `weight_decay`, `max_grad_norm`, `warmup_steps`, `total_steps` and
+                `min_lr_ratio` of a cosine schedule.
+
+        Returns:
+            For each step `loss`, `grad_norm` before clipping and `lr`.
+        """
+        parameters = [parameter for _, parameter in self.named_parameters()]
+        optimizer = torch.optim.AdamW(
+            parameters,
+            lr=0.0,
+            betas=options["betas"],
+            eps=options["eps"],
+            weight_decay=options["weight_decay"],
+            foreach=False,
+        )
+        figures = []
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            loss.backward()
+            norm = float(torch.nn.utils.clip_grad_norm_(parameters, options["max_grad_norm"]))
+            lr = cosine_rate(step, options)
+            optimizer.param_groups[0]["lr"] = lr
+            optimizer.step()
+            figures.append({"loss": float(loss.detach()), "grad_norm": norm, "lr": lr})
+        return figures
+
+
+def cosine_rate(step: int, options: dict[str, Any]) -> float:
+    """Linear warm-up that ends with `lr`, then a half cosine to `min_lr_ratio * lr` at `total_steps`."""
+    warmup = options["warmup_steps"]
+    if step < warmup:
+        return options["lr"] * (step + 1) / warmup
+    part = min(1.0, (step - warmup) / (options["total_steps"] - warmup))
+    low = options["min_lr_ratio"]
+    return options["lr"] * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * part)))

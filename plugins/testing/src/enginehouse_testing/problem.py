@@ -1,0 +1,117 @@
+"""What every engine is given to compute: batches, how they are cut over ranks, and losses.
+
+In a module of core so that workers find the losses by name, whatever environment they run in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from enginehouse.data import Batch, Ragged
+from enginehouse.engines.train import LossSpec, LossValue, Mean, Outputs, TokenView
+from enginehouse_testing.models import PAD_ID, VOCABULARY_SIZE, tiny_experts, tiny_model, with_weight
+
+ROWS = 16
+TEMPERATURE = 0.7
+CLIP = 0.5
+ENTROPY = 0.1
+
+POLICY = LossSpec("enginehouse_testing.problem:policy", {}, Outputs(entropy=True, temperature=TEMPERATURE))
+SQUARED_ERROR = LossSpec("enginehouse_testing.problem:squared_error", {}, Outputs(logprobs=False, values=True))
+NOT_FINITE = LossSpec("enginehouse_testing.problem:not_finite")
+
+MODELS = ("tied", "untied")
+"""What every engine is checked with; where one model is enough, with the first."""
+EXPERTS = ("experts",)
+"""The same of the capability `experts`."""
+
+
+EDGE = ("edge",)
+"""One of whose weights a step takes beyond float32."""
+HUGE = 3e38
+"""A float32 whose double is none."""
+UNUSED_ID = 6
+"""A token that no row of `batch()` holds: its embedding has no gradient, and nothing is computed from it."""
+
+
+def model_path(name: str) -> str:
+    """A tiny model: `"tied"` of Qwen3's shape, `"untied"` of Llama's, each dimension a multiple of 4; `"experts"`.
+
+    `"edge"` is the untied one with `HUGE` as one weight, in the embedding of `UNUSED_ID`.
+    """
+    if name == "experts":
+        return tiny_experts()
+    if name == "edge":
+        return with_weight(model_path("untied"), "model.embed_tokens.weight", (UNUSED_ID, 0), HUGE)
+    if name == "tied":
+        return tiny_model("qwen3", True, heads=8, key_value_heads=4)
+    return tiny_model("llama", False, heads=8, key_value_heads=4)
+
+
+def batch(seed: int = 0, groups: int = 4, per_group: int = 4, longest: int = 9) -> Batch:
+    """Rows of ragged length in groups that share a prompt, with the columns the losses need.
+
+    The first row has the padding token as a token like others, read and drawn: an engine must not mask it.
+    """
+    draw = np.random.default_rng(seed)
+    ids: list[list[int]] = []
+    masks: list[list[bool]] = []
+    for _ in range(groups):
+        prompt = draw.integers(3, VOCABULARY_SIZE, draw.integers(1, longest)).tolist()
+        for _ in range(per_group):
+            response = draw.integers(1, VOCABULARY_SIZE, draw.integers(1, longest)).tolist()
+            if not ids:
+                prompt[0] = response[-1] = PAD_ID
+            ids.append(prompt + response)
+            masks.append([False] * len(prompt) + [True] * len(response))
+    column = Ragged.from_list(ids, dtype=torch.int64)
+    noise = torch.Generator().manual_seed(seed)
+    tokens = column.tokens
+    return Batch(
+        {
+            "input_ids": column,
+            "loss_mask": Ragged(torch.tensor([one for mask in masks for one in mask]), column.offsets),
+            "returns": Ragged(torch.randn(tokens, generator=noise), column.offsets),
+            "old_logprobs": Ragged(-3 + torch.randn(tokens, generator=noise), column.offsets),
+            "advantages": torch.randn(len(ids), generator=noise),
+        }
+    )
+
+
+def uneven(rows: int, parts: int, empty: bool = False) -> list[int]:
+    """Sizes of shards that differ; with `empty` the first of several has no rows."""
+    if parts == 1:
+        return [rows]
+    shares = np.arange(parts, dtype=float) + (0.0 if empty else 1.0)
+    sizes = np.floor(rows * shares / shares.sum()).astype(int)
+    sizes[-1] += rows - sizes.sum()
+    return sizes.tolist()
+
+
+def policy(view: TokenView) -> LossValue:
+    """A clipped policy loss with an entropy bonus: it reads columns of every kind."""
+    mask = view.columns["loss_mask"]
+    ratio = torch.exp(view.outputs["logprobs"] - view.columns["old_logprobs"])
+    gain = torch.clamp(ratio, max=1 + CLIP) * view.columns["advantages"][view.row]
+    counted = float(mask.sum())
+    total = -(gain + ENTROPY * view.outputs["entropy"])[mask].sum()
+    return LossValue(total, counted, {"ratio": Mean(float(ratio.detach()[mask].sum()), counted)})
+
+
+def squared_error(view: TokenView) -> LossValue:
+    """Values against returns."""
+    mask = view.columns["loss_mask"]
+    return LossValue(((view.outputs["values"] - view.columns["returns"])[mask] ** 2).sum(), float(mask.sum()))
+
+
+def not_finite(view: TokenView) -> LossValue:
+    """Infinite, and so is its gradient."""
+    return LossValue(view.outputs["logprobs"].sum() * float("inf"), 1.0)
+
+
+def cut(whole: Batch, sizes: Sequence[int]) -> list[Batch]:
+    """Shards of the given sizes."""
+    return whole.split(list(sizes))

@@ -1,0 +1,284 @@
+"""Running checks: which cases there are, on which processes they run, and what becomes of each."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from enginehouse.errors import UserError, nearest
+from enginehouse.plugin import Backend, Layout, RolloutBackend, TrainBackend, Transport, capabilities
+from enginehouse.runtimes import choose_runtime
+from enginehouse_testing.certificate import Certificate, Result, depends_on
+from enginehouse_testing.check import PROTOCOL, Check, Seen
+from enginehouse_testing.checks import checks_of
+from enginehouse_testing.origin import origin_of
+from enginehouse_testing.sites import (
+    ACT_SECONDS,
+    ROLLOUT_ACT_SECONDS,
+    TRANSPORT_SECONDS,
+    RolloutSite,
+    Site,
+    TrainSite,
+    TransportSite,
+)
+
+if TYPE_CHECKING:
+    from enginehouse.engines.model import Device
+
+MOST_PAIRS = 6
+"""Most pairs of layouts between which checkpoints are carried."""
+
+
+QUICK: Mapping[str, tuple[str, ...]] = {
+    "train": ("logprobs", "gradients", "training", "weights", "checkpoint"),
+    "rollout": ("overtaking", "greedy", "logprobs", "ends", "refused", "abort_one", "pause_abort", "update"),
+    "transport": ("exact", "several_ranks", "awkward_tensors"),
+}
+"""By kind the few checks to begin with: what is wrong with a new engine mostly shows in one of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A check at a layout; for a check between layouts, from the first of two to the second."""
+
+    check: Check
+    layouts: tuple[Layout, ...]
+
+    @property
+    def layout(self) -> str:
+        """The layouts' names."""
+        return " -> ".join(layout.name for layout in self.layouts)
+
+    def result(self, outcome: Any, measured: float | None = None, detail: str = "") -> Result:
+        """What became of it."""
+        check = self.check
+        return Result(check.name, check.capability, self.layout, check.tolerance, measured, outcome, detail)
+
+    def __str__(self) -> str:
+        return f"{self.check.name}-{self.layout.replace(' -> ', '-to-')}"
+
+
+def cases(
+    record: Backend | Transport, layouts: Sequence[str] | None = None, checks: Sequence[str] | None = None
+) -> list[Case]:
+    """Every case of the declared capabilities and layouts of a backend or transport, or of those named.
+
+    Raises:
+        UserError: there is no check or layout of a given name.
+    """
+    chosen = _named("check", checks, checks_of(record.kind), "suite")
+    places = _named("layout", layouts, layouts_of(record), f"{record.kind} {record.name!r}")
+    found = []
+    for check in chosen:
+        if not check.declared(record.capabilities):
+            continue
+        own = [place for place in places if not _lacks(check, place)]
+        # What is laid out for this alone comes first: checkpoints are carried between few pairs.
+        own_first = sorted(own, key=lambda place: not place.only)
+        wanted: Iterable[tuple[Layout, ...]] = pairs(own_first) if check.between else [(place,) for place in own]
+        found += [Case(check, place) for place in wanted]
+    if isinstance(record, RolloutBackend):  # an engine is launched for each layout
+        found.sort(key=lambda case: places.index(case.layouts[0]))
+    return found
+
+
+def undeclared(
+    record: Backend | Transport, layouts: Sequence[str] | None = None, checks: Sequence[str] | None = None
+) -> list[Result]:
+    """Results of the checks that belong to capabilities the backend, or a layout of it, does not declare."""
+    places = _named("layout", layouts, layouts_of(record), f"{record.kind} {record.name!r}")
+    chosen = _named("check", checks, checks_of(record.kind), "suite")
+    lacking = [
+        Case(check, (place,)).result("not declared", detail=f"layout {place.name} is without {check.capability!r}")
+        for check in chosen
+        for place in places
+        if check.capability in record.capabilities and check.declared(record.capabilities) and _lacks(check, place)
+    ]
+    return lacking + [
+        Case(check, ()).result("not declared", detail=f"{record.name} does not declare {_missing(check, record)!r}")
+        for check in chosen
+        if not check.declared(record.capabilities)
+    ]
+
+
+def layouts_of(record: Backend | Transport) -> tuple[Layout, ...]:
+    """What it is checked at: a backend's declared layouts; a transport with one receiver, and with three.
+
+    How far a transport reaches is looked at with one.
+    """
+    if isinstance(record, Transport):
+        reaches = (capabilities.SAME_HOST, capabilities.CROSS_HOST)
+        return (Layout("one receiver", 1), Layout("three receivers", 3, without=reaches))
+    return record.layouts
+
+
+def pairs(layouts: Sequence[Layout]) -> list[tuple[Layout, Layout]]:
+    """Pairs with different numbers of processes, the largest drop first: one of each pair of numbers, then others."""
+    every = [(a, b) for a in layouts for b in layouts if a.processes != b.processes]
+    every.sort(key=lambda pair: pair[1].processes - pair[0].processes)
+    found: list[tuple[Layout, Layout]] = []
+    rest: list[tuple[Layout, Layout]] = []
+    numbers: set[tuple[int, int]] = set()
+    for pair in every:
+        key = (pair[0].processes, pair[1].processes)
+        (rest if key in numbers else found).append(pair)
+        numbers.add(key)
+    # Of the rest those that change most about the layout: options on either side.
+    rest.sort(key=lambda pair: -(len(pair[0].options) + len(pair[1].options)))
+    return [*found, *rest][:MOST_PAIRS]
+
+
+class Certifier:
+    """Runs cases of one backend or transport, in processes that are kept. A context manager.
+
+    A check that raises, or does not end, is a failed result, and what served it is started anew.
+
+    Args:
+        record: the backend or transport; it need not be registered. The attribute may be changed, between cases, to
+            another of its kind: the processes stay.
+        runtime: the runtime of a rollout engine, as in a config: `"auto"`, a name or a path.
+        device: what a rollout engine runs on; None: the first of the record's devices that is there.
+        timeout: longest an act of a check may take, in seconds; None: as long as a busy machine may need.
+    """
+
+    def __init__(self, record: Any, runtime: str = "auto", device: Device | None = None, timeout: float | None = None):
+        self.record = record
+        self._site = _site(record, runtime, device, timeout)
+        self._seen: dict[tuple[Any, ...], list[Seen]] = {}
+        self._versions: dict[str, str] = {}
+
+    def __enter__(self) -> Certifier:
+        self._site.open()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._site.close()
+
+    def run(self, case: Case) -> Result:
+        """Run one case."""
+        if missing := _missing_gpus(case):
+            return case.result("not run", detail=missing)
+        directory = tempfile.mkdtemp(prefix="enginehouse-certify-")
+        try:
+            seen = []
+            for number in range(len(case.check.acts)):
+                layout = case.layouts[min(number, len(case.layouts) - 1)]
+                seen.append(self._once(case.check, number, layout, directory))
+            measured = case.check.judge(*seen)
+        except Exception as error:
+            self._site.failed(case.layouts[0])
+            return case.result("failed", detail=f"{type(error).__name__}: {error}")
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+        passed = measured.error <= case.check.tolerance  # False for nan
+        if not passed:
+            self._site.failed(case.layouts[0])
+        return case.result("passed" if passed else "failed", measured.error, measured.detail)
+
+    def versions(self) -> dict[str, str]:
+        """Versions of what a rollout engine stands on in its runtime, once a check has run there; else empty."""
+        self._versions = self._versions or self._site.versions(depends_on(self.record))
+        return self._versions
+
+    def _once(self, check: Check, number: int, layout: Layout, directory: str) -> list[Seen]:
+        """What was seen in an act; where it is the only one of its check, checks that share it run it once."""
+        if len(check.acts) > 1 or not isinstance(self.record, TrainBackend):
+            return self._site.act(self.record, check, number, layout, directory)
+        key = (self.record.engine, check.acts[number], check.device, layout.name)
+        if key not in self._seen:
+            self._seen[key] = self._site.act(self.record, check, number, layout, directory)
+        return self._seen[key]
+
+
+def _site(record: Any, runtime: str, device: Device | None, timeout: float | None) -> Site:
+    if isinstance(record, TrainBackend):
+        return TrainSite(timeout or ACT_SECONDS)
+    if isinstance(record, Transport):
+        return TransportSite(timeout or TRANSPORT_SECONDS)
+    if device is None:
+        import torch
+
+        device = "cuda" if "cuda" in record.devices and torch.cuda.is_available() else "cpu"
+    interpreter = choose_runtime(record, runtime, device)
+    return RolloutSite(interpreter.python, interpreter.env, device, timeout or ROLLOUT_ACT_SECONDS)
+
+
+def certify(
+    record: Backend | Transport,
+    *,
+    layouts: Sequence[str] | None = None,
+    checks: Sequence[str] | None = None,
+    runtime: str = "auto",
+    timeout: float | None = None,
+    fail_fast: bool = False,
+    begins: Callable[[Case, int, int], None] = lambda case, number, of: None,
+    ended: Callable[[Certificate], None] = lambda certificate: None,
+) -> Certificate:
+    """Run the suite on a backend or a transport.
+
+    Args:
+        record: it need not be registered.
+        layouts: names of declared layouts; None: all.
+        checks: names of checks; None: all.
+        runtime: the runtime of a rollout engine, as in a config.
+        timeout: longest an act of a check may take, in seconds; None: as long as a busy machine may need.
+        fail_fast: end with the first check that fails; the certificate is then not of the whole suite.
+        begins: called before each case, with its number, counted from 1, of how many.
+        ended: called with the certificate so far after each case, and once it is finished.
+
+    Raises:
+        UserError: there is no check or layout of a given name.
+        ControllerError: Ray cannot be started.
+    """
+    planned = cases(record, layouts, checks)
+    whole = layouts is None and checks is None
+    certificate = Certificate(
+        record.name, whole=whole, kind=record.kind, depends=depends_on(record), origin=origin_of(record)
+    )
+    ended(certificate)
+    with Certifier(record, runtime, timeout=timeout) as certifier:
+        for number, case in enumerate(planned, start=1):
+            begins(case, number, len(planned))
+            certificate.checks.append(certifier.run(case))
+            certificate.runtime = certifier.versions()
+            if fail_fast and certificate.failed:
+                certificate.whole = whole and number == len(planned)
+                break
+            ended(certificate)
+    certificate.checks += undeclared(record, layouts, checks)
+    certificate.finished = True
+    ended(certificate)
+    return certificate
+
+
+def _lacks(check: Check, layout: Layout) -> bool:
+    """Whether a layout is without a capability that a check takes, or is not for such checks."""
+    lacking = {check.capability, check.also} & set(layout.without)
+    return bool(lacking) or bool(layout.only and check.capability not in layout.only)
+
+
+def _missing(check: Check, record: Backend | Transport) -> str:
+    return next(name for name in (check.capability, check.also) if name not in (PROTOCOL, "", *record.capabilities))
+
+
+def _missing_gpus(case: Case) -> str:
+    if case.check.device != "cuda":
+        return ""
+    import torch
+
+    needed, there = max(layout.processes for layout in case.layouts), torch.cuda.device_count()
+    return "" if there >= needed else f"needs {needed} GPU(s), and this machine has {there}"
+
+
+def _named(what: str, names: Sequence[str] | None, choices: Sequence[Any], owner: str) -> list[Any]:
+    if names is None:
+        return list(choices)
+    by_name = {choice.name: choice for choice in choices}
+    for name in names:
+        if name not in by_name:
+            raise UserError(f"the {owner} has no {what} {name!r}; {nearest(name, by_name)}")
+    return [choice for choice in choices if choice.name in names]

@@ -1,0 +1,236 @@
+"""Where acts are run: on the ranks of a training engine, on a rollout engine's replica, or here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec, start_ray
+from enginehouse.controller.errors import WorkerDied
+from enginehouse.plugin import Layout, RolloutBackend, resolve
+from enginehouse_testing.check import Check, Seen
+from enginehouse_testing.problem import EDGE, EXPERTS, MODELS, model_path
+from enginehouse_testing.prompts import ROLLOUT_MODELS, rollout_model
+from enginehouse_testing.rank import EngineUnderTest
+from enginehouse_testing.replica import ReplicaUnderTest
+
+if TYPE_CHECKING:
+    from enginehouse.controller import Cluster
+    from enginehouse.engines.model import Device
+    from enginehouse_testing.check import RolloutCheck
+
+log = logging.getLogger(__name__)
+
+ACT_SECONDS = 180.0
+"""Longest an act of a training engine may take: some forty times what one takes on two quiet cores."""
+ROLLOUT_ACT_SECONDS = 600.0
+"""The same of a rollout engine, its launch included."""
+TRANSPORT_SECONDS = 60.0
+"""Deadline of all that a transport is to do, and of what is to fail at once."""
+END_SECONDS = 60.0
+"""Longest an engine may take to end; then its process is killed."""
+
+
+class Site(Protocol):
+    """Where the acts of a kind's checks are run."""
+
+    def open(self) -> None:
+        """Be ready."""
+
+    def close(self) -> None:
+        """End all processes."""
+
+    def act(self, record: Any, check: Any, number: int, layout: Layout, directory: str) -> list[Seen]:
+        """Run act `number` of a check; what goes wrong in it is raised."""
+        ...
+
+    def failed(self, layout: Layout) -> None:
+        """A check failed: what served its acts is not used again."""
+
+    def versions(self, names: Sequence[str]) -> dict[str, str]:
+        """Versions of distributions where the engine runs, where that may be another Python environment; else empty."""
+        ...
+
+
+class TrainSite:
+    """Worker groups of one rank a process, one group for each number of processes.
+
+    Args:
+        seconds: longest an act may take.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._groups: dict[tuple[int, str], WorkerGroup] = {}
+        self._pools: dict[tuple[int, str], ResourcePool] = {}
+        self._cluster: Cluster | None = None
+        self._models = {name: model_path(name) for name in (*MODELS, *EXPERTS, *EDGE)}
+
+    def open(self) -> None:
+        """See `Site`."""
+        self._cluster = start_ray()
+
+    def close(self) -> None:
+        """See `Site`."""
+        for group in self._groups.values():
+            group.shutdown()
+        for pool in self._pools.values():
+            pool.shutdown()
+        self._groups.clear()
+        self._pools.clear()
+        if self._cluster is not None:
+            self._cluster.shutdown()
+
+    def act(self, record: Any, check: Check, number: int, layout: Layout, directory: str) -> list[Seen]:
+        """See `Site`."""
+        key = (layout.processes, check.device)
+        try:
+            if key not in self._groups:
+                self._groups[key] = self._started(record.name, *key)
+            seen: list[Seen] = self._groups[key].call("act", record, check, number, layout, self._models, directory)
+            return seen
+        except Exception:
+            self._end(key)  # ranks that did not fail wait for those that did
+            raise
+
+    def failed(self, layout: Layout) -> None:
+        """Nothing to do: each act has engines of its own."""
+
+    def versions(self, names: Sequence[str]) -> dict[str, str]:
+        """See `Site`: workers run under this interpreter."""
+        return {}
+
+    def _started(self, backend: str, processes: int, device: Any) -> WorkerGroup:
+        pool = ResourcePool([processes], gpus_per_process=int(device == "cuda"), name=f"{processes}-{device}")
+        self._pools[processes, device] = pool
+        spec = WorkerSpec(EngineUnderTest)
+        return WorkerGroup(pool, spec, name=f"{backend}-{processes}", device=device, timeout=self._seconds)
+
+    def _end(self, key: tuple[int, str]) -> None:
+        group, pool = self._groups.pop(key, None), self._pools.pop(key, None)
+        if group is not None:
+            group.shutdown(timeout=0.1)
+        if pool is not None:
+            pool.shutdown()
+
+
+class RolloutSite:
+    """One process with one replica in it, under the interpreter of the backend's runtime.
+
+    Args:
+        python: path of that interpreter; None: this process's own.
+        env: environment variables of the process.
+        device: what the engine runs on.
+        seconds: longest an act may take, a launch included.
+    """
+
+    def __init__(self, python: str | None, env: Mapping[str, str], device: Device, seconds: float):
+        self._seconds = seconds
+        self._spec = WorkerSpec(ReplicaUnderTest).options(python=python, env=dict(env) or None, distributed=False)
+        self._device: Device = device
+        self._group: WorkerGroup | None = None
+        self._pool: ResourcePool | None = None
+        self._layout: Layout | None = None
+        self._made_for: tuple[str, str, str | None] | None = None  # engine, layout and model of what is launched
+        self._cluster: Cluster | None = None
+        self._models = {name: rollout_model(name) for name in ROLLOUT_MODELS}
+
+    def open(self) -> None:
+        """See `Site`."""
+        self._cluster = start_ray()
+
+    def close(self) -> None:
+        """See `Site`."""
+        self._end()
+        if self._cluster is not None:
+            self._cluster.shutdown()
+
+    def act(self, record: Any, check: RolloutCheck, number: int, layout: Layout, directory: str) -> list[Seen]:
+        """See `Site`."""
+        made_for = (record.engine, layout.name, check.model)
+        if self._made_for not in (None, made_for):
+            self.failed(layout)
+        if self._layout != layout or check.fresh:
+            self._end()  # a layout's GPUs are its own
+        self._made_for = made_for
+        try:
+            group = self._running(record, layout)
+            seen: list[Seen] = group.call("act", record, check, layout, self._models, directory)
+        except WorkerDied as error:
+            self._end()
+            if not check.ends:
+                raise
+            return [Seen(0, 1, True, error)]
+        if check.ends:
+            self._end()
+        elif check.breaks:
+            self.failed(layout)
+        return seen
+
+    def failed(self, layout: Layout) -> None:
+        """See `Site`: the engine is ended, and with it its process, unless that can take another."""
+        self._made_for = None
+        if self._group is None:
+            return
+        try:
+            if self._group.call("forget", timeout=END_SECONDS) == [True]:
+                return
+        except Exception as error:
+            log.info("%s could not be ended: %s", self._group.name, error)
+        self._end()
+
+    def versions(self, names: Sequence[str]) -> dict[str, str]:
+        """See `Site`."""
+        if self._group is None:
+            return {}
+        found: dict[str, str] = self._group.call("versions", list(names))[0]
+        return found
+
+    def _running(self, record: RolloutBackend, layout: Layout) -> WorkerGroup:
+        if self._group is None:
+            gpus = resolve(record.options)(**layout.options).gpus() if self._device == "cuda" else 0
+            self._pool = ResourcePool([1], gpus_per_process=gpus, name=f"rollout-{self._device}")
+            self._group = WorkerGroup(
+                self._pool, self._spec, name=f"{record.name}-rollout", device=self._device, timeout=self._seconds
+            )
+            self._layout = layout
+        return self._group
+
+    def _end(self) -> None:
+        group, self._group, self._made_for = self._group, None, None
+        pool, self._pool = self._pool, None
+        if group is not None:
+            group.shutdown(timeout=END_SECONDS)
+        if pool is not None:
+            pool.shutdown()
+
+
+class TransportSite:
+    """This process: both ends of a transport, each on threads.
+
+    Args:
+        seconds: deadline of all that is to succeed, or to fail at once.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def open(self) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+    def act(self, record: Any, check: Check, number: int, layout: Layout, directory: str) -> list[Seen]:
+        """See `Site`."""
+        from enginehouse_testing.link import Link
+
+        return [Seen(0, 1, True, check.acts[number](Link(record, layout.processes, self._seconds)))]
+
+    def failed(self, layout: Layout) -> None:
+        """Nothing to do: each act has connections of its own."""
+
+    def versions(self, names: Sequence[str]) -> dict[str, str]:
+        """See `Site`."""
+        return {}

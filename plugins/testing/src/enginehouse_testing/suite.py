@@ -1,0 +1,129 @@
+"""The suite as pytest tests, for the author of a backend or a transport."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+try:
+    import pytest
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError('the suites are pytest tests; pip install "enginehouse[testing]"') from error
+
+from enginehouse.plugin import RolloutBackend, TrainBackend, Transport, plugins
+from enginehouse_testing.running import Case, Certifier, cases
+
+
+class Suite:
+    """What the suites have in common: one test for each check and layout.
+
+    Class attributes:
+        layouts: names of declared layouts to test; None: all.
+        checks: names of checks to run; None: all.
+        runtime: the runtime of a rollout engine, as in a config.
+    """
+
+    layouts: ClassVar[tuple[str, ...] | None] = None
+    checks: ClassVar[tuple[str, ...] | None] = None
+    runtime: ClassVar[str] = "auto"
+
+    @classmethod
+    def record(cls) -> Any:
+        """What is tested; None: nothing yet."""
+        raise NotImplementedError
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if not (hasattr(cls, "backend") or hasattr(cls, "transport")):
+            return
+        cases_of = [
+            pytest.param(case, id=str(case), marks=[pytest.mark.gpu] if case.check.device == "cuda" else [])
+            for case in cases(cls.record(), cls.layouts, cls.checks)
+        ]
+
+        @pytest.mark.parametrize("case", cases_of)
+        def test_conforms(self: Suite, case: Case, certifier: Certifier) -> None:
+            result = certifier.run(case)
+            if result.outcome == "not run":
+                pytest.skip(result.detail)
+            measured = "" if result.measured is None else f" measured {result.measured:.3g},"
+            assert result.outcome == "passed", (
+                f"{case.check.claim}:{measured} tolerance {result.tolerance:g}. {result.detail}"
+            )
+
+        cls.test_conforms = test_conforms  # type: ignore[attr-defined]
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def certifier(cls) -> Iterator[Certifier]:
+        """The processes that all tests of the class share."""
+        with Certifier(cls.record(), cls.runtime) as certifier:
+            yield certifier
+
+
+class TrainEngineSuite(Suite):
+    """Everything a training backend promises.
+
+        from enginehouse_testing import TrainEngineSuite
+
+        class TestMine(TrainEngineSuite):
+            backend = "mine"
+
+    Checks of capabilities the backend does not declare are no tests. Those that need GPUs are marked `gpu`, and skipped
+    where there are too few.
+
+    Class attributes:
+        backend: a registered name, or a record that need not be registered.
+    """
+
+    backend: ClassVar[str | TrainBackend]
+
+    @classmethod
+    def record(cls) -> TrainBackend:
+        """The backend under test."""
+        return plugins().get(TrainBackend, cls.backend) if isinstance(cls.backend, str) else cls.backend
+
+
+class RolloutEngineSuite(Suite):
+    """Everything a rollout backend promises, with the engine in its runtime and the oracle here.
+
+        from enginehouse_testing import RolloutEngineSuite
+
+        class TestMine(RolloutEngineSuite):
+            backend = "mine"
+
+    Checks of capabilities the backend does not declare are no tests. An engine is launched for each of a few tiny
+    models and serves all checks of it.
+
+    Class attributes:
+        backend: a registered name, or a record that need not be registered.
+    """
+
+    backend: ClassVar[str | RolloutBackend]
+
+    @classmethod
+    def record(cls) -> RolloutBackend:
+        """The backend under test."""
+        return (
+            plugins().get(RolloutBackend, cls.backend, elsewhere=True) if isinstance(cls.backend, str) else cls.backend
+        )
+
+
+class WeightTransportSuite(Suite):
+    """Everything a weight transport promises, with both ends in this process.
+
+        from enginehouse_testing import WeightTransportSuite
+
+        class TestMine(WeightTransportSuite):
+            transport = "mine"
+
+    Class attributes:
+        transport: a registered name, or a record that need not be registered.
+    """
+
+    transport: ClassVar[str | Transport]
+
+    @classmethod
+    def record(cls) -> Transport:
+        """The transport under test."""
+        return plugins().get(Transport, cls.transport) if isinstance(cls.transport, str) else cls.transport

@@ -1,0 +1,293 @@
+"""The thread that decodes. It alone touches the running batch and the weights; everyone else posts it actions.
+
+Scheduling points are token boundaries: there the thread first runs the actions posted since the last one, in order,
+then admits waiting requests as long as the batch has room, then computes one token for every completion.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from enginehouse.engines.rollout import PauseMode
+from enginehouse.errors import EnginehouseError
+from enginehouse_torch.requests import Pending
+from enginehouse_torch.running import RunningBatch
+from enginehouse_torch.served_weights import ServedWeights
+
+T = TypeVar("T")
+
+
+class RolloutEngineFailed(EnginehouseError):
+    """The decode loop has failed; the engine must be launched anew."""
+
+
+class DecodeLoop:
+    """Runs a batch until told to stop.
+
+    Args:
+        batch: what it runs; handed over.
+        weights: whose version it reports.
+        max_running: most completions in the batch.
+        where: names this replica in messages.
+
+    Attributes:
+        at_boundary: called on the thread at each token boundary, before posted actions run; for tests and profilers.
+    """
+
+    def __init__(self, batch: RunningBatch, weights: ServedWeights, max_running: int, where: str):
+        self._batch = batch
+        self._weights = weights
+        self._max_running = max_running
+        self._where = where
+        self._waiting: deque[Pending] = deque()
+        self._futures: dict[Pending, asyncio.Future[Any]] = {}
+        self._answers: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = {}
+        self._pausing: list[asyncio.Future[Any]] = []
+        self._paused = False
+        self._draining = False
+        self._stopping = False
+        self._actions: deque[Callable[[], None]] = deque()
+        self._posted = threading.Condition()
+        self._failure: BaseException | None = None
+        self._closed = False
+        self.at_boundary: Callable[[], None] = lambda: None
+        self._thread = threading.Thread(target=self._run, name="enginehouse-decode", daemon=True)
+        self._thread.start()
+
+    # What other threads may call.
+
+    @property
+    def running(self) -> int:
+        """Completions being generated."""
+        return len(self._batch)
+
+    @property
+    def waiting(self) -> int:
+        """Requests not begun."""
+        return len(self._waiting)
+
+    @property
+    def paused(self) -> bool:
+        """Whether `pause` holds it."""
+        return self._paused
+
+    def check(self) -> None:
+        """Raise if the thread can serve no more.
+
+        Raises:
+            RolloutEngineFailed: with what ended it as its cause.
+        """
+        if self._failure is not None or self._closed:
+            raise self._failed()
+
+    def post(self, action: Callable[[], None]) -> None:
+        """Have `action` run at the next token boundary; actions run in the order they were posted.
+
+        Raises:
+            RolloutEngineFailed: the thread has ended.
+        """
+        with self._posted:
+            if self._closed:
+                raise self._failed()
+            self._actions.append(action)
+            self._posted.notify()
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Run `function` at the next token boundary and return what it returns.
+
+        Raises:
+            RolloutEngineFailed: the loop has failed, or fails before it comes to it.
+        """
+        self.check()
+        future = asyncio.get_running_loop().create_future()
+
+        def action() -> None:
+            if self._failure is not None or self._closed:
+                return self._answer(future, self._failed())
+            try:
+                self._answer(future, function())
+            except Exception as error:
+                self._answer(future, error)
+
+        self.post(action)
+        return await future
+
+    def submit(self, requests: Sequence[tuple[Pending, asyncio.Future[Any]]]) -> None:
+        """Have requests generated; those submitted together are admitted together."""
+
+        def action() -> None:
+            for pending, future in requests:
+                self._futures[pending] = future
+            self._waiting.extend(pending for pending, _ in requests)
+            if self._failure is not None or self._closed:
+                self._fail_requests()
+
+        self.post(action)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See `RolloutEngine.pause`."""
+        self.check()
+        future = asyncio.get_running_loop().create_future()
+
+        def action() -> None:
+            self._paused = True
+            if mode == "abort":
+                self._abort(self._batch.requests())
+            self._draining = mode == "wait" and len(self._batch) > 0
+            self._pausing.append(future)
+
+        self.post(action)
+        await future
+
+    async def resume(self) -> None:
+        """See `RolloutEngine.resume`."""
+
+        def unpause() -> None:
+            self._paused = self._draining = False
+
+        await self.call(unpause)
+
+    async def abort(self, ids: Sequence[str] | None) -> None:
+        """See `RolloutEngine.abort`."""
+        wanted = None if ids is None else set(ids)
+        await self.call(lambda: self._abort([p for p in self._futures if wanted is None or p.request.id in wanted]))
+
+    def forget(self, pending: Pending) -> None:
+        """End a request nobody awaits any more."""
+        self.post(lambda: self._abort([pending]))
+
+    def stop(self, deadline_seconds: float) -> None:
+        """End the thread; what runs and waits is aborted.
+
+        Raises:
+            EnginehouseError: the thread is still in a forward pass after the deadline.
+        """
+
+        def action() -> None:
+            self._stopping = True
+
+        if not self._closed:
+            self.post(action)
+        self._thread.join(deadline_seconds)
+        if self._thread.is_alive():
+            raise EnginehouseError(
+                f"the decode loop of {self._where} did not end within {deadline_seconds:.0f} seconds"
+            )
+
+    # What the thread does.
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while not self._stopping:
+                with self._posted:
+                    self._posted.wait_for(lambda: self._actions or self._can_work())
+                try:
+                    if self._failure is None:
+                        self.at_boundary()
+                    while self._actions:
+                        self._actions.popleft()()
+                    if self._can_work() and not self._stopping:
+                        self._work()
+                except BaseException as error:  # whatever it is, those who wait must hear of it
+                    self._failure = error
+                    self._fail_requests()
+                self._settle()
+            self._abort(list(self._futures))
+            self._settle()
+            with self._posted:
+                self._closed = True
+            while self._actions:
+                self._actions.popleft()()
+            self._settle()
+
+    def _can_work(self) -> bool:
+        if self._failure is not None:
+            return False
+        if self._paused:
+            return self._draining
+        return bool(self._waiting) or len(self._batch) > 0
+
+    def _work(self) -> None:
+        """Admit and compute one token for every completion."""
+        taken = [] if self._paused else self._next_requests()
+        if len(self._batch) > 0:
+            self._batch.step(self._weights.version)
+        if taken:
+            self._batch.admit(taken, self._weights.version)
+        self._draining = self._draining and len(self._batch) > 0
+
+    def _next_requests(self) -> list[tuple[Pending, int]]:
+        """Take from the queue, in order, while there is room: `(request, samples to begin)`."""
+        room = self._max_running - len(self._batch)
+        taken = []
+        while self._waiting:
+            pending = self._waiting[0]
+            # A request is begun whole, as its prompt is prefilled once; one larger than the batch, in parts.
+            count = 0 if pending.request.sampling.max_tokens == 0 else min(pending.unadmitted, self._max_running)
+            if count > room:
+                break
+            taken.append((pending, count))
+            room -= count
+            if count < pending.unadmitted and count > 0:
+                break
+            self._waiting.popleft()
+        return taken
+
+    def _abort(self, requests: Iterable[Pending]) -> None:
+        requests = list(requests)
+        self._batch.abort(requests)
+        for pending in requests:
+            if not pending.finished:
+                pending.complete_rest("abort", self._weights.version)
+        gone = set(requests)
+        self._waiting = deque(pending for pending in self._waiting if pending not in gone)
+
+    def _settle(self) -> None:
+        """Answer whatever has come to an end, one wake-up for each event loop."""
+        for pending in [pending for pending in self._futures if pending.finished]:
+            self._answer(self._futures.pop(pending), pending.result())
+        if not self._draining or self._stopping or self._failure is not None:
+            for future in self._pausing:
+                self._answer(future, None if self._failure is None else self._failed())
+            self._pausing = []
+        answers, self._answers = self._answers, {}
+        for loop, due in answers.items():
+            try:
+                loop.call_soon_threadsafe(_deliver, due)
+            except RuntimeError:  # the event loop has been closed: nobody awaits these
+                continue
+
+    def _answer(self, future: asyncio.Future[Any], value: Any) -> None:
+        self._answers.setdefault(future.get_loop(), []).append((future, value))
+
+    def _fail_requests(self) -> None:
+        for future in self._futures.values():
+            self._answer(future, self._failed())
+        self._futures.clear()
+        self._waiting.clear()
+        self._batch.clear()
+
+    def _failed(self) -> RolloutEngineFailed:
+        cause = self._failure
+        if cause is None:
+            return RolloutEngineFailed(f"the rollout engine of {self._where} has been shut down")
+        error = RolloutEngineFailed(f"the decode loop of {self._where} failed: {type(cause).__name__}: {cause}")
+        error.__cause__ = cause
+        return error
+
+
+def _deliver(due: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
+    """Resolve futures, on their own event loop."""
+    for future, value in due:
+        if future.done():
+            continue
+        if isinstance(value, BaseException):
+            future.set_exception(value)
+        else:
+            future.set_result(value)

@@ -1,0 +1,135 @@
+"""The forward pass the decode loop calls: the model's own, with our cache."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from enginehouse.errors import ModelError
+from enginehouse_torch.cache import KVCache
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 2e-2}
+"""Largest difference allowed at launch between two ways to compute a logit, relative to the largest logit (or 1)."""
+
+
+class Forward(Protocol):
+    """A forward pass over new tokens, right-aligned with what the cache holds."""
+
+    def __call__(
+        self, tokens: torch.Tensor, padding: torch.Tensor | None, cache: KVCache, all_logits: bool = False
+    ) -> torch.Tensor:
+        """Compute logits and append the tokens to the cache.
+
+        Args:
+            tokens: `(rows, new)` int64. On an empty cache any number, else 1.
+            padding: `(rows,)` int64, how many leading columns of each row are padding; None: none of any row.
+            cache: holds the columns before, with room for `new` more.
+            all_logits: logits of every new token, not of the last one only.
+
+        Returns:
+            `(rows, new or 1, vocabulary)` float32.
+        """
+        ...
+
+
+class ModelForward:
+    """The model's own `forward`.
+
+    Attributes:
+        positions: number of positions the model has; finished rows still in a batch may run past their limit.
+    """
+
+    def __init__(self, model: PreTrainedModel, positions: int):
+        self.model = model
+        self.positions = positions
+
+    def __call__(
+        self, tokens: torch.Tensor, padding: torch.Tensor | None, cache: KVCache, all_logits: bool = False
+    ) -> torch.Tensor:
+        mask = positions = None
+        if padding is not None:
+            used, new = cache.used, tokens.shape[1]
+            columns = torch.arange(used + new, device=tokens.device)
+            mask = (columns >= padding[:, None]).long()
+            positions = (columns[used:] - padding[:, None]).clamp_(0, self.positions - 1)
+        return self.model(
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=0 if all_logits else 1,
+        ).logits.float()
+
+
+def choose_forward(model: PreTrainedModel, positions: int, fused: bool) -> Forward:
+    """The fastest forward pass that is right for this model: each is compared with a plain one on random tokens.
+
+    Raises:
+        ModelError: not even the model's own forward pass agrees with itself when run with our cache (an architecture
+            with state other than keys and values).
+    """
+    from enginehouse_torch.fused import FusedForward
+
+    own = ModelForward(model, positions)
+    try:
+        difference = probe(own, model)
+    except Exception as error:
+        raise ModelError(
+            f"{type(model).__name__} cannot be decoded with a plain key-value cache ({type(error).__name__}: {error}); "
+            "the torch rollout engine serves attention-only causal language models, choose another rollout backend"
+        ) from error
+    allowed = TOLERANCE[model.dtype]
+    if not difference <= allowed:
+        raise ModelError(
+            f"{type(model).__name__} decoded with a plain key-value cache gives logits {difference:.1e} away from its "
+            f"plain forward pass (allowed {allowed:.0e}); choose another rollout backend"
+        )
+    if not fused or (reason := FusedForward.unsupported(model)):
+        if fused:
+            logger.info("generating with the model's own forward pass: %s", reason)
+        return own
+    quick = FusedForward(model, positions)
+    difference = probe(quick, model)
+    if not difference <= allowed:
+        logger.warning(
+            "generating with the model's own forward pass: the fused one differs by %.1e (allowed %.0e)",
+            difference, allowed,
+        )  # fmt: skip
+        return own
+    return quick
+
+
+def probe(forward: Forward, model: PreTrainedModel) -> float:
+    """Largest difference of `forward`'s logits from the model's plain forward pass, relative to the largest logit.
+
+    Two rows of unequal length are prefilled together and one token is decoded, so padding, positions and cache count.
+    """
+    text = model.config.get_text_config()
+    generator = torch.Generator().manual_seed(0)
+    lengths, total = (3, 5), 6
+    rows = torch.randint(text.vocab_size, (2, total), generator=generator).to(model.device)
+    padding = torch.tensor([lengths[1] - length for length in lengths], device=model.device)
+    prompts = torch.zeros((2, lengths[1]), dtype=torch.long, device=model.device)
+    for row, length in enumerate(lengths):
+        prompts[row, lengths[1] - length :] = rows[row, :length]
+    with torch.inference_mode():
+        cache = KVCache(text.num_hidden_layers, total)
+        prefilled = forward(prompts, padding, cache, all_logits=True)
+        following = torch.stack([rows[row, length] for row, length in enumerate(lengths)])[:, None]
+        decoded = forward(following, padding, cache)
+        differences, largest = [], torch.ones((), device=model.device)
+        for row, length in enumerate(lengths):
+            plain = model(input_ids=rows[row : row + 1, : length + 1], use_cache=False).logits[0].float()
+            cached = torch.cat((prefilled[row, lengths[1] - length :], decoded[row]))
+            differences.append((plain - cached).abs().max())
+            largest = torch.maximum(largest, plain.abs().max())
+    worst = torch.stack(differences).max() / largest
+    return float("inf") if torch.isnan(worst) else float(worst)

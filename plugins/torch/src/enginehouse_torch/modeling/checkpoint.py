@@ -1,0 +1,405 @@
+"""Checkpoints of all torch engines, by torch.distributed.checkpoint: each rank writes its own part, any number reads.
+
+One format whichever engine writes it, so that another engine, with another number of ranks, goes on from it. Entries:
+`model.<name>` (float32, as updates are made in it), `optimizer.exp_avg.<name>`, `optimizer.exp_avg_sq.<name>`,
+`optimizer.step`, and for each rank `rng.<kind>.<rank>`. A directory appears whole or not at all: it is written under
+another name beside its own, and moved once every rank is done. What fails on one rank is said on all: between the
+steps that torch guards so, a rank runs nothing that can fail without telling the others (`on_every_rank`).
+
+The files `*.distcp` hold tensors alone and are read as such. `.metadata`, which says where each tensor lies, is a
+pickle; only the classes such a file consists of are ever made from it, so that a checkpoint of a stranger cannot run
+code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import logging
+import pickle
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from enginehouse_torch.modeling.files import PARTS, CheckpointError, move_into_place
+from enginehouse_torch.modeling.random_state import random_states, restore_random_states
+from enginehouse_torch.modeling.ranks import Ranks
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+METADATA_FILE = ".metadata"
+CLASSES = {
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "pathlib": {"Path", "PosixPath", "WindowsPath"},
+    "pathlib._local": {"Path", "PosixPath", "WindowsPath"},
+}
+"""By module, what a file `.metadata` may name, beside torch's dtypes."""
+
+
+class SavedOptimizer(Protocol):
+    """What a checkpoint needs of an optimizer.
+
+    Attributes:
+        step_number: optimizer steps taken; the schedule follows from it.
+    """
+
+    step_number: int
+
+    def state(self) -> Mapping[str, torch.Tensor]:
+        """The live moments by `"exp_avg.<parameter>"` and `"exp_avg_sq.<parameter>"`."""
+        ...
+
+    def restored(self, step_number: int) -> None:
+        """Go on from `step_number` after the tensors of `state()` were overwritten."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TrainState:
+    """The parts of an engine that a checkpoint is written from, or loaded into.
+
+    Attributes:
+        model: live tensors by name, whole or this rank's shards (DTensors); None: the part is left out.
+        optimizer: None: the part is left out.
+        rng: whether this process's random states belong to it.
+    """
+
+    model: Mapping[str, torch.Tensor] | None
+    optimizer: SavedOptimizer | None
+    rng: bool
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The live tensors by their names in a checkpoint, without step and random states."""
+        tensors = {f"model.{name}": tensor for name, tensor in (self.model or {}).items()}
+        if self.optimizer is not None:
+            tensors |= {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
+        return tensors
+
+    def to_write(self, rank: int) -> dict[str, torch.Tensor]:
+        """All that is written, floating-point numbers in float32; of the random states those of this `rank` alone."""
+        written = {name: t.float() if t.is_floating_point() else t for name, t in self.tensors().items()}
+        if self.optimizer is not None:
+            written["optimizer.step"] = torch.tensor(self.optimizer.step_number)
+        if self.rng:
+            written |= {f"rng.{kind}.{rank}": value for kind, value in random_states().items()}
+        return written
+
+
+def save(path: str, state: TrainState, ranks: Ranks) -> None:
+    """Write the directory `path`, replacing what it held once all is written; collective.
+
+    Raises:
+        CheckpointError: it cannot be written, on whichever rank; what `path` held is as it was.
+    """
+    writer = _Writer.beside(path, ranks)
+    with _written(path, writer), warnings.catch_warnings(action="ignore", category=UserWarning):  # "without ranks"
+        written = on_every_rank(ranks, lambda: state.to_write(ranks.rank))
+        dcp.save(written, storage_writer=writer, no_dist=_alone(ranks))
+
+
+class BackgroundSave:
+    """Saves that are written while training goes on, one at a time.
+
+    The state is copied to host memory first: as much as this rank's part of the checkpoint. A thread writes it and
+    speaks with the other ranks in a process group of its own, so that it never comes between two collectives of
+    training. `start` and `finish` are called by all ranks in the same order.
+    """
+
+    def __init__(self, ranks: Ranks):
+        self._ranks = ranks
+        self._group: dist.ProcessGroup | None = None
+        self._under_way: tuple[str, _Writer, Future[Any]] | None = None
+
+    def start(self, path: str, state: TrainState) -> None:
+        """Copy `state` and begin to write it into the directory `path`, after a save that is under way.
+
+        Raises:
+            CheckpointError: it cannot be begun, or the save before it failed, on whichever rank.
+        """
+        self.finish()
+        if self._group is None and dist.is_initialized():
+            self._group = dist.new_group(backend="gloo")
+        writer = _Writer.beside(path, self._ranks)
+        with _written(path, writer):
+            future = dcp.async_save(
+                on_every_rank(self._ranks, lambda: state.to_write(self._ranks.rank)),
+                storage_writer=writer,
+                process_group=self._group,
+                no_dist=not dist.is_initialized(),
+            )
+        assert isinstance(future, Future)
+        self._under_way = (path, writer, future)
+
+    def finish(self) -> None:
+        """Return once the save under way is whole, if there is one.
+
+        Raises:
+            CheckpointError: it failed, on whichever rank; said once.
+        """
+        if self._under_way is None:
+            return
+        path, writer, future = self._under_way
+        wait([future])  # an interrupt here leaves it under way
+        self._under_way = None
+        with _written(path, writer):
+            future.result()
+
+    def close(self) -> None:
+        """Finish what is under way; a failure is logged, as nobody asks any more."""
+        try:
+            self.finish()
+        except CheckpointError as error:
+            log.error("%s", error)
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = None
+
+
+def load(
+    path: str, state: TrainState, ranks: Ranks, check: Callable[[Sequence[str]], None] = lambda names: None
+) -> None:
+    """Overwrite the tensors of `state` with those in the directory `path`, whoever wrote it; collective.
+
+    A rank the checkpoint has no random state of keeps its own.
+
+    Args:
+        path: the checkpoint.
+        state: what is overwritten.
+        ranks: this process's place.
+        check: called on every rank with the names of the checkpoint's entries of the model, before anything is
+            overwritten, to raise a `CheckpointError` of its own.
+
+    Raises:
+        CheckpointError: it is missing, incomplete, damaged, of another model, or lacks a part, on whichever rank.
+            Unless it is damaged inside a file nothing was overwritten.
+    """
+
+    def checked() -> tuple[dcp.Metadata, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        metadata = _metadata(path)
+        there = metadata.state_dict_metadata
+        check([name.removeprefix("model.") for name in there if name.startswith("model.")])
+        if ranks.rank == 0:
+            _check_files(path, metadata)
+        tensors = state.tensors()
+        _check_entries(path, metadata, state, tensors)
+        own = random_states() if state.rng else {}
+        return metadata, tensors, {k: v for k, v in own.items() if f"rng.{k}.{ranks.rank}" in there}
+
+    metadata, tensors, own_random = on_every_rank(ranks, checked)
+    step = torch.zeros((), dtype=torch.int64)
+    wanted = tensors | {f"rng.{kind}.{ranks.rank}": value for kind, value in own_random.items()}
+    if state.optimizer is not None:
+        wanted["optimizer.step"] = step
+    try:
+        with torch.no_grad(), warnings.catch_warnings(action="ignore", category=UserWarning):
+            dcp.load(wanted, storage_reader=_Reader(path, metadata), no_dist=_alone(ranks))
+    except (CheckpointException, Exception) as error:
+        raise CheckpointError(
+            f"checkpoint {path!r} is damaged: {_said(error)}. What the engine holds now is partly old and partly "
+            "new: load another checkpoint before going on"
+        ) from error
+    if state.optimizer is not None:
+        state.optimizer.restored(int(step))
+    restore_random_states(own_random)
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Writes into a directory that becomes `target` once every rank has written its part."""
+
+    def __init__(self, partial: Path, target: Path, ranks: Ranks):
+        super().__init__(partial)
+        self._partial, self._target, self._ranks = partial, target, ranks
+
+    @classmethod
+    def beside(cls, path: str, ranks: Ranks) -> _Writer:
+        """A writer for `path`; what a killed save left there is gone. Collective.
+
+        Raises:
+            CheckpointError: there cannot be such a directory.
+        """
+        target = Path(path)
+        partial = target.with_name(f".{target.name}.partial")
+
+        def prepare() -> None:
+            if ranks.rank != 0:
+                return
+            try:
+                if partial.exists():
+                    shutil.rmtree(partial)
+                partial.mkdir(parents=True)
+            except OSError as error:
+                raise CheckpointError(f"checkpoint {path!r} cannot be written: {error}") from error
+
+        on_every_rank(ranks, prepare)
+        return cls(partial, target, ranks)
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The copy in host memory that a background save writes; collective."""
+        return on_every_rank(self._ranks, lambda: super(_Writer, self).stage(state_dict))
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        """On rank 0, once all ranks have written; a failure is told to all."""
+        super().finish(metadata, results)
+        move_into_place(self._partial, self._target)
+
+    def remove(self) -> None:
+        """Remove what was written of a failed save."""
+        if self._ranks.rank == 0:
+            shutil.rmtree(self._partial, ignore_errors=True)
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads the files that `metadata` names; it is not read anew, where one rank alone might fail."""
+
+    def __init__(self, path: str, metadata: dcp.Metadata):
+        super().__init__(path)
+        self._metadata = metadata
+        if metadata.storage_meta is not None:
+            metadata.storage_meta.load_id = self.load_id
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
+        return self._metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint consists of")
+
+
+def _alone(ranks: Ranks) -> bool:
+    return ranks.world_size == 1 or not dist.is_initialized()
+
+
+def on_every_rank(ranks: Ranks, action: Callable[[], T]) -> T:
+    """What `action` gives on this rank, once it has succeeded on every rank; collective.
+
+    Raises:
+        CheckpointError: it failed on some rank; the same on all, so that none waits for one that has given up.
+    """
+    value: T | None = None
+    failure: BaseException | None = None
+    try:
+        value = action()
+    except (CheckpointException, Exception) as error:  # torch's is no Exception
+        failure = error
+    failures = ranks.gather(None if failure is None else (isinstance(failure, CheckpointError), _said(failure)))
+    for rank, failed in enumerate(failures):
+        if failed is not None:
+            explains_itself, said = failed
+            raise CheckpointError(said if explains_itself else f"rank {rank}: {said}") from failure
+    return value  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def _written(path: str, writer: _Writer) -> Iterator[None]:
+    """Say of a failure inside which checkpoint was not written and why, and leave nothing half-written."""
+    try:
+        yield
+    except (CheckpointException, Exception) as error:
+        writer.remove()
+        raise CheckpointError(f"checkpoint {path!r} was not written: {_said(error)}") from error
+
+
+def _said(error: BaseException) -> str:
+    """An error in one line; torch gives those of all ranks as one."""
+    if isinstance(error, CheckpointException):
+        return "; ".join(f"rank {rank}: {_said(one)}" for rank, (one, _) in sorted(error.failures.items()))
+    if isinstance(error, pickle.UnpicklingError):  # torch's own text advises to read it unsafely
+        return "a file holds bytes that are no tensor"
+    if isinstance(error, CheckpointError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def _metadata(path: str) -> dcp.Metadata:
+    """What `.metadata` says.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    directory = Path(path)
+    file = directory / METADATA_FILE
+    if not file.is_file():
+        if any(directory.glob("*.distcp")):
+            raise CheckpointError(f"checkpoint {path!r} is incomplete (no file .metadata, which is written last)")
+        hint = ""
+        if (directory / "config.json").is_file():
+            hint = ": it is a Hugging Face model, which an engine starts from as its model path"
+        elif (replaced := directory.with_name(f".{directory.name}.replaced")).is_dir():
+            hint = f"; a save was killed as it replaced it: rename {str(replaced)!r}, which is the one before"
+        raise CheckpointError(f"{path!r} holds no checkpoint (no file .metadata){hint}")
+    try:
+        with open(file, "rb") as stream:
+            metadata = _Unpickler(stream).load()
+        if not isinstance(metadata, dcp.Metadata):
+            raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
+    except Exception as error:  # of a damaged pickle: almost any
+        raise CheckpointError(f"checkpoint {path!r} has a damaged .metadata: {error}") from error
+    return metadata
+
+
+def _check_files(path: str, metadata: dcp.Metadata) -> None:
+    """Raise unless every file is as long as `metadata` says."""
+    needed: dict[str, int] = {}
+    for place in (metadata.storage_data or {}).values():
+        needed[place.relative_path] = max(needed.get(place.relative_path, 0), place.offset + place.length)
+    for name, length in needed.items():
+        file = Path(path) / name
+        if not file.is_file():
+            raise CheckpointError(f"checkpoint {path!r} is incomplete: the file {name} is missing")
+        if (size := file.stat().st_size) < length:
+            raise CheckpointError(f"checkpoint {path!r} is damaged: {name} has {size} of its {length} bytes")
+
+
+def _check_entries(path: str, metadata: dcp.Metadata, state: TrainState, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise unless the checkpoint has what is asked for, in the same shapes."""
+    stored = {name: tuple(getattr(entry, "size", ())) for name, entry in metadata.state_dict_metadata.items()}
+    there = [part for part in PARTS if any(name.startswith(f"{part}.") for name in stored)]
+    asked = (state.model is not None, state.optimizer is not None, state.rng)
+    for part in (part for part, is_asked in zip(PARTS, asked, strict=True) if is_asked):
+        if part not in there:
+            raise CheckpointError(f"checkpoint {path!r} has no {part}: it was saved with {', '.join(there)} alone")
+    another = "it is a checkpoint of another model"
+    if state.optimizer is not None and "optimizer.step" not in stored:
+        raise CheckpointError(f"checkpoint {path!r} lacks 'optimizer.step': {another}")
+    lacking = sorted(name for name in tensors if name not in stored)
+    if lacking:
+        close = difflib.get_close_matches(lacking[0], sorted(stored), n=1)
+        nearest = f"; the nearest it has is {close[0]!r}" if close else ""
+        raise CheckpointError(f"checkpoint {path!r} lacks {lacking[0]!r} ({len(lacking)} such{nearest}): {another}")
+    if state.model is not None:
+        unknown = sorted(name for name in stored if name.startswith("model.") and name not in tensors)
+        if unknown:
+            raise CheckpointError(f"checkpoint {path!r} has an unknown {unknown[0]!r} ({len(unknown)} such): {another}")
+    for name, tensor in tensors.items():
+        if stored[name] != tuple(tensor.shape):
+            raise CheckpointError(
+                f"{name!r} in checkpoint {path!r} has shape {stored[name]}, here {tuple(tensor.shape)}: {another}"
+            )

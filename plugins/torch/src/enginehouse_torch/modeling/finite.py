@@ -1,0 +1,119 @@
+"""Weights that are numbers: looked at where they are read, and after each step that changes them.
+
+"Finite" after a step means that a tensor's norm is a finite float32: a weight whose square is beyond float32 (above
+1.8e19) is as lost as infinity is, as nothing can be computed with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from enginehouse.engines.train import NonFiniteWeights
+from enginehouse.errors import ModelError
+from enginehouse_torch.modeling.ranks import gather
+
+if TYPE_CHECKING:
+    from enginehouse.engines.train import Metrics
+
+NAMED = 3
+"""How many of the parameters that are not finite a message names."""
+
+
+def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether each tensor's norm is finite, in one pass over them; waits for the device."""
+    if not tensors:
+        return True
+    return bool(torch.stack(torch._foreach_norm(list(tensors))).isfinite().all())
+
+
+def not_finite(named: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of the tensors whose norm is not finite."""
+    return [name for name, tensor in named.items() if not all_finite([tensor])]
+
+
+def weights_lost(names: Iterable[str], step: int, figures: Metrics) -> NonFiniteWeights:
+    """The error of an optimizer step that left weights not finite.
+
+    Args:
+        names: of the parameters.
+        step: number of the optimizer step, from 1.
+        figures: of the step, `lr` and `grad_norm` among them.
+    """
+    return NonFiniteWeights(
+        f"optimizer step {step} left weights that are not finite: {_listed(list(dict.fromkeys(names)))}. The step's lr "
+        f"was {figures['lr']:.3g}, the gradient's norm {figures['grad_norm']:.3g} before clipping. Nothing of these "
+        "weights is served or saved. Try a smaller lr, more warmup_steps or a smaller max_grad_norm; lr times "
+        "weight_decay has to be far below 1"
+    )
+
+
+def check_step(
+    own: Sequence[torch.Tensor], named: Callable[[], Mapping[str, torch.Tensor]], step: int, figures: Metrics
+) -> None:
+    """See that an optimizer step left weights that are finite, of engines whose ranks have different parts; collective.
+
+    Args:
+        own: this rank's part of each trained parameter.
+        named: gives them by name; called where one is lost.
+        step: number of the optimizer step, from 1.
+        figures: of the step, `lr` and `grad_norm` among them.
+
+    Raises:
+        NonFiniteWeights: on every rank, if any rank has one that is not.
+    """
+    lost = torch.tensor(0.0 if all_finite(own) else 1.0)
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    if several:
+        dist.all_reduce(lost, op=dist.ReduceOp.MAX)
+    if not lost:
+        return
+    found = not_finite(named())
+    names: list[list[str]] = gather(found) if several else [found]
+    raise weights_lost((name for of_rank in names for name in of_rank), step, figures)
+
+
+def check_stored(path: str | Path, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """See that weights that were read are numbers.
+
+    Args:
+        path: the model's directory.
+        named: this rank's part of each, by its name in the checkpoint.
+
+    Raises:
+        ModelError: one is not; the message names it and its file.
+    """
+    bad = [name for name, tensor in named if tensor.is_floating_point() and not _is_number(tensor)]
+    if bad:
+        raise ModelError(
+            f"the model's weights are not finite (NaN or infinite): {_listed(bad)} in {_file_of(Path(path), bad[0])}. "
+            "The run that wrote them diverged, or the file is damaged: use an earlier model, or fetch it anew"
+        )
+
+
+def _is_number(tensor: torch.Tensor) -> bool:
+    if not tensor.numel():
+        return True
+    least, most = torch.aminmax(tensor)  # either is NaN if any element is
+    return math.isfinite(least.item()) and math.isfinite(most.item())
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - NAMED
+    return ", ".join(names[:NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _file_of(path: Path, name: str) -> Path:
+    """The file of a model directory that holds a tensor; the directory where none is found."""
+    from safetensors import safe_open
+
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(str(file), framework="pt") as tensors:
+            if name in tensors.keys():  # noqa: SIM118 (safe_open has keys() only)
+                return file
+    return path

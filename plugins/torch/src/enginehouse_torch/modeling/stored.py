@@ -1,0 +1,120 @@
+"""The form a model's weights have in its Hugging Face checkpoint, where transformers runs them in another.
+
+Experts are the case in point: a checkpoint holds three matrices for each of them, the model one tensor of all experts'
+gate and up projections and one of their down projections. Every stored tensor is then some rows of one of the model's,
+so it can be read and written in place, as a view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from enginehouse.errors import ModelError
+from enginehouse.weights.names import unique_state
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """A tensor of the checkpoint as a part of one of the model's.
+
+    Attributes:
+        name: its name in the checkpoint.
+        entry: which entry of the model's tensor it lies in (first dimension); None: it is the whole tensor.
+        rows: its first row in that entry (second dimension), and the one after its last.
+    """
+
+    name: str
+    entry: int | None = None
+    rows: tuple[int, int] = (0, 0)
+
+    def of(self, tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """This part, a view of the model's tensor.
+
+        Args:
+            tensor: the model's tensor, or some consecutive entries of it.
+            first: which entry of the whole is the first of `tensor`.
+        """
+        return tensor if self.entry is None else tensor[self.entry - first, slice(*self.rows)]
+
+
+class StoredForm:
+    """How a checkpoint names and cuts a model's tensors.
+
+    Args:
+        parts: the parts of each of the model's tensors that is stored in another form, by its name in the model.
+    """
+
+    def __init__(self, parts: Mapping[str, tuple[StoredPart, ...]]):
+        self._parts = parts
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, stored: frozenset[str]) -> StoredForm:
+        """Ask transformers, by having it store the numbers of rows in place of the rows.
+
+        Args:
+            model: on any device, the meta device included: its values are not looked at.
+            stored: names in the checkpoint; what is found there under its own name is stored as it is.
+
+        Raises:
+            ModelError: a stored tensor is something else than rows of one tensor of the model.
+        """
+        from transformers.core_model_loading import revert_weight_conversion
+
+        if set(unique_state(model, stored)) <= stored:
+            return cls({})
+        numbers: dict[str, torch.Tensor] = {}
+        begin = 0
+        for name, tensor in model.state_dict().items():
+            if name in stored or not tensor.dim():
+                continue
+            rows = tensor.shape[: max(tensor.dim() - 1, 1)]
+            last = [1] * (tensor.dim() - len(rows))
+            numbers[name] = torch.arange(begin, begin + rows.numel()).view(*rows, *last)
+            begin += rows.numel()
+        try:
+            found = revert_weight_conversion(model, dict(numbers))
+        except Exception as error:
+            raise ModelError(
+                f"{type(model).__name__} stores its weights in another form than it runs them, and transformers cannot "
+                f"say in which: {type(error).__name__}: {error}"
+            ) from error
+        owner = {int(rows.flatten()[0]): name for name, rows in numbers.items() if rows.numel()}
+        begins = torch.tensor(sorted(owner))
+        parts: dict[str, list[StoredPart]] = {}
+        for stored_name, rows in found.items():
+            if rows.numel():
+                name = owner[int(begins[begins <= rows.flatten()[0]][-1])]
+                parts.setdefault(name, []).append(_part(model, stored_name, rows, name, numbers[name]))
+        return cls({name: tuple(own) for name, own in parts.items()})
+
+    def parts(self, name: str) -> tuple[StoredPart, ...]:
+        """In which parts the model's tensor `name` is stored."""
+        return self._parts.get(name) or (StoredPart(name),)
+
+    def apart(self, state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every whole tensor of `state` under the names, and in the parts, it is stored in: views, no copies."""
+        for name, tensor in state.items():
+            for part in self.parts(name):
+                yield part.name, part.of(tensor)
+
+
+def _part(model: PreTrainedModel, stored_name: str, found: torch.Tensor, name: str, own: torch.Tensor) -> StoredPart:
+    """Which part of `own`, the row numbers of a tensor of the model, the row numbers `found` are."""
+    if torch.equal(found, own):
+        return StoredPart(stored_name)
+    if own.dim() == 3 and found.dim() == 2:
+        entry, first = divmod(int(found.flatten()[0] - own.flatten()[0]), own.shape[1])
+        part = StoredPart(stored_name, entry, (first, first + found.shape[0]))
+        if torch.equal(part.of(own), found):
+            return part
+    raise ModelError(
+        f"{type(model).__name__} stores {stored_name!r} in another form than it runs it, and not as rows of its "
+        f"{name!r}: this form is not supported"
+    )

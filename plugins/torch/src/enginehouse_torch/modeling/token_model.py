@@ -1,0 +1,192 @@
+"""A causal LM that takes batches and gives per-token outputs and gradients, in micro-batches under a token budget.
+
+What every training engine in torch has in common, whatever it does to the model's parameters and gradients. Results
+never depend on how a batch was cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from enginehouse.data import Batch, Ragged, plan_microbatches
+from enginehouse.engines.train import LossSpec, LossValue, Mean, Metrics, Outputs, TokenView, merge_metrics
+from enginehouse.plugin import plugins
+from enginehouse_torch.modeling.heads import ModelInput, check_outputs, token_outputs
+from enginehouse_torch.modeling.loading import VALUE_HEAD
+from enginehouse_torch.modeling.packing import Layout, Rows, lay_out, plan_trees
+from enginehouse_torch.modeling.sharing import attention_cost, can_share_prompts
+from enginehouse_torch.modeling.token_view import COLUMNS, token_ids, token_view
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """Some rows of a batch and their model input.
+
+    Attributes:
+        rows: the batch's rows, in the order the loss sees them; None: all, in order.
+        layout: None where nothing is needed of any of them.
+    """
+
+    rows: npt.NDArray[np.int64] | None
+    layout: Layout | None
+
+
+class TokenModel:
+    """The computing half of a training engine.
+
+    Args:
+        model: the model, with or without a value head (`enginehouse_torch.modeling.loading`).
+        device: where it computes.
+        tokens_per_microbatch: most padded tokens in one forward pass, a longer row excepted.
+        share_prompts: whether rows with the same prompt may compute it once, where the model can.
+        dtype: what the model computes in, where that is not the dtype of its parameters.
+        passes: where ranks must run the model together (sharded parameters): given the number of forward passes of
+            this rank, how many all ranks make; those a rank has no rows for are run on one token and count nothing.
+        during: entered around each pass and each loss, given what is being done (`MemoryGuard.during`).
+
+    Attributes:
+        token_outputs: runs the model; an engine that splits sequences over ranks puts its own in the place of
+            `heads.token_outputs`, which the model was tried out with.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        device: torch.device,
+        tokens_per_microbatch: int,
+        share_prompts: bool,
+        dtype: torch.dtype | None = None,
+        passes: Callable[[int], int] | None = None,
+        during: Callable[[str], AbstractContextManager[object]] = contextlib.nullcontext,
+    ):
+        self.model = model
+        self.device = device
+        self.token_outputs: Callable[[PreTrainedModel, ModelInput, Outputs], dict[str, torch.Tensor]] = token_outputs
+        self._budget = tokens_per_microbatch
+        self._shares_prompts = share_prompts and can_share_prompts(model, dtype)
+        self._attention_cost = attention_cost(model)
+        self._passes = passes
+        self._during = during
+        self._has_values = hasattr(model, VALUE_HEAD)
+        self._losses: dict[str, Callable[..., LossValue]] = {}
+
+    def forward(self, batch: Batch, outputs: Outputs) -> Batch:
+        """Compute `outputs` without gradients, as `TrainEngine.forward` says."""
+        check_outputs(self._has_values, outputs)
+        ids = batch.ragged("input_ids")
+        flat_ids = token_ids(batch)
+        columns = {name: torch.zeros(len(flat_ids)) for name in COLUMNS if getattr(outputs, name)}
+        found: list[tuple[Layout, dict[str, torch.Tensor]]] = []
+        with torch.no_grad():
+            parts = self.microbatches(batch)
+            idle = self._idle_passes(parts)
+            for layout in (part.layout for part in parts):
+                if layout is not None:
+                    with self._during(self._said("forward pass", layout)):
+                        found.append((layout, self.token_outputs(self.model, self._input(layout, flat_ids), outputs)))
+            for _ in range(idle):
+                self.token_outputs(self.model, self._idle_input(), outputs)
+        for layout, values in found:  # after all were launched: reading a result waits for the device
+            for name, column in values.items():
+                columns[name][torch.from_numpy(layout.needed)] = column.cpu()
+        return Batch({name: Ragged(values, ids.offsets) for name, values in columns.items()})
+
+    def forward_backward(self, batch: Batch, loss: LossSpec) -> tuple[Metrics, float]:
+        """Accumulate the gradient of the summed `loss`, computed from the tokens of `loss_mask` alone.
+
+        Returns:
+            Metrics, and the weight that the sum's mean divides by.
+        """
+        check_outputs(self._has_values, loss.outputs)
+        function = self._loss(loss.name)
+        flat_ids = token_ids(batch)
+        metrics: list[Metrics] = []
+        weight = 0.0
+        parts = self.microbatches(batch)
+        idle = self._idle_passes(parts)
+        for part in parts:
+            outputs: Mapping[str, torch.Tensor] = {}
+            if part.layout is not None:
+                with self._during(self._said("forward pass", part.layout)):
+                    outputs = self.token_outputs(self.model, self._input(part.layout, flat_ids), loss.outputs)
+            with self._during(self._said(f"loss {(loss.wraps or loss.name)!r}", part.layout)):
+                value = function(self._view(batch, part, outputs, loss.outputs), **loss.arguments)
+            with self._during(self._said("backward pass", part.layout)):
+                if part.layout is not None and self._passes is not None:
+                    _backward(value.total, outputs)
+                elif value.total.requires_grad:
+                    value.total.backward()
+            weight += value.weight
+            metrics.append({**value.metrics, "loss": Mean(value.total.item(), value.weight)})
+        for _ in range(idle):
+            _backward(torch.zeros(()), self.token_outputs(self.model, self._idle_input(), loss.outputs))
+        return merge_metrics(metrics), weight
+
+    def microbatches(self, batch: Batch) -> list[Microbatch]:
+        """Cut a batch so that no forward pass has more padded tokens than the budget, a longer row excepted."""
+        ids = batch.ragged("input_ids")
+        mask = batch.ragged("loss_mask").values.cpu().numpy() if "loss_mask" in batch else None
+        rows = Rows.of(ids.offsets.numpy(), mask)
+        trees = plan_trees(rows, token_ids(batch), self._budget, self._attention_cost, self._shares_prompts)
+        plan = plan_microbatches([tree.tokens for tree in trees], self._budget)
+        idle = np.flatnonzero(rows.ends == 0)
+        if not plan:
+            return [Microbatch(None, None)] if len(idle) else []
+        if len(plan) == 1:
+            return [Microbatch(None, lay_out(rows, trees))]
+        parts = []
+        for number, members in enumerate(plan):
+            chosen = [trees[member] for member in members]
+            taken = [row for tree in chosen for row in tree.rows]
+            if number == 0:
+                taken.extend(idle.tolist())  # nothing to compute, but the loss may count them
+            parts.append(Microbatch(np.sort(np.array(taken, dtype=np.int64)), lay_out(rows, chosen)))
+        return parts
+
+    def _idle_passes(self, parts: list[Microbatch]) -> int:
+        """How many passes this rank makes for the other ranks' sake; asked before the first: asking is collective."""
+        own = sum(part.layout is not None for part in parts)
+        return 0 if self._passes is None else self._passes(own) - own
+
+    def _said(self, what: str, layout: Layout | None) -> str:
+        """What is being done to a micro-batch, for messages."""
+        sequences, length = (0, 0) if layout is None else layout.tokens.shape
+        return (
+            f"computing the {what} of a micro-batch of {sequences * length} tokens ({sequences} x {length}; "
+            f"tokens_per_microbatch is {self._budget})"
+        )
+
+    def _input(self, layout: Layout, flat_ids: npt.NDArray[np.int64]) -> ModelInput:
+        return ModelInput.of(layout, flat_ids, self.device)
+
+    def _idle_input(self) -> ModelInput:
+        """One token, of which nothing is needed."""
+        none = torch.zeros(0, dtype=torch.int64, device=self.device)
+        return ModelInput(torch.zeros((1, 1), dtype=torch.int64, device=self.device), None, None, none, none)
+
+    def _view(self, batch: Batch, part: Microbatch, found: Mapping[str, torch.Tensor], outputs: Outputs) -> TokenView:
+        needed = None if part.layout is None else part.layout.needed
+        return token_view(batch, part.rows, needed, found, outputs, self.device)
+
+    def _loss(self, name: str) -> Callable[..., LossValue]:
+        if name not in self._losses:
+            self._losses[name] = plugins().function("loss", name)
+        return self._losses[name]
+
+
+def _backward(total: torch.Tensor, outputs: Mapping[str, torch.Tensor]) -> None:
+    """Go back through the model even where the loss depends on nothing of it: the other ranks do."""
+    through = sum((column.sum() for column in outputs.values()), start=torch.zeros((), device=total.device))
+    (total + 0.0 * through.to(total.device)).backward()

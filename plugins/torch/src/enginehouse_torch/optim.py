@@ -1,0 +1,174 @@
+"""AdamW over all trained parameters at once, held in flat fp32 buffers.
+
+Parameters and gradients are views of one buffer each, so that zeroing, the sum over ranks, the norm, clipping and the
+step are one operation each, whatever the number of parameters. A small model is bound by the number of operations.
+
+Half-precision parameters have an fp32 copy that the optimizer updates, and their gradients are accumulated in fp32:
+updates smaller than the parameter's own precision are not lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from enginehouse_torch.modeling.finite import not_finite, weights_lost
+from enginehouse_torch.modeling.schedule import learning_rate
+
+if TYPE_CHECKING:
+    from enginehouse.engines.options import TrainOptions
+
+ALIGNMENT = 16
+"""Elements each parameter's place is rounded up to: 64 bytes, a cache line and what vector loads like."""
+ALL_REDUCE_ELEMENTS = 1 << 28
+"""Most elements of one all-reduce: 1 GiB."""
+NORM_BLOCK = 4096
+"""Elements whose squares are summed as one."""
+FUSED_DEVICES = ("cpu", "cuda", "xpu")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class FlatAdamW:
+    """Gradients, optimizer state and schedule of one model whose ranks hold equal replicas.
+
+    Once built, each trained parameter of `parameters` and its `grad` are views of this object's buffers (half-precision
+    parameters keep storage of their own and are copied to after each step).
+
+    Args:
+        parameters: trained parameters by name, each once, all on one device.
+        options: hyperparameters and schedule.
+        world_size: ranks to sum gradients over; 1 needs no process group.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], options: TrainOptions, world_size: int):
+        self.options = options
+        self.world_size = world_size
+        self.step_number = 0
+        """Optimizer steps taken; skipped ones do not count."""
+        self._parameters = dict(parameters)
+        device = next(iter(self._parameters.values())).device
+        self._places: dict[str, tuple[int, int]] = {}
+        size = 0
+        for name, parameter in self._parameters.items():
+            self._places[name] = (size, parameter.numel())
+            size += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+        self._values = torch.zeros(size, device=device)
+        # One element more than the gradients: what the loss counted, so that one all-reduce carries both.
+        self._sums = torch.zeros(size + 1, device=device)
+        self._gradients = self._sums[:size]
+        self._half: list[torch.Tensor] = [p for p in self._parameters.values() if p.dtype != torch.float32]
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                place = self._view(self._values, name)
+                place.copy_(parameter)
+                if parameter.dtype == torch.float32:
+                    parameter.data = place
+                    parameter.grad = self._view(self._gradients, name)
+                else:
+                    parameter.grad = None
+                    parameter.register_post_accumulate_grad_hook(_accumulate_into(self._view(self._gradients, name)))
+        flat = torch.nn.Parameter(self._values)
+        flat.grad = self._gradients
+        self._adamw = torch.optim.AdamW(
+            [flat],
+            lr=options.lr,
+            betas=options.betas,
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+            fused=device.type in FUSED_DEVICES,
+        )
+
+    def _view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
+        """The part of a flat buffer that belongs to a parameter, in the parameter's shape."""
+        start, size = self._places[name]
+        return flat[start : start + size].view(self._parameters[name].shape)
+
+    def count(self, weight: float) -> None:
+        """Add to what the accumulated loss counts: the gradient of a step is divided by the sum over all ranks."""
+        self._sums[-1] += weight
+
+    def step(self) -> dict[str, float]:
+        """Sum over ranks, normalise, clip, step, zero; collective.
+
+        Nothing but the gradients changes where the gradient's norm is not finite, or where no rank counted anything.
+
+        Returns:
+            `grad_norm` before clipping, `lr` of this step, `skipped` (0.0 or 1.0); equal on every rank.
+
+        Raises:
+            NonFiniteWeights: the step left weights that are not finite, the same ones on every rank.
+        """
+        if self.world_size > 1:
+            for part in self._sums.split(ALL_REDUCE_ELEMENTS):
+                dist.all_reduce(part)
+        lr = learning_rate(self.step_number, self.options)
+        norm, weight = torch.stack((_norm(self._gradients), self._sums[-1])).tolist()
+        norm = norm / weight if weight else 0.0
+        finite = weight > 0 and norm < float("inf")  # False for nan
+        figures = {"grad_norm": norm, "lr": lr, "skipped": 0.0 if finite else 1.0}
+        if finite:
+            self._gradients.mul_(min(1.0, self.options.max_grad_norm / (norm + 1e-6)) / weight)
+            self._adamw.param_groups[0]["lr"] = lr
+            self._adamw.step()
+            self.step_number += 1
+            if not _norm(self._values).isfinite():
+                lost = not_finite({name: self._view(self._values, name) for name in self._parameters})
+                raise weights_lost(lost, self.step_number, figures)
+            self.publish()
+        self._sums.zero_()
+        return figures
+
+    def publish(self) -> None:
+        """Copy the fp32 values to the half-precision parameters."""
+        if self._half:
+            values = [self._view(self._values, n) for n, p in self._parameters.items() if p.dtype != torch.float32]
+            with torch.no_grad():
+                torch._foreach_copy_(self._half, values)
+
+    def float32_copies(self) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """The live fp32 copies of half-precision parameters; `publish` after writing to one."""
+        return {p: self._view(self._values, n) for n, p in self._parameters.items() if p.dtype != torch.float32}
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Live views of both moments of each parameter, by `"exp_avg.name"` and `"exp_avg_sq.name"`."""
+        self._ensure_moments()
+        moments = self._adamw.state[self._adamw.param_groups[0]["params"][0]]
+        return {f"{kind}.{name}": self._view(moments[kind], name) for name in self._parameters for kind in MOMENTS}
+
+    def restored(self, step_number: int) -> None:
+        """Go on from `step_number` after the tensors of `state()` were overwritten."""
+        self.step_number = step_number
+        self._adamw.state[self._adamw.param_groups[0]["params"][0]]["step"].fill_(float(step_number))
+
+    def _ensure_moments(self) -> None:
+        """Make the moments exist before the first step."""
+        parameter = self._adamw.param_groups[0]["params"][0]
+        if not self._adamw.state[parameter]:
+            self._adamw.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+
+def _norm(flat: torch.Tensor) -> torch.Tensor:
+    """The 2-norm of a flat fp32 tensor, by blocks: on CPU torch adds all squares up in a few fp32 sums, which is off by
+    1e-3 of the norm at 20 million elements.
+    """
+    whole = flat.numel() // NORM_BLOCK * NORM_BLOCK
+    blocks = torch.linalg.vector_norm(flat[:whole].view(-1, NORM_BLOCK), dim=1)
+    return torch.linalg.vector_norm(torch.cat((blocks, torch.linalg.vector_norm(flat[whole:])[None])))
+
+
+def _accumulate_into(place: torch.Tensor):
+    """A hook that moves a half-precision gradient into its fp32 place."""
+
+    def accumulate(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            place.add_(parameter.grad)
+            parameter.grad = None
+
+    return accumulate

@@ -1,0 +1,42 @@
+"""What this package adds to enginehouse: the engines in plain PyTorch. Light: they are imported in their workers."""
+
+from __future__ import annotations
+
+from enginehouse.plugin import Layout, RolloutBackend, TrainBackend, hookimpl
+from enginehouse.plugin.capabilities import (
+    COLOCATES,
+    EXPERTS,
+    HALF_PRECISION,
+    PAUSE_KEEP,
+    PROMPT_LOGPROBS,
+    RESHARD_CHECKPOINT,
+    SEED,
+    STOP_STRINGS,
+    VALUE_HEAD,
+    WEIGHT_CHECKSUMS,
+)  # fmt: skip
+
+enginehouse_protocol = "1.0"
+
+
+@hookimpl
+def enginehouse_register_backends(register):
+    register(
+        TrainBackend(
+            name="torch",
+            summary="Plain PyTorch, data parallel: any Hugging Face causal LM, on CPU or GPU",
+            engine="enginehouse_torch.train:TorchTrainEngine",
+            options="enginehouse_torch.options:TorchTrainOptions",
+            capabilities={EXPERTS, VALUE_HEAD, RESHARD_CHECKPOINT, HALF_PRECISION},
+            layouts=(Layout("single"), Layout("dp2", 2), Layout("dp4", 4)),
+        )
+    )
+    register(
+        RolloutBackend(
+            name="torch",
+            summary="Batched decoding on the model's own forward with a key-value cache, on CPU or GPU",
+            engine="enginehouse_torch.rollout:TorchRolloutEngine",
+            options="enginehouse_torch.options:TorchRolloutOptions",
+            capabilities={STOP_STRINGS, SEED, PROMPT_LOGPROBS, PAUSE_KEEP, WEIGHT_CHECKSUMS, COLOCATES, EXPERTS},
+        )
+    )

@@ -1,0 +1,225 @@
+"""The built-in rollout engine: batched decoding of any Hugging Face causal language model in plain PyTorch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from enginehouse.engines.model import ModelSpec, ProcessContext, positions
+from enginehouse.engines.rollout import Endpoint, GenerateRequest, GenerateResult, Health, PauseMode
+from enginehouse.engines.train import ALL
+from enginehouse.engines.weights import WeightChunk, WeightState, WeightUpdate
+from enginehouse.errors import EnginehouseError, ModelError
+from enginehouse_torch.decode_loop import DecodeLoop, RolloutEngineFailed
+from enginehouse_torch.forward import choose_forward
+from enginehouse_torch.modeling.loading import load_model
+from enginehouse_torch.modeling.ranks import device_of
+from enginehouse_torch.options import TorchRolloutOptions
+from enginehouse_torch.requests import Pending
+from enginehouse_torch.running import RunningBatch
+from enginehouse_torch.served_weights import ServedWeights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SHUTDOWN_SECONDS = 30.0
+
+
+class TorchRolloutEngine:
+    """Implements `enginehouse.engines.rollout.RolloutEngine`, whose docstrings are the contract.
+
+    What it adds to the contract:
+
+    * Requests handed over in one turn of the event loop (one `asyncio.gather`) are admitted together. A request that
+      arrives while others run joins them at the next token boundary, if `max_running` leaves room for all its
+      samples; requests are begun in order of arrival.
+    * After `pause("keep")` and a weight update the kept sequences go on with the keys and values they had.
+    * Same seed, same tokens "whatever runs beside" holds up to rounding: matrix products of another batch size may
+      differ in the last bit, which changes a token only where the draw falls on it.
+    * An exception while decoding ends the engine: requests not finished raise `RolloutEngineFailed`, as does every
+      later call, `health` included.
+
+    Attributes:
+        forward_name: class of the forward pass in use, once launched.
+    """
+
+    def __init__(self) -> None:
+        self._loop: DecodeLoop | None = None
+        self._arrivals: list[tuple[Pending, asyncio.Future[GenerateResult]]] = []
+        self.forward_name = ""
+        self._text_of: Callable[[list[int]], str] | None = None
+
+    @property
+    def loop(self) -> DecodeLoop:
+        """The decode loop.
+
+        Raises:
+            RolloutEngineFailed: the engine is not launched.
+        """
+        if self._loop is None:
+            raise RolloutEngineFailed("the torch rollout engine is not launched")
+        return self._loop
+
+    async def launch(self, model: ModelSpec, options: TorchRolloutOptions, context: ProcessContext) -> Endpoint:
+        """Load the model and start the decode thread.
+
+        Raises:
+            ModelError: the model cannot be loaded, has no language-model head, or keeps state other than keys and
+                values.
+        """
+        if model.head != "causal_lm":
+            raise ModelError(
+                f"a rollout engine generates text; it cannot serve {model.path!r} with a {model.head!r} head"
+            )
+        return await asyncio.to_thread(self._launch, model, options, context)
+
+    def _launch(self, spec: ModelSpec, options: TorchRolloutOptions, context: ProcessContext) -> Endpoint:
+        device = device_of(context)
+        model = load_model(spec, device).requires_grad_(False)
+        text = model.config.get_text_config()
+        own_limit = positions(text.to_dict())
+        limits = [limit for limit in (options.max_model_tokens, own_limit) if limit is not None]
+        self._spec = spec
+        self._vocabulary = text.vocab_size
+        self._max_model_tokens = min(limits) if limits else None
+        forward = choose_forward(model, own_limit or 2**31, options.fused)
+        self.forward_name = type(forward).__name__
+        self._weights = ServedWeights(model, spec.path, str(context))
+        batch = RunningBatch(
+            forward, text.num_hidden_layers, device, text.vocab_size, _end_ids(model), options.prefill_tokens
+        )
+        self._loop = DecodeLoop(batch, self._weights, options.max_running, str(context))
+        return Endpoint(engine=f"torch {torch.__version__}", max_model_tokens=self._max_model_tokens)
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Generate; cancelling the call ends the request.
+
+        Raises:
+            EnginehouseError: the request cannot be served as it stands, for instance its prompt is too long.
+            RolloutEngineFailed: the engine has failed.
+        """
+        loop = self.loop
+        loop.check()
+        pending = Pending(request, self._vocabulary, self._max_model_tokens)
+        if request.sampling.stop:
+            pending.text_of = await self._tokenizer()
+        event_loop = asyncio.get_running_loop()
+        future: asyncio.Future[GenerateResult] = event_loop.create_future()
+        if not self._arrivals:
+            # Tasks that are ready in this turn of the event loop add theirs before the batch is handed over.
+            event_loop.call_soon(self._hand_over)
+        self._arrivals.append((pending, future))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._hand_over()
+            loop.forget(pending)
+            raise
+
+    def _hand_over(self) -> None:
+        arrivals, self._arrivals = self._arrivals, []
+        if arrivals:
+            self.loop.submit(arrivals)
+
+    async def abort(self, ids: Sequence[str] | None = None) -> None:
+        """See the protocol; requests that wait are ended too, with no tokens."""
+        self._hand_over()
+        await self.loop.abort(ids)
+
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        """See the protocol."""
+        self._hand_over()
+        await self.loop.pause(mode)
+
+    async def resume(self) -> None:
+        """See the protocol."""
+        await self.loop.resume()
+
+    async def sleep(self, tags: tuple[str, ...] = ALL) -> None:
+        """Not offered: the capability `sleep` is not declared."""
+        raise EnginehouseError("the torch rollout engine does not declare the capability 'sleep'")
+
+    async def wake_up(self, tags: tuple[str, ...] = ALL) -> None:
+        """Not offered: the capability `sleep` is not declared."""
+        raise EnginehouseError("the torch rollout engine does not declare the capability 'sleep'")
+
+    async def start_weight_update(self, update: WeightUpdate) -> None:
+        """See the protocol. An update that was started and not finished is thrown away.
+
+        Raises:
+            WeightSyncError: the version is not newer than the one served, or a parameter does not fit the model.
+        """
+        self.loop.check()
+        self._weights.start(update)
+
+    async def update_weights(self, chunk: WeightChunk) -> None:
+        """See the protocol."""
+        self.loop.check()
+        await asyncio.to_thread(self._weights.stage, chunk)
+
+    async def finish_weight_update(self, version: int) -> None:
+        """See the protocol; the exchange happens at a token boundary."""
+        await self.loop.call(lambda: self._weights.commit(version))
+
+    async def abort_weight_update(self) -> None:
+        """See the protocol."""
+        self.loop.check()
+        self._weights.discard()
+
+    async def weight_state(self) -> WeightState:
+        """See the protocol; checksums are computed once a version."""
+        return await self.loop.call(self._weights.state)
+
+    async def health(self) -> Health:
+        """See the protocol.
+
+        Raises:
+            RolloutEngineFailed: the decode loop has failed.
+        """
+        loop = self.loop
+        loop.check()
+        return Health(loop.running, loop.waiting + len(self._arrivals), loop.paused, self._weights.version)
+
+    async def shutdown(self) -> None:
+        """End the decode thread; what runs returns as aborted.
+
+        Raises:
+            EnginehouseError: the thread did not end within `SHUTDOWN_SECONDS`.
+        """
+        if self._loop is not None:
+            self._hand_over()
+            await asyncio.to_thread(self._loop.stop, SHUTDOWN_SECONDS)
+            self._loop = None
+            del self._weights
+
+    async def _tokenizer(self) -> Callable[[list[int]], str]:
+        """Load the tokenizer, once, for requests with stop strings."""
+        if self._text_of is None:
+            self._text_of = await asyncio.to_thread(_load_tokenizer, self._spec)
+        return self._text_of
+
+
+def _load_tokenizer(spec: ModelSpec) -> Callable[[list[int]], str]:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            spec.path, trust_remote_code=spec.trust_remote_code, local_files_only=True
+        )
+    except Exception as error:
+        raise ModelError(
+            f"stop strings need a tokenizer, and none can be loaded from {spec.path!r}: {type(error).__name__}: {error}"
+        ) from error
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def _end_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """The model's end-of-sequence tokens: those of its generation config, else of its config."""
+    for config in (model.generation_config, model.config.get_text_config()):
+        ends: Any = getattr(config, "eos_token_id", None)
+        if ends is not None:
+            return (ends,) if isinstance(ends, int) else tuple(ends)
+    return ()

@@ -1,0 +1,210 @@
+"""The running batch: admits requests, draws one token a step for every row, drops finished rows when it pays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from enginehouse.errors import EnginehouseError
+from enginehouse_torch.cache import KVCache
+from enginehouse_torch.forward import Forward
+from enginehouse_torch.requests import Pending
+from enginehouse_torch.rows import Rows
+from enginehouse_torch.sampling import draw, prompt_logprobs, uniforms
+
+COMPACT_BELOW = 0.75  # part of rows alive under which copying the cache costs less than carrying the dead along
+FIRST_COLUMNS = 256  # columns a cache has to spare at first; doubled as needed
+LARGEST_LOGITS = 2**28  # elements of the logits of a scored prompt's chunk: 1 GiB in float32
+
+Knobs = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""Temperature, top-k and top-p of each row as `draw` takes them, None where every row has the neutral value."""
+
+
+@dataclass
+class Live:
+    """What is being decoded.
+
+    Attributes:
+        rows: the completions.
+        cache: keys and values of all their tokens but the last.
+        last: those last tokens, `(rows, 1)` int64.
+        padding: leading columns of the cache that are not a row's, `(rows,)` int64; None where there are none.
+        knobs: the rows' sampling parameters.
+    """
+
+    rows: Rows
+    cache: KVCache
+    last: torch.Tensor
+    padding: torch.Tensor | None
+    knobs: Knobs
+
+
+class RunningBatch:
+    """Rows and their cache. Not thread-safe: only the decode loop touches it, under `torch.inference_mode`.
+
+    A request may join at any token boundary: its prompt is prefilled once, with those admitted beside it, and its
+    rows are copied with the running ones into a new cache. That copy reads and writes the cache once, as a decode
+    step reads it once, so even a join at every step costs no more than a small multiple of the decoding.
+
+    Args:
+        forward: computes logits.
+        layers: number of layers of the cache.
+        device: where the forward pass runs.
+        vocabulary: number of token ids.
+        end_ids: the model's end-of-sequence tokens.
+        prefill_tokens: most padded prompt tokens in one forward pass.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        layers: int,
+        device: torch.device,
+        vocabulary: int,
+        end_ids: tuple[int, ...],
+        prefill_tokens: int,
+    ):
+        self._forward = forward
+        self._layers = layers
+        self._device = device
+        self._end_ids = end_ids
+        self._prefill_tokens = prefill_tokens
+        self._score_tokens = max(1, min(prefill_tokens, LARGEST_LOGITS // vocabulary))
+        self._live: Live | None = None
+
+    def __len__(self) -> int:
+        """Number of completions being generated."""
+        live = self._live  # read once: other threads ask too
+        return 0 if live is None else int(live.rows.alive.sum())
+
+    def requests(self) -> set[Pending]:
+        """The requests with a completion being generated."""
+        return set() if self._live is None else set(self._live.rows.owner[self._live.rows.alive])
+
+    def admit(self, taken: Sequence[tuple[Pending, int]], version: int) -> None:
+        """Prefill each request, `(request, samples to begin)`, and draw the first token of its samples.
+
+        A request that is only scored begins no sample and is completed here.
+        """
+        pieces = [] if self._live is None else [(self._live.rows, self._live.cache, np.arange(len(self._live.rows)))]
+        for chunk in self._chunks(taken):
+            cache, logits = self._prefill([pending for pending, _ in chunk])
+            for pending, count in chunk:
+                if count == 0:
+                    pending.complete_rest("length", version)
+            samples = np.array([count for _, count in chunk])
+            if samples.any():
+                rows = Rows.begin([(pending, count) for pending, count in chunk if count], self._end_ids, version)
+                source = np.arange(len(chunk)).repeat(samples)
+                logits = logits.index_select(0, torch.from_numpy(source).to(self._device))
+                self._draw(rows, logits, self._knobs(rows), version)
+                pieces.append((rows, cache, source))
+        self._assemble(pieces)
+
+    def step(self, version: int) -> None:
+        """Draw one token for every completion; there must be one."""
+        live = self._live
+        if live is not None and (len(self) <= COMPACT_BELOW * len(live.rows) or live.cache.used == live.cache.capacity):
+            self._assemble([(live.rows, live.cache, np.arange(len(live.rows)))])
+            live = self._live
+        if live is None:
+            raise EnginehouseError("there is nothing to decode")
+        logits = self._forward(live.last, live.padding, live.cache)[:, -1]
+        live.last = self._draw(live.rows, logits, live.knobs, version)[:, None]
+        if not live.rows.alive.any():
+            self.clear()
+
+    def abort(self, requests: Iterable[Pending]) -> None:
+        """Complete the rows of these requests with what they have."""
+        if self._live is None:
+            return
+        unwanted, rows = set(requests), self._live.rows
+        rows.complete(rows.alive & np.array([owner in unwanted for owner in rows.owner]), "abort")
+        if not rows.alive.any():
+            self.clear()
+
+    def clear(self) -> None:
+        """Forget all rows and free their cache."""
+        self._live = None
+
+    def _chunks(self, taken: Sequence[tuple[Pending, int]]) -> list[list[tuple[Pending, int]]]:
+        """Cut into forward passes within the token budget; prompts to be scored apart, for their logits are large."""
+        chunks = []
+        for scored, budget in ((True, self._score_tokens), (False, self._prefill_tokens)):
+            chunk: list[tuple[Pending, int]] = []
+            longest = 0
+            for pending, count in taken:
+                if pending.request.sampling.prompt_logprobs is not scored:
+                    continue
+                longest = max(longest, len(pending.prompt))
+                if chunk and longest * (len(chunk) + 1) > budget:
+                    chunks.append(chunk)
+                    chunk, longest = [], len(pending.prompt)
+                chunk.append((pending, count))
+            if chunk:
+                chunks.append(chunk)
+        return chunks
+
+    def _prefill(self, requests: Sequence[Pending]) -> tuple[KVCache, torch.Tensor]:
+        """Run the prompts, a row each; returns their cache and the logits after them, `(requests, vocabulary)`."""
+        lengths = np.array([len(pending.prompt) for pending in requests])
+        longest = int(lengths.max())
+        prompts = np.zeros((len(requests), longest), np.int64)
+        for row, pending in zip(prompts, requests, strict=True):
+            row[longest - len(pending.prompt) :] = pending.prompt
+        tokens = torch.from_numpy(prompts).to(self._device)
+        cache = KVCache(self._layers, longest)
+        scored = requests[0].request.sampling.prompt_logprobs
+        logits = self._forward(tokens, self._pad(longest - lengths), cache, all_logits=scored)
+        if scored:
+            temperature = torch.tensor([p.request.sampling.temperature for p in requests], device=self._device)
+            found = prompt_logprobs(logits, tokens, temperature).tolist()
+            for pending, row in zip(requests, found, strict=True):
+                pending.prompt_logprobs = [0.0, *row[longest - len(pending.prompt) + 1 :]]
+        return cache, logits[:, -1]
+
+    def _assemble(self, pieces: Sequence[tuple[Rows, KVCache, np.ndarray]]) -> None:
+        """Make the batch of the rows alive in `pieces`: rows, a cache, and which row of the cache each row has."""
+        rows, copied = None, []
+        for piece, cache, source in pieces:
+            if not piece.alive.any():
+                continue
+            alive = piece.take(piece.alive)
+            index = torch.from_numpy(source[piece.alive]).to(self._device)
+            copied.append((cache, index, cache.used - int(alive.cached.max())))
+            rows = alive if rows is None else Rows.concat(rows, alive)
+        if rows is None:
+            return self.clear()
+        used = int(rows.cached.max())
+        spare = min(int((rows.limit - rows.count).max()), max(FIRST_COLUMNS, used))
+        last = rows.tokens[np.arange(len(rows)), rows.count - 1]
+        self._live = Live(
+            rows,
+            KVCache.gather(copied, spare),
+            torch.from_numpy(last).to(self._device)[:, None],
+            self._pad(used - rows.cached),
+            self._knobs(rows),
+        )
+
+    def _draw(self, rows: Rows, logits: torch.Tensor, knobs: Knobs, version: int) -> torch.Tensor:
+        """Draw and record a token for each row; returns the tokens, `(rows,)` int64."""
+        noise = torch.from_numpy(uniforms(rows.stream, rows.count)).to(self._device)
+        tokens, logprobs = draw(logits, noise, *knobs)
+        found = logprobs.cpu().numpy()
+        if not np.isfinite(found[rows.alive]).all():
+            raise EnginehouseError(f"the model's logits are not finite (weight version {version})")
+        rows.record(tokens.cpu().numpy(), found, version)
+        return tokens
+
+    def _knobs(self, rows: Rows) -> Knobs:
+        def tensor(column: np.ndarray, neutral: float) -> torch.Tensor | None:
+            return None if (column == neutral).all() else torch.from_numpy(column).to(self._device)
+
+        return tensor(rows.temperature, 1.0), tensor(rows.top_k, 0), tensor(rows.top_p, 1.0)
+
+    def _pad(self, padding: np.ndarray) -> torch.Tensor | None:
+        """Number of padding columns of each row, or None where no row has any."""
+        return torch.from_numpy(padding).to(self._device) if padding.any() else None

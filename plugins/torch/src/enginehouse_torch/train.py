@@ -1,0 +1,175 @@
+"""The built-in training engine: any Hugging Face causal LM in plain PyTorch, replicated over data-parallel ranks.
+
+The laptop default, and the oracle other engines are compared with: it holds the whole model on every rank and does
+nothing to it that changes a result. There is never any dropout, in training neither: a policy's logprobs must be the
+same whoever computes them.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from enginehouse.data import Batch
+from enginehouse.engines.mesh import Mesh
+from enginehouse.engines.model import NO_FLOAT16, TOKENIZER_COMPANIONS, TOKENIZER_FILES
+from enginehouse.engines.train import ALL, LossSpec, Metrics, Outputs
+from enginehouse.errors import ModelError
+from enginehouse.quiet import quiet_transformers
+from enginehouse.weights.names import stored_names, unique_state
+from enginehouse_torch.modeling import checkpoint
+from enginehouse_torch.modeling.files import parts_of
+from enginehouse_torch.modeling.loading import load_model
+from enginehouse_torch.modeling.memory import MemoryGuard
+from enginehouse_torch.modeling.ranks import Ranks, device_of
+from enginehouse_torch.modeling.schedule import learning_rate
+from enginehouse_torch.modeling.token_model import TokenModel
+from enginehouse_torch.optim import FlatAdamW
+from enginehouse_torch.weights import ReplicatedWeights
+
+if TYPE_CHECKING:
+    from enginehouse.engines.model import ModelSpec, ProcessContext
+    from enginehouse_torch.options import TorchTrainOptions
+
+NEEDS_LESS = (
+    "a smaller tokens_per_microbatch",
+    "a training backend that shards the model over its processes: here each holds all of it",
+)
+"""What needs less memory than this engine."""
+
+
+class TorchTrainEngine:
+    """`TrainEngine` on plain PyTorch (`enginehouse.engines.train`), one object a rank."""
+
+    mesh: Mesh
+
+    def setup(self, model: ModelSpec, options: TorchTrainOptions, context: ProcessContext) -> None:
+        """Join the ranks, load the model and give every rank rank 0's weights.
+
+        Optimizer state is made when it is first needed: an engine that only computes logprobs never has any.
+
+        Raises:
+            ModelError: the model cannot be loaded, or is to be trained in float16.
+            ConfigError: the schedule decays and `total_steps` is not set.
+        """
+        learning_rate(options.warmup_steps, options)
+        if model.dtype == "float16":
+            raise ModelError(f"torch: {NO_FLOAT16}")
+        self._spec, self._options, self._context = model, options, context
+        self._ranks = Ranks.join(context)
+        self.mesh = Mesh.of({"dp": context.world_size}, context.rank)
+        self._memory = MemoryGuard(context, NEEDS_LESS)
+        with self._memory.during("loading the model"):
+            self._model = load_model(model, device_of(context))
+        self._stored = stored_names(Path(model.path))
+        if model.head == "value":
+            # The language model's own head gets no gradient: weight decay must not shrink it.
+            _untied_head(self._model).requires_grad_(False)
+        self._ranks.broadcast(unique_state(self._model).values())
+        self._computing = TokenModel(
+            self._model,
+            device=self._model.device,
+            tokens_per_microbatch=options.tokens_per_microbatch,
+            share_prompts=options.share_prompts == "auto",
+            during=self._memory.during,
+        )
+        self._optimizer: FlatAdamW | None = None
+
+    # Computing
+
+    def forward(self, batch: Batch, outputs: Outputs) -> Batch:
+        """Compute `outputs` without gradients.
+
+        Where the batch has a `loss_mask`, only for the tokens it marks; all others are 0.
+        """
+        with self._memory.during(f"computing outputs of {len(batch)} rows"):
+            return self._computing.forward(batch, outputs)
+
+    def forward_backward(self, batch: Batch, loss: LossSpec) -> Metrics:
+        """Accumulate the gradient of `loss`, which is computed from the tokens of `loss_mask` alone."""
+        with self._memory.during(f"computing gradients of {len(batch)} rows"):
+            optimizer = self._built_optimizer()
+            metrics, weight = self._computing.forward_backward(batch, loss)
+        optimizer.count(weight)
+        return metrics
+
+    def optim_step(self) -> Metrics:
+        """Reduce gradients over the ranks and take one AdamW step; see `FlatAdamW.step`."""
+        with self._memory.during("taking an optimizer step"):
+            return self._built_optimizer().step()
+
+    def _built_optimizer(self) -> FlatAdamW:
+        """The optimizer, made at first use: buffers as large as the model itself."""
+        if self._optimizer is None:
+            trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+            self._optimizer = FlatAdamW(trained, self._options, self._ranks.world_size)
+        return self._optimizer
+
+    # Weights and files
+
+    def weight_source(self) -> ReplicatedWeights:
+        """The live weights under their Hugging Face names, tied ones once; every rank holds all of them."""
+        return ReplicatedWeights(self._model, self._stored)
+
+    def save(self, path: str, what: tuple[str, ...] = ALL) -> None:
+        """Write `"model"`, `"optimizer"` (with the schedule) and `"rng"`, whole or not at all; collective.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        checkpoint.save(path, self._train_state(what), self._ranks)
+
+    def load(self, path: str, what: tuple[str, ...] = ALL) -> None:
+        """Load what `save`, or another torch engine's, wrote, with any number of ranks; collective.
+
+        A rank the checkpoint has no random state of keeps its own.
+
+        Raises:
+            CheckpointError: it is missing, incomplete, damaged or of another model, or lacks a part.
+        """
+        checkpoint.load(path, self._train_state(what), self._ranks)
+        if self._optimizer is not None:
+            self._optimizer.publish()
+
+    def _train_state(self, what: tuple[str, ...]) -> checkpoint.TrainState:
+        """The live tensors of the parts of a checkpoint: of a half-precision parameter its float32 copy."""
+        parts = parts_of(what)
+        optimizer = self._built_optimizer() if "optimizer" in parts else self._optimizer
+        model = None
+        if "model" in parts:
+            copies = {} if optimizer is None else optimizer.float32_copies()
+            named = dict(self._model.named_parameters(remove_duplicate=False))
+            model = {
+                name: copies.get(named[name], tensor) if name in named else tensor
+                for name, tensor in unique_state(self._model, self._stored).items()
+            }
+        return checkpoint.TrainState(model, optimizer if "optimizer" in parts else None, rng="rng" in parts)
+
+    def export_hf(self, path: str) -> None:
+        """Write a Hugging Face directory, with the tokenizer of the directory the model came from; collective."""
+
+        def write() -> None:
+            directory = Path(path)
+            with quiet_transformers():
+                self._model.save_pretrained(directory)
+                for pattern in (*TOKENIZER_FILES, *TOKENIZER_COMPANIONS):
+                    for file in filter(Path.is_file, Path(self._spec.path).glob(pattern)):
+                        shutil.copyfile(file, directory / file.name)
+
+        self._ranks.on_rank_zero(write)
+
+    def shutdown(self) -> None:
+        """Release the model and leave the process group."""
+        self._optimizer = None
+        del self._model, self._computing
+        self._ranks.leave()
+
+
+def _untied_head(model: Any) -> torch.nn.Module:
+    """The model's own output layer if it shares no parameter with the rest, else an empty module."""
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    return torch.nn.Identity() if head.weight is embedding.weight else head

@@ -1,0 +1,43 @@
+"""A replicated model's weights under the names and in the form its Hugging Face checkpoint has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from enginehouse.engines.weights import ParamMeta
+from enginehouse.weights.names import unique_state
+from enginehouse_torch.modeling.stored import StoredForm
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class ReplicatedWeights:
+    """The `WeightSource` of a model that every rank holds whole.
+
+    The tensors are the live ones, detached: a reader that keeps them past the next optimizer step must copy.
+
+    Args:
+        model: the model.
+        stored: names in the checkpoint it was loaded from; decide under which of its names a tied parameter goes.
+    """
+
+    def __init__(self, model: PreTrainedModel, stored: frozenset[str]):
+        self._model = model
+        self._stored = stored
+        self._form = StoredForm.of(model, stored)
+
+    def metadata(self) -> list[ParamMeta]:
+        """All parameters and persistent buffers, tied ones once."""
+        return [ParamMeta(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in self.iter_local()]
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each tensor; needs no communication, as every rank holds the whole."""
+        return self.iter_local()
+
+    def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each tensor."""
+        yield from self._form.apart(unique_state(self._model, self._stored))

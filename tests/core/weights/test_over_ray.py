@@ -1,0 +1,153 @@
+"""Weight updates and rollouts between real processes, over Ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from enginehouse.controller import StillRunning, start_ray
+from enginehouse.engines.rollout import SamplingParams
+from enginehouse.engines.train import LossSpec
+from enginehouse.engines.weights import WeightSyncError
+from enginehouse.weights.transports.segment import Segment
+
+from . import faults
+from .roles_for_tests import DEMONSTRATIONS, PROMPTS, dealt, logprobs, open_house
+
+pytestmark = pytest.mark.slow
+TESTS = Path(__file__).parents[2]
+ENV = {"PYTHONPATH": os.pathsep.join(map(str, (TESTS, TESTS / "core"))), "OMP_NUM_THREADS": "1"}
+SAMPLING = SamplingParams(n=2, max_tokens=6)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster():
+    with start_ray() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def separate():
+    """One trainer and two replicas, each in a process of its own; replica 1 fails at two updates, in two ways."""
+    with open_house(
+        f"{faults.__name__}:CorruptingSharedMemory",
+        rollout=faults.UnfinishedRolloutWorker,
+        launcher="ray",
+        processes=1,
+        replicas=2,
+        env=ENV,
+    ) as house:
+        yield house
+
+
+@pytest.fixture
+def segments(monkeypatch):
+    """The shared memory of the connections that a test makes; other tests may have some at the same time."""
+    found = []
+    prepare = faults.CorruptingSharedMemory.prepare
+
+    def noted(self, *arguments):
+        plan = prepare(self, *arguments)
+        found.append(Path("/dev/shm", Segment.name_of(plan.session)))
+        return plan
+
+    monkeypatch.setattr(faults.CorruptingSharedMemory, "prepare", noted)
+    return found
+
+
+def test_two_replicas_serve_what_was_sent_and_a_corrupted_bucket_at_one_stops_both(separate, segments):
+    sync = separate.connect()
+    separate.train()
+    assert sync.sync(1).effect < 1e-4
+    states, answers = separate.rollout.weight_state(), separate.answers()
+    assert states[0] == states[1]
+    separate.train()
+    with pytest.raises(WeightSyncError, match=f"replica 1 .*changed: {faults.PARAMETER}") as caught:
+        sync.sync(faults.VERSION)
+    assert caught.value.parameters == (faults.PARAMETER,)
+    assert separate.rollout.weight_state() == states
+    assert separate.answers() == answers
+    assert sync.sync(3).version == 3
+    assert separate.versions() == [3, 3]
+    assert len(segments) == 1
+    assert not segments[0].exists()
+
+
+def test_samples_do_not_depend_on_the_number_of_replicas(separate):
+    with open_house("inproc") as one:
+        alone = one.rollout.generate(PROMPTS, SAMPLING, seed=3)
+    with open_house("inproc", train=faults.DriftingTrainWorker, launcher="ray", processes=2, env=ENV) as two:
+        # colocated: each of two trainers sends to the replica in its process
+        shared = two.rollout.generate(PROMPTS, SAMPLING, seed=3)
+        assert torch.equal(shared["input_ids"].values, alone["input_ids"].values)
+        uneven = DEMONSTRATIONS.slice(0, 3)  # two rows at one rank, one at the other: three minibatches for both
+        apart = dealt(3, batch=uneven)
+        assert two.actor.update(apart, LossSpec("supervised"), minibatches=3)["optimizer_steps"] == 3
+        with open_house("inproc") as one:
+            one.actor.update(apart, LossSpec("supervised"), minibatches=3)
+            assert torch.allclose(logprobs(two.actor), logprobs(one.actor), atol=1e-5)  # the same mini-batches
+        sync = two.connect()
+        assert sync.sync(1).effect < 1e-4
+        states = two.rollout.weight_state()
+        assert states[0] == states[1]
+        assert [state.version for state in states] == [1, 1]
+        two.actor.drift()
+        with pytest.raises(WeightSyncError, match=f"another training rank.*{faults.PARAMETER}"):
+            sync.sync(2)
+        assert two.rollout.weight_state() == states
+
+
+def test_a_version_that_one_replica_does_not_switch_to_is_answered_with_by_none(separate):
+    """The requests are more than a worker runs async calls at once: the update goes through all the same."""
+    sync = separate.connect(effect_check_every=0)
+    sync.sync(4)
+    separate.train()
+    with pytest.raises(WeightSyncError, match=r"update 5 failed at rollout rank 1.*cannot switch"):
+        sync.sync(faults.UNFINISHED_VERSION)
+    requests = [separate.rollout.call("generate", PROMPTS, SAMPLING, blocking=False) for _ in range(40)]
+    with pytest.raises(StillRunning):
+        requests[0].result(1.0)
+    assert [state.version for state in separate.rollout.weight_state()] == [5, 4]
+    assert sync.sync(6).version == 6
+    for request in requests:
+        assert set(request.result()["weight_version"].tolist()) <= {4, 6}
+
+
+def test_inproc_between_processes_is_refused_when_it_is_connected(separate):
+    separate.transport, transport = "inproc", separate.transport
+    try:
+        with pytest.raises(WeightSyncError, match=r"needs rollout replica \d in the process of training rank"):
+            separate.connect()
+    finally:
+        separate.transport = transport
+
+
+@pytest.mark.fault(
+    area="weights",
+    what="the actor's process is stopped (SIGSTOP) during a weight update",
+    happens="the run ends, and names the actor's rank, node and process",
+    exit_code="1",
+    kept="as after any failure of a run",
+    noticed="after cluster.call_timeout_seconds, a quarter of it (at most 15 s), and some seconds",
+)
+def test_a_trainer_that_is_stopped_is_the_one_that_a_failed_update_names():
+    """It is the replica that fails first: it was told to wait less long than the controller does."""
+    with open_house("shared_memory", launcher="ray", processes=1, replicas=1, env=ENV) as house:
+        sync = house.connect(timeout=2.0)
+        sync.sync(1)
+        os.kill(house.actor.pids[0], signal.SIGSTOP)
+        with pytest.raises(WeightSyncError, match=r"(?s)update 2 failed at actor rank 0 .*is stopped"):
+            sync.sync(2)
+
+
+def test_a_killed_replica_ends_the_update_with_its_name(separate):
+    """Last: it breaks the group."""
+    sync = separate.connect()
+    os.kill(separate.rollout.pids[1], signal.SIGKILL)
+    with pytest.raises(WeightSyncError, match="rollout rank 1"):
+        sync.sync(10)
+    assert len(separate.actor.weight_metadata()) > 0  # the trainer is still there

@@ -1,0 +1,155 @@
+"""Shared memory between real processes: what is exact, what is left over, and who notices a death."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+
+from enginehouse.engines.weights import ParamMeta, WeightSyncError
+from enginehouse.weights.transports.control_block import DESCRIPTOR, PROCESS, Ledger
+from enginehouse.weights.transports.segment import Segment
+from enginehouse.weights.transports.shared_memory import SharedMemoryTransport
+
+from .weights import MODEL, bytes_of, metadata, random_weights
+
+pytestmark = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="looks into /dev/shm")
+fork = multiprocessing.get_context("fork")
+SECONDS = 20.0
+UPDATES = 3
+
+
+def make_plan(receivers: int):
+    return SharedMemoryTransport().prepare(metadata(random_weights(MODEL, 0)), receivers, uuid.uuid4().hex, 512)
+
+
+def left_over(session: str) -> bool:
+    return Path("/dev/shm", Segment.name_of(session)).exists()
+
+
+def receive_updates(plan, index, results):
+    session = SharedMemoryTransport().connect(plan, "recv", index)
+    results.send("attached")
+    for version in range(1, UPDATES + 1):
+        arrived = {name: t.clone() for chunk in session.recv(version, SECONDS) for name, t in chunk.tensors}
+        results.send(bytes_of(arrived))
+
+
+def test_two_receiving_processes_get_every_byte_and_nothing_is_left_over():
+    plan = make_plan(receivers=2)
+    sender = SharedMemoryTransport().connect(plan, "send", 0)
+    pipes, processes = [], []
+    for index in range(2):
+        ours, theirs = fork.Pipe()
+        process = fork.Process(target=receive_updates, args=(plan, index, theirs), daemon=True)
+        process.start()
+        pipes.append(ours)
+        processes.append(process)
+    assert [pipe.recv() for pipe in pipes] == ["attached"] * 2
+    for version in range(1, UPDATES + 1):
+        weights = random_weights(MODEL, version)
+        sender.send(version, weights.items(), SECONDS)
+        assert [pipe.recv() for pipe in pipes] == [bytes_of(weights)] * 2
+        assert not left_over(plan.session)  # the name goes as soon as everyone is attached
+    for process in processes:
+        process.join(SECONDS)
+        assert process.exitcode == 0
+    sender.close()
+
+
+def send_half(plan, connected):
+    def weights():
+        for i, item in enumerate(random_weights(MODEL, 1).items()):
+            if i == 5:  # begins the third bucket, so the first was taken
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield item
+
+    session = SharedMemoryTransport().connect(plan, "send", 0)
+    connected.set()
+    session.send(1, weights(), SECONDS)
+
+
+def test_a_sender_killed_in_an_update_ends_in_the_receivers_deadline_and_leaves_nothing():
+    plan = make_plan(receivers=1)
+    connected = fork.Event()
+    process = fork.Process(target=send_half, args=(plan, connected), daemon=True)
+    process.start()
+    assert connected.wait(SECONDS)
+    receiver = SharedMemoryTransport().connect(plan, "recv", 0)
+    with pytest.raises(WeightSyncError, match=r"bucket \d of \d did not arrive within 3 s"):
+        list(receiver.recv(1, 3))
+    process.join(SECONDS)
+    assert process.exitcode == -signal.SIGKILL
+    assert not left_over(plan.session)
+
+
+def test_a_sender_killed_before_anyone_attached_leaves_nothing():
+    name = Segment.name_of(uuid.uuid4().hex)
+    program = (
+        "import os, signal\nfrom enginehouse.weights.transports.segment import Segment\n"
+        f"segment = Segment.create({name!r}, 4096)\nprint(os.path.exists('/dev/shm/{name}'), flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    killed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (killed.returncode, killed.stdout.strip()) == (-signal.SIGKILL, "True")
+    limit = time.monotonic() + 60
+    while Path("/dev/shm", name).exists():
+        assert time.monotonic() < limit, "the resource tracker did not remove the segment"
+
+
+def test_a_receiving_process_that_ends_leaves_the_segment_to_others_and_is_silent():
+    name = Segment.name_of(uuid.uuid4().hex)
+    segment = Segment.create(name, 4096)
+    segment.memory[:5] = b"hello"
+    program = (
+        "from enginehouse.weights.transports.segment import Segment\n"
+        f"print(bytes(Segment.attach({name!r}).memory[:5]).decode())"
+    )
+    for _ in range(2):
+        ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+        assert (ended.returncode, ended.stdout, ended.stderr) == (0, "hello\n", "")
+    segment.unlink()
+    assert not Path("/dev/shm", name).exists()
+
+
+def test_more_named_memory_than_there_is_is_an_error_that_says_so():
+    name = Segment.name_of(uuid.uuid4().hex)
+    total = os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize
+    with pytest.raises(WeightSyncError, match=rf"needs {2 * total} bytes of /dev/shm, and \d+ are free"):
+        Segment.create(name, 2 * total)
+    assert not Path("/dev/shm", name).exists()
+
+
+def test_a_model_larger_than_the_memory_is_refused_with_both_figures_when_connected():
+    total = psutil.virtual_memory().total
+    plan = SharedMemoryTransport().prepare([ParamMeta("w", "uint8", (2 * total,))], 1, uuid.uuid4().hex, 512)
+    with pytest.raises(WeightSyncError, match=rf"{2 * total / 2**20:.0f} MiB of memory are needed .* \d+ MiB are free"):
+        SharedMemoryTransport().connect(plan, "send", 0)
+    assert not left_over(plan.session)
+
+
+def test_a_sender_whose_memory_cannot_be_opened_is_told_with_what_is_needed():
+    plan = make_plan(1)
+    sender = SharedMemoryTransport().connect(plan, "send", 0)
+    ledger = Ledger(plan, create=False)
+    ledger[PROCESS] = 2**22 + 1  # as in another PID namespace: no such process here
+    with pytest.raises(WeightSyncError, match=r"/proc/4194305/fd/\d+'?\. .* one PID namespace"):
+        SharedMemoryTransport().connect(plan, "recv", 0)
+    ledger[PROCESS], ledger[DESCRIPTOR] = os.getpid(), os.open(os.devnull, os.O_RDWR)
+    with pytest.raises(WeightSyncError, match="one PID namespace"):
+        SharedMemoryTransport().connect(plan, "recv", 0)
+    os.close(ledger[DESCRIPTOR])
+    sender.close()
+
+
+def test_a_receiver_without_a_sender_on_its_host_is_told_so():
+    with pytest.raises(WeightSyncError, match="one host"):
+        SharedMemoryTransport().connect(make_plan(1), "recv", 0)

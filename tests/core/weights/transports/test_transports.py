@@ -1,0 +1,240 @@
+"""All transports: exact bytes, order, bounds, deadlines, aborts. Sender and receivers run in threads here."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from enginehouse.engines.weights import WeightSyncError, WeightTransport, address_of, checksum
+from enginehouse.weights.transports.collective import CollectiveTransport
+from enginehouse.weights.transports.inproc import InprocTransport
+from enginehouse.weights.transports.point_to_point import PointToPointTransport
+from enginehouse.weights.transports.shared_memory import SharedMemoryTransport
+
+from .weights import DTYPES, MODEL, bytes_of, metadata, random_weights
+
+TRANSPORTS = [InprocTransport, SharedMemoryTransport, CollectiveTransport, PointToPointTransport]
+SECONDS = 20.0
+
+
+class Connection:
+    """Both ends of a transport in this process."""
+
+    def __init__(
+        self, transport: WeightTransport, weights: dict[str, torch.Tensor], bucket_bytes: int = 1024, receivers=1
+    ):
+        self.plan = transport.prepare(metadata(weights), receivers, uuid.uuid4().hex, bucket_bytes)
+        senders = receivers if isinstance(transport, InprocTransport) else 1
+        self.senders = [transport.connect(self.plan, "send", i) for i in range(senders)]
+        reached = self.plan.reached(address_of(each, "127.0.0.1") for each in self.senders)
+        self.receivers = [transport.connect(reached, "recv", i) for i in range(receivers)]
+        self.sender, self.receiver = self.senders[0], self.receivers[0]
+        self.threads = ThreadPoolExecutor(receivers + senders)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        for session in self.receivers + self.senders:
+            session.close()
+        self.threads.shutdown()
+
+    def start_send(self, version, weights, seconds=SECONDS):
+        return [self.threads.submit(s.send, version, list(weights.items()), seconds) for s in self.senders]
+
+    def start_receive(self, version, seconds=SECONDS):
+        return [self.threads.submit(receive, r, version, seconds) for r in self.receivers]
+
+    def transfer(self, version, weights):
+        """What each receiver got, and the checksums of the first sender."""
+        sending, receiving = self.start_send(version, weights), self.start_receive(version)
+        return [r.result() for r in receiving], sending[0].result()
+
+
+def receive(session, version, seconds=SECONDS):
+    return {name: t.clone() for chunk in session.recv(version, seconds) for name, t in chunk.tensors}
+
+
+@pytest.fixture(params=TRANSPORTS, ids=["inproc", "shared_memory", "collective", "point_to_point"])
+def transport(request):
+    return request.param()
+
+
+@given(
+    shapes=st.lists(
+        st.tuples(st.lists(st.integers(0, 8), max_size=3).map(tuple), st.sampled_from(DTYPES)), max_size=12
+    ),
+    bucket_bytes=st.integers(1, 2048),
+    receivers=st.integers(1, 3),
+    kind=st.sampled_from(TRANSPORTS),
+    seed=st.integers(0, 9),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_byte_of_every_dtype_arrives_over_several_updates(shapes, bucket_bytes, receivers, kind, seed):
+    weights = random_weights(shapes, seed)
+    with Connection(kind(), weights, bucket_bytes, receivers) as connection:
+        for version in range(1, 4):
+            weights = random_weights(shapes, seed + version)
+            arrived, sums = connection.transfer(version, weights)
+            assert [bytes_of(a) for a in arrived] == [bytes_of(weights)] * receivers
+            assert sums == {name: checksum(tensor) for name, tensor in weights.items()}
+
+
+def test_tensors_that_are_not_contiguous_or_need_gradients_arrive(transport):
+    weights = {"a": torch.randn(6, 4, requires_grad=True).t(), "b": torch.randn(5, requires_grad=True)}
+    with Connection(transport, weights) as connection:
+        arrived, _ = connection.transfer(1, weights)
+    assert all(torch.equal(arrived[0][name], tensor) for name, tensor in weights.items())
+
+
+def test_a_receiver_may_wait_long_before_the_sender_begins(transport):
+    weights = random_weights(MODEL, 0)
+    with Connection(transport, weights) as connection:
+        receiving = connection.start_receive(1)
+        assert not receiving[0].done()
+        connection.start_send(1, weights)
+        assert bytes_of(receiving[0].result()) == bytes_of(weights)
+
+
+def test_a_missing_sender_ends_in_an_error_at_the_deadline(transport):
+    with (
+        Connection(transport, random_weights(MODEL, 0)) as connection,
+        pytest.raises(WeightSyncError, match=r"within 0\.1 s"),
+    ):
+        receive(connection.receiver, 1, 0.1)
+
+
+def test_a_missing_receiver_ends_in_an_error_that_names_the_replica(transport):
+    weights = random_weights(MODEL, 0)
+    with (
+        Connection(transport, weights) as connection,
+        pytest.raises(WeightSyncError, match=r"replica 0.* within 0\.1 s"),
+    ):
+        connection.sender.send(1, list(weights.items()), 0.1)
+
+
+def test_a_deadline_that_passed_does_not_spoil_the_next_update(transport):
+    weights = random_weights(MODEL, 0)
+    with Connection(transport, weights) as connection:
+        with pytest.raises(WeightSyncError):
+            connection.sender.send(1, list(weights.items()), 0.05)
+        arrived, _ = connection.transfer(2, weights)
+        assert bytes_of(arrived[0]) == bytes_of(weights)
+
+
+@pytest.mark.parametrize("side", ["sender", "receiver"])
+def test_an_abort_fails_both_sides_at_once_and_the_next_update_works(transport, side):
+    weights = random_weights(MODEL, 0)
+    with Connection(transport, weights) as connection:
+        chunks = connection.receiver.recv(1, SECONDS)
+        sending = connection.start_send(1, weights)
+        next(chunks)  # the update is under way: a bucket was taken, more wait
+        getattr(connection, side).abort(1)
+        with pytest.raises(WeightSyncError, match="aborted"):
+            list(chunks)
+        with pytest.raises(WeightSyncError, match="aborted"):
+            sending[0].result(5)
+        arrived, _ = connection.transfer(2, weights)
+        assert bytes_of(arrived[0]) == bytes_of(weights)
+
+
+def test_an_abort_before_either_side_began_still_fails_that_version(transport):
+    weights = random_weights(MODEL, 0)
+    with Connection(transport, weights) as connection:
+        connection.sender.abort(1)
+        with pytest.raises(WeightSyncError, match="aborted"):
+            connection.sender.send(1, list(weights.items()), SECONDS)
+        with pytest.raises(WeightSyncError, match="aborted"):
+            receive(connection.receiver, 1)
+        arrived, _ = connection.transfer(2, weights)
+        assert bytes_of(arrived[0]) == bytes_of(weights)
+
+
+def test_a_receiver_that_stops_early_fails_the_sender(transport):
+    weights = random_weights(MODEL, 0)
+    with Connection(transport, weights) as connection:
+        sending = connection.start_send(1, weights)
+        chunks = connection.receiver.recv(1, SECONDS)
+        next(chunks)
+        chunks.close()
+        with pytest.raises(WeightSyncError, match="aborted"):
+            sending[0].result(5)
+
+
+def test_a_receiver_of_an_older_version_is_told_that_it_is_stale(transport):
+    weights = random_weights(MODEL, 0)
+    with Connection(transport, weights) as connection:
+        connection.start_send(5, weights)
+        assert bytes_of(receive(connection.receiver, 5)) == bytes_of(weights)
+        with pytest.raises(WeightSyncError, match="already at 5"):
+            receive(connection.receiver, 4)
+
+
+def test_versions_only_grow(transport):
+    weights = random_weights(MODEL, 0)
+    with Connection(transport, weights) as connection:
+        connection.transfer(3, weights)
+        with pytest.raises(WeightSyncError, match="not newer"):
+            connection.sender.send(3, list(weights.items()), SECONDS)
+
+
+def test_closing_the_sender_fails_a_waiting_receiver(transport):
+    with Connection(transport, random_weights(MODEL, 0)) as connection:
+        receiving = connection.start_receive(1)[0]
+        connection.sender.close()
+        with pytest.raises(WeightSyncError, match="closed"):
+            receiving.result(5)
+
+
+def test_a_gathering_engine_holds_at_most_two_buckets(transport):
+    """Parameters that are made when asked for must not pile up ahead of a receiver that does not take them."""
+    shapes = [((64,), "float32")] * 12
+    weights = random_weights(shapes, 0)
+    made = threading.Semaphore(0)
+    count = 0
+
+    def gather():
+        nonlocal count
+        for item in weights.items():
+            count += 1
+            made.release()
+            yield item
+
+    with Connection(transport, weights, bucket_bytes=256) as connection:
+        sending = connection.threads.submit(connection.sender.send, 1, gather(), SECONDS)
+        made.acquire()
+        made.acquire()
+        chunks = connection.receiver.recv(1, SECONDS)
+        for taken, _ in enumerate(chunks):
+            assert count <= taken + 2
+        assert sending.result(5)
+
+
+def test_a_sender_whose_engine_fails_reports_that_and_fails_the_receiver(transport):
+    weights = random_weights(MODEL, 0)
+
+    def broken():
+        yield next(iter(weights.items()))
+        raise RuntimeError("gather failed")
+
+    with Connection(transport, weights) as connection:
+        receiving = connection.start_receive(1)[0]
+        with pytest.raises(RuntimeError, match="gather failed"):
+            connection.sender.send(1, broken(), SECONDS)
+        with pytest.raises(WeightSyncError, match="aborted"):
+            receiving.result(5)
+
+
+def test_a_rank_that_does_not_send_only_exhausts_its_weights(transport):
+    weights = random_weights(MODEL, 0)
+    with Connection(transport, weights) as connection:
+        other = transport.connect(connection.plan, "send", 1)
+        source = iter(weights.items())
+        assert other.send(1, source, SECONDS) == {}
+        assert next(source, None) is None

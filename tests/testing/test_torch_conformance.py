@@ -1,0 +1,18 @@
+"""The `torch` backends conform; four processes are two twice over."""
+
+from __future__ import annotations
+
+import pytest
+
+from enginehouse_testing import RolloutEngineSuite, TrainEngineSuite
+
+
+@pytest.mark.slow
+class TestTorch(TrainEngineSuite):
+    backend = "torch"
+    layouts = ("single", "dp2")
+
+
+@pytest.mark.slow
+class TestTorchRollout(RolloutEngineSuite):
+    backend = "torch"

@@ -1,0 +1,84 @@
+"""The layout of rows: every needed token is predicted from exactly the tokens before it."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from enginehouse_torch.modeling.packing import MAX_TREE_TOKENS, Rows, lay_out, plan_trees
+
+PROMPTS = st.lists(st.integers(0, 3), min_size=1, max_size=4)
+RESPONSES = st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=5)
+ROWS = st.lists(st.tuples(PROMPTS, RESPONSES), max_size=12)
+
+
+def _rows(rows, masked):
+    ids = np.array([token for prompt, response in rows for token in prompt + [t for t, _ in response]], dtype=np.int64)
+    mask = [flag for prompt, response in rows for flag in [False] * len(prompt) + [f for _, f in response]]
+    offsets = np.concatenate(([0], np.cumsum([len(prompt) + len(response) for prompt, response in rows]))).astype(
+        np.int64
+    )
+    return ids, offsets, np.array(mask, dtype=bool) if masked else None
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    rows=ROWS,
+    masked=st.booleans(),
+    share=st.booleans(),
+    cost=st.sampled_from([0.0, 0.01, 0.5]),
+    budget=st.integers(1, 40),
+)
+def test_each_needed_token_is_predicted_once_from_what_stands_before_it(rows, masked, share, cost, budget):
+    ids, offsets, mask = _rows(rows, masked)
+    read = Rows.of(offsets, mask)
+    trees = plan_trees(read, ids, budget, cost, share)
+    wanted = np.ones(len(ids), dtype=bool) if mask is None else mask.copy()
+    wanted[offsets[:-1]] = False
+    assert sorted(read.needed.tolist()) == np.flatnonzero(wanted).tolist()
+    if not trees:
+        assert not wanted.any()
+        return
+    layout = lay_out(read, trees)
+    assert sorted(layout.needed.tolist()) == np.flatnonzero(wanted).tolist()
+
+    allowed = layout.attention_allowed()
+    _, length = layout.tokens.shape
+    for token, predictor in zip(layout.needed, layout.predictor, strict=True):
+        sequence, place = divmod(int(predictor), length)
+        seen = np.arange(length) <= place if allowed is None else allowed[sequence, 0, place]
+        row = int(np.searchsorted(offsets, token, side="right")) - 1
+        before = ids[offsets[row] : token]
+        assert ids[layout.tokens[sequence, seen]].tolist() == before.tolist()
+        assert layout.positions[sequence, seen].tolist() == list(range(len(before)))
+    if allowed is not None:
+        assert allowed.any(-1).all(), "a position that attends to nothing gives nan"
+        assert max(len(tree.rows) for tree in trees) > 1
+    assert all(tree.tokens <= budget for tree in trees if len(tree.rows) > 1)
+
+
+def test_a_group_of_rows_computes_its_prompt_once():
+    prompt, responses = [1, 2, 3, 4], [[5, 6], [7, 8], [9, 1]]
+    ids = np.array([token for response in responses for token in prompt + response])
+    mask = np.array([flag for _ in responses for flag in [False] * 4 + [True] * 2])
+    rows = Rows.of(np.array([0, 6, 12, 18]), mask)
+    (tree,) = plan_trees(rows, ids, 1000, 0.0, True)
+    assert tree.tokens == 4 + 3 * 1, "of each response all but its last token is an input"
+    assert ids[lay_out(rows, [tree]).tokens].tolist() == [[1, 2, 3, 4, 5, 7, 9]]
+
+
+def test_dear_attention_makes_trees_narrow():
+    rows = Rows.of(np.arange(0, 8 * 20 + 1, 20), np.tile(np.arange(20) >= 10, 8))
+    ids = np.tile(np.arange(20), 8)
+    widths = [max(len(tree.rows) for tree in plan_trees(rows, ids, 1000, cost, True)) for cost in (0.0, 0.005, 1.0)]
+    assert widths[0] == 8
+    assert widths[0] > widths[1] > widths[2] == 1
+
+
+@pytest.mark.parametrize("rows", [2, 64])
+def test_a_tree_stays_within_what_its_mask_may_cost(rows):
+    length = 1000
+    read = Rows.of(np.arange(rows + 1) * length, np.tile(np.arange(length) >= 900, rows))
+    trees = plan_trees(read, np.tile(np.arange(length), rows), 10**9, 0.0, True)
+    assert max(tree.tokens for tree in trees) <= MAX_TREE_TOKENS
+    assert sorted(row for tree in trees for row in tree.rows) == list(range(rows))
