@@ -27,9 +27,7 @@ def ray_cluster():
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--part", default="1/1", metavar="K/N", help="Only the Kth of N parts of the tests that are chosen."
-    )
+    parser.addoption("--part", default="1/1", metavar="K/N", help="Only the Kth of N parts of the chosen tests.")
 
 
 def pytest_xdist_auto_num_workers(config):
