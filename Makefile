@@ -7,6 +7,9 @@ SOURCES := core/pyproject.toml $(wildcard plugins/*/pyproject.toml)
 SEVERAL := -n auto --dist loadscope --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
+# Which part of the long tests, of how many.
+PART ?= 1/1
+
 # Engines that run beside all else in one Python environment.
 WITH_megatron := [engine]
 
@@ -32,13 +35,16 @@ install: $(VENV)/.installed  ## make .venv with enginehouse and its plugins
 demo: $(VENV)/.installed  ## train a tiny model to sort digits, by GRPO, in about two minutes
 	@PATH="$(CURDIR)/$(BIN):$$PATH" examples/quickstart/run.sh $(ARGS)
 
-test: $(VENV)/.developer  ## run the tests: the quick ones first
+test: $(VENV)/.developer  ## run the tests that show each promise: the quick ones first, then every engine
 	$(BIN)/python -m pytest -m "not slow" $(SEVERAL) $(ARGS)
 	@$(MAKE) runtimes
-	$(BIN)/python -m pytest -m "slow and not exhaustive" $(SEVERAL) --verbose $(ARGS)
+	$(BIN)/python -m pytest -m "essential and not exhaustive" $(SEVERAL) --verbose $(ARGS)
 
-test-exhaustive: $(VENV)/.developer runtimes  ## run what shows at length what `make test` shows in short: before a release
-	$(BIN)/python -m pytest -m exhaustive $(SEVERAL) --verbose $(ARGS)
+test-long: $(VENV)/.developer runtimes  ## run the slow tests that `make test` leaves out: PART=2/3 the second third of them
+	$(BIN)/python -m pytest -m "slow and not essential and not exhaustive" --part $(PART) $(SEVERAL) --verbose $(ARGS)
+
+test-exhaustive: $(VENV)/.developer runtimes  ## run all slow tests, and what shows at length what they show in short: before a release
+	$(BIN)/python -m pytest -m "slow or exhaustive" $(SEVERAL) --verbose $(ARGS)
 
 runtimes: $(VENV)/.developer  ## make the Python environments of engines that need one of their own
 	@$(MAKE) --jobs runtime-vllm runtime-sglang
@@ -64,4 +70,4 @@ reliability:  ## write docs/reliability.md from the tests that show it
 clean:  ## remove what builds and runs left; .venv stays
 	rm -rf runs build dist benchmarks/out examples/*/work .pytest_cache .mypy_cache .ruff_cache
 
-.PHONY: help install demo test test-exhaustive runtimes lint bench matrix reliability clean
+.PHONY: help install demo test test-long test-exhaustive runtimes lint bench matrix reliability clean

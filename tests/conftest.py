@@ -26,6 +26,10 @@ def ray_cluster():
         yield cluster
 
 
+def pytest_addoption(parser):
+    parser.addoption("--part", default="1/1", metavar="K/N", help="Only the Kth of N parts of the chosen tests.")
+
+
 def pytest_xdist_auto_num_workers(config):
     """How many tests `-n auto` runs at a time: what this machine's cores and memory bear, and a few at most.
 
@@ -41,6 +45,7 @@ def pytest_collection_modifyitems(config, items):
     What takes long comes first, so that none is left alone at the end where several run at a time. Tests left out are
     reported as not run, never as passed.
     """
+    items[:] = _part(config, items)
     longest = defaultdict(float)
     for item in items:
         if timeout := item.get_closest_marker("timeout"):
@@ -57,6 +62,18 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if not item.get_closest_marker("gpu")]
     config.hook.pytest_deselected(items=left_out)
     config.stash[NOT_RUN] = [item.nodeid for item in left_out]
+
+
+def _part(config, items):
+    """The tests of the part that `--part` names: whole classes and modules, whose tests share what they start."""
+    number, _, parts = config.getoption("--part").partition("/")
+    if not (number.isdigit() and parts.isdigit() and 1 <= int(number) <= int(parts)):
+        raise pytest.UsageError(f"--part is K/N, the Kth of N parts, not {config.getoption('--part')!r}")
+    scopes = sorted({item.nodeid.rpartition("::")[0] for item in items})
+    chosen = set(scopes[int(number) - 1 :: int(parts)])
+    kept = [item for item in items if item.nodeid.rpartition("::")[0] in chosen]
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid.rpartition("::")[0] not in chosen])
+    return kept
 
 
 def pytest_sessionfinish(session, exitstatus):

@@ -12,13 +12,22 @@ from enginehouse_testing import TrainEngineSuite
 from enginehouse_testing.checks import checks_of
 
 OF_EXPERTS = tuple(check.name for check in checks_of("train") if check.capability == capabilities.EXPERTS)
+OTHERS = tuple(check.name for check in checks_of("train") if check.name not in OF_EXPERTS)
+
+
+@pytest.mark.essential
+@pytest.mark.slow
+class TestSharded(TrainEngineSuite):
+    backend = "fsdp"
+    layouts = ("shard2",)
+    checks = OTHERS
 
 
 @pytest.mark.slow
 class TestFSDP(TrainEngineSuite):
     backend = "fsdp"
     layouts = ("single", "shard2", "replicas2-shard2", "tp2", "cp2")
-    checks = tuple(check.name for check in checks_of("train") if check.name not in OF_EXPERTS)
+    checks = OTHERS
 
 
 @pytest.mark.slow

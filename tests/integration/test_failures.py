@@ -51,6 +51,7 @@ def test_a_rank_killed_in_an_update_is_named(train: Start, tmp_path: Path):
     assert "Traceback" not in message
 
 
+@pytest.mark.essential
 @pytest.mark.fault(
     area="processes",
     what="the only rollout replica dies",

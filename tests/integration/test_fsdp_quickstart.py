@@ -18,6 +18,7 @@ FSDP = ("actor.engine.backend=fsdp", "actor.processes=2", "cluster.threads_per_p
 COLOCATED = (*FSDP, "rollout.replicas=2")
 
 
+@pytest.mark.essential
 def test_two_sharded_ranks_learn(start: Start, warmed_up: RunProcess):
     """With the rollout elsewhere one rank learns in test_vllm_quickstart.py, and two send in test_vllm_fleet.py."""
     run = start("train", *COLOCATED, *SHORT)

@@ -29,6 +29,7 @@ def interrupted(run: RunProcess, number: signal.Signals = signal.SIGINT) -> Ende
     return ended
 
 
+@pytest.mark.essential
 @pytest.mark.fault(
     area="signals",
     what="SIGINT (Ctrl-C) or SIGTERM to the process group of a run",

@@ -23,6 +23,7 @@ MEGATRON = (
 )
 
 
+@pytest.mark.essential
 def test_it_learns_split_by_matrices_and_goes_on_split_by_layers(start: Start, warmed_up: RunProcess):
     run = start("train", *MEGATRON, "train.steps=30", "actor.engine.options.tensor_parallel=2", name="megatron")
     ended = run.finish()

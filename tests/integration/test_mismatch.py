@@ -81,6 +81,7 @@ def test_a_replica_that_lies_about_its_weights_shows_where_updates_are_not_check
     assert second["mismatch/kl"] > first["mismatch/kl"]
 
 
+@pytest.mark.essential
 @pytest.mark.fault(
     area="weights",
     what="the rollout engine drops a weight update and says that it serves it; it cannot be read back",

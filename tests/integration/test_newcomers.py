@@ -93,6 +93,7 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
+@pytest.mark.essential
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_page_runs_from_top_to_bottom(session: Session):

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slow
 ALONE = "cluster.launcher=inline"
 
 
+@pytest.mark.essential
 @pytest.mark.fault(
     area="numbers",
     what="an update leaves weights that are not finite (lr 1e30)",
@@ -42,6 +43,7 @@ def test_weights_that_a_step_lost_are_never_served_or_saved(train: Start):
         assert list(run.directory.glob(f"{kept}/step-*")) == [], kept
 
 
+@pytest.mark.essential
 @pytest.mark.fault(
     area="numbers",
     what="training makes the model worse, while its samples get more right",

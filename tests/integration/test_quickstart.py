@@ -32,6 +32,7 @@ def test_the_warm_up_lowers_the_loss(warmed_up: RunProcess):
     assert warmed_up.record["status"] == "finished"
 
 
+@pytest.mark.essential
 def test_the_quickstart_learns(colocated: RunProcess):
     first, last = colocated.validations[0], colocated.validations[-1]
     assert (first["step"], last["step"]) == (0, 250)

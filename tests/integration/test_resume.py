@@ -125,6 +125,7 @@ def test_the_runs_here_have_something_to_differ_in(straight: RunProcess):
     assert all(row["grad_norm"] > 0 and row["lr"] > 0 for row in straight.metrics[:-1])
 
 
+@pytest.mark.essential
 def test_a_killed_run_goes_on_exactly_where_its_checkpoint_was_taken(
     start: Start, ends: Ends, straight: RunProcess, house: Path
 ):

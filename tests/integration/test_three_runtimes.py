@@ -11,7 +11,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize(
-    ("steps", "reward"), [(30, 0.2), pytest.param(120, 0.85, marks=pytest.mark.exhaustive)], ids=["begins", "learns"]
+    ("steps", "reward"),
+    [
+        pytest.param(30, 0.2, marks=pytest.mark.essential),
+        pytest.param(120, 0.85, marks=pytest.mark.exhaustive),
+    ],
+    ids=["begins", "learns"],
 )
 def test_an_actor_a_rollout_and_an_evaluation_each_in_its_own_environment(
     start: Start, warmed_up: RunProcess, steps: int, reward: float

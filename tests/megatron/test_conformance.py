@@ -9,12 +9,21 @@ from enginehouse_testing import TrainEngineSuite
 from enginehouse_testing.checks import checks_of
 
 OF_EXPERTS = tuple(check.name for check in checks_of("train") if check.capability == capabilities.EXPERTS)
+OTHERS = tuple(check.name for check in checks_of("train") if check.name not in OF_EXPERTS)
+
+
+@pytest.mark.essential
+@pytest.mark.slow
+class TestTensorParallel(TrainEngineSuite):
+    backend = "megatron"
+    layouts = ("tp2",)
+    checks = OTHERS
 
 
 @pytest.mark.slow
 class TestMegatron(TrainEngineSuite):
     backend = "megatron"
-    checks = tuple(check.name for check in checks_of("train") if check.name not in OF_EXPERTS)
+    checks = OTHERS
 
 
 @pytest.mark.slow

@@ -7,12 +7,14 @@ import pytest
 from enginehouse_testing import RolloutEngineSuite, TrainEngineSuite
 
 
+@pytest.mark.essential
 @pytest.mark.slow
 class TestTorch(TrainEngineSuite):
     backend = "torch"
     layouts = ("single", "dp2")
 
 
+@pytest.mark.essential
 @pytest.mark.slow
 class TestTorchRollout(RolloutEngineSuite):
     backend = "torch"

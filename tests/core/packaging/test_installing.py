@@ -73,6 +73,7 @@ def clean(tmp_path):
     return CleanEnvironment(tmp_path / "environment")
 
 
+@pytest.mark.essential
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [("fsdp", (".[fsdp]",)), ("megatron", ("-c", "constraints-local.txt", "./core[megatron]"))],

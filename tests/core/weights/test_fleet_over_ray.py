@@ -128,6 +128,7 @@ def test_samples_are_handed_over_while_others_are_drawn_and_never_again_when_a_r
     assert_same_samples(in_order([(rows, last), *given.items()]), expected)
 
 
+@pytest.mark.essential
 def test_a_replica_killed_in_a_step_loses_no_row_and_returns_within_it_at_the_version_served(house):
     expected = house.draw()
     pid = house.fleet.pids[1]

@@ -59,6 +59,7 @@ def segments(monkeypatch):
     return found
 
 
+@pytest.mark.essential
 def test_two_replicas_serve_what_was_sent_and_a_corrupted_bucket_at_one_stops_both(separate, segments):
     sync = separate.connect()
     separate.train()
