@@ -49,7 +49,7 @@ def _owner(record: Backend | Transport, modules: list[str]) -> Plugin | None:
 
 
 def _package(module: str) -> str:
-    """The package that holds a module's code: of core's own backends their folder, of others all that is theirs."""
+    """The package that holds a module's code: of core's own records their folder, of others all that is theirs."""
     top, _, rest = module.partition(".")
     return module.rpartition(".")[0] if top == "enginehouse" and rest else top
 

@@ -1,4 +1,4 @@
-"""Options of the built-in engines. Light to import: the config checks them before torch is imported."""
+"""Options of the `torch` engines. Light to import: the config checks them before torch is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The built-in rollout engine: batched decoding of any Hugging Face causal language model in plain PyTorch."""
+"""The `torch` rollout engine: batched decoding of any Hugging Face causal language model in plain PyTorch."""
 
 from __future__ import annotations
 

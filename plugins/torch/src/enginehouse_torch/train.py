@@ -1,4 +1,4 @@
-"""The built-in training engine: any Hugging Face causal LM in plain PyTorch, replicated over data-parallel ranks.
+"""The `torch` training engine: any Hugging Face causal LM in plain PyTorch, replicated over data-parallel ranks.
 
 The laptop default, and the oracle other engines are compared with: it holds the whole model on every rank and does
 nothing to it that changes a result. There is never any dropout, in training neither: a policy's logprobs must be the

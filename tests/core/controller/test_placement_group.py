@@ -8,7 +8,7 @@ import time
 import pytest
 import ray
 
-from enginehouse.controller import placement_group as reservation
+from enginehouse.controller import placement_group
 from enginehouse.controller.errors import ClusterLost, PlacementError
 from enginehouse.controller.placement_group import Reservation
 from enginehouse.controller.ray_access import RayAccess
@@ -46,8 +46,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr("ray.util.placement_group", cluster.make)
     monkeypatch.setattr("ray.util.remove_placement_group", cluster.removed.append)
-    monkeypatch.setattr(reservation, "ray_access", cluster.access)
-    monkeypatch.setattr(reservation, "_state", lambda group: group.state)
+    monkeypatch.setattr(placement_group, "ray_access", cluster.access)
+    monkeypatch.setattr(placement_group, "_state", lambda group: group.state)
     monkeypatch.setattr("enginehouse.controller.cluster.is_owned", lambda: False)
     return cluster
 

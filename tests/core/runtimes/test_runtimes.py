@@ -441,7 +441,7 @@ def test_a_step_that_hangs_ends_at_its_deadline_by_name(monkeypatch: pytest.Monk
 def test_what_a_killed_maker_left_running_is_ended_by_the_next(home: Path):
     program = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from core.plugin import test_runtimes as tests\n"
+        "from core.runtimes import test_runtimes as tests\n"
         "tests.making._IMPORT = tests.HANG\n"
         "wanted = tests.dataclasses.replace(tests.small(), module='json')\n"
         "tests.make_runtime(wanted, progress=lambda step, line: print(line, flush=True))"
