@@ -105,7 +105,10 @@ def measure(
     trl = environment("trl", ["torch"], ["trl==1.16.*"])
     ours = Path(sys.executable)
     if own_environment:
-        ours = environment("enginehouse", ["torch"], ["-e", "core"], keyed_by=[ROOT / "core" / "pyproject.toml"])
+        folders = ("core", "plugins/torch")
+        installed = [word for folder in folders for word in ("-e", folder)]
+        manifests = [ROOT / folder / "pyproject.toml" for folder in folders]
+        ours = environment("enginehouse", ["torch"], installed, keyed_by=manifests)
     start = prepare(ours, seed)
     sides = build_sides(ours, trl, start, steps)
     for number in range(rounds):

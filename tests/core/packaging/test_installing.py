@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -42,7 +43,7 @@ class CleanEnvironment:
 
     def run(self, *command: str, cwd: Path) -> str:
         # constraints-local.txt speaks of $PWD, which a shell keeps and subprocess does not
-        environment = {**os.environ, "PWD": str(cwd)}
+        environment = {**os.environ, "PWD": str(cwd), "COLUMNS": "500"}
         for name in ("ENGINEHOUSE_PLUGINS", "ENGINEHOUSE_BLOCK_PLUGINS", "PYTHONPATH"):
             environment.pop(name, None)
         ended = subprocess.run(
@@ -75,20 +76,44 @@ def clean(tmp_path):
 
 @pytest.mark.essential
 @pytest.mark.parametrize(
-    ("name", "arguments"),
-    [("fsdp", (".[fsdp]",)), ("megatron", ("-c", "constraints-local.txt", "./core[megatron]"))],
-    ids=[".[fsdp]", "./core[megatron]"],
+    ("name", "needs", "arguments"),
+    [
+        ("torch", (), (".[torch]",)),
+        ("fsdp", ("torch",), (".[fsdp]",)),
+        ("megatron", ("torch",), ("-c", "constraints-local.txt", "./core[megatron]")),
+    ],
+    ids=[".[torch]", ".[fsdp]", "./core[megatron]"],
 )
-def test_installing_from_a_checkout_takes_the_plugin_from_it_and_its_engine_where_that_fits(clean, name, arguments):
+def test_installing_from_a_checkout_takes_the_plugin_from_it_and_its_engine_where_that_fits(
+    clean, name, needs, arguments
+):
     said = clean.pip("install", "--no-build-isolation", *arguments)
     assert clean.origin("enginehouse") == f"file://{ROOT}/core"
-    assert clean.origin(f"enginehouse-{name}") == f"file://{ROOT}/plugins/{name}"
+    for one in (name, *needs):
+        assert clean.origin(f"enginehouse-{one}") == f"file://{ROOT}/plugins/{one}"
     assert name != "megatron" or "Requirement already satisfied: megatron-core" in said  # lent; else it were fetched
     found = clean.plugins()
     assert found[name]["distribution"] == f"enginehouse-{name}"
     assert found[name]["state"] == "ok"
     assert [record["name"] for record in found[name]["records"] if record["kind"] == "train"] == [name]
-    assert set(PLUGINS) & set(found) == {name}
+    assert set(PLUGINS) & set(found) == {name, *needs}
+
+
+def test_core_alone_has_no_engine_and_says_the_line_that_brings_one(clean):
+    clean.pip("install", "--no-build-isolation", "./core")
+    assert not [record for plugin in clean.plugins().values() for record in plugin["records"] if is_engine(record)]
+    listed = clean.run("enginehouse", "plugins", "list", cwd=clean.folder)
+    (line,) = re.findall(r"No engine is installed\. Try: pip (install .*)", listed)
+    clean.pip(*shlex.split(line), "--no-build-isolation")
+    assert [record["kind"] for record in clean.plugins()["torch"]["records"] if is_engine(record)] == [
+        "train",
+        "rollout",
+    ]
+    assert "No engine" not in clean.run("enginehouse", "plugins", "list", cwd=clean.folder)
+
+
+def is_engine(record: dict) -> bool:
+    return record["kind"] in ("train", "rollout")
 
 
 def test_wheels_say_nothing_of_the_machine_they_were_built_on(clean, tmp_path):

@@ -22,7 +22,7 @@ def enginehouse_register_transports(register):
             Transport(
                 name=name,
                 summary="Damages a parameter at the second update",
-                transport=f"weight_sync.faults:{cls}",
+                transport=f"weights.faults:{cls}",
                 capabilities={reach},
             )
         )

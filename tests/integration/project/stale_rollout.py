@@ -35,7 +35,7 @@ def enginehouse_register_backends(register):
 
 def engine():
     """The engine; a function, since this module is imported to list plugins and must import no torch."""
-    from weight_sync.faults import StaleEngine
+    from weights.faults import StaleEngine
 
     class LyingEngine(StaleEngine):
         async def generate(self, request):
@@ -48,12 +48,12 @@ def engine():
 
 
 def dropping():
-    from weight_sync.faults import DroppingEngine
+    from weights.faults import DroppingEngine
 
     return DroppingEngine()
 
 
 def dropping_once():
-    from weight_sync.faults import DroppingOnceEngine
+    from weights.faults import DroppingOnceEngine
 
     return DroppingOnceEngine()
