@@ -13,8 +13,9 @@ from dataclasses import replace
 import torch
 
 from enginehouse.engines.model import ModelSpec
-from enginehouse.engines.weights import WeightState, checksum
+from enginehouse.engines.weights import WeightState
 from enginehouse.errors import ModelError
+from enginehouse.weights.checksums import checksum
 from enginehouse_testing.models import SPECIAL_TOKENS
 from enginehouse_torch.rollout import TorchRolloutEngine
 

@@ -18,7 +18,8 @@ from torch_rollout_driver import (
     random_prompts,
 )
 
-from enginehouse.engines.weights import ParamMeta, WeightChunk, WeightState, WeightSyncError, WeightUpdate, checksum
+from enginehouse.engines.weights import ParamMeta, WeightChunk, WeightState, WeightSyncError, WeightUpdate
+from enginehouse.weights.checksums import checksum
 from enginehouse_testing.models import EOS_ID, tiny_model
 from enginehouse_torch.rollout import TorchRolloutEngine
 from enginehouse_torch.served_weights import ServedWeights

@@ -16,8 +16,8 @@ from enginehouse.engines.model import ModelSpec
 from enginehouse.rl.fleet import RolloutFleet
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
 from enginehouse.rl.sampling import drawn_by_group
+from enginehouse.weights.buckets import BUCKET_BYTES
 from enginehouse.weights.sync import WeightSync
-from enginehouse.weights.transports.buckets import BUCKET_BYTES
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import Plan, SFTPlan

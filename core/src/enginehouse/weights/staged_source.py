@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from enginehouse.engines.weights import WeightSyncError, checksum
+from enginehouse.engines.weights import WeightSyncError
+from enginehouse.weights.checksums import checksum
 from enginehouse.weights.host_memory import private_copy
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from enginehouse.engines.model import ModelSpec
-from enginehouse.engines.weights import HostMemory, ParamMeta, WeightChunk, WeightSyncError, WeightUpdate, checksum
+from enginehouse.engines.weights import HostMemory, ParamMeta, WeightChunk, WeightSyncError, WeightUpdate
+from enginehouse.weights.checksums import checksum
 from enginehouse.weights.form import ModelForm
 from enginehouse.weights.host_memory import AnonymousMemory, side_by_side
 

@@ -40,16 +40,9 @@ from enginehouse.controller.errors import (
 )
 from enginehouse.controller.future import StillRunning
 from enginehouse.controller.group import WorkerGroup
-from enginehouse.engines.weights import (
-    LOOPBACK,
-    TransferPlan,
-    WeightState,
-    WeightSyncError,
-    WeightUpdateAborted,
-    compare_checksums,
-    verify_state,
-)
+from enginehouse.engines.weights import LOOPBACK, TransferPlan, WeightState, WeightSyncError, WeightUpdateAborted
 from enginehouse.errors import first_line
+from enginehouse.weights.checksums import compare_checksums, verify_state
 from enginehouse.weights.effect import Scores, mean_difference, scored_tokens, share_taken, stands_still
 from enginehouse.weights.members import Gathered, Member, Members
 from enginehouse.weights.transports.lookup import load_transport

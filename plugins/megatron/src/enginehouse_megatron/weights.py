@@ -14,7 +14,8 @@ from enginehouse_megatron import kernels  # noqa: F401  before all else of megat
 # isort: split
 from megatron.core import parallel_state
 
-from enginehouse.engines.weights import ParamMeta, pack_buckets
+from enginehouse.engines.weights import ParamMeta
+from enginehouse.weights.buckets import pack_buckets
 from enginehouse_megatron.axes import PIPELINE, TENSOR
 from enginehouse_megatron.weight_map import Placed, Stored
 

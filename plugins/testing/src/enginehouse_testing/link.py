@@ -13,17 +13,10 @@ from typing import Any
 
 import torch
 
-from enginehouse.engines.weights import (
-    DTYPE_BYTES,
-    ParamMeta,
-    TransferPlan,
-    TransportSession,
-    WeightTransport,
-    address_of,
-    weights_for,
-)
+from enginehouse.engines.weights import DTYPE_BYTES, ParamMeta, TransferPlan, TransportSession, WeightTransport
 from enginehouse.plugin import Transport, capabilities, resolve
 from enginehouse.weights.resharding import at, parts_of
+from enginehouse.weights.transports.ends import address_of, weights_for
 
 Weights = dict[str, torch.Tensor]
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from enginehouse.engines.weights import WeightChunk, WeightState, WeightSyncError, WeightUpdate, checksum
+from enginehouse.engines.weights import WeightChunk, WeightState, WeightSyncError, WeightUpdate
+from enginehouse.weights.checksums import checksum
 from enginehouse.weights.names import stored_names, unique_state
 from enginehouse_torch.modeling.stored import StoredForm
 

@@ -13,16 +13,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from enginehouse.engines.weights import (
-    ParamMeta,
-    WeightSyncError,
-    WeightUpdateAborted,
-    address_of,
-    checksum,
-    weights_for,
-)
+from enginehouse.engines.weights import ParamMeta, WeightSyncError, WeightUpdateAborted
+from enginehouse.weights.checksums import checksum
 from enginehouse.weights.resharding import held_by, parts_of
 from enginehouse.weights.transports import streams
+from enginehouse.weights.transports.ends import address_of, weights_for
 from enginehouse.weights.transports.point_to_point import PointToPointTransport, resharding
 
 from .weights import MODEL, bytes_of, metadata, random_weights

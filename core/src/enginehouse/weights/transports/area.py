@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from enginehouse.engines.weights import ParamMeta, TransferPlan, WeightUpdateAborted
+from enginehouse.weights.buckets import parameters_of, views
 from enginehouse.weights.host_memory import AnonymousMemory, side_by_side
-from enginehouse.weights.transports.buckets import parameters_of, views
 from enginehouse.weights.transports.control_block import Ledger
 from enginehouse.weights.transports.segment import Segment
 

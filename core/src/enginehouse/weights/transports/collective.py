@@ -24,13 +24,13 @@ from enginehouse.engines.weights import (
     WeightChunk,
     WeightSyncError,
     WeightUpdateAborted,
-    copy_with_checksum,
 )
 from enginehouse.errors import first_line
+from enginehouse.weights.buckets import in_plan_order, parameters_of, plan_transfer, views
+from enginehouse.weights.checksums import copy_with_checksum
 from enginehouse.weights.host_memory import side_by_side
 from enginehouse.weights.transports.barrier import Gate
 from enginehouse.weights.transports.broadcast_group import SLOTS, BroadcastGroup, head, heading, room
-from enginehouse.weights.transports.buckets import in_plan_order, parameters_of, plan_transfer, views
 from enginehouse.weights.transports.deadline import Deadline
 from enginehouse.weights.transports.ends import IdleSender, Receiver, Sender
 from enginehouse.weights.transports.rendezvous import Reception, join

@@ -11,16 +11,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from enginehouse.engines.weights import (
-    ParamMeta,
-    TransferPlan,
-    TransportSession,
-    WeightChunk,
-    WeightSyncError,
-    checksum,
-)
+from enginehouse.engines.weights import ParamMeta, TransferPlan, TransportSession, WeightChunk, WeightSyncError
+from enginehouse.weights.buckets import in_plan_order, plan_transfer
+from enginehouse.weights.checksums import checksum
 from enginehouse.weights.transports.barrier import Gate
-from enginehouse.weights.transports.buckets import in_plan_order, plan_transfer
 from enginehouse.weights.transports.deadline import Deadline
 from enginehouse.weights.transports.ends import IdleSender, Receiver, Sender
 

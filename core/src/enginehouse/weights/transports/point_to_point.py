@@ -15,13 +15,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from enginehouse.engines.weights import (
-    ParamMeta,
-    TransferPlan,
-    TransportSession,
-    WeightChunk,
-    checksum,
-)
+from enginehouse.engines.weights import ParamMeta, TransferPlan, TransportSession, WeightChunk
+from enginehouse.weights.buckets import as_announced, plan_transfer, views
+from enginehouse.weights.checksums import checksum
 from enginehouse.weights.host_memory import side_by_side
 from enginehouse.weights.resharding import (
     Move,
@@ -35,7 +31,6 @@ from enginehouse.weights.resharding import (
     within,
 )
 from enginehouse.weights.transports.barrier import Gate
-from enginehouse.weights.transports.buckets import as_announced, plan_transfer, views
 from enginehouse.weights.transports.deadline import Deadline
 from enginehouse.weights.transports.ends import IdleSender, Receiver, Sender
 from enginehouse.weights.transports.rendezvous import Reception, join, join_stream

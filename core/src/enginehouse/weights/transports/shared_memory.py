@@ -17,16 +17,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from enginehouse.engines.weights import (
-    ParamMeta,
-    TransferPlan,
-    TransportSession,
-    WeightChunk,
-    WeightSyncError,
-    copy_with_checksum,
-)
+from enginehouse.engines.weights import ParamMeta, TransferPlan, TransportSession, WeightChunk, WeightSyncError
+from enginehouse.weights.buckets import in_plan_order, plan_transfer
+from enginehouse.weights.checksums import copy_with_checksum
 from enginehouse.weights.transports.area import Area, AreaHold
-from enginehouse.weights.transports.buckets import in_plan_order, plan_transfer
 from enginehouse.weights.transports.control_block import (
     AREA,
     ATTACHED,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from enginehouse.engines.model import TOKENIZER_COMPANIONS, TOKENIZER_FILES
-from enginehouse.engines.weights import pack_buckets
+from enginehouse.weights.buckets import pack_buckets
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from enginehouse.engines.weights import ParamMeta, TransferPlan, WeightSyncError, pack_buckets
+from enginehouse.engines.weights import ParamMeta, TransferPlan, WeightSyncError
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +29,25 @@ def plan_transfer(
         session=session,
         senders=senders,
     )
+
+
+def pack_buckets(parameters: Sequence[ParamMeta], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
+    """Group parameters, in order, into buckets of at most `bucket_bytes`; a larger parameter has one of its own.
+
+    Parameters count with their `aligned_nbytes`.
+    """
+    buckets: list[tuple[int, ...]] = []
+    current: list[int] = []
+    size = 0
+    for index, parameter in enumerate(parameters):
+        if current and size + parameter.aligned_nbytes > bucket_bytes:
+            buckets.append(tuple(current))
+            current, size = [], 0
+        current.append(index)
+        size += parameter.aligned_nbytes
+    if current:
+        buckets.append(tuple(current))
+    return tuple(buckets)
 
 
 def parameters_of(plan: TransferPlan, bucket: int) -> list[ParamMeta]:
