@@ -36,7 +36,7 @@ def weights_of(path: str) -> dict[str, torch.Tensor]:
 
 
 def announce(weights: dict[str, torch.Tensor], version: int) -> WeightUpdate:
-    metas = [ParamMeta(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in weights.items()]
+    metas = [ParamMeta.of(n, t) for n, t in weights.items()]
     return WeightUpdate(version, metas)
 
 

@@ -75,6 +75,11 @@ class ParamMeta:
     mesh_shape: tuple[int, ...] = ()
     placements: tuple[str, ...] = ()
 
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> ParamMeta:
+        """A parameter that every rank holds whole, as this tensor."""
+        return cls(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
     @property
     def nbytes(self) -> int:
         """Bytes of the full parameter."""

@@ -11,6 +11,9 @@ from enginehouse.engines.weights import ParamMeta, TransferPlan, WeightSyncError
 if TYPE_CHECKING:
     import torch
 
+AHEAD = 2
+"""Buckets on their way to a receiver: one is in use while the next arrives. Nobody gathers faster than that."""
+
 BUCKET_BYTES = 64 << 20
 """Bytes that travel at once, but for larger parameters: enough that a bucket's own cost does not count."""
 

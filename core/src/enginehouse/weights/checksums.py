@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from enginehouse.engines.weights import WeightState, WeightSyncError
+from enginehouse.errors import listed
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +59,7 @@ def compare_checksums(sent: Mapping[str, str], arrived: Mapping[str, str], where
     if not (missing or unexpected or differing):
         return
     said = [
-        f"{what}: {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
+        f"{what}: {listed(names)}"
         for what, names in (("did not arrive", missing), ("was not sent", unexpected), ("arrived changed", differing))
         if names
     ]
@@ -88,8 +89,8 @@ def verify_state(state: WeightState, version: int, sums: Mapping[str, str], wher
     absent = [name for name in sums if name not in state.checksums]
     if differing or absent:
         wrong = differing + absent
-        named = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
         raise WeightSyncError(
-            f"{where} took weight version {version} whole, but does not serve {named} as sent. It answers no requests.",
+            f"{where} took weight version {version} whole, but does not serve {listed(wrong)} as sent. "
+            "It answers no requests.",
             parameters=wrong,
         )

@@ -22,6 +22,7 @@ from enginehouse_fsdp.sharding import context_group, device_mesh, forget_meshes,
 from enginehouse_fsdp.weights import ShardedWeights
 from enginehouse_torch.modeling import checkpoint, export
 from enginehouse_torch.modeling.files import parts_of
+from enginehouse_torch.modeling.loading import freeze_language_head
 from enginehouse_torch.modeling.memory import MemoryGuard
 from enginehouse_torch.modeling.ranks import Ranks, device_of
 from enginehouse_torch.modeling.schedule import learning_rate
@@ -75,9 +76,8 @@ class FSDPEngine:
         with self._memory.during("building and loading the model"):
             self._model = sharded_model(model, options, self._axes, device)
         self._offloading = Offloading(self._model, HOST if options.cpu_offload else device, str(context))
-        head = self._model.get_output_embeddings()
-        if model.head == "value" and head is not None and head.weight is not self._model.get_input_embeddings().weight:
-            head.requires_grad_(False)  # it is never run: weight decay must not shrink it
+        if model.head == "value":
+            freeze_language_head(self._model)
         self._stored = stored_names(Path(model.path))
         self._computing = TokenModel(
             self._model,

@@ -17,7 +17,7 @@ from enginehouse_megatron import kernels  # noqa: F401  before all else of megat
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
-from enginehouse.errors import ModelError
+from enginehouse.errors import ModelError, listed
 from enginehouse_megatron.forms import Form, Heads, Whole
 from enginehouse_torch.modeling.finite import check_stored
 from enginehouse_torch.modeling.loading import VALUE_HEAD
@@ -132,9 +132,8 @@ class Checkpoint:
         known = re.compile("|".join([*layouts, *map(re.escape, self._made), *COMPUTED]))
         unknown = sorted(name for name in self._file_of if not known.fullmatch(name))
         if unknown:
-            more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
             raise ModelError(
-                f"megatron: the weights in {str(self.path)!r} hold {', '.join(unknown[:5])}{more}, of which the "
+                f"megatron: the weights in {str(self.path)!r} hold {listed(unknown)}, of which the "
                 "architecture does not say what they are: without them this would be another model. Add them to "
                 "`weights` of its Architecture (enginehouse_megatron.architectures), or name another one"
             )

@@ -154,7 +154,7 @@ def received(session: TransportSession, version: int, seconds: float) -> list[li
 
 def announced(weights: Mapping[str, torch.Tensor]) -> list[ParamMeta]:
     """What a training engine says of weights."""
-    return [ParamMeta(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in weights.items()]
+    return [ParamMeta.of(name, t) for name, t in weights.items()]
 
 
 def random_weights(seed: int, shapes: Sequence[tuple[tuple[int, ...], str]] = ODD) -> Weights:

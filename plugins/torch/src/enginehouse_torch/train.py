@@ -7,22 +7,20 @@ same whoever computes them.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from enginehouse.data import Batch
 from enginehouse.engines.mesh import Mesh
-from enginehouse.engines.model import NO_FLOAT16, TOKENIZER_COMPANIONS, TOKENIZER_FILES
+from enginehouse.engines.model import NO_FLOAT16
 from enginehouse.engines.train import ALL, LossSpec, Metrics, Outputs
 from enginehouse.errors import ModelError
 from enginehouse.quiet import quiet_transformers
 from enginehouse.weights.names import stored_names, unique_state
 from enginehouse_torch.modeling import checkpoint
+from enginehouse_torch.modeling.export import copy_tokenizer
 from enginehouse_torch.modeling.files import parts_of
-from enginehouse_torch.modeling.loading import load_model
+from enginehouse_torch.modeling.loading import freeze_language_head, load_model
 from enginehouse_torch.modeling.memory import MemoryGuard
 from enginehouse_torch.modeling.ranks import Ranks, device_of
 from enginehouse_torch.modeling.schedule import learning_rate
@@ -66,8 +64,7 @@ class TorchTrainEngine:
             self._model = load_model(model, device_of(context))
         self._stored = stored_names(Path(model.path))
         if model.head == "value":
-            # The language model's own head gets no gradient: weight decay must not shrink it.
-            _untied_head(self._model).requires_grad_(False)
+            freeze_language_head(self._model)
         self._ranks.broadcast(unique_state(self._model).values())
         self._computing = TokenModel(
             self._model,
@@ -155,9 +152,7 @@ class TorchTrainEngine:
             directory = Path(path)
             with quiet_transformers():
                 self._model.save_pretrained(directory)
-                for pattern in (*TOKENIZER_FILES, *TOKENIZER_COMPANIONS):
-                    for file in filter(Path.is_file, Path(self._spec.path).glob(pattern)):
-                        shutil.copyfile(file, directory / file.name)
+            copy_tokenizer(Path(self._spec.path), directory)
 
         self._ranks.on_rank_zero(write)
 
@@ -166,10 +161,3 @@ class TorchTrainEngine:
         self._optimizer = None
         del self._model, self._computing
         self._ranks.leave()
-
-
-def _untied_head(model: Any) -> torch.nn.Module:
-    """The model's own output layer if it shares no parameter with the rest, else an empty module."""
-    head = model.get_output_embeddings()
-    embedding = model.get_input_embeddings()
-    return torch.nn.Identity() if head.weight is embedding.weight else head

@@ -48,7 +48,7 @@ class VLLMWeights(StagedWeights):
             log.error("%s; going back to version %d", error, self.version)
             try:
                 await self._start(llm)
-                await self._step(llm, "check", self._before())
+                await self._step(llm, "check", self.source())
                 await self._load(llm, self.version)
             except WeightSyncError as worse:
                 lost = f"{error}. Nor could version {self.version} be brought back: {worse}."
@@ -107,11 +107,6 @@ class VLLMWeights(StagedWeights):
     def _board(self) -> Reports:
         assert self._reports is not None
         return self._reports
-
-    def _before(self) -> dict[str, Any]:
-        """Where vLLM finds the version that is served."""
-        served = self.served
-        return {"directory": self._spec.path} if served is None else served.source()
 
     async def state(self, llm: AsyncLLMEngine) -> WeightState:
         """The version vLLM itself says it serves.

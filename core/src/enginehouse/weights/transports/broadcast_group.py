@@ -13,14 +13,12 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.engines.weights import ALIGNMENT
+from enginehouse.weights.buckets import AHEAD
 from enginehouse.weights.transports.deadline import Deadline
 from enginehouse.weights.transports.store import Noticeboard
 
 if TYPE_CHECKING:
     import torch
-
-SLOTS = 2
-"""Buffers of a group: one is in use while the other is on its way."""
 
 MEETING_SECONDS = 30.0
 """How long a rank waits for a connection from another that has told its address: one that died then never comes."""
@@ -46,7 +44,7 @@ class BroadcastGroup:
 
     Attributes:
         number: of the group.
-        buffers: `SLOTS` tensors of bytes.
+        buffers: `AHEAD` tensors of bytes.
     """
 
     def __init__(
@@ -55,7 +53,7 @@ class BroadcastGroup:
         import torch
 
         self.number = number
-        self.buffers = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(SLOTS)]
+        self.buffers = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(AHEAD)]
         self._board = board
         self._own_host = own_host
         self._rank, self._size = rank, size

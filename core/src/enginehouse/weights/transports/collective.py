@@ -26,11 +26,11 @@ from enginehouse.engines.weights import (
     WeightUpdateAborted,
 )
 from enginehouse.errors import first_line
-from enginehouse.weights.buckets import in_plan_order, parameters_of, plan_transfer, views
+from enginehouse.weights.buckets import AHEAD, in_plan_order, parameters_of, plan_transfer, views
 from enginehouse.weights.checksums import copy_with_checksum
 from enginehouse.weights.host_memory import side_by_side
 from enginehouse.weights.transports.barrier import Gate
-from enginehouse.weights.transports.broadcast_group import SLOTS, BroadcastGroup, head, heading, room
+from enginehouse.weights.transports.broadcast_group import BroadcastGroup, head, heading, room
 from enginehouse.weights.transports.deadline import Deadline
 from enginehouse.weights.transports.ends import IdleSender, Receiver, Sender
 from enginehouse.weights.transports.rendezvous import Reception, join
@@ -117,8 +117,8 @@ class CollectiveSender(Sender):
         moving: list[Future[None]] = []
         planned = in_plan_order(self._plan, source)
         for bucket in range(len(self._plan.buckets)):
-            slot = bucket % SLOTS
-            self._wait_taken(moving[: max(0, bucket - SLOTS + 1)], version, deadline)
+            slot = bucket % AHEAD
+            self._wait_taken(moving[: max(0, bucket - AHEAD + 1)], version, deadline)
             head(group.buffers[slot], version, bucket)
             for _, view in tensors(self._plan, bucket, group.buffers[slot]):
                 parameter, tensor = next(planned)
@@ -217,7 +217,7 @@ class CollectiveReceiver(Receiver):
             rank, size, nbytes = 1 + self._index, 1 + self._plan.receivers, room(self._plan.bucket_bytes)
             self._group = BroadcastGroup(self._board, self._line.own_host, rank, size, group, nbytes, self._limit)
         self._arriving = []
-        for _ in range(SLOTS):
+        for _ in range(AHEAD):
             self._take_part()
         self._gate.begun = version
         self._gate.changed.notify_all()
@@ -226,7 +226,7 @@ class CollectiveReceiver(Receiver):
         """Take part in the next broadcast: its buffer is free."""
         bucket = len(self._arriving)
         if self._group is not None and bucket < len(self._plan.buckets):
-            moved = self._group.broadcast(bucket % SLOTS, bucket_nbytes(self._plan, bucket), self._limit)
+            moved = self._group.broadcast(bucket % AHEAD, bucket_nbytes(self._plan, bucket), self._limit)
             self._arriving.append(moved)
             moved.add_done_callback(self._wake)
 
@@ -259,7 +259,7 @@ class CollectiveReceiver(Receiver):
             group, moved = self._group, self._arriving[bucket]
             await_moved(gate, moved, version, deadline, lambda: f"bucket {bucket + 1} of {count} did not arrive")
         assert group is not None  # a broadcast was asked of it
-        buffer = group.buffers[bucket % SLOTS]
+        buffer = group.buffers[bucket % AHEAD]
         if (found := heading(buffer)) != (version, bucket):
             raise WeightSyncError(
                 f"weight update {version}: expected bucket {bucket + 1}, found bucket {found[1] + 1} of version "

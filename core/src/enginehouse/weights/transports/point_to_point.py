@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.engines.weights import ParamMeta, TransferPlan, TransportSession, WeightChunk
-from enginehouse.weights.buckets import as_announced, plan_transfer, views
+from enginehouse.weights.buckets import AHEAD, as_announced, plan_transfer, views
 from enginehouse.weights.checksums import checksum
 from enginehouse.weights.host_memory import side_by_side
 from enginehouse.weights.resharding import (
@@ -40,9 +40,6 @@ if TYPE_CHECKING:
     import torch
 
     from enginehouse.weights.transports.control_channel import Line
-
-AHEAD = 2
-"""Buckets on their way to a replica: one is in use while the next arrives."""
 
 
 class PointToPointTransport:

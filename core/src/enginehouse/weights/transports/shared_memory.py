@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from enginehouse.engines.weights import ParamMeta, TransferPlan, TransportSession, WeightChunk, WeightSyncError
-from enginehouse.weights.buckets import in_plan_order, plan_transfer
+from enginehouse.weights.buckets import AHEAD, in_plan_order, plan_transfer
 from enginehouse.weights.checksums import copy_with_checksum
 from enginehouse.weights.transports.area import Area, AreaHold
 from enginehouse.weights.transports.control_block import (
@@ -40,9 +40,6 @@ from enginehouse.weights.transports.ends import IdleSender, Receiver, Sender
 
 if TYPE_CHECKING:
     import torch
-
-AHEAD = 2
-"""Buckets written before one was taken: a trainer that gathers what it sends gathers no faster than it is wanted."""
 
 
 class SharedMemoryTransport:

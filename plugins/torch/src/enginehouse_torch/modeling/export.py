@@ -104,6 +104,11 @@ def write_companions(
     config.save_pretrained(directory)
     if generation is not None:
         generation.save_pretrained(directory)
+    copy_tokenizer(source, directory)
+
+
+def copy_tokenizer(source: Path, directory: Path) -> None:
+    """Copy the files of a model directory's tokenizer to another directory."""
     for pattern in (*TOKENIZER_FILES, *TOKENIZER_COMPANIONS):
         for file in filter(Path.is_file, source.glob(pattern)):
             shutil.copyfile(file, directory / file.name)
