@@ -14,8 +14,7 @@ from dataclasses import replace
 import pytest
 
 from enginehouse.engines.weights import WeightSyncError, WeightUpdateAborted
-from enginehouse.weights.transports import collective
-from enginehouse.weights.transports import rendezvous as reception
+from enginehouse.weights.transports import collective, rendezvous
 from enginehouse.weights.transports.collective import CollectiveTransport
 from enginehouse.weights.transports.ends import IdleSender, address_of
 
@@ -174,7 +173,7 @@ def test_only_the_receivers_of_a_session_are_let_in_and_each_once():
 
 
 def test_a_stranger_who_speaks_slowly_is_not_listened_to_for_longer(monkeypatch):
-    monkeypatch.setattr(reception, "GREETING_SECONDS", 0.5)
+    monkeypatch.setattr(rendezvous, "GREETING_SECONDS", 0.5)
     with (
         opened(receivers=1) as (_, plan),
         socket.create_connection(("localhost", int(plan.address(0)[10:]))) as stranger,
