@@ -88,7 +88,7 @@ class Roles:
         """As `generate_each`, by what answers validation prompts, which first gets the weights that are served."""
         if self.evaluation is None:
             return self.generate_each(batch, sampling, seed)
-        self.sync.bring(self.evaluation.fleet, self.evaluation.transport, check=self.evaluation.effect_checked)
+        self.sync.serve_on(self.evaluation.fleet, self.evaluation.transport, check=self.evaluation.effect_checked)
         return self.evaluation.fleet.generate_each(batch, sampling, seed)
 
     def rollout_metrics(self) -> dict[str, float]:
