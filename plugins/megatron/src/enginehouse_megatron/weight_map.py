@@ -61,7 +61,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class MappedParameter:
     """One of this rank's parameters.
 
     Attributes:
@@ -83,7 +83,7 @@ class Placed:
         return found
 
 
-class Checkpoint:
+class ModelFiles:
     """The safetensors files of a model directory, read by parts.
 
     Args:
@@ -144,7 +144,7 @@ class Checkpoint:
         return self._file_of[name].get_slice(name)
 
 
-def place(model: GPTModel, architecture: Architecture, checkpoint: Checkpoint) -> list[Placed]:
+def map_parameters(model: GPTModel, architecture: Architecture, files: ModelFiles) -> list[MappedParameter]:
     """Find what each of this rank's parameters is stored as; a copy of a tied embedding is left out.
 
     Raises:
@@ -170,8 +170,8 @@ def place(model: GPTModel, architecture: Architecture, checkpoint: Checkpoint) -
             continue  # the last stage's copy; the first has it
         names = [stored.format(layer=layer, expert=expert) for stored in form.stored]
         holder = None if expert is None else group.rank()
-        stored = tuple(Stored(name, checkpoint.shape(name), form.split, holder) for name in names)
-        found.append(Placed(parameter, form, stored))
+        stored = tuple(Stored(name, files.shape(name), form.split, holder) for name in names)
+        found.append(MappedParameter(parameter, form, stored))
     return found
 
 
@@ -195,12 +195,12 @@ def _mark_split(parameter: torch.nn.Parameter, form: Form, *, is_expert: bool) -
         set_tensor_model_parallel_attributes(parameter, True, form.split or 0, 1)
 
 
-def load(placed: Sequence[Placed], checkpoint: Checkpoint, heads: Heads, rank: int, size: int) -> None:
+def load(mapped: Sequence[MappedParameter], files: ModelFiles, heads: Heads, rank: int, size: int) -> None:
     """Read this rank's part of each weight into its parameter; rows that no token has are 0.
 
     Args:
-        placed: this rank's parameters.
-        checkpoint: what is read.
+        mapped: this rank's parameters.
+        files: what is read.
         heads: sizes of the attention.
         rank: of those that split matrices.
         size: how many there are.
@@ -209,9 +209,9 @@ def load(placed: Sequence[Placed], checkpoint: Checkpoint, heads: Heads, rank: i
         ModelError: a stored tensor has another shape than the model's config says, or is not finite.
     """
     with torch.no_grad():
-        for one in placed:
-            parts = [checkpoint.read(stored.name, stored.region(rank, size)) for stored in one.stored]
-            check_stored(checkpoint.path, zip((stored.name for stored in one.stored), parts, strict=True))
+        for one in mapped:
+            parts = [files.read(stored.name, stored.region(rank, size)) for stored in one.stored]
+            check_stored(files.path, zip((stored.name for stored in one.stored), parts, strict=True))
             whole = one.form.together([part.to(one.parameter.dtype) for part in parts], heads)
             kept = one.parameter
             if whole.dim() and whole.shape[0] < kept.shape[0] and one.form.split == 0 and len(parts) == 1:
@@ -225,9 +225,9 @@ def load(placed: Sequence[Placed], checkpoint: Checkpoint, heads: Heads, rank: i
             kept.copy_(whole)
 
 
-def described(placed: Sequence[Placed]) -> Iterator[Stored]:
+def stored_tensors(mapped: Sequence[MappedParameter]) -> Iterator[Stored]:
     """The stored tensors of parameters, in their order."""
-    for one in placed:
+    for one in mapped:
         yield from one.stored
 
 

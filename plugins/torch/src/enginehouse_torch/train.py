@@ -66,7 +66,7 @@ class TorchTrainEngine:
         if model.head == "value":
             freeze_language_head(self._model)
         self._ranks.broadcast(unique_state(self._model).values())
-        self._computing = TokenModel(
+        self._token_model = TokenModel(
             self._model,
             device=self._model.device,
             tokens_per_microbatch=options.tokens_per_microbatch,
@@ -83,13 +83,13 @@ class TorchTrainEngine:
         Where the batch has a `loss_mask`, only for the tokens it marks; all others are 0.
         """
         with self._memory.during(f"computing outputs of {len(batch)} rows"):
-            return self._computing.forward(batch, outputs)
+            return self._token_model.forward(batch, outputs)
 
     def forward_backward(self, batch: Batch, loss: LossSpec) -> Metrics:
         """Accumulate the gradient of `loss`, which is computed from the tokens of `loss_mask` alone."""
         with self._memory.during(f"computing gradients of {len(batch)} rows"):
             optimizer = self._built_optimizer()
-            metrics, weight = self._computing.forward_backward(batch, loss)
+            metrics, weight = self._token_model.forward_backward(batch, loss)
         optimizer.count(weight)
         return metrics
 
@@ -159,5 +159,5 @@ class TorchTrainEngine:
     def shutdown(self) -> None:
         """Release the model and leave the process group."""
         self._optimizer = None
-        del self._model, self._computing
+        del self._model, self._token_model
         self._ranks.leave()
