@@ -175,7 +175,7 @@ def placed(
 
 def bucket_options(bucket_mib: int) -> dict[str, int]:
     """How `WeightSync` is told the size of buckets."""
-    from enginehouse.weights.transports.buckets import BUCKET_BYTES
+    from enginehouse.weights.buckets import BUCKET_BYTES
 
     return {"bucket_bytes": bucket_mib << 20 if bucket_mib else BUCKET_BYTES}
 

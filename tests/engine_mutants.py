@@ -22,7 +22,7 @@ class MeanOfMeans(TorchTrainEngine):
 
     def setup(self, model, options, context):
         super().setup(model, options, context)
-        loss = self._computing._loss
+        loss = self._token_model._loss
 
         def averaged(name):
             def average(view, **arguments):
@@ -31,7 +31,7 @@ class MeanOfMeans(TorchTrainEngine):
 
             return average
 
-        self._computing._loss = averaged
+        self._token_model._loss = averaged
 
 
 class Unreduced(TorchTrainEngine):

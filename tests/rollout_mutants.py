@@ -13,8 +13,9 @@ from dataclasses import replace
 import torch
 
 from enginehouse.engines.model import ModelSpec
-from enginehouse.engines.weights import WeightState, checksum
+from enginehouse.engines.weights import WeightState
 from enginehouse.errors import ModelError
+from enginehouse.weights.checksums import checksum
 from enginehouse_testing.models import SPECIAL_TOKENS
 from enginehouse_torch.rollout import TorchRolloutEngine
 
@@ -158,6 +159,11 @@ class HealthOfTheDead(TorchRolloutEngine):
         return replace(await super().health(), running=0, waiting=0)
 
 
+def _arrived(weights):
+    """Names of the parameters that have arrived of an update that was started."""
+    return () if weights._staged is None else weights._staged.arrived.keys()
+
+
 class StaleReportedAsNew(TorchRolloutEngine):
     """Goes on with the old weights, and says it serves the new ones."""
 
@@ -166,7 +172,7 @@ class StaleReportedAsNew(TorchRolloutEngine):
         await super().update_weights(chunk)
 
     async def finish_weight_update(self, version):
-        missing = self._weights._parameters.keys() - self._weights._staged.keys()
+        missing = self._weights._parameters.keys() - set(_arrived(self._weights))
         if missing:  # refuses it as it should
             await super().finish_weight_update(version)
         self._weights.version = version
@@ -185,7 +191,7 @@ class UpdatesDropped(TorchRolloutEngine):
         self.taken += 1
         if self.taken not in self.dropped:
             return await super().finish_weight_update(version)
-        missing = self._weights._parameters.keys() - self._weights._staged.keys()
+        missing = self._weights._parameters.keys() - set(_arrived(self._weights))
         if missing:  # refuses it as it should
             await super().finish_weight_update(version)
         self._weights.version = version
@@ -214,9 +220,9 @@ class IncompleteTaken(TorchRolloutEngine):
     """Takes an update that lacks a parameter, with the old one in its place."""
 
     async def finish_weight_update(self, version):
-        self._weights._staged = {
-            name: self._weights._staged.get(name, tensor.clone()) for name, tensor in self._weights._parameters.items()
-        }
+        arrived = self._weights._staged.arrived
+        for name, tensor in self._weights._parameters.items():
+            arrived.setdefault(name, tensor.clone())
         await super().finish_weight_update(version)
 
 

@@ -205,8 +205,8 @@ class SegmentLeft(SharedMemoryTransport):
     def connect(self, plan, side, index):
         made = super().connect(plan, side, index)
         if side == "send" and index == 0:
-            LEFT.append(made._ledger.segment)
-            made._ledger.segment = Kept(made._ledger.segment)
+            LEFT.append(made._control.segment)
+            made._control.segment = Kept(made._control.segment)
         return made
 
 

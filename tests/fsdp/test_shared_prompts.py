@@ -18,6 +18,6 @@ MASKS = [[False] * 24 + [True]] * 4
 def test_rounding_of_the_dtype_it_computes_in_is_no_reason_against_it(dtype, shares):
     with mock.patch("enginehouse_torch.modeling.sharing._probe", return_value=(0.05, 1.0)):  # as on a GPU in bfloat16
         engine = make_sharded(tiny_model(), dtype=dtype, tokens_per_microbatch=200)
-    (part,) = engine._computing.microbatches(batch_of(ROWS, MASKS))
+    (part,) = engine._token_model.microbatches(batch_of(ROWS, MASKS))
     engine.shutdown()
     assert (part.layout.tokens.size < len(ROWS) * 24) == shares  # a row's last token is no input

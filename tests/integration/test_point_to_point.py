@@ -13,10 +13,10 @@ from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec, start_
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.train import LossSpec
-from enginehouse.engines.weights import checksum
 from enginehouse.plugin import plugins
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
 from enginehouse.runtimes import choose_runtime
+from enginehouse.weights.checksums import checksum
 from enginehouse.weights.sync import WeightSync
 from enginehouse_testing.checks.train.weights import stored_tensors
 from enginehouse_testing.models import tiny_model

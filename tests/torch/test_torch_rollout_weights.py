@@ -18,7 +18,8 @@ from torch_rollout_driver import (
     random_prompts,
 )
 
-from enginehouse.engines.weights import ParamMeta, WeightChunk, WeightState, WeightSyncError, WeightUpdate, checksum
+from enginehouse.engines.weights import ParamMeta, WeightChunk, WeightState, WeightSyncError, WeightUpdate
+from enginehouse.weights.checksums import checksum
 from enginehouse_testing.models import EOS_ID, tiny_model
 from enginehouse_torch.rollout import TorchRolloutEngine
 from enginehouse_torch.served_weights import ServedWeights
@@ -35,7 +36,7 @@ def weights_of(path: str) -> dict[str, torch.Tensor]:
 
 
 def announce(weights: dict[str, torch.Tensor], version: int) -> WeightUpdate:
-    metas = [ParamMeta(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in weights.items()]
+    metas = [ParamMeta.of(n, t) for n, t in weights.items()]
     return WeightUpdate(version, metas)
 
 

@@ -15,7 +15,7 @@ from rank_processes import rank_processes
 from torch_train_cases import POLICY, SQUARED_ERROR, make_batch, make_engine, weights_of
 
 from enginehouse_testing.models import tiny_model
-from enginehouse_torch.modeling.files import CheckpointError, move_into_place
+from enginehouse_torch.modeling.files import CheckpointError
 
 OPTIONS = {"lr": 1e-2, "schedule": "linear", "total_steps": 10, "warmup_steps": 2}
 
@@ -180,15 +180,6 @@ def test_a_process_killed_in_a_save_leaves_a_whole_checkpoint(tmp_path, when):
     assert _equal(weights_of(engine), weights_of(trained))
     engine.save(str(latest))
     assert os.listdir(tmp_path) == ["latest"]
-
-
-def test_a_directory_is_replaced_as_a_whole(tmp_path):
-    for content in ("old", "new"):
-        (tmp_path / "partial").mkdir()
-        (tmp_path / "partial" / content).touch()
-        move_into_place(tmp_path / "partial", tmp_path / "d")
-    assert os.listdir(tmp_path) == ["d"]
-    assert os.listdir(tmp_path / "d") == ["new"]
 
 
 @pytest.fixture(scope="module")

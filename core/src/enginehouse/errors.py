@@ -8,7 +8,7 @@ else that ends a run exits with code 1.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class EnginehouseError(Exception):
@@ -50,9 +50,18 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     ordered = sorted(choices)
     if not ordered:
         return "there is nothing to choose from"
-    listed = "Choices: " + ", ".join(ordered)
+    choices_named = "Choices: " + ", ".join(ordered)
     close = difflib.get_close_matches(word, ordered, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}? {listed}" if close else listed
+    return f"did you mean {close[0]!r}? {choices_named}" if close else choices_named
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """The first names of a list, and how many more there are.
+
+    >>> listed(["a", "b", "c"], most=2)
+    'a, b and 1 more'
+    """
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def first_line(error: BaseException) -> str:

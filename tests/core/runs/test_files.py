@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from enginehouse.runs.atomic import move_into_place, write_whole
+from enginehouse.atomic import move_into_place, write_whole
 from enginehouse.runs.jsonlines import JsonLines, read_whole_lines, write_json_lines
 
 FULL = """
@@ -109,3 +109,23 @@ def test_what_is_moved_into_place_is_on_disk_before_it_is_there(tmp_path: Path, 
     move_into_place(tmp_path / "new", tmp_path / "place")
     assert set(happened[:3]) == {"new", "actor", "weights"}
     assert happened[3:] == ["renamed", tmp_path.name]
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["there", "set aside by a save that was killed"])
+def test_what_a_directory_held_is_back_when_the_new_one_cannot_be_moved_there(tmp_path: Path, killed: bool):
+    held = tmp_path / (".place.replaced" if killed else "place")
+    held.mkdir()
+    (held / "old").touch()
+    with pytest.raises(FileNotFoundError):
+        move_into_place(tmp_path / "new", tmp_path / "place", to_disk=False)
+    assert os.listdir(tmp_path) == ["place"]
+    assert os.listdir(tmp_path / "place") == ["old"]
+
+
+def test_a_directory_is_replaced_as_a_whole(tmp_path: Path):
+    for content in ("old", "new"):
+        (tmp_path / "partial").mkdir()
+        (tmp_path / "partial" / content).touch()
+        move_into_place(tmp_path / "partial", tmp_path / "place")
+    assert os.listdir(tmp_path) == ["place"]
+    assert os.listdir(tmp_path / "place") == ["new"]

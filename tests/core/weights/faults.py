@@ -14,8 +14,9 @@ import torch
 
 from enginehouse.controller import register
 from enginehouse.data import Ragged
-from enginehouse.engines.weights import WeightChunk, WeightState, WeightSyncError, checksum
+from enginehouse.engines.weights import WeightChunk, WeightState, WeightSyncError
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
+from enginehouse.weights.checksums import checksum
 from enginehouse.weights.transports.inproc import InprocTransport
 from enginehouse.weights.transports.shared_memory import SharedMemoryTransport
 from enginehouse_torch.rollout import TorchRolloutEngine

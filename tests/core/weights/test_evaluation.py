@@ -39,11 +39,11 @@ def evaluation():
 def test_it_serves_what_the_rollout_serves_at_each_validation(house, evaluation):
     sync = house.connect()
     with pytest.raises(WeightSyncError, match="no version to bring to evaluation"):
-        sync.bring(evaluation, "shared_memory")
+        sync.serve_on(evaluation, "shared_memory")
     for version in (1, 2, 4):
         house.train()
         sync.sync(version)
-        sync.bring(evaluation, "shared_memory")
+        sync.serve_on(evaluation, "shared_memory")
         (theirs,), (ours,) = house.rollout.weight_state(), evaluation.weight_state()
         assert (ours.version, ours.checksums) == (version, theirs.checksums)
         drawn, expected = (one.generate(PROMPTS, SAMPLING, seed=3) for one in (evaluation, house.rollout))
@@ -59,10 +59,10 @@ def test_it_gets_nothing_once_the_trainer_has_gone_on(house, evaluation):
     sync.sync(1)
     house.train()
     with pytest.raises(WeightSyncError, match="the trainer, whose weights are not those of version 1 any more"):
-        sync.bring(evaluation, "shared_memory")
+        sync.serve_on(evaluation, "shared_memory")
     assert house.versions() == [1]
     assert [state.version for state in evaluation.weight_state()] == [0]
     sync.sync(2)
-    sync.bring(evaluation, "shared_memory")
+    sync.serve_on(evaluation, "shared_memory")
     assert house.versions() == [2]
     assert [state.version for state in evaluation.weight_state()] == [2]

@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from enginehouse.engines.weights import ParamMeta, TransferPlan, WeightChunk, checksum
+from enginehouse.engines.weights import ParamMeta, TransferPlan, WeightChunk
+from enginehouse.weights.checksums import checksum
 from enginehouse.weights.receiver import WeightReceiver
 
 

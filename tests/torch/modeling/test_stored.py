@@ -11,8 +11,9 @@ from expert_models import expert_model
 from torch_rollout_driver import launched
 from torch_train_cases import make_engine, weights_of
 
-from enginehouse.engines.weights import ParamMeta, WeightChunk, WeightUpdate, checksum
+from enginehouse.engines.weights import ParamMeta, WeightChunk, WeightUpdate
 from enginehouse.errors import ModelError
+from enginehouse.weights.checksums import checksum
 from enginehouse.weights.names import stored_names, unique_state
 from enginehouse_testing.models import tiny_model
 from enginehouse_torch.modeling.stored import StoredForm

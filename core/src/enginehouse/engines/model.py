@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -37,6 +37,14 @@ def positions(model: Mapping[str, Any]) -> int | None:
     if kind in STRETCHING and isinstance(factor, int | float):
         return max(number, int(scaling.get("original_max_position_embeddings", number) * factor))
     return number
+
+
+def end_ids(*configured: int | Iterable[int] | None) -> tuple[int, ...]:
+    """A model's end-of-sequence tokens: those of the first that names any, its generation config before its config."""
+    for ends in configured:
+        if ends is not None:
+            return (ends,) if isinstance(ends, int) else tuple(ends)
+    return ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Weights on their way from training ranks to rollout replicas: metadata, chunks, transports, checksums.
 
 A transport moves bytes and decides nothing. The controller owns the one state machine for all of them
-(`enginehouse.weights.sync`), and compares checksums taken where parameters leave and where they arrive.
+(`enginehouse.weights.sync`), and compares checksums (`enginehouse.weights.checksums`) taken where parameters leave and
+where they arrive.
 """
 
 from __future__ import annotations
@@ -29,10 +30,6 @@ LOOPBACK = "127.0.0.1"
 
 ALIGNMENT = 64
 """Each parameter begins at a multiple of this many bytes in a bucket: a cache line, and enough for every dtype."""
-
-
-CACHED_BYTES = 2 << 20
-"""What is surely still in a processor's cache just after it was read, and large enough that the loop costs nothing."""
 
 
 class WeightSyncError(EnginehouseError):
@@ -77,6 +74,11 @@ class ParamMeta:
     owners: tuple[int, ...] = ()
     mesh_shape: tuple[int, ...] = ()
     placements: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> ParamMeta:
+        """A parameter that every rank holds whole, as this tensor."""
+        return cls(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
     @property
     def nbytes(self) -> int:
@@ -261,7 +263,8 @@ class TransportSession(Protocol):
 
         Args:
             version: larger than that of any update before, whole or aborted.
-            weights: name and tensor, on any device: what `weights_for` takes of the training engine.
+            weights: name and tensor, on any device: what `enginehouse.weights.transports.ends.weights_for`
+                takes of the training engine.
             deadline_seconds: for the update as a whole.
 
         Returns:
@@ -310,11 +313,6 @@ class ListeningSession(Protocol):
     port: int
 
 
-def address_of(session: TransportSession, host: str) -> str:
-    """Where receivers reach a sender's end on a host, as `host:port`; empty where it waits for no connection."""
-    return f"{host}:{session.port}" if isinstance(session, ListeningSession) else ""
-
-
 @runtime_checkable
 class PartsSession(Protocol):
     """A sender's end on a training rank that sends what it holds itself: a transport's own choice.
@@ -324,13 +322,6 @@ class PartsSession(Protocol):
     """
 
     sends_parts: bool
-
-
-def weights_for(session: TransportSession, source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
-    """What a training rank gives a sender's end: whole parameters, or its own parts where the transport sends these."""
-    if isinstance(session, PartsSession) and session.sends_parts:
-        return source.iter_local()
-    return source.iter_full()
 
 
 @runtime_checkable
@@ -363,108 +354,3 @@ class WeightTransport(Protocol):
             WeightSyncError: the other end cannot be reached from this process.
         """
         ...
-
-
-def pack_buckets(parameters: Sequence[ParamMeta], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
-    """Group parameters, in order, into buckets of at most `bucket_bytes`; a larger parameter has one of its own.
-
-    Parameters count with their `aligned_nbytes`.
-    """
-    buckets: list[tuple[int, ...]] = []
-    current: list[int] = []
-    size = 0
-    for index, parameter in enumerate(parameters):
-        if current and size + parameter.aligned_nbytes > bucket_bytes:
-            buckets.append(tuple(current))
-            current, size = [], 0
-        current.append(index)
-        size += parameter.aligned_nbytes
-    if current:
-        buckets.append(tuple(current))
-    return tuple(buckets)
-
-
-def checksum(tensor: torch.Tensor) -> str:
-    """Checksum of a tensor's bytes: XXH3, 64 bits, in hexadecimal. Shape and dtype are not part of it."""
-    import torch
-    import xxhash
-
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
-    return xxhash.xxh3_64_hexdigest(flat.numpy().data)
-
-
-def copy_with_checksum(source: torch.Tensor, target: torch.Tensor, block_bytes: int = CACHED_BYTES) -> str:
-    """Copy a tensor to a contiguous one of the same shape and dtype, both in host memory; returns its `checksum`.
-
-    Quicker than one after the other: each block is copied while it is in the processor's cache.
-
-    Args:
-        source: is read twice, block by block: for the checksum, then for the copy.
-        target: is overwritten.
-        block_bytes: how much is read before it is copied.
-    """
-    import torch
-    import xxhash
-
-    read = source.detach().reshape(-1).view(torch.uint8)
-    written = target.view(-1).view(torch.uint8)
-    digest = xxhash.xxh3_64()
-    for begin in range(0, len(read), block_bytes):
-        block = read[begin : begin + block_bytes]
-        digest.update(block.numpy().data)
-        written[begin : begin + block_bytes].copy_(block)
-    return digest.hexdigest()
-
-
-def compare_checksums(sent: Mapping[str, str], arrived: Mapping[str, str], where: str) -> None:
-    """Compare what left with what arrived.
-
-    Raises:
-        WeightSyncError: naming each parameter that is missing, unexpected or differs.
-    """
-    missing = [name for name in sent if name not in arrived]
-    unexpected = [name for name in arrived if name not in sent]
-    differing = [name for name in sent if name in arrived and sent[name] != arrived[name]]
-    if not (missing or unexpected or differing):
-        return
-    said = [
-        f"{what}: {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
-        for what, names in (("did not arrive", missing), ("was not sent", unexpected), ("arrived changed", differing))
-        if names
-    ]
-    raise WeightSyncError(
-        f"weight update at {where} is not what was sent; {'; '.join(said)}. The old version keeps serving.",
-        parameters=missing + unexpected + differing,
-    )
-
-
-def verify_state(state: WeightState, version: int, sums: Mapping[str, str], where: str) -> None:
-    """Check what a replica says it serves against what was sent.
-
-    Args:
-        state: the replica's word. Where its engine cannot read weights back (no checksums), only the version counts.
-        version: what it was told to serve.
-        sums: checksum of each parameter that was sent.
-        where: names the replica.
-
-    Raises:
-        WeightSyncError: another version, or a parameter that is not served as it was sent.
-    """
-    if state.version != version:
-        raise WeightSyncError(f"{where} was told to serve weight version {version} and says it serves {state.version}")
-    if not state.checksums:
-        return
-    differing = [name for name, served in state.checksums.items() if name in sums and served != sums[name]]
-    absent = [name for name in sums if name not in state.checksums]
-    if differing or absent:
-        wrong = differing + absent
-        named = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
-        raise WeightSyncError(
-            f"{where} took weight version {version} whole, but does not serve {named} as sent. It answers no requests.",
-            parameters=wrong,
-        )
-
-
-def as_update(plan: TransferPlan, version: int) -> WeightUpdate:
-    """The announcement of `version` for a plan."""
-    return WeightUpdate(version=version, parameters=plan.parameters)

@@ -16,8 +16,8 @@ from enginehouse.engines.model import ModelSpec
 from enginehouse.rl.fleet import RolloutFleet
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
 from enginehouse.rl.sampling import drawn_by_group
+from enginehouse.weights.buckets import BUCKET_BYTES
 from enginehouse.weights.sync import WeightSync
-from enginehouse.weights.transports.buckets import BUCKET_BYTES
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import Plan, SFTPlan
@@ -88,7 +88,7 @@ class Roles:
         """As `generate_each`, by what answers validation prompts, which first gets the weights that are served."""
         if self.evaluation is None:
             return self.generate_each(batch, sampling, seed)
-        self.sync.bring(self.evaluation.fleet, self.evaluation.transport, check=self.evaluation.effect_checked)
+        self.sync.serve_on(self.evaluation.fleet, self.evaluation.transport, check=self.evaluation.effect_checked)
         return self.evaluation.fleet.generate_each(batch, sampling, seed)
 
     def rollout_metrics(self) -> dict[str, float]:

@@ -34,8 +34,6 @@ from enginehouse.engines.weights import (
     TransportSession,
     WeightState,
     WeightSyncError,
-    address_of,
-    weights_for,
 )
 from enginehouse.errors import EnginehouseError
 from enginehouse.plugin import Backend, PluginError, capabilities, plugins, resolve
@@ -44,6 +42,7 @@ from enginehouse.plugin.requirements import installed_versions
 from enginehouse.rl.generation import assemble, make_requests, row_seeds
 from enginehouse.runtimes import CURRENT, RUNTIME_VARIABLE
 from enginehouse.weights.receiver import WeightReceiver
+from enginehouse.weights.transports.ends import address_of, weights_for
 from enginehouse.weights.transports.lookup import load_transport
 
 log = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from enginehouse.atomic import move_into_place, write_whole
 from enginehouse.config.earlier_run import CHECKPOINTS, checkpoint_paths
 from enginehouse.config.resume import ACTOR, LOOP_FILE, Checkpoint, files_of
 from enginehouse.errors import EnginehouseError
-from enginehouse.runs.atomic import move_into_place, write_whole
 
 log = logging.getLogger(__name__)
 

@@ -25,12 +25,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from enginehouse.atomic import move_into_place, point_to, staging_path, write_whole
 from enginehouse.config import run_lock
 from enginehouse.config.earlier_run import RUN_MARKER, read_record
 from enginehouse.config.paths import check_run_directory
 from enginehouse.config.resume import Checkpoint
 from enginehouse.errors import ConfigError, EnginehouseError
-from enginehouse.runs.atomic import move_into_place, point_to, staging_path, write_whole
 from enginehouse.runs.checkpoints import Checkpoints
 from enginehouse.runs.clock import StepClock
 from enginehouse.runs.jsonlines import JsonLines, read_whole_lines, write_json_lines

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from enginehouse.runs.atomic import write_whole
+from enginehouse.atomic import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def encoded(row: Mapping[str, Any]) -> str:
     try:
         return json.dumps(row, allow_nan=False, ensure_ascii=False, default=_plain)
     except ValueError:
-        return json.dumps(_finite(row), allow_nan=False, ensure_ascii=False)
+        return json.dumps(finite(row), allow_nan=False, ensure_ascii=False)
 
 
 def write_json_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -92,11 +92,12 @@ def _plain(value: Any) -> Any:
     return to_list() if callable(to_list) else str(value)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Plain data with None for every float that JSON has no word for."""
     if isinstance(value, Mapping):
-        return {str(key): _finite(inner) for key, inner in value.items()}
+        return {str(key): finite(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
+        return [finite(inner) for inner in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    return value if isinstance(value, (str, int, type(None))) else _finite(_plain(value))
+    return value if isinstance(value, (str, int, type(None))) else finite(_plain(value))

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from enginehouse.engines.model import ModelSpec
-from enginehouse.errors import ModelError
+from enginehouse.errors import ModelError, listed
 from enginehouse.quiet import quiet_transformers
-from enginehouse.weights.names import unique_state
+from enginehouse.weights.names import tied_names, unique_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,13 @@ class ModelForm:
 
     parameters: Mapping[str, tuple[tuple[int, ...], str]]
     tied: frozenset[str]
+
+    @classmethod
+    def of_tensors(cls, tensors: Mapping[str, torch.Tensor], tied: frozenset[str]) -> ModelForm:
+        """That of weights that are here."""
+        return cls(
+            {name: (tuple(one.shape), str(one.dtype).removeprefix("torch.")) for name, one in tensors.items()}, tied
+        )
 
     @classmethod
     def of(cls, spec: ModelSpec) -> ModelForm:
@@ -48,21 +55,20 @@ class ModelForm:
                 f"which says {type(error).__name__}: {error}"
             ) from error
         stored = _stored_shapes(Path(spec.path))
-        state = unique_state(model, frozenset(stored))
+        names = frozenset(stored)
+        state = unique_state(model, names)
         own = {name: tensor for name, tensor in state.items() if name in stored}
-        parameters = {
-            name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in own.items()
-        }
+        form = cls.of_tensors(own, tied_names(model, names))
         elements = sum(tensor.numel() for name, tensor in state.items() if name not in own)
-        if elements:  # experts: stored one by one, run as one tensor
-            known = model.state_dict()
-            parts = {name: shape for name, shape in stored.items() if name not in known}
-            if sum(math.prod(shape) for shape in parts.values()) != elements:
-                named = ", ".join([name for name in state if name not in own][:5])
-                raise ModelError(f"the weights of {spec.path!r} cannot be updated: its files do not hold {named}")
-            parameters |= {name: (shape, spec.dtype) for name, shape in parts.items()}
-        tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(state)
-        return cls(parameters, frozenset(tied))
+        if not elements:
+            return form
+        # Experts: stored one by one, run as one tensor.
+        known = model.state_dict()
+        parts = {name: shape for name, shape in stored.items() if name not in known}
+        if sum(math.prod(shape) for shape in parts.values()) != elements:
+            lacking = listed([name for name in state if name not in own])
+            raise ModelError(f"the weights of {spec.path!r} cannot be updated: its files do not hold {lacking}")
+        return cls({**form.parameters, **{name: (shape, spec.dtype) for name, shape in parts.items()}}, form.tied)
 
 
 def _stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:

@@ -1,6 +1,7 @@
-"""Groups of one process each, called as one: what fails is one of them, and the others go on.
+"""Processes that are called as one: replicas of which each can be lost alone (`Members`), or ranks of one group.
 
-A `WorkerGroup` of several ranks breaks as a whole when one dies, as it must where ranks work together. Replicas do not.
+A `WorkerGroup` of several ranks breaks as a whole when one dies, as it must where ranks work together (`Ranks`).
+Replicas with a group each do not: what fails is one of them, and the others go on.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ GLANCE_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One process, from its start to its end; a restart makes another member.
+    """One process, from its start to its end; a restart makes another member, but of ranks that work together.
 
     Attributes:
         number: which replica it is.
         incarnation: counts the replica's processes.
-        group: its group of one, which a restart keeps.
+        group: its group, which a restart keeps; of it alone, but for ranks that work together.
     """
 
     number: int
@@ -36,6 +37,8 @@ class Member:
 
 class Members:
     """Some replicas at one moment. They stay the same: one that is lost, or was restarted, answers no more.
+
+    Two are equal if the processes are the same.
 
     Args:
         name: the role, for messages.
@@ -48,24 +51,30 @@ class Members:
         self.members = tuple(members)
         self._is_lost = is_lost
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Members) and self.members == other.members
+
+    def __hash__(self) -> int:
+        return hash(self.members)
+
     @property
     def world_size(self) -> int:
-        """How many they are."""
+        """How many members there are."""
         return len(self.members)
 
     @property
     def nodes(self) -> list[str]:
-        """Each one's node address."""
+        """The members' node addresses, in their order."""
         return [member.group.nodes[0] for member in self.members]
 
     @property
     def lost(self) -> list[Member]:
-        """Those known to be gone."""
+        """The members that are known to be gone."""
         return [member for member in self.members if self._is_lost(member, None)]
 
     def call(
         self, method: str, *args: Any, timeout: float | None = None, leave_out_lost: bool = False, **kwargs: Any
-    ) -> Gathered:
+    ) -> Future | Gathered:
         """Call a method, registered with the mode `one_to_all`, on each, without waiting.
 
         Args:
@@ -75,9 +84,13 @@ class Members:
             leave_out_lost: None stands for the result of one that is lost, unless all are; else that is an error.
             kwargs: its keyword arguments.
         """
-        return self.call_each(method, [args] * len(self.members), timeout, leave_out_lost, **kwargs)
+        return self._call_each(method, [args] * len(self.members), timeout, leave_out_lost, **kwargs)
 
-    def call_each(
+    def call_placed(self, method: str, *args: Any, timeout: float | None = None) -> Future | Gathered:
+        """As `call`, with one more argument for each: its place among the members."""
+        return self._call_each(method, [(*args, place) for place in range(len(self.members))], timeout)
+
+    def _call_each(
         self,
         method: str,
         args: Sequence[tuple[Any, ...]],
@@ -85,7 +98,6 @@ class Members:
         leave_out_lost: bool = False,
         **kwargs: Any,
     ) -> Gathered:
-        """`call` with arguments of its own for each."""
         calls: list[Future | Exception] = []
         for member, given in zip(self.members, args, strict=True):
             if self._is_lost(member, None):
@@ -97,6 +109,34 @@ class Members:
             except Exception as error:
                 calls.append(error)
         return Gathered(self.members, calls, self._is_lost, leave_out_lost)
+
+
+class Ranks(Members):
+    """The ranks of one group: what ends one ends all, so none of them is lost alone.
+
+    Args:
+        group: of any size.
+    """
+
+    def __init__(self, group: WorkerGroup):
+        ranks = [Member(rank, 0, group) for rank in range(group.world_size)]
+        super().__init__(group.name, ranks, lambda member, error: False)
+        self._group = group
+
+    @property
+    def nodes(self) -> list[str]:
+        """See `Members`."""
+        return self._group.nodes
+
+    def call(
+        self, method: str, *args: Any, timeout: float | None = None, leave_out_lost: bool = False, **kwargs: Any
+    ) -> Future | Gathered:
+        """See `Members`; a method of any mode."""
+        return self._group.call(method, *args, timeout=timeout, blocking=False, **kwargs)
+
+    def call_placed(self, method: str, *args: Any, timeout: float | None = None) -> Future | Gathered:
+        """See `Members`; a rank takes its own number where it is given none."""
+        return self.call(method, *args, timeout=timeout)
 
 
 class Gathered:

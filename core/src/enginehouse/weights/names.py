@@ -10,14 +10,19 @@ import torch
 
 def unique_state(model: torch.nn.Module, preferred: frozenset[str] = frozenset()) -> dict[str, torch.Tensor]:
     """The model's state dict, detached, tied parameters once: under the first name in `preferred`, or the first."""
-    names: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        known = names.get(id(parameter))
+    further = tied_names(model, preferred)
+    return {name: tensor.detach() for name, tensor in model.state_dict().items() if name not in further}
+
+
+def tied_names(model: torch.nn.Module, preferred: frozenset[str] = frozenset()) -> frozenset[str]:
+    """The further names of tied parameters: those under which `unique_state` does not list them."""
+    named = list(model.named_parameters(remove_duplicate=False))
+    kept: dict[int, str] = {}
+    for name, parameter in named:
+        known = kept.get(id(parameter))
         if known is None or (known not in preferred and name in preferred):
-            names[id(parameter)] = name
-    kept = set(names.values())
-    dropped = {name for name, _ in model.named_parameters(remove_duplicate=False)} - kept
-    return {name: tensor.detach() for name, tensor in model.state_dict().items() if name not in dropped}
+            kept[id(parameter)] = name
+    return frozenset(name for name, _ in named) - set(kept.values())
 
 
 def stored_names(path: Path) -> frozenset[str]:

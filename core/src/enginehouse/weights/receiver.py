@@ -17,11 +17,10 @@ from enginehouse.engines.weights import (
     WeightChunk,
     WeightState,
     WeightSyncError,
+    WeightUpdate,
     WeightUpdateAborted,
-    as_update,
-    checksum,
-    verify_state,
 )
+from enginehouse.weights.checksums import checksum, verify_state
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +101,7 @@ class WeightReceiver:
         self, chunks: Iterator[WeightChunk], version: int, plan: TransferPlan, pause: PauseMode
     ) -> ArrivedSums:
         await self._engine.pause(pause)
-        await self._engine.start_weight_update(as_update(plan, version))
+        await self._engine.start_weight_update(WeightUpdate(version, plan.parameters))
         sums: dict[str, str] = {}
         sent: dict[str, str] = {}  # under the names by which it left
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from enginehouse.engines.weights import WeightSyncError, checksum
+from enginehouse.engines.weights import WeightSyncError
+from enginehouse.errors import listed
+from enginehouse.weights.checksums import checksum
 from enginehouse.weights.host_memory import private_copy
 
 
@@ -47,7 +49,7 @@ class StagedSource:
         pairs = zip(self, self._parameters, strict=True)
         wrong = [name for (name, tensor), (*_, expected) in pairs if checksum(tensor) != expected]
         if wrong:
-            raise WeightSyncError(f"{', '.join(wrong[:5])} did not reach it as it was staged", wrong)
+            raise WeightSyncError(f"{listed(wrong)} did not reach it as it was staged", wrong)
 
     def close(self) -> None:
         """Unmap the memory.

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 
 from enginehouse.engines.model import ModelSpec
-from enginehouse.engines.weights import HostMemory, ParamMeta, WeightChunk, WeightSyncError, WeightUpdate, checksum
+from enginehouse.engines.weights import HostMemory, ParamMeta, WeightSyncError, WeightUpdate
+from enginehouse.weights.checksums import checksum
 from enginehouse.weights.form import ModelForm
 from enginehouse.weights.host_memory import AnonymousMemory, side_by_side
+from enginehouse.weights.staged_update import StagedUpdate
 
 
 class WeightsLost(WeightSyncError):
@@ -50,21 +52,21 @@ class Version:
         spare: memory for a copy, that nobody needs any more.
 
     Attributes:
-        places: where the parameters lie that have arrived, by name.
+        arrived: where the parameters lie that have arrived, by name.
         copy: memory of this process, once something had to be copied.
     """
 
     def __init__(self, number: int, parameters: Sequence[ParamMeta], spare: AnonymousMemory | None = None):
         self.number = number
         self.parameters = {meta.name: meta for meta in parameters}
-        self.places: dict[str, Place] = {}
+        self.arrived: dict[str, Place] = {}
         self.copy: AnonymousMemory | None = None
         self._spare = spare
         self._offsets, self._size = side_by_side(parameters)
         self._held: list[HostMemory] = []
 
-    def take(self, name: str, tensor: torch.Tensor, arrived: str | None, memory: HostMemory | None) -> None:
-        """Hold or copy a parameter's tensor; `arrived` is its checksum, where it was taken already.
+    def take(self, name: str, tensor: torch.Tensor, arrived_sum: str | None, memory: HostMemory | None) -> None:
+        """Hold or copy a parameter's tensor.
 
         Raises:
             WeightSyncError: there is not enough memory for a copy.
@@ -77,7 +79,7 @@ class Version:
                 self._held.append(memory)  # before it is held: `release` may come at any time
                 memory.hold()
             path, begin = memory.path, memory.offsets[name]
-        self.places[name] = Place(self.parameters[name], path, begin, arrived or checksum(tensor))
+        self.arrived[name] = Place(self.parameters[name], path, begin, arrived_sum or checksum(tensor))
 
     def _copied(self, name: str, tensor: torch.Tensor) -> str:
         copy = self.copy
@@ -103,12 +105,12 @@ class Version:
         return {
             "parameters": [
                 [name, place.meta.dtype, list(place.meta.shape), place.path, place.begin, place.checksum]
-                for name, place in self.places.items()
+                for name, place in self.arrived.items()
             ]
         }
 
 
-class StagedWeights:
+class StagedWeights(StagedUpdate[Version]):
     """Keeps two versions in this host's memory: the one being staged and, to go back to, the one that is served.
 
     Args:
@@ -116,21 +118,18 @@ class StagedWeights:
         where: names this replica in messages.
 
     Attributes:
-        version: the version served.
-        served: where it lies; None: in the model's directory, as version 0 does.
+        served: where the version that is served lies; None: in the model's directory, as version 0 does.
     """
 
     def __init__(self, spec: ModelSpec, where: str):
+        super().__init__(where)
         self._spec = spec
-        self._where = where
         self._form: ModelForm | None = None
-        self._staged: Version | None = None
         self._spare: AnonymousMemory | None = None  # of a version nobody needs any more
         self._loading: Version | None = None
         self._lost: str | None = None
         self.switching = asyncio.Lock()
         self.served: Version | None = None
-        self.version = 0
 
     def check(self) -> None:
         """See that there is a whole model to serve.
@@ -146,36 +145,13 @@ class StagedWeights:
         self._lost = f"{why} This replica has no whole model and serves nothing; start it anew."
         return WeightsLost(self._lost, error.parameters)
 
-    def start(self, update: WeightUpdate) -> None:
-        """Be ready to stage `update`; what an earlier, unfinished one staged is thrown away.
+    def source(self) -> dict[str, Any]:
+        """Where the engine's processes find the version that is served, as plain data."""
+        return {"directory": self._spec.path} if self.served is None else self.served.source()
 
-        Takes seconds the first time, when the model's form is asked for.
-
-        Raises:
-            WeightSyncError: the version is not newer, or a parameter is not one of the model's.
-        """
-        self.discard()
-        if update.version <= self.version:
-            raise WeightSyncError(f"{self._where} serves version {self.version}; version {update.version} is not newer")
-        for meta in update.parameters:
-            self._check_parameter(meta.name, tuple(meta.shape), meta.dtype)
+    def _begun(self, update: WeightUpdate) -> Version:
         spare, self._spare = self._spare, None
-        self._staged = Version(update.version, update.parameters, spare)
-
-    def stage(self, chunk: WeightChunk) -> None:
-        """Keep a chunk's tensors beside what is served.
-
-        Raises:
-            WeightSyncError: no update was started; unknown name, wrong shape or dtype; there is not enough memory.
-        """
-        staged = self._staged  # not that of an update started while this one is being given up
-        if staged is None:
-            raise WeightSyncError(f"{self._where} was sent weights, but no weight update was started")
-        for name, tensor in chunk.tensors:
-            self._check_parameter(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-            if name not in staged.parameters:
-                raise WeightSyncError(f"{self._where} was sent {name!r}, which was not announced", parameters=[name])
-            staged.take(name, tensor, chunk.checksums.get(name), chunk.memory)
+        return Version(update.version, update.parameters, spare)
 
     async def serve(self, version: int, switch: Callable[[Version], Awaitable[None]]) -> None:
         """Let the engine load what was staged, and serve it as `version`.
@@ -216,22 +192,6 @@ class StagedWeights:
                 if staged not in (self._staged, self.served):  # given up in the meantime
                     staged.release()
 
-    def _complete(self, version: int) -> Version:
-        """The staged version, if it is this one and whole."""
-        staged = self._staged
-        if staged is None or staged.number != version:
-            begun = "none was started" if staged is None else f"version {staged.number} was started"
-            raise WeightSyncError(f"{self._where} cannot finish the weight update to version {version}: {begun}")
-        missing = [name for name in self._known().parameters if name not in staged.places]
-        if missing:
-            named = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-            raise WeightSyncError(
-                f"weight update to version {version} at {self._where} lacks {named}; "
-                f"version {self.version} keeps serving",
-                parameters=missing,
-            )
-        return staged
-
     def discard(self) -> None:
         """Throw away what was staged, unless it is being committed."""
         staged, self._staged = self._staged, None  # its copy is not used again: a thread may still be writing to it
@@ -244,22 +204,10 @@ class StagedWeights:
         Raises:
             ModelError: they do not, or transformers does not know the model.
         """
-        self._known()
+        self._model_form()
 
-    def _known(self) -> ModelForm:
+    def _model_form(self) -> ModelForm:
+        """Takes seconds the first time."""
         if self._form is None:
             self._form = ModelForm.of(self._spec)
         return self._form
-
-    def _check_parameter(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
-        form = self._known()
-        known = form.parameters.get(name)
-        if known is None:
-            reason = " (it is tied to another, which must come alone)" if name in form.tied else ""
-            raise WeightSyncError(f"{self._where} has no parameter {name!r}{reason}", parameters=[name])
-        if known != (shape, dtype):
-            raise WeightSyncError(
-                f"parameter {name!r} was sent to {self._where} as {dtype} {shape}, "
-                f"but the model there has {known[1]} {known[0]}",
-                parameters=[name],
-            )

@@ -15,7 +15,7 @@ every so often; for those that cannot, whose word for the version is all there i
 
 Where replicas can be lost one by one (`Replicas`), one that dies before it has all the bytes is left out and the update
 is sent again to the others; one that dies later is left out. One that came back gets the version that is served
-(`catch_up`), or the next one. So do replicas of another engine that serve beside those of the rollout (`bring`).
+(`catch_up`), or the next one. So do replicas of another engine that serve beside those of the rollout (`serve_on`).
 
 The worker methods called here are those of `enginehouse.rl.roles`; any worker class that has them will do.
 """
@@ -40,18 +40,11 @@ from enginehouse.controller.errors import (
 )
 from enginehouse.controller.future import StillRunning
 from enginehouse.controller.group import WorkerGroup
-from enginehouse.engines.weights import (
-    LOOPBACK,
-    TransferPlan,
-    WeightState,
-    WeightSyncError,
-    WeightUpdateAborted,
-    compare_checksums,
-    verify_state,
-)
+from enginehouse.engines.weights import LOOPBACK, TransferPlan, WeightState, WeightSyncError, WeightUpdateAborted
 from enginehouse.errors import first_line
+from enginehouse.weights.checksums import compare_checksums, verify_state
 from enginehouse.weights.effect import Scores, mean_difference, scored_tokens, share_taken, stands_still
-from enginehouse.weights.members import Gathered, Member, Members
+from enginehouse.weights.members import Gathered, Member, Members, Ranks
 from enginehouse.weights.transports.lookup import load_transport
 
 if TYPE_CHECKING:
@@ -68,12 +61,12 @@ GLANCE_SECONDS = 0.25
 
 
 class Replicas(Protocol):
-    """Rollout replicas of which each can be lost alone; `enginehouse.rl.fleet` has them."""
+    """Rollout replicas, which may come and go; `enginehouse.rl.fleet` has those of which each can be lost alone."""
 
     name: str
 
     def members(self) -> Members:
-        """Those that take weights now.
+        """The replicas that take weights now.
 
         Raises:
             ControllerError: there are none.
@@ -81,8 +74,27 @@ class Replicas(Protocol):
         ...
 
     def confirmed(self, members: Members, version: int) -> None:
-        """These, but for those lost since, were verified to serve `version`, and answer with it."""
+        """Let `members`, without those lost since, answer with `version`, which they were verified to serve."""
         ...
+
+
+class ColocatedReplicas:
+    """`Replicas` that are the ranks of one group: always the same.
+
+    Args:
+        group: workers with the methods of `RolloutWorker`.
+    """
+
+    def __init__(self, group: WorkerGroup):
+        self.name = group.name
+        self._members = Ranks(group)
+
+    def members(self) -> Members:
+        """See `Replicas`."""
+        return self._members
+
+    def confirmed(self, members: Members, version: int) -> None:
+        """Nothing is noted: a group answers, or is lost, as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +148,9 @@ class WeightSync:
         effect_tolerance: float = 0.05,
         probe: Sequence[Sequence[int]] | None = None,
     ):
-        self._train = train
-        self._rollout = rollout
-        self._replicas = None if isinstance(rollout, WorkerGroup) else rollout
-        self._receivers: WorkerGroup | Members | None = rollout if isinstance(rollout, WorkerGroup) else None
+        self._train = Ranks(train)
+        self._replicas: Replicas = ColocatedReplicas(rollout) if isinstance(rollout, WorkerGroup) else rollout
+        self._receivers: Members | None = None  # of the connection there is, or was last
         self._served: tuple[int, Mapping[str, str]] | None = None  # version, checksum of each parameter
         self._transport = transport
         self._bucket_bytes = bucket_bytes
@@ -154,8 +165,8 @@ class WeightSync:
         self._updates = 0  # since the connection: the first is always checked for its effect
         self._change_seen = False  # since the connection: an update that changes weights was checked for its effect
         # Scores of a replica, or the first of a role, and by which checksums: when it last took weights, and the last.
-        self._agreed: dict[Member | int | str, tuple[Scores, Mapping[str, str]]] = {}
-        self._scored: dict[Member | int, tuple[Scores, Mapping[str, str]]] = {}
+        self._agreed: dict[Member | str, tuple[Scores, Mapping[str, str]]] = {}
+        self._scored: dict[Member, tuple[Scores, Mapping[str, str]]] = {}
         self._tried = 0  # newest version tried
         self._in_flight: tuple[Future | Gathered, ...] = ()
         self._resuming: tuple[int, Future | Gathered] | None = None  # the last update's, not waited for
@@ -168,10 +179,10 @@ class WeightSync:
                 the last update.
         """
         self._await_resumption()
-        self._connect(self._rollout if isinstance(self._rollout, WorkerGroup) else self._rollout.members())
+        self._connect(self._replicas.members())
         self._open = True
 
-    def _connect(self, receivers: WorkerGroup | Members, transport: str = "") -> None:
+    def _connect(self, receivers: Members, transport: str = "") -> None:
         self._receivers = receivers
         transport = transport or self._transport
         parameters = self._call(self._train, "weight_metadata")
@@ -185,11 +196,7 @@ class WeightSync:
         self._change_seen = False
         try:
             plan = plan.reached(self._call(self._train, "connect_weights", plan))
-            if isinstance(receivers, Members):
-                places = [(plan, place) for place in range(receivers.world_size)]
-                receivers.call_each("connect_weights", places, self._timeout + self._grace).result()
-            else:
-                self._call(receivers, "connect_weights", plan)
+            receivers.call_placed("connect_weights", plan, timeout=self._timeout + self._grace).result()
         except Exception as error:
             self._disconnect()
             raise _explained(error, f"weight transport {transport!r} could not be connected") from error
@@ -225,7 +232,9 @@ class WeightSync:
                 staged = True
                 blind = self._commit(version, sent)
                 changed = self._served is not None and sent != self._served[1]
-                effect, taken = self._effect(version, sent) if self._effect_is_due(changed, blind) else (None, None)
+                effect, taken = (
+                    self._check_effect(version, sent) if self._effect_is_due(changed, blind) else (None, None)
+                )
                 self._resume(version, self._replicas)
                 break
             except BaseException as error:
@@ -253,9 +262,9 @@ class WeightSync:
         Raises:
             WeightSyncError: they do not serve it, and wait for the next update.
         """
-        self._bring(returned, self._transport, bool(self._every), self._replicas, "a returned replica")
+        self._send_served(returned, self._transport, bool(self._every), self._replicas, "a returned replica")
 
-    def bring(self, replicas: Replicas, transport: str, check: bool = True) -> None:
+    def serve_on(self, replicas: Replicas, transport: str, check: bool = True) -> None:
         """Make replicas of another engine serve the version that the rollout serves, verified in all three ways.
 
         Not while the trainer's weights change. The next `sync` goes to the rollout again.
@@ -268,9 +277,10 @@ class WeightSync:
         Raises:
             WeightSyncError: they do not serve it; or they did already, which no one need ask for.
         """
-        self._bring(replicas.members(), transport, check, replicas, replicas.name)
+        self._send_served(replicas.members(), transport, check, replicas, replicas.name)
 
-    def _bring(self, members: Members, transport: str, check: bool, replicas: Replicas | None, whom: str) -> None:
+    def _send_served(self, members: Members, transport: str, check: bool, replicas: Replicas, whom: str) -> None:
+        """Send the version that is served to `members`, of `replicas`; messages call them `whom`."""
         if self._served is None:
             raise WeightSyncError(f"there is no version to bring to {whom}: no weight update has succeeded")
         self._await_resumption()
@@ -282,7 +292,7 @@ class WeightSync:
             compare_checksums(sums, sent, f"the trainer, whose weights are not those of version {version} any more,")
             self._commit(version, sent)
             if check and self._probe:
-                self._effect(version, sent)
+                self._check_effect(version, sent)
             self._resume(version, replicas)
             self._await_resumption()
         except BaseException as error:
@@ -296,7 +306,8 @@ class WeightSync:
         try:
             self._await_resumption()
         except WeightSyncError as error:
-            all_lost = isinstance(self._receivers, Members) and len(self._receivers.lost) == self._receivers.world_size
+            receivers = self._receivers
+            all_lost = receivers is not None and len(receivers.lost) == receivers.world_size
             log.log(logging.INFO if all_lost else logging.WARNING, "%s", error)  # a death is told elsewhere
         self._open = False
         self._disconnect()
@@ -310,27 +321,24 @@ class WeightSync:
                 self._call(group, "close_weights", timeout=self._grace)
 
     def _follow_membership(self) -> None:
-        """Connect anew where replicas were lost or came back since the last time."""
-        if isinstance(self._rollout, WorkerGroup):
-            if self._receivers is not self._rollout:  # others got the version that is served since
-                self._connect(self._rollout)
-            return
-        now = self._rollout.members()
-        if self._plan is None or not isinstance(self._receivers, Members) or now.members != self._receivers.members:
+        """Connect anew where replicas were lost or came back since, or others got the version that is served."""
+        now = self._replicas.members()
+        if self._plan is None or now != self._receivers:
             self._connect(now)
 
     def _can_do_without(self, error: Exception) -> bool:
         """Whether an update failed because a replica was lost, so that it may be tried with those that are left."""
-        return isinstance(self._receivers, Members) and 0 < len(self._receivers.lost) < self._receivers.world_size
+        receivers = self._receivers
+        return receivers is not None and 0 < len(receivers.lost) < receivers.world_size
 
     # The stages
 
     def _transfer(self, version: int) -> Mapping[str, str]:
         """Pause, send and receive, and compare bytes; returns each parameter's checksum as it left and arrived."""
-        receiving = self._begin(self._receivers, "receive_weights", version, self._timeout)
+        receiving = self._begin(self._connected, "receive_weights", version, self._timeout)
         sending = self._begin(self._train, "send_weights", version, self._timeout)
         self._in_flight = (sending, receiving)
-        arrived = _both(receiving, sending)
+        arrived = _await_both(receiving, sending)
         sent: dict[str, str] = {}
         for rank, sums in enumerate(sending.result()):
             again = {name: sent[name] for name in sums if name in sent}
@@ -344,7 +352,7 @@ class WeightSync:
 
     def _commit(self, version: int, sent: Mapping[str, str]) -> bool:
         """Switch to the new version, as the replicas say it is; returns whether one of them cannot be read back."""
-        states: list[WeightState | None] = self._of_those_left("commit_weights", version).result()
+        states: list[WeightState | None] = self._call_remaining("commit_weights", version).result()
         for replica, state in enumerate(states):
             if state is not None:
                 verify_state(state, version, sent, self._name(replica))
@@ -361,17 +369,14 @@ class WeightSync:
             return False
         return self._updates % self._every == 0 or (changed and (blind or not self._change_seen))
 
-    def _resume(self, version: int, replicas: Replicas | None) -> None:
+    def _resume(self, version: int, replicas: Replicas) -> None:
         """Let the replicas answer with the new version."""
-        self._resuming = version, self._of_those_left("resume_weights", version)
-        if replicas is not None and isinstance(self._receivers, Members):
-            replicas.confirmed(self._receivers, version)
+        self._resuming = version, self._call_remaining("resume_weights", version)
+        replicas.confirmed(self._connected, version)
 
-    def _of_those_left(self, method: str, *args: Any) -> Future | Gathered:
+    def _call_remaining(self, method: str, *args: Any) -> Future | Gathered:
         """Call the receivers; None is the result of a replica that was lost."""
-        if isinstance(self._receivers, Members):
-            return self._receivers.call(method, *args, timeout=self._timeout + self._grace, leave_out_lost=True)
-        return self._begin(self._receivers, method, *args)
+        return self._connected.call(method, *args, timeout=self._timeout + self._grace, leave_out_lost=True)
 
     def _await_resumption(self) -> None:
         """Wait until every replica answers again after the last update."""
@@ -383,14 +388,14 @@ class WeightSync:
         except Exception as error:
             raise _explained(error, f"not every replica resumed after weight update {version}") from error
 
-    def _effect(self, version: int, sums: Mapping[str, str]) -> tuple[float, float | None]:
+    def _check_effect(self, version: int, sums: Mapping[str, str]) -> tuple[float, float | None]:
         """Score the probe on both sides; returns the largest mean difference of a replica, and what the least took."""
         from enginehouse.data import Batch, Ragged
         from enginehouse.engines.train import Outputs
 
-        scoring = self._of_those_left("score", self._probe)
+        scoring = self._call_remaining("score", self._probe)
         computing = self._begin(self._train, "forward", Batch({"input_ids": Ragged.from_list(self._probe)}), Outputs())
-        scored = _both(scoring, computing)
+        scored = _await_both(scoring, computing)
         computed: Any = computing.result()
         column = computed["logprobs"]
         expected = [column[row].tolist() for row in range(len(self._probe))]
@@ -407,19 +412,22 @@ class WeightSync:
                     f"(weights.effect_tolerance is {self._tolerance:g}). It answers no requests."
                 )
             differences.append(difference)
-            share = self._taken(version, replica, Scores(scored_tokens(expected), scored_tokens(rows)), sums, rounding)
+            share = self._share_taken(
+                version, replica, Scores(scored_tokens(expected), scored_tokens(rows)), sums, rounding
+            )
             if share is not None:
                 shares.append(share)
         return max(differences), min(shares, default=None)
 
-    def _taken(self, version: int, replica: int, now: Scores, sums: Mapping[str, str], rounding: float) -> float | None:
+    def _share_taken(
+        self, version: int, replica: int, now: Scores, sums: Mapping[str, str], rounding: float
+    ) -> float | None:
         """How much of what has changed since a replica last took weights it shows; see `share_taken`.
 
         One that was started again has those of the first update to be compared with: those it was started with. What
         has the checksums `sums` too is not compared: a trainer that is not reproducible moves without a change.
         """
-        receivers = self._receivers
-        role, key = (receivers.name, receivers.members[replica]) if isinstance(receivers, Members) else ("", replica)
+        role, key = self._connected.name, self._connected.members[replica]
         agreed = self._agreed.get(key) or self._agreed.get(role)
         if agreed is None:
             self._agreed[role] = self._agreed[key] = self._scored[key] = now, sums
@@ -476,40 +484,37 @@ class WeightSync:
 
     # Calls
 
-    def _begin(
-        self, group: WorkerGroup | Members | None, method: str, *args: Any, timeout: float | None = None
-    ) -> Future | Gathered:
-        assert group is not None  # connected
-        limit = self._timeout + self._grace if timeout is None else timeout
-        if isinstance(group, Members):
-            return group.call(method, *args, timeout=limit)
-        return group.call(method, *args, timeout=limit, blocking=False)
+    def _begin(self, members: Members, method: str, *args: Any, timeout: float | None = None) -> Future | Gathered:
+        return members.call(method, *args, timeout=self._timeout + self._grace if timeout is None else timeout)
 
-    def _call(self, group: WorkerGroup | Members, method: str, *args: Any, timeout: float | None = None) -> Any:
-        return self._begin(group, method, *args, timeout=timeout).result()
+    def _call(self, members: Members, method: str, *args: Any, timeout: float | None = None) -> Any:
+        return self._begin(members, method, *args, timeout=timeout).result()
 
     def _name(self, replica: int) -> str:
-        if isinstance(self._receivers, Members):
-            return f"{self._receivers.name} replica {self._receivers.members[replica].number}"
-        return f"{self._rollout.name} replica {replica}"
+        return f"{self._connected.name} replica {self._connected.members[replica].number}"
+
+    @property
+    def _connected(self) -> Members:
+        assert self._receivers is not None  # there was a connection
+        return self._receivers
 
 
-def _both(waited: Future | Gathered, other: Future | Gathered) -> Any:
+def _await_both(waited: Future | Gathered, other: Future | Gathered) -> Any:
     """The result of `waited`, once `other` has ended as well; an error of either, the one that caused the other."""
     while True:
         try:
             result = waited.result(GLANCE_SECONDS)
         except StillRunning:
             if other.done():
-                _check(other, waited)
+                _await_or_cause(other, waited)
         except Exception as error:
             raise _root_cause(error, other) from error
         else:
-            _check(other, waited)
+            _await_or_cause(other, waited)
             return result
 
 
-def _check(future: Future | Gathered, other: Future | Gathered) -> None:
+def _await_or_cause(future: Future | Gathered, other: Future | Gathered) -> None:
     """Wait for `future`; its error, or that of `other` if it is the cause."""
     try:
         future.result()

@@ -22,6 +22,7 @@ from enginehouse_fsdp.sharding import context_group, device_mesh, forget_meshes,
 from enginehouse_fsdp.weights import ShardedWeights
 from enginehouse_torch.modeling import checkpoint, export
 from enginehouse_torch.modeling.files import parts_of
+from enginehouse_torch.modeling.loading import freeze_language_head
 from enginehouse_torch.modeling.memory import MemoryGuard
 from enginehouse_torch.modeling.ranks import Ranks, device_of
 from enginehouse_torch.modeling.schedule import learning_rate
@@ -75,11 +76,10 @@ class FSDPEngine:
         with self._memory.during("building and loading the model"):
             self._model = sharded_model(model, options, self._axes, device)
         self._offloading = Offloading(self._model, HOST if options.cpu_offload else device, str(context))
-        head = self._model.get_output_embeddings()
-        if model.head == "value" and head is not None and head.weight is not self._model.get_input_embeddings().weight:
-            head.requires_grad_(False)  # it is never run: weight decay must not shrink it
+        if model.head == "value":
+            freeze_language_head(self._model)
         self._stored = stored_names(Path(model.path))
-        self._computing = TokenModel(
+        self._token_model = TokenModel(
             self._model,
             device=device,
             tokens_per_microbatch=options.tokens_per_microbatch,
@@ -89,7 +89,7 @@ class FSDPEngine:
             during=self._memory.during,
         )
         if options.context_parallel > 1:
-            self._computing.token_outputs = split_sequences(self._model, context_group(device, sizes))
+            self._token_model.token_outputs = split_sequences(self._model, context_group(device, sizes))
         reshard(self._model)  # it was tried out
         self._optimizer: ShardedAdamW | None = None
 
@@ -101,7 +101,7 @@ class FSDPEngine:
         self._offloading.need("params", to="compute")
         try:
             with self._memory.during(f"computing outputs of {len(batch)} rows"):
-                found = self._computing.forward(batch, outputs)
+                found = self._token_model.forward(batch, outputs)
             return found if self.mesh.is_output_rank else None
         finally:
             reshard(self._model)  # no backward pass follows that would
@@ -116,7 +116,7 @@ class FSDPEngine:
         self._offloading.need("params", "grads", to="train")
         optimizer = self._built_optimizer()
         with self._memory.during(f"computing gradients of {len(batch)} rows"):
-            metrics, weight = self._computing.forward_backward(batch, loss)
+            metrics, weight = self._token_model.forward_backward(batch, loss)
         answers = self.mesh.is_output_rank  # the others see the same rows: they are counted once
         optimizer.count(weight if answers else 0.0)
         return metrics if answers else {}
@@ -255,6 +255,6 @@ class FSDPEngine:
         """Finish a save under way, release the model and leave the process group."""
         self._background.close()
         self._optimizer = None
-        del self._model, self._computing, self._offloading, self._axes
+        del self._model, self._token_model, self._offloading, self._axes
         forget_meshes()
         self._ranks.leave()

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from enginehouse.errors import ConfigError, ModelError
+from enginehouse.errors import ConfigError, ModelError, listed
 from enginehouse.plugin import ResolveError, resolve
 from enginehouse.quiet import quiet_transformers
 from enginehouse.weights.names import stored_names, unique_state
@@ -199,8 +199,7 @@ def _load(model: PreTrainedModel, spec: ModelSpec) -> None:
     head = state.pop(f"{VALUE_HEAD}.weight", None)
     form = StoredForm.of(model, stored)
     if missing := sorted({part.name for name in state for part in form.parts(name)} - stored):
-        named = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        raise ModelError(f"the weights in {spec.path!r} lack {named}")
+        raise ModelError(f"the weights in {spec.path!r} lack {listed(missing)}")
     with torch.no_grad():
         own = dict(own_parts(form, state))
         dcp.load(own, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=not dist.is_initialized())

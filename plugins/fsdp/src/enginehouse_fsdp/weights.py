@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.tensor import DTensor
 
-from enginehouse.engines.weights import ParamMeta, pack_buckets
+from enginehouse.engines.weights import ParamMeta
+from enginehouse.weights.buckets import pack_buckets
 from enginehouse.weights.names import unique_state
 from enginehouse_fsdp import experts
 from enginehouse_fsdp.adapters import base_state, merged

@@ -135,7 +135,7 @@ def transformer_config(
         ) from error
 
 
-def build(
+def model_parts(
     config: PreTrainedConfig, settings: TransformerConfig, spec: ModelSpec, device: torch.device
 ) -> list[GPTModel]:
     """This rank's parts of the model, with memory for their weights and nothing read: one for each virtual stage.
@@ -172,7 +172,7 @@ def _part(
     return model.eval()
 
 
-def computing(model: GPTModel, settings: TransformerConfig) -> torch.nn.Module:
+def callable_part(model: GPTModel, settings: TransformerConfig) -> torch.nn.Module:
     """The model as the schedules run it: half precision is made float32 at its end."""
     return Float16Module(settings, model) if settings.bf16 or settings.fp16 else model
 

@@ -1,6 +1,6 @@
 """Whether a model fits: its architecture is known, and the layout divides it. Light: a config is checked with it.
 
-The engine asks the same, of the config with all defaults, and more (`building`).
+The engine asks the same, of the config with all defaults, and more (`build`).
 """
 
 from __future__ import annotations

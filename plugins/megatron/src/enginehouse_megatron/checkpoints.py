@@ -25,9 +25,10 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_strategie
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from enginehouse.atomic import move_into_place
 from enginehouse_megatron.training import Training
 from enginehouse_torch.modeling.checkpoint import on_every_rank
-from enginehouse_torch.modeling.files import CheckpointError, move_into_place
+from enginehouse_torch.modeling.files import CheckpointError
 from enginehouse_torch.modeling.random_state import random_states, restore_random_states
 from enginehouse_torch.modeling.ranks import Ranks
 

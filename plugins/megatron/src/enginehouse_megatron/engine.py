@@ -23,7 +23,7 @@ from enginehouse_megatron import build, checkpoints, experts, on_cpu, parallel, 
 from enginehouse_megatron.architectures import Architecture, architecture_of
 from enginehouse_megatron.axes import PIPELINE, axis_sizes
 from enginehouse_megatron.forms import Heads
-from enginehouse_megatron.forward import Computing
+from enginehouse_megatron.forward import Forward
 from enginehouse_megatron.training import Training
 from enginehouse_megatron.weights import SplitWeights
 from enginehouse_torch.modeling import export
@@ -79,10 +79,10 @@ class MegatronEngine:
         self._sizes, self._settings = sizes, settings
         self._memory = MemoryGuard(context, NEEDS_LESS)
         with self._memory.during("building and loading the model"):
-            self._models = build.build(self._config, settings, model, device)
+            self._models = build.model_parts(self._config, settings, model, device)
             self._load(architecture)
-        self._called = [build.computing(part, settings) for part in self._models]
-        self._computing = Computing(
+        self._called = [build.callable_part(part, settings) for part in self._models]
+        self._forward = Forward(
             settings,
             vocabulary=self._config.vocab_size,
             has_values=model.head == "value",
@@ -101,14 +101,14 @@ class MegatronEngine:
         made = {}
         if self._spec.head == "value":
             made[f"{VALUE_HEAD}.weight"] = value_head_weight(settings.hidden_size, self._spec)
-        stored = weight_map.Checkpoint(Path(self._spec.path), made)
+        stored = weight_map.ModelFiles(Path(self._spec.path), made)
         stored.check_named(architecture)
-        self._placed = [one for part in self._models for one in weight_map.place(part, architecture, stored)]
+        self._mapped = [one for part in self._models for one in weight_map.map_parameters(part, architecture, stored)]
         group = parallel_state.get_tensor_model_parallel_group()
-        weight_map.load(self._placed, stored, self._heads, group.rank(), group.size())
+        weight_map.load(self._mapped, stored, self._heads, group.rank(), group.size())
         for part in self._models:
             part.setup_embeddings_and_output_layer()  # once more: gives the last stage the tied embedding
-        gathered = self._ranks.gather([astuple(one) for one in weight_map.described(self._placed)])
+        gathered = self._ranks.gather([astuple(one) for one in weight_map.stored_tensors(self._mapped)])
         of_ranks = [[weight_map.Stored(name, tuple(shape), *rest) for name, shape, *rest in rank] for rank in gathered]
         ranks = len(of_ranks) // self._sizes[PIPELINE]
         sharing = self._options.expert_parallel
@@ -125,7 +125,7 @@ class MegatronEngine:
         with self._memory.during(f"computing outputs of {len(batch)} rows"):
             for part in self._models:
                 part.eval()
-            found = self._computing.forward(self._called, batch, outputs)
+            found = self._forward.forward(self._called, batch, outputs)
         return found if self.mesh.is_output_rank else None
 
     def forward_backward(self, batch: Batch, loss: LossSpec) -> Metrics:
@@ -135,7 +135,7 @@ class MegatronEngine:
             for part in self._models:
                 part.train()  # there is no dropout: what it changes is whether activations are recomputed
             with training.accumulating():
-                metrics, weight = self._computing.forward_backward(training.models, batch, loss)
+                metrics, weight = self._forward.forward_backward(training.models, batch, loss)
         answers = self.mesh.is_output_rank  # the others see the same rows: they are counted once
         training.count(weight if answers else 0.0)
         return metrics if answers else {}
@@ -156,7 +156,7 @@ class MegatronEngine:
         group = parallel_state.get_tensor_model_parallel_group()
         return {
             stored.name: part
-            for one in self._placed
+            for one in self._mapped
             for stored, part in zip(one.stored, one.parts(self._heads, group.rank(), group.size()), strict=True)
         }
 
@@ -164,7 +164,7 @@ class MegatronEngine:
 
     def weight_source(self) -> SplitWeights:
         """The live weights under their Hugging Face names, tied ones once."""
-        return SplitWeights(self._placed, self._stages, self._heads, self._sizes, getattr(torch, self._spec.dtype))
+        return SplitWeights(self._mapped, self._stages, self._heads, self._sizes, getattr(torch, self._spec.dtype))
 
     def save(self, path: str, what: tuple[str, ...] = ALL) -> None:
         """Write `"model"`, `"optimizer"` (with the schedule) and `"rng"`, whole or not at all; collective.
@@ -223,6 +223,6 @@ class MegatronEngine:
         self._training = None
         for part in self._models:
             experts.release(part)
-        del self._models, self._called, self._computing, self._placed
+        del self._models, self._called, self._forward, self._mapped
         parallel.leave()
         self._ranks.leave()

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-class Computing:
-    """The computing half of the engine on one rank.
+class Forward:
+    """Forward and backward passes of one rank over its part of the model.
 
     Args:
         settings: megatron-core's config of the model.

@@ -35,7 +35,7 @@ class Training:
     """What a rank needs to train its part of the model.
 
     Args:
-        models: the parts, as `building.computing` gave them; their parameters become views of buffers.
+        models: the parts, as `build.callable_part` gave them; their parameters become views of buffers.
         settings: megatron-core's config of it.
         options: learning rate, schedule and the rest.
         own_weights: gives this rank's part of each weight, by its Hugging Face name.

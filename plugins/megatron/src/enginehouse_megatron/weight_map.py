@@ -17,7 +17,7 @@ from enginehouse_megatron import kernels  # noqa: F401  before all else of megat
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 
-from enginehouse.errors import ModelError
+from enginehouse.errors import ModelError, listed
 from enginehouse_megatron.forms import Form, Heads, Whole
 from enginehouse_torch.modeling.finite import check_stored
 from enginehouse_torch.modeling.loading import VALUE_HEAD
@@ -61,7 +61,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class MappedParameter:
     """One of this rank's parameters.
 
     Attributes:
@@ -83,7 +83,7 @@ class Placed:
         return found
 
 
-class Checkpoint:
+class ModelFiles:
     """The safetensors files of a model directory, read by parts.
 
     Args:
@@ -132,9 +132,8 @@ class Checkpoint:
         known = re.compile("|".join([*layouts, *map(re.escape, self._made), *COMPUTED]))
         unknown = sorted(name for name in self._file_of if not known.fullmatch(name))
         if unknown:
-            more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
             raise ModelError(
-                f"megatron: the weights in {str(self.path)!r} hold {', '.join(unknown[:5])}{more}, of which the "
+                f"megatron: the weights in {str(self.path)!r} hold {listed(unknown)}, of which the "
                 "architecture does not say what they are: without them this would be another model. Add them to "
                 "`weights` of its Architecture (enginehouse_megatron.architectures), or name another one"
             )
@@ -145,7 +144,7 @@ class Checkpoint:
         return self._file_of[name].get_slice(name)
 
 
-def place(model: GPTModel, architecture: Architecture, checkpoint: Checkpoint) -> list[Placed]:
+def map_parameters(model: GPTModel, architecture: Architecture, files: ModelFiles) -> list[MappedParameter]:
     """Find what each of this rank's parameters is stored as; a copy of a tied embedding is left out.
 
     Raises:
@@ -171,8 +170,8 @@ def place(model: GPTModel, architecture: Architecture, checkpoint: Checkpoint) -
             continue  # the last stage's copy; the first has it
         names = [stored.format(layer=layer, expert=expert) for stored in form.stored]
         holder = None if expert is None else group.rank()
-        stored = tuple(Stored(name, checkpoint.shape(name), form.split, holder) for name in names)
-        found.append(Placed(parameter, form, stored))
+        stored = tuple(Stored(name, files.shape(name), form.split, holder) for name in names)
+        found.append(MappedParameter(parameter, form, stored))
     return found
 
 
@@ -196,12 +195,12 @@ def _mark_split(parameter: torch.nn.Parameter, form: Form, *, is_expert: bool) -
         set_tensor_model_parallel_attributes(parameter, True, form.split or 0, 1)
 
 
-def load(placed: Sequence[Placed], checkpoint: Checkpoint, heads: Heads, rank: int, size: int) -> None:
+def load(mapped: Sequence[MappedParameter], files: ModelFiles, heads: Heads, rank: int, size: int) -> None:
     """Read this rank's part of each weight into its parameter; rows that no token has are 0.
 
     Args:
-        placed: this rank's parameters.
-        checkpoint: what is read.
+        mapped: this rank's parameters.
+        files: what is read.
         heads: sizes of the attention.
         rank: of those that split matrices.
         size: how many there are.
@@ -210,9 +209,9 @@ def load(placed: Sequence[Placed], checkpoint: Checkpoint, heads: Heads, rank: i
         ModelError: a stored tensor has another shape than the model's config says, or is not finite.
     """
     with torch.no_grad():
-        for one in placed:
-            parts = [checkpoint.read(stored.name, stored.region(rank, size)) for stored in one.stored]
-            check_stored(checkpoint.path, zip((stored.name for stored in one.stored), parts, strict=True))
+        for one in mapped:
+            parts = [files.read(stored.name, stored.region(rank, size)) for stored in one.stored]
+            check_stored(files.path, zip((stored.name for stored in one.stored), parts, strict=True))
             whole = one.form.together([part.to(one.parameter.dtype) for part in parts], heads)
             kept = one.parameter
             if whole.dim() and whole.shape[0] < kept.shape[0] and one.form.split == 0 and len(parts) == 1:
@@ -226,9 +225,9 @@ def load(placed: Sequence[Placed], checkpoint: Checkpoint, heads: Heads, rank: i
             kept.copy_(whole)
 
 
-def described(placed: Sequence[Placed]) -> Iterator[Stored]:
+def stored_tensors(mapped: Sequence[MappedParameter]) -> Iterator[Stored]:
     """The stored tensors of parameters, in their order."""
-    for one in placed:
+    for one in mapped:
         yield from one.stored
 
 

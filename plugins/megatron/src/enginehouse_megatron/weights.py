@@ -14,9 +14,10 @@ from enginehouse_megatron import kernels  # noqa: F401  before all else of megat
 # isort: split
 from megatron.core import parallel_state
 
-from enginehouse.engines.weights import ParamMeta, pack_buckets
+from enginehouse.engines.weights import ParamMeta
+from enginehouse.weights.buckets import pack_buckets
 from enginehouse_megatron.axes import PIPELINE, TENSOR
-from enginehouse_megatron.weight_map import Placed, Stored
+from enginehouse_megatron.weight_map import MappedParameter, Stored
 
 if TYPE_CHECKING:
     from enginehouse_megatron.forms import Heads
@@ -29,7 +30,7 @@ class SplitWeights:
     """The `WeightSource` of a model split by matrices and layers.
 
     Args:
-        placed: this rank's parameters.
+        mapped: this rank's parameters.
         stages: the stored tensors of each pipeline stage, in an order that is that of each rank's own parameters.
         heads: sizes of the attention.
         sizes: of each axis (`axis_sizes`).
@@ -39,14 +40,14 @@ class SplitWeights:
 
     def __init__(
         self,
-        placed: Sequence[Placed],
+        mapped: Sequence[MappedParameter],
         stages: Sequence[Sequence[Stored]],
         heads: Heads,
         sizes: Mapping[str, int],
         dtype: torch.dtype,
         bucket_bytes: int = BUCKET_BYTES,
     ):
-        self._placed = placed
+        self._mapped = mapped
         self._heads = heads
         self._sizes = sizes
         self._dtype = dtype
@@ -80,7 +81,7 @@ class SplitWeights:
     def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield this rank's part of each tensor of its stage."""
         rank, size = self._tensor.rank(), self._tensor.size()
-        for one in self._placed:
+        for one in self._mapped:
             yield from zip((stored.name for stored in one.stored), one.parts(self._heads, rank, size), strict=True)
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -105,7 +106,7 @@ class SplitWeights:
             parts: this rank's part of each, None where it has none, if it is on that stage.
         """
         sizes = [math.prod(one.shape) for one in stored]
-        buffer = torch.empty(sum(sizes), dtype=self._dtype, device=self._placed[0].parameter.device)
+        buffer = torch.empty(sum(sizes), dtype=self._dtype, device=self._mapped[0].parameter.device)
         wholes = [flat.view(one.shape) for one, flat in zip(stored, buffer.split(sizes), strict=True)]
         if parts is not None:
             self._join(stored, parts, wholes)

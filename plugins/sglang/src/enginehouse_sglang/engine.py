@@ -8,12 +8,12 @@ import itertools
 import json
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from enginehouse.engines.model import TOKENIZER_FILES, ModelSpec, ProcessContext
+from enginehouse.engines.model import TOKENIZER_FILES, ModelSpec, ProcessContext, end_ids
 from enginehouse.engines.requests import check_request
 from enginehouse.engines.rollout import (
     Endpoint,
@@ -118,8 +118,11 @@ class SGLangRollout:
         if options.openai_endpoint and not self._has_tokenizer:
             raise ModelError(f"an OpenAI endpoint needs a tokenizer, and there is none in {model.path!r}")
         self._config = json.loads(Path(model.path, "config.json").read_text())
-        self._vocabulary = int(self._config.get("text_config", self._config)["vocab_size"])
-        self._ends = _end_ids(model.path, self._config)
+        own = self._config.get("text_config", self._config)
+        self._vocabulary = int(own["vocab_size"])
+        file = Path(model.path, "generation_config.json")
+        generation = json.loads(file.read_text()) if file.is_file() else {}
+        self._ends = frozenset(end_ids(generation.get("eos_token_id"), own.get("eos_token_id")))
         self._labels = Labels(self._where)
         self._weights = SGLangWeights(model, self._where, self._labels)
         await asyncio.to_thread(self._learn, context)
@@ -420,13 +423,3 @@ def _settle(calls: Sequence[_Call], outcome: Callable[[_Call], GenerateResult | 
 async def _over(call: _Call) -> None:
     """Wait for a request's end, whatever it is."""
     await asyncio.wait([call.done])
-
-
-def _end_ids(path: str, config: Mapping[str, Any]) -> frozenset[int]:
-    """The model's end-of-sequence tokens: those of its generation config, else of its config."""
-    generation = Path(path, "generation_config.json")
-    found = json.loads(generation.read_text()) if generation.is_file() else {}
-    for ends in (found.get("eos_token_id"), config.get("text_config", config).get("eos_token_id")):
-        if ends is not None:
-            return frozenset([ends] if isinstance(ends, int) else ends)
-    return frozenset()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from enginehouse.engines.weights import WeightSyncError
+from enginehouse.errors import listed
 from enginehouse.weights.reports import Reporter
 from enginehouse.weights.staged_source import StagedSource
 
@@ -54,10 +55,7 @@ def _load(model: Any, told: dict[str, Any]) -> None:
     source.check()
     missing = unfilled(model, lambda: model.load_weights(iter(source)))
     if missing:
-        others = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        raise WeightSyncError(
-            f"nothing that was sent fills {', '.join(missing[:5])}{others} of sglang's model", missing
-        )
+        raise WeightSyncError(f"nothing that was sent fills {listed(missing)} of sglang's model", missing)
     source.close()
 
 

@@ -78,10 +78,8 @@ class SGLangWeights(StagedWeights):
             await self._load(server, ranks, staged.source(), staged.number)
         except WeightSyncError as error:
             log.error("%s; going back to version %d", error, self.version)
-            served = self.served
-            before = {"directory": self._spec.path} if served is None else served.source()
             try:
-                await self._load(server, ranks, before, self.version)
+                await self._load(server, ranks, self.source(), self.version)
             except WeightSyncError as worse:
                 lost = f"{error}. Nor could version {self.version} be brought back: {worse}."
                 raise self.lose(lost, error) from worse

@@ -14,9 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
-from enginehouse.engines.weights import TransferPlan, address_of, checksum
+from enginehouse.engines.weights import TransferPlan
 from enginehouse.errors import EnginehouseError
 from enginehouse.plugin import resolve
+from enginehouse.weights.checksums import checksum
+from enginehouse.weights.transports.ends import address_of
 from enginehouse_testing.link import Link, Weights, announced, received
 
 START_SECONDS = 120.0

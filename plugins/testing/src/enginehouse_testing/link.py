@@ -13,17 +13,10 @@ from typing import Any
 
 import torch
 
-from enginehouse.engines.weights import (
-    DTYPE_BYTES,
-    ParamMeta,
-    TransferPlan,
-    TransportSession,
-    WeightTransport,
-    address_of,
-    weights_for,
-)
+from enginehouse.engines.weights import DTYPE_BYTES, ParamMeta, TransferPlan, TransportSession, WeightTransport
 from enginehouse.plugin import Transport, capabilities, resolve
 from enginehouse.weights.resharding import at, parts_of
+from enginehouse.weights.transports.ends import address_of, weights_for
 
 Weights = dict[str, torch.Tensor]
 
@@ -161,7 +154,7 @@ def received(session: TransportSession, version: int, seconds: float) -> list[li
 
 def announced(weights: Mapping[str, torch.Tensor]) -> list[ParamMeta]:
     """What a training engine says of weights."""
-    return [ParamMeta(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in weights.items()]
+    return [ParamMeta.of(name, t) for name, t in weights.items()]
 
 
 def random_weights(seed: int, shapes: Sequence[tuple[tuple[int, ...], str]] = ODD) -> Weights:

@@ -7,7 +7,6 @@ trained. The figures are those of `enginehouse.rl.mismatch`, with the distributi
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from enginehouse.rl.generation import outputs_as_sampled, sampling_params, step_
 from enginehouse.rl.mismatch import mismatch
 from enginehouse.rl.placement import place
 from enginehouse.rl.samples import plain
+from enginehouse.runs.jsonlines import finite
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import Plan
@@ -180,7 +180,7 @@ class ParityReport:
         """Write `parity.json` into a directory that is there; figures that are not finite are null."""
         path = Path(directory) / "parity.json"
         content = {"passed": self.passed, **asdict(self), "histogram_edges": [10.0**one for one in DECADES]}
-        path.write_text(json.dumps(_finite(content), indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(finite(content), indent=2) + "\n", encoding="utf-8")
         return path
 
 
@@ -225,12 +225,3 @@ def _in_words(workers: list[Mapping[str, Any]]) -> str:
     first = workers[0]
     versions = [f"{name} {first[name]}" for name in ("torch", "transformers") if first.get(name)]
     return f"{first['backend']} x{len(workers)} ({', '.join(dict.fromkeys([first['engine'], *versions]))})"
-
-
-def _finite(value: Any) -> Any:
-    """Plain data with None for every float that JSON has no word for."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {name: _finite(one) for name, one in value.items()}
-    return [_finite(one) for one in value] if isinstance(value, (list, tuple)) else value

@@ -27,9 +27,10 @@ from enginehouse.engines.rollout import (
     RolloutEngine,
     SamplingParams,
 )
-from enginehouse.engines.weights import ParamMeta, WeightChunk, WeightUpdate
+from enginehouse.engines.weights import WeightChunk, WeightUpdate
 from enginehouse.plugin import Layout, RolloutBackend, resolve
 from enginehouse_testing.check import RolloutCheck, Seen
+from enginehouse_testing.link import announced
 
 T = TypeVar("T")
 
@@ -209,11 +210,6 @@ def drawn(prompt: Sequence[int], result: GenerateResult) -> Iterator[Drawn]:
             one.first_version,
             one.last_version,
         )
-
-
-def announced(tensors: Mapping[str, torch.Tensor]) -> list[ParamMeta]:
-    """What a training engine says of weights."""
-    return [ParamMeta(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()]
 
 
 def chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[tuple[str, torch.Tensor]]]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from enginehouse.engines.model import ModelSpec, ProcessContext, positions
+from enginehouse.engines.model import ModelSpec, ProcessContext, end_ids, positions
 from enginehouse.engines.rollout import Endpoint, GenerateRequest, GenerateResult, Health, PauseMode
 from enginehouse.engines.train import ALL
 from enginehouse.engines.weights import WeightChunk, WeightState, WeightUpdate
@@ -23,7 +23,7 @@ from enginehouse_torch.running import RunningBatch
 from enginehouse_torch.served_weights import ServedWeights
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    pass
 
 SHUTDOWN_SECONDS = 30.0
 
@@ -88,9 +88,9 @@ class TorchRolloutEngine:
         forward = choose_forward(model, own_limit or 2**31, options.fused)
         self.forward_name = type(forward).__name__
         self._weights = ServedWeights(model, spec.path, str(context))
-        batch = RunningBatch(
-            forward, text.num_hidden_layers, device, text.vocab_size, _end_ids(model), options.prefill_tokens
-        )
+        configs = model.generation_config, model.config.get_text_config()
+        ends = end_ids(*(getattr(config, "eos_token_id", None) for config in configs))
+        batch = RunningBatch(forward, text.num_hidden_layers, device, text.vocab_size, ends, options.prefill_tokens)
         self._loop = DecodeLoop(batch, self._weights, options.max_running, str(context))
         return Endpoint(engine=f"torch {torch.__version__}", max_model_tokens=self._max_model_tokens)
 
@@ -214,12 +214,3 @@ def _load_tokenizer(spec: ModelSpec) -> Callable[[list[int]], str]:
             f"stop strings need a tokenizer, and none can be loaded from {spec.path!r}: {type(error).__name__}: {error}"
         ) from error
     return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-
-def _end_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """The model's end-of-sequence tokens: those of its generation config, else of its config."""
-    for config in (model.generation_config, model.config.get_text_config()):
-        ends: Any = getattr(config, "eos_token_id", None)
-        if ends is not None:
-            return (ends,) if isinstance(ends, int) else tuple(ends)
-    return ()

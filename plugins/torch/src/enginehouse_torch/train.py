@@ -7,22 +7,20 @@ same whoever computes them.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from enginehouse.data import Batch
 from enginehouse.engines.mesh import Mesh
-from enginehouse.engines.model import NO_FLOAT16, TOKENIZER_COMPANIONS, TOKENIZER_FILES
+from enginehouse.engines.model import NO_FLOAT16
 from enginehouse.engines.train import ALL, LossSpec, Metrics, Outputs
 from enginehouse.errors import ModelError
 from enginehouse.quiet import quiet_transformers
 from enginehouse.weights.names import stored_names, unique_state
 from enginehouse_torch.modeling import checkpoint
+from enginehouse_torch.modeling.export import copy_tokenizer
 from enginehouse_torch.modeling.files import parts_of
-from enginehouse_torch.modeling.loading import load_model
+from enginehouse_torch.modeling.loading import freeze_language_head, load_model
 from enginehouse_torch.modeling.memory import MemoryGuard
 from enginehouse_torch.modeling.ranks import Ranks, device_of
 from enginehouse_torch.modeling.schedule import learning_rate
@@ -66,10 +64,9 @@ class TorchTrainEngine:
             self._model = load_model(model, device_of(context))
         self._stored = stored_names(Path(model.path))
         if model.head == "value":
-            # The language model's own head gets no gradient: weight decay must not shrink it.
-            _untied_head(self._model).requires_grad_(False)
+            freeze_language_head(self._model)
         self._ranks.broadcast(unique_state(self._model).values())
-        self._computing = TokenModel(
+        self._token_model = TokenModel(
             self._model,
             device=self._model.device,
             tokens_per_microbatch=options.tokens_per_microbatch,
@@ -86,13 +83,13 @@ class TorchTrainEngine:
         Where the batch has a `loss_mask`, only for the tokens it marks; all others are 0.
         """
         with self._memory.during(f"computing outputs of {len(batch)} rows"):
-            return self._computing.forward(batch, outputs)
+            return self._token_model.forward(batch, outputs)
 
     def forward_backward(self, batch: Batch, loss: LossSpec) -> Metrics:
         """Accumulate the gradient of `loss`, which is computed from the tokens of `loss_mask` alone."""
         with self._memory.during(f"computing gradients of {len(batch)} rows"):
             optimizer = self._built_optimizer()
-            metrics, weight = self._computing.forward_backward(batch, loss)
+            metrics, weight = self._token_model.forward_backward(batch, loss)
         optimizer.count(weight)
         return metrics
 
@@ -155,21 +152,12 @@ class TorchTrainEngine:
             directory = Path(path)
             with quiet_transformers():
                 self._model.save_pretrained(directory)
-                for pattern in (*TOKENIZER_FILES, *TOKENIZER_COMPANIONS):
-                    for file in filter(Path.is_file, Path(self._spec.path).glob(pattern)):
-                        shutil.copyfile(file, directory / file.name)
+            copy_tokenizer(Path(self._spec.path), directory)
 
         self._ranks.on_rank_zero(write)
 
     def shutdown(self) -> None:
         """Release the model and leave the process group."""
         self._optimizer = None
-        del self._model, self._computing
+        del self._model, self._token_model
         self._ranks.leave()
-
-
-def _untied_head(model: Any) -> torch.nn.Module:
-    """The model's own output layer if it shares no parameter with the rest, else an empty module."""
-    head = model.get_output_embeddings()
-    embedding = model.get_input_embeddings()
-    return torch.nn.Identity() if head.weight is embedding.weight else head

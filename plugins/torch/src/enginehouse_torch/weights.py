@@ -32,7 +32,7 @@ class ReplicatedWeights:
 
     def metadata(self) -> list[ParamMeta]:
         """All parameters and persistent buffers, tied ones once."""
-        return [ParamMeta(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in self.iter_local()]
+        return [ParamMeta.of(name, t) for name, t in self.iter_local()]
 
     def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each tensor; needs no communication, as every rank holds the whole."""

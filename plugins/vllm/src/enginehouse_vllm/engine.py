@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from enginehouse.engines.model import TOKENIZER_FILES, ModelSpec, ProcessContext
+from enginehouse.engines.model import TOKENIZER_FILES, ModelSpec, ProcessContext, end_ids
 from enginehouse.engines.requests import check_request
 from enginehouse.engines.rollout import (
     Completion,
@@ -170,7 +170,9 @@ class VLLMRollout:
             llm = self._llm
             self._max_model_tokens = llm.model_config.max_model_len
             self._vocabulary = llm.model_config.get_vocab_size()
-            self._ends = _end_ids(llm.model_config)
+            config = llm.model_config
+            generation, own = config.try_get_generation_config(), config.hf_text_config
+            self._ends = end_ids(generation.get("eos_token_id"), getattr(own, "eos_token_id", None))
             await self._answer(llm.update_weight_version("0"))
             await self.generate(GenerateRequest("launch", [0], SamplingParams(max_tokens=1)))
             if options.openai_endpoint:
@@ -589,14 +591,3 @@ def _of_the_whole(result: GenerateResult, kept: Mapping[str, Sequence[float]], s
 def _spread(seed: int) -> int:
     """A seed of 62 bits. vLLM numbers the seeds of a request's samples from it: neighbours must not meet."""
     return int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=8).digest(), "little") >> 2
-
-
-def _end_ids(config: Any) -> tuple[int, ...]:
-    """The model's end-of-sequence tokens: those of its generation config, else of its config."""
-    for ends in (
-        config.try_get_generation_config().get("eos_token_id"),
-        getattr(config.hf_text_config, "eos_token_id", None),
-    ):
-        if ends is not None:
-            return (ends,) if isinstance(ends, int) else tuple(ends)
-    return ()

@@ -18,6 +18,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from enginehouse.engines.weights import WeightSyncError
+from enginehouse.errors import listed
 from enginehouse.weights.reports import Reporter
 from enginehouse.weights.staged_source import StagedSource
 from enginehouse_vllm.reload_repairs import (
@@ -113,7 +114,7 @@ class MemoryTransfer(WeightTransferEngine[MemoryInit, MemoryUpdate]):
             loaded = loaded_modules(self.model)
             missing = unloaded_parameters(self.model, self._shared, loaded)
             if missing:
-                raise WeightSyncError(f"nothing that was sent fills {', '.join(missing[:5])} of vllm's model", missing)
+                raise WeightSyncError(f"nothing that was sent fills {listed(missing)} of vllm's model", missing)
         except BaseException:
             abandon_reload(self.model, self.model_config)
             raise

@@ -40,7 +40,7 @@ class VLLMWeights(StagedWeights):
         try:
             await self._step(llm, "check", staged.source())
         except WeightSyncError:
-            await self._told(llm.finish_weight_update(), "end the update")
+            await self._ask(llm.finish_weight_update(), "end the update")
             raise
         try:
             await self._load(llm, staged.number)
@@ -48,7 +48,7 @@ class VLLMWeights(StagedWeights):
             log.error("%s; going back to version %d", error, self.version)
             try:
                 await self._start(llm)
-                await self._step(llm, "check", self._before())
+                await self._step(llm, "check", self.source())
                 await self._load(llm, self.version)
             except WeightSyncError as worse:
                 lost = f"{error}. Nor could version {self.version} be brought back: {worse}."
@@ -61,16 +61,16 @@ class VLLMWeights(StagedWeights):
         if self._reports is None:
             reports = Reports(llm.vllm_config.parallel_config.world_size, "vllm")
             request = WeightTransferInitRequest({"reports": reports.path})
-            await self._told(llm.init_weight_transfer_engine(request), "prepare for weight updates")
+            await self._ask(llm.init_weight_transfer_engine(request), "prepare for weight updates")
             self._reports = reports
-        await self._told(llm.start_weight_update(), "begin the update")
+        await self._ask(llm.start_weight_update(), "begin the update")
 
     async def _step(self, llm: AsyncLLMEngine, step: str, source: dict[str, Any]) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         doing = f"{step} the new weights"
         self._board.clear()
-        await self._told(llm.update_weights(WeightTransferUpdateRequest({"step": step, **source})), doing)
+        await self._ask(llm.update_weights(WeightTransferUpdateRequest({"step": step, **source})), doing)
         self._board.check(self._where, doing)
 
     async def _load(self, llm: AsyncLLMEngine, version: int) -> None:
@@ -80,15 +80,15 @@ class VLLMWeights(StagedWeights):
             await self._step(llm, "load", {})
         finally:
             self._board.clear()
-            await self._told(llm.finish_weight_update(), doing)
+            await self._ask(llm.finish_weight_update(), doing)
         self._board.check(self._where, doing)
-        await self._told(llm.update_weight_version(str(version)), "take the new version's number")
+        await self._ask(llm.update_weight_version(str(version)), "take the new version's number")
         # Requests that are frozen are computed anew from the new weights, else their keys and values would stay.
-        reset = await self._told(llm.reset_prefix_cache(reset_running_requests=True), "reset its prefix cache")
+        reset = await self._ask(llm.reset_prefix_cache(reset_running_requests=True), "reset its prefix cache")
         if not reset:
             raise WeightSyncError(f"{self._where}: vllm did not reset its prefix cache, which older weights computed")
 
-    async def _told(self, call: Any, doing: str) -> Any:
+    async def _ask(self, call: Any, doing: str) -> Any:
         """vLLM's answer.
 
         Raises:
@@ -107,11 +107,6 @@ class VLLMWeights(StagedWeights):
     def _board(self) -> Reports:
         assert self._reports is not None
         return self._reports
-
-    def _before(self) -> dict[str, Any]:
-        """Where vLLM finds the version that is served."""
-        served = self.served
-        return {"directory": self._spec.path} if served is None else served.source()
 
     async def state(self, llm: AsyncLLMEngine) -> WeightState:
         """The version vLLM itself says it serves.

@@ -13,10 +13,10 @@ from dataclasses import replace
 
 import pytest
 
-from enginehouse.engines.weights import WeightSyncError, WeightUpdateAborted, address_of
+from enginehouse.engines.weights import WeightSyncError, WeightUpdateAborted
 from enginehouse.weights.transports import collective, rendezvous
 from enginehouse.weights.transports.collective import CollectiveTransport
-from enginehouse.weights.transports.ends import IdleSender
+from enginehouse.weights.transports.ends import IdleSender, address_of
 
 from .weights import MODEL, bytes_of, metadata, random_weights
 

@@ -269,7 +269,7 @@ def test_a_hold_between_the_senders_look_at_holds_and_its_first_write_is_refused
     with house() as made:
         late = memories(made, 1)
         refused = []
-        look = made.sender._ledger.held
+        look = made.sender._control.held
 
         def looked():
             seen = look()
@@ -279,7 +279,7 @@ def test_a_hold_between_the_senders_look_at_holds_and_its_first_write_is_refused
                 refused.append(memory)
             return seen
 
-        made.sender._ledger.held = looked
+        made.sender._control.held = looked
         assert made.update(2)
         assert refused == late
 
@@ -287,15 +287,15 @@ def test_a_hold_between_the_senders_look_at_holds_and_its_first_write_is_refused
 def test_an_update_that_begins_in_the_midst_of_a_hold_leaves_the_memory_alone_or_the_hold_is_refused():
     with house() as made:
         late = memories(made, 1)
-        ledger = made.replicas[0].session._ledger
-        fence = ledger.fence
+        control = made.replicas[0].session._control
+        fence = control.fence
 
         def overtaken():
-            ledger.fence = fence
+            control.fence = fence
             assert made.update(2)
             fence()
 
-        ledger.fence = overtaken
+        control.fence = overtaken
         with pytest.raises(WeightSyncError, match="update 1 is over"):
             late[0].hold()
         assert [one.staged[1] for one in made.replicas] == [2, 2]

@@ -13,16 +13,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from enginehouse.engines.weights import (
-    ParamMeta,
-    WeightSyncError,
-    WeightUpdateAborted,
-    address_of,
-    checksum,
-    weights_for,
-)
+from enginehouse.engines.weights import ParamMeta, WeightSyncError, WeightUpdateAborted
+from enginehouse.weights.checksums import checksum
 from enginehouse.weights.resharding import held_by, parts_of
 from enginehouse.weights.transports import streams
+from enginehouse.weights.transports.ends import address_of, weights_for
 from enginehouse.weights.transports.point_to_point import PointToPointTransport, resharding
 
 from .weights import MODEL, bytes_of, metadata, random_weights
@@ -181,13 +176,13 @@ def test_replicas_that_split_weights_otherwise_get_their_own_parts():
 
 def test_a_plan_says_what_goes_over_the_wire_to_the_byte(monkeypatch):
     read = []
-    filled = streams.Inlet._filled
+    filled = streams.PartReceiver._filled
 
     def counting(self, room):
         read.append(len(room))
         return filled(self, room)
 
-    monkeypatch.setattr(streams.Inlet, "_filled", counting)
+    monkeypatch.setattr(streams.PartReceiver, "_filled", counting)
     large = [ParamMeta(f"p{n}", "float32", (64, 64), (0, 1), (2,), ("S0",)) for n in range(4)]
     plan = planned(large, 2, 2)
     transport = PointToPointTransport()
@@ -200,7 +195,7 @@ def test_a_plan_says_what_goes_over_the_wire_to_the_byte(monkeypatch):
         ending += [threads.submit(lambda one=one: [None for _ in one.recv(1, SECONDS)]) for one in receivers]
         for one in ending:
             one.result(SECONDS)
-    waiting = streams.HEADING_BYTES * 4  # each inlet waits for its next heading
+    waiting = streams.HEADING_BYTES * 4  # each receiver waits for its next heading
     for session in [*senders, *receivers]:
         session.close()
     assert sum(read) - waiting == plan.bytes_moved

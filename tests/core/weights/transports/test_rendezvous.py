@@ -10,24 +10,24 @@ from collections.abc import Iterator
 import pytest
 
 from enginehouse.engines.weights import LOOPBACK, TransferPlan
-from enginehouse.weights.transports.barrier import Gate
-from enginehouse.weights.transports.rendezvous import STRANGERS, Reception, join, secret
+from enginehouse.weights.transports.barrier import Barrier
+from enginehouse.weights.transports.rendezvous import STRANGERS, Rendezvous, join, secret
 
 PLAN = TransferPlan("collective", (), (), 0, receivers=2, session="0123456789abcdef")
 
 
 @pytest.fixture
-def reception(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reception]:
+def rendezvous(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rendezvous]:
     monkeypatch.setattr(
         "enginehouse.weights.transports.rendezvous.GREETING_SECONDS", 600.0
     )  # nobody is sent away by time
-    opened = Reception(Gate(), PLAN, range(2), lambda index, message: None)
+    opened = Rendezvous(Barrier(), PLAN, range(2), lambda index, message: None)
     yield opened
     opened.close()
 
 
-def knock(reception: Reception, *words: bytes) -> socket.socket:
-    connection = socket.create_connection((LOOPBACK, reception.port), 10)
+def knock(rendezvous: Rendezvous, *words: bytes) -> socket.socket:
+    connection = socket.create_connection((LOOPBACK, rendezvous.port), 10)
     for word in words:
         connection.sendall(word)
     return connection
@@ -41,16 +41,16 @@ def is_closed(connection: socket.socket) -> bool:
     return True
 
 
-def both_join(reception: Reception) -> None:
-    plan = PLAN.reached([f"{LOOPBACK}:{reception.port}"])
-    lines = [join(plan, index, 0)[0] for index in range(2)]
-    assert set(reception.lines) == {0, 1}
-    for line in lines:
-        line.close()
+def both_join(rendezvous: Rendezvous) -> None:
+    plan = PLAN.reached([f"{LOOPBACK}:{rendezvous.port}"])
+    channels = [join(plan, index, 0)[0] for index in range(2)]
+    assert set(rendezvous.channels) == {0, 1}
+    for channel in channels:
+        channel.close()
 
 
-def test_it_waits_at_loopback_unless_the_plan_names_an_address(reception: Reception):
-    assert reception._listener.getsockname()[0] == LOOPBACK
+def test_it_waits_at_loopback_unless_the_plan_names_an_address(rendezvous: Rendezvous):
+    assert rendezvous._listener.getsockname()[0] == LOOPBACK
 
 
 @pytest.mark.parametrize(
@@ -66,19 +66,19 @@ def test_it_waits_at_loopback_unless_the_plan_names_an_address(reception: Recept
     ],
     ids=["http", "brackets", "another's secret", "nesting", "list", "nobody", "number"],
 )
-def test_who_is_not_of_the_session_is_sent_away_and_harms_nobody(reception: Reception, monkeypatch, words):
+def test_who_is_not_of_the_session_is_sent_away_and_harms_nobody(rendezvous: Rendezvous, monkeypatch, words):
     raised: list[object] = []
     monkeypatch.setattr(threading, "excepthook", raised.append)
-    with knock(reception, *words) as stranger:
+    with knock(rendezvous, *words) as stranger:
         assert is_closed(stranger)
-    both_join(reception)
+    both_join(rendezvous)
     assert not raised
 
 
-def test_silent_strangers_are_bounded_and_keep_nobody_out(reception: Reception):
+def test_silent_strangers_are_bounded_and_keep_nobody_out(rendezvous: Rendezvous):
     before = threading.active_count()
     with contextlib.ExitStack() as strangers:
-        silent = [strangers.enter_context(knock(reception)) for _ in range(200)]
+        silent = [strangers.enter_context(knock(rendezvous)) for _ in range(200)]
         assert is_closed(silent[0])
-        both_join(reception)
+        both_join(rendezvous)
         assert threading.active_count() - before < 4 * STRANGERS

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from enginehouse.engines.weights import ParamMeta, WeightSyncError
-from enginehouse.weights.transports.control_block import DESCRIPTOR, PROCESS, Ledger
+from enginehouse.weights.transports.control_block import DESCRIPTOR, PROCESS, ControlBlock
 from enginehouse.weights.transports.segment import Segment
 from enginehouse.weights.transports.shared_memory import SharedMemoryTransport
 
@@ -139,14 +139,14 @@ def test_a_model_larger_than_the_memory_is_refused_with_both_figures_when_connec
 def test_a_sender_whose_memory_cannot_be_opened_is_told_with_what_is_needed():
     plan = make_plan(1)
     sender = SharedMemoryTransport().connect(plan, "send", 0)
-    ledger = Ledger(plan, create=False)
-    ledger[PROCESS] = 2**22 + 1  # as in another PID namespace: no such process here
+    control = ControlBlock(plan, create=False)
+    control[PROCESS] = 2**22 + 1  # as in another PID namespace: no such process here
     with pytest.raises(WeightSyncError, match=r"/proc/4194305/fd/\d+'?\. .* one PID namespace"):
         SharedMemoryTransport().connect(plan, "recv", 0)
-    ledger[PROCESS], ledger[DESCRIPTOR] = os.getpid(), os.open(os.devnull, os.O_RDWR)
+    control[PROCESS], control[DESCRIPTOR] = os.getpid(), os.open(os.devnull, os.O_RDWR)
     with pytest.raises(WeightSyncError, match="one PID namespace"):
         SharedMemoryTransport().connect(plan, "recv", 0)
-    os.close(ledger[DESCRIPTOR])
+    os.close(control[DESCRIPTOR])
     sender.close()
 
 

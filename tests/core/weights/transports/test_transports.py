@@ -11,8 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from enginehouse.engines.weights import WeightSyncError, WeightTransport, address_of, checksum
+from enginehouse.engines.weights import WeightSyncError, WeightTransport
+from enginehouse.weights.checksums import checksum
 from enginehouse.weights.transports.collective import CollectiveTransport
+from enginehouse.weights.transports.ends import address_of
 from enginehouse.weights.transports.inproc import InprocTransport
 from enginehouse.weights.transports.point_to_point import PointToPointTransport
 from enginehouse.weights.transports.shared_memory import SharedMemoryTransport

@@ -27,7 +27,7 @@ def random_weights(shapes: list[tuple[tuple[int, ...], str]], seed: int) -> dict
 
 def metadata(weights: dict[str, torch.Tensor]) -> list[ParamMeta]:
     """What a training engine would announce for `weights`."""
-    return [ParamMeta(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in weights.items()]
+    return [ParamMeta.of(name, t) for name, t in weights.items()]
 
 
 def bytes_of(weights: dict[str, torch.Tensor]) -> dict[str, bytes]:

@@ -9,7 +9,7 @@ from enginehouse.engines.weights import WeightSyncError, WeightUpdateAborted
 from enginehouse.weights.transports.deadline import Deadline
 
 
-class Gate:
+class Barrier:
     """State of a connection that several threads share. Every field is read and written under `changed`.
 
     Attributes:

@@ -13,14 +13,12 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.engines.weights import ALIGNMENT
+from enginehouse.weights.buckets import AHEAD
 from enginehouse.weights.transports.deadline import Deadline
-from enginehouse.weights.transports.store import Noticeboard
+from enginehouse.weights.transports.store import Store
 
 if TYPE_CHECKING:
     import torch
-
-SLOTS = 2
-"""Buffers of a group: one is in use while the other is on its way."""
 
 MEETING_SECONDS = 30.0
 """How long a rank waits for a connection from another that has told its address: one that died then never comes."""
@@ -36,27 +34,25 @@ class BroadcastGroup:
     leaves. After a failure everything that was asked for fails.
 
     Args:
-        board: where the ranks find each other.
+        store: where the ranks find each other.
         own_host: this rank's address, on the interface by which it reaches the others.
         rank: 0 sends.
         size: number of ranks.
-        number: of the group; those of one board differ.
+        number: of the group; those of one store differ.
         nbytes: size of a buffer.
         deadline: for joining.
 
     Attributes:
         number: of the group.
-        buffers: `SLOTS` tensors of bytes.
+        buffers: `AHEAD` tensors of bytes.
     """
 
-    def __init__(
-        self, board: Noticeboard, own_host: str, rank: int, size: int, number: int, nbytes: int, deadline: Deadline
-    ):
+    def __init__(self, store: Store, own_host: str, rank: int, size: int, number: int, nbytes: int, deadline: Deadline):
         import torch
 
         self.number = number
-        self.buffers = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(SLOTS)]
-        self._board = board
+        self.buffers = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(AHEAD)]
+        self._store = store
         self._own_host = own_host
         self._rank, self._size = rank, size
         self._deadline = deadline
@@ -111,7 +107,7 @@ class BroadcastGroup:
         options._timeout = datetime.timedelta(seconds=MEETING_SECONDS)
         options._threads = 1
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._own_host)]
-        store = self._board.store(f"{self.number}:", self._deadline)
+        store = self._store.for_group(f"{self.number}:", self._deadline)
         group = dist.ProcessGroupGloo(store, self._rank, self._size, options)
         store.set(f"joined {self._rank}", "")
         store.wait([f"joined {rank}" for rank in range(self._size)])  # one that left now would keep others joining

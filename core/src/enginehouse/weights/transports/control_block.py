@@ -1,4 +1,4 @@
-"""What the two ends of a shared-memory connection say to each other: numbers in a little shared memory."""
+"""What the two ends of a shared-memory connection tell each other: numbers in a little shared memory."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ OPENED = 0, 1
 """The newest version for which the words below are set."""
 FIRST = 0, 2
 """Number of that update's first bucket; buckets are counted over all updates."""
-AREA = 0, 3
-"""Serial number of the area it is written to."""
+BUFFER = 0, 3
+"""Serial number of the buffer it is written to."""
 DESCRIPTOR = 0, 4
-"""The sender's file descriptor of that area."""
+"""The sender's file descriptor of that buffer."""
 WRITTEN = 0, 5
 """Number of the last bucket written."""
 PROCESS = 0, 6
@@ -44,10 +44,10 @@ ABORTED = 1, 0
 ATTACHED, TAKEN = 0, 1
 """It is there; number of the last bucket it took."""
 HOLDS = range(2, _LINE)
-"""Serial numbers of the areas it holds; 0 in those of no use."""
+"""Serial numbers of the buffers it holds; 0 in those of no use."""
 
 
-class Ledger:
+class ControlBlock:
     """The numbers, by line and word.
 
     Args:
@@ -87,7 +87,7 @@ class Ledger:
         return self[BEGUN]
 
     def held(self) -> set[int]:
-        """Serial numbers of the areas that a receiver holds."""
+        """Serial numbers of the buffers that a receiver holds."""
         return {self[self.line(index), word] for index in range(self._receivers) for word in HOLDS} - {0}
 
     def fence(self) -> None:

@@ -1,4 +1,4 @@
-"""JSON messages, both ways, over one TCP connection: what the ends of a transport say to each other about weights."""
+"""JSON messages, both ways, over one TCP connection: what the ends of a transport tell each other about weights."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ log = logging.getLogger(__name__)
 
 LONGEST_MESSAGE = 1 << 16
 
-SAYING_SECONDS = 15
+SENDING_SECONDS = 15
 """How long an end may take no message before the connection is ended: far more are kept for it than an update has."""
 
 
-class Line:
+class ControlChannel:
     """One end of a connection.
 
     Args:
-        connection: connected; closed with the line.
+        connection: connected; closed with the channel.
 
     Attributes:
         own_host: this side's address, by which the other side is reached.
@@ -33,32 +33,32 @@ class Line:
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # between updates it may be silent for long
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SAYING_SECONDS, 0))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SENDING_SECONDS, 0))
         self._connection = connection
         self._reading = connection.makefile("rb")
-        self._saying = threading.Lock()
+        self._sending = threading.Lock()
         self.own_host: str = connection.getsockname()[0]
 
-    def say(self, message: dict[str, Any], after: bytes = b"") -> None:
+    def send(self, message: dict[str, Any], after: bytes = b"") -> None:
         """Send a message, behind some bytes. Where that fails the connection is ended, which who listens is told of."""
         try:
-            with self._saying:
+            with self._sending:
                 self._connection.sendall(after + json.dumps(message).encode() + b"\n")
         except OSError:
             self.close()
 
-    def hear(self, seconds: float | None) -> dict[str, Any] | None:
-        """The next message; None where the other end is gone, or says nothing for so long, or nonsense."""
+    def receive(self, seconds: float | None) -> dict[str, Any] | None:
+        """The next message; None where the other end is gone, or sends nothing for so long, or nonsense."""
         try:
             with self._ended_after(seconds):
-                said = self._reading.readline(LONGEST_MESSAGE)
-            message = json.loads(said) if said.endswith(b"\n") else None
+                text = self._reading.readline(LONGEST_MESSAGE)
+            message = json.loads(text) if text.endswith(b"\n") else None
             return message if isinstance(message, dict) else None
         except (OSError, ValueError, RecursionError):
             return None
 
-    def hear_bytes(self, count: int, seconds: float) -> bytes:
-        """The next so many bytes; fewer where the other end is gone, or does not say them in time."""
+    def receive_bytes(self, count: int, seconds: float) -> bytes:
+        """The next so many bytes; fewer where the other end is gone, or does not send them in time."""
         try:
             with self._ended_after(seconds):
                 return self._reading.read(count)
@@ -78,25 +78,25 @@ class Line:
             if limit is not None:
                 limit.cancel()
 
-    def listen(self, heard: Callable[[dict[str, Any]], None], ended: Callable[[], None]) -> None:
-        """Have each message heard, one after the other, on a thread of its own; then `ended` is called once."""
+    def listen(self, on_message: Callable[[dict[str, Any]], None], on_end: Callable[[], None]) -> None:
+        """Call `on_message` with each message, one after the other, on a thread of its own; then `on_end` once."""
 
         def reading() -> None:
             try:
-                while (message := self.hear(None)) is not None:
-                    heard(message)
+                while (message := self.receive(None)) is not None:
+                    on_message(message)
             except Exception:
                 log.exception("a message of a weight transport was not understood")
             finally:
                 self.close()
-                ended()
+                on_end()
 
-        threading.Thread(target=reading, name="weights-line", daemon=True).start()
+        threading.Thread(target=reading, name="weights-control", daemon=True).start()
 
     def release(self) -> socket.socket:
-        """The connection itself, for bytes and without a limit for sending; the line is not used any more.
+        """The connection itself, for bytes and without a limit for sending; the channel is not used any more.
 
-        What the other end sent behind a message that was heard may be lost: it is to send nothing before it is sent to.
+        What the other end sent behind the last message may be lost: it is to send nothing before it is sent to.
         """
         self._reading.close()
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, 0))

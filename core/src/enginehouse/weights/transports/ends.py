@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from enginehouse.engines.weights import WeightChunk
-from enginehouse.weights.transports.buckets import exhausted
+from enginehouse.engines.weights import ListeningSession, PartsSession, TransportSession, WeightChunk, WeightSource
+from enginehouse.weights.buckets import exhausted
 from enginehouse.weights.transports.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -80,3 +80,15 @@ class Receiver(ABC):
     @abstractmethod
     def abort(self, version: int) -> None:
         """See `TransportSession`."""
+
+
+def address_of(session: TransportSession, host: str) -> str:
+    """Where receivers reach a sender's end on a host, as `host:port`; empty where it waits for no connection."""
+    return f"{host}:{session.port}" if isinstance(session, ListeningSession) else ""
+
+
+def weights_for(session: TransportSession, source: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a training rank gives a sender's end: whole parameters, or its own parts where the transport sends these."""
+    if isinstance(session, PartsSession) and session.sends_parts:
+        return source.iter_local()
+    return source.iter_full()

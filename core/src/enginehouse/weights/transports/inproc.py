@@ -11,16 +11,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from enginehouse.engines.weights import (
-    ParamMeta,
-    TransferPlan,
-    TransportSession,
-    WeightChunk,
-    WeightSyncError,
-    checksum,
-)
-from enginehouse.weights.transports.barrier import Gate
-from enginehouse.weights.transports.buckets import in_plan_order, plan_transfer
+from enginehouse.engines.weights import ParamMeta, TransferPlan, TransportSession, WeightChunk, WeightSyncError
+from enginehouse.weights.buckets import in_plan_order, plan_transfer
+from enginehouse.weights.checksums import checksum
+from enginehouse.weights.transports.barrier import Barrier
 from enginehouse.weights.transports.deadline import Deadline
 from enginehouse.weights.transports.ends import IdleSender, Receiver, Sender
 
@@ -63,7 +57,7 @@ class InprocTransport:
         return InprocReceiver(found)
 
 
-class Mailbox(Gate):
+class Mailbox(Barrier):
     """What one sender and one receiver share."""
 
     def __init__(self, plan: TransferPlan, key: tuple[str, int]):
@@ -74,13 +68,13 @@ class Mailbox(Gate):
         self.bucket: tuple[int, list[tuple[str, torch.Tensor]]] | None = None  # the one on its way, with its number
 
     def abort(self, version: int) -> None:
-        """See `Gate`; what is on its way is forgotten."""
+        """See `Barrier`; what is on its way is forgotten."""
         super().abort(version)
         if self.begun <= version:
             self.bucket = None
 
     def close(self, why: str = "the connection was closed") -> None:
-        """See `Gate`; the tensors are forgotten."""
+        """See `Barrier`; the tensors are forgotten."""
         super().close(why)
         with self.changed:
             self.bucket = None

@@ -2,7 +2,7 @@
 
 Who sends what is planned from metadata (`plan_reshard`), so nothing is gathered: a rank sends slices of its own parts,
 and a replica puts whole parameters together from them, bucket by bucket. Each pair of a rank and a replica that it
-sends to has two TCP connections: one for what is said (`Line`), one for bytes (`Outlet`, `Inlet`).
+sends to has two TCP connections: one for messages (`ControlChannel`), one for bytes (`PartSender`, `PartReceiver`).
 
 A replica has room for two buckets. A rank sends parts of bucket k + 2 once every replica it sends to has taken bucket
 k; so what is on its way is always taken up, and an update that failed is over when its successor begins. What is late
@@ -15,13 +15,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from enginehouse.engines.weights import (
-    ParamMeta,
-    TransferPlan,
-    TransportSession,
-    WeightChunk,
-    checksum,
-)
+from enginehouse.engines.weights import ParamMeta, TransferPlan, TransportSession, WeightChunk
+from enginehouse.weights.buckets import AHEAD, as_announced, plan_transfer, views
+from enginehouse.weights.checksums import checksum
 from enginehouse.weights.host_memory import side_by_side
 from enginehouse.weights.resharding import (
     Move,
@@ -34,20 +30,16 @@ from enginehouse.weights.resharding import (
     shape_of,
     within,
 )
-from enginehouse.weights.transports.barrier import Gate
-from enginehouse.weights.transports.buckets import as_announced, plan_transfer, views
+from enginehouse.weights.transports.barrier import Barrier
 from enginehouse.weights.transports.deadline import Deadline
 from enginehouse.weights.transports.ends import IdleSender, Receiver, Sender
-from enginehouse.weights.transports.rendezvous import Reception, join, join_stream
-from enginehouse.weights.transports.streams import HEADING_BYTES, Heading, Inlet, Outlet
+from enginehouse.weights.transports.rendezvous import Rendezvous, join, join_stream
+from enginehouse.weights.transports.streams import HEADING_BYTES, Heading, PartReceiver, PartSender
 
 if TYPE_CHECKING:
     import torch
 
-    from enginehouse.weights.transports.control_channel import Line
-
-AHEAD = 2
-"""Buckets on their way to a replica: one is in use while the next arrives."""
+    from enginehouse.weights.transports.control_channel import ControlChannel
 
 
 class PointToPointTransport:
@@ -133,24 +125,24 @@ class PointToPointSender(Sender):
         for parameter, _ in self._parts:
             index = names[parameter.name]
             self._moves.append((index, moves.get(index, [])))
-        self._gate = Gate()
+        self._barrier = Barrier()
         receivers = {move.target for own in moves.values() for _, move in own}
-        self._reception = Reception(self._gate, plan, receivers, self._heard, streams=True)
-        self._outlets: dict[int, Outlet] = {}
-        self.port: int = self._reception.port
+        self._rendezvous = Rendezvous(self._barrier, plan, receivers, self._on_message, streams=True)
+        self._part_senders: dict[int, PartSender] = {}
+        self.port: int = self._rendezvous.port
 
-    def _heard(self, index: int, message: dict[str, Any]) -> None:
-        """A receiver has no more to say than every `Reception` hears."""
+    def _on_message(self, index: int, message: dict[str, Any]) -> None:
+        """A receiver sends nothing beside what `Rendezvous` itself takes."""
 
     def _send(self, version: int, source: Iterator[tuple[str, torch.Tensor]], deadline: Deadline) -> dict[str, str]:
-        gate, reception = self._gate, self._reception
-        reception.begin(version, deadline)
-        for index, stream in reception.streams.items():
-            if index not in self._outlets:
-                self._outlets[index] = Outlet(stream, gate, lambda index=index: reception.lost(index))  # type: ignore[misc]
-        with gate.changed:
-            gate.check(version)
-            reception.tell({"version": version})
+        barrier, rendezvous = self._barrier, self._rendezvous
+        rendezvous.begin(version, deadline)
+        for index, stream in rendezvous.streams.items():
+            if index not in self._part_senders:
+                self._part_senders[index] = PartSender(stream, barrier, lambda index=index: rendezvous.lost(index))  # type: ignore[misc]
+        with barrier.changed:
+            barrier.check(version)
+            rendezvous.send_all({"version": version})
         sums: dict[str, str] = {}
         announced = as_announced(((one, shape_of(region)) for one, region in self._parts), source)
         for (parameter, part), (index, moves) in zip(self._parts, self._moves, strict=True):
@@ -164,7 +156,7 @@ class PointToPointSender(Sender):
                     leaving[move.region] = piece
                     sums[part_name(parameter, move.region)] = checksum(piece)
                 heading = Heading(version, bucket, number, move.nbytes)
-                self._outlets[move.target].put(heading, leaving[move.region])
+                self._part_senders[move.target].put(heading, leaving[move.region])
         for _ in announced:  # raises where there is more than was planned
             pass
         self._wait_taken(version, len(self._plan.buckets), deadline)
@@ -172,26 +164,26 @@ class PointToPointSender(Sender):
 
     def _wait_taken(self, version: int, buckets: int, deadline: Deadline) -> None:
         """Wait until every receiver has taken the first so many buckets."""
-        reception = self._reception
-        with self._gate.changed:
-            self._gate.check(version)
-            self._gate.wait(
-                lambda: buckets <= 0 or not reception.behind(version, buckets),
+        rendezvous = self._rendezvous
+        with self._barrier.changed:
+            self._barrier.check(version)
+            self._barrier.wait(
+                lambda: buckets <= 0 or not rendezvous.behind(version, buckets),
                 version,
                 deadline,
-                lambda: reception.missing(version, buckets),
+                lambda: rendezvous.missing(version, buckets),
             )
 
     def abort(self, version: int) -> None:
         """See `TransportSession`."""
-        with self._gate.changed:
-            self._reception.abort(version)
+        with self._barrier.changed:
+            self._rendezvous.abort(version)
 
     def close(self) -> None:
         """See `TransportSession`."""
-        self._reception.close()
-        for outlet in self._outlets.values():
-            outlet.close()
+        self._rendezvous.close()
+        for sender in self._part_senders.values():
+            sender.close()
 
 
 class Arrival:
@@ -221,7 +213,7 @@ class PointToPointReceiver(Receiver):
 
     def __init__(self, plan: TransferPlan, index: int):
         self._plan = plan
-        self._gate = Gate()
+        self._barrier = Barrier()
         targets = targets_of(plan)
         bucket_of = bucket_of_each(plan)
         self._held: dict[int, Region] = {}  # what this replica is to hold, by the parameter's index
@@ -235,8 +227,8 @@ class PointToPointReceiver(Receiver):
             self._moves_in[bucket_of[move.parameter]].append(number)
         self._noted: dict[int, int] = {}  # by rank: newest version of which it knows that it was taken here
         self._arrival: Arrival | None = None
-        self._lines: dict[int, Line] = {}
-        self._inlets: list[Inlet] = []
+        self._channels: dict[int, ControlChannel] = {}
+        self._part_receivers: list[PartReceiver] = []
         try:
             for rank in sorted({move.source for move in self._moves.values()}):
                 self._join(rank, index)
@@ -246,37 +238,39 @@ class PointToPointReceiver(Receiver):
 
     def _join(self, rank: int, index: int) -> None:
         gone = f"training rank {rank} is gone, or closed the connection"
-        line, aborted = join(self._plan, index, rank)
-        self._lines[rank] = line
+        channel, aborted = join(self._plan, index, rank)
+        self._channels[rank] = channel
         self._noted[rank] = -1
         stream = join_stream(self._plan, index, rank)
-        self._inlets.append(
-            Inlet(stream, lambda heading: self._room(rank, heading), self._arrived, lambda: self._gate.close(gone))
+        self._part_receivers.append(
+            PartReceiver(
+                stream, lambda heading: self._room(rank, heading), self._arrived, lambda: self._barrier.close(gone)
+            )
         )
-        with self._gate.changed:
-            self._gate.abort(aborted)
-        line.listen(lambda message: self._heard(rank, message), lambda: self._gate.close(gone))
+        with self._barrier.changed:
+            self._barrier.abort(aborted)
+        channel.listen(lambda message: self._on_message(rank, message), lambda: self._barrier.close(gone))
 
-    def _heard(self, rank: int, message: dict[str, Any]) -> None:
-        with self._gate.changed:
+    def _on_message(self, rank: int, message: dict[str, Any]) -> None:
+        with self._barrier.changed:
             if "aborted" in message:
-                if not self._gate.broken:  # else that is why, and `recv` says so
+                if not self._barrier.broken:  # else that is why, and `recv` says so
                     self.abort(message["aborted"])  # which tells the other ranks: they know only the replicas
             elif "noted" in message:
                 self._noted[rank] = message["noted"]
             else:
                 self._begin(rank, message["version"])
-            self._gate.changed.notify_all()
+            self._barrier.changed.notify_all()
 
     def _begin(self, rank: int, version: int) -> Arrival | None:
         """A rank has begun an update; None where that is an older one than the newest. Holding `changed`."""
-        if version > self._gate.begun:
+        if version > self._barrier.begun:
             before = self._arrival
             # A rank may still be writing what is late of an update that failed.
             slots = before.slots if before is not None and before.whole else self._new_slots()
             self._arrival = Arrival(version, slots, [len(moves) for moves in self._moves_in])
-            self._gate.begun = version
-        if version < self._gate.begun or self._arrival is None:
+            self._barrier.begun = version
+        if version < self._barrier.begun or self._arrival is None:
             return None
         self._arrival.begun.add(rank)
         return self._arrival
@@ -306,7 +300,7 @@ class PointToPointReceiver(Receiver):
         move = self._moves.get(heading.move)
         if move is None or (move.source, move.nbytes) != (rank, heading.nbytes):
             raise ValueError(f"training rank {rank} sends what was not planned: {heading}")
-        with self._gate.changed:
+        with self._barrier.changed:
             arrival = self._begin(rank, heading.version)
             if arrival is None:
                 return None
@@ -315,10 +309,10 @@ class PointToPointReceiver(Receiver):
         return tensor[within(move.region, self._held[move.parameter])]
 
     def _arrived(self, heading: Heading) -> None:
-        with self._gate.changed:
+        with self._barrier.changed:
             if self._arrival is not None and self._arrival.version == heading.version:
                 self._arrival.left[heading.bucket] -= 1
-                self._gate.changed.notify_all()
+                self._barrier.changed.notify_all()
 
     def _recv(self, version: int, deadline: Deadline) -> Iterator[WeightChunk]:
         count = len(self._plan.buckets)
@@ -326,17 +320,17 @@ class PointToPointReceiver(Receiver):
             slots = self._wait_arrived(version, bucket, deadline)
             tensors = self._tensors(bucket, slots)
             yield WeightChunk(list(tensors.items()), parts=self._parts_in(bucket, tensors))
-            with self._gate.changed:
-                self._gate.check_newest(version)
-                self._tell({"version": version, "taken": bucket + 1})
-        with self._gate.changed:  # what a sender said before it knew is known here then: no abort is missed
-            self._gate.check_newest(version)
+            with self._barrier.changed:
+                self._barrier.check_newest(version)
+                self._send_all({"version": version, "taken": bucket + 1})
+        with self._barrier.changed:  # what a sender said before it knew is known here then: no abort is missed
+            self._barrier.check_newest(version)
 
             def silent() -> list[str]:
                 return [str(rank) for rank, noted in self._noted.items() if noted < version]
 
             if count:
-                self._gate.wait(
+                self._barrier.wait(
                     lambda: not silent(),
                     version,
                     deadline,
@@ -345,26 +339,26 @@ class PointToPointReceiver(Receiver):
 
     def _wait_arrived(self, version: int, bucket: int, deadline: Deadline) -> Sequence[torch.Tensor]:
         """Wait until all of a bucket is there; returns the slots."""
-        gate = self._gate
+        barrier = self._barrier
 
         def ready() -> bool:
             arrival = self._arrival
-            if gate.begun > version or not self._lines:
+            if barrier.begun > version or not self._channels:
                 return True
             here = arrival is not None and arrival.version == version
-            return here and arrival.begun >= set(self._lines) and not arrival.left[bucket]  # type: ignore[union-attr]
+            return here and arrival.begun >= set(self._channels) and not arrival.left[bucket]  # type: ignore[union-attr]
 
         def missing() -> str:
-            begun = self._arrival.begun if self._arrival is not None and gate.begun == version else set()
-            absent = ", ".join(str(rank) for rank in self._lines if rank not in begun)
+            begun = self._arrival.begun if self._arrival is not None and barrier.begun == version else set()
+            absent = ", ".join(str(rank) for rank in self._channels if rank not in begun)
             if absent:
                 return f"training rank {absent} did not begin to send"
             return f"bucket {bucket + 1} of {len(self._plan.buckets)} did not arrive"
 
-        with gate.changed:
-            self._gate.check_newest(version)
-            gate.wait(ready, version, deadline, missing)
-            self._gate.check_newest(version)
+        with barrier.changed:
+            self._barrier.check_newest(version)
+            barrier.wait(ready, version, deadline, missing)
+            self._barrier.check_newest(version)
             return self._arrival.slots if self._arrival is not None else self._new_slots()
 
     def _parts_in(self, bucket: int, tensors: dict[str, torch.Tensor]) -> dict[str, list[tuple[str, torch.Tensor]]]:
@@ -377,21 +371,21 @@ class PointToPointReceiver(Receiver):
             parts[parameter.name].append((part_name(parameter, move.region), view))
         return {name: found for name, found in parts.items() if [part for part, _ in found] != [name]}
 
-    def _tell(self, message: dict[str, Any]) -> None:
-        for line in self._lines.values():
-            line.say(message)
+    def _send_all(self, message: dict[str, Any]) -> None:
+        for channel in self._channels.values():
+            channel.send(message)
 
     def abort(self, version: int) -> None:
         """See `TransportSession`."""
-        with self._gate.changed:
-            if version > self._gate.aborted:
-                self._gate.abort(version)
-                self._tell({"aborted": version})
+        with self._barrier.changed:
+            if version > self._barrier.aborted:
+                self._barrier.abort(version)
+                self._send_all({"aborted": version})
 
     def close(self) -> None:
         """See `TransportSession`."""
-        self._gate.close()
-        for line in self._lines.values():
-            line.close()
-        for inlet in self._inlets:
-            inlet.close()
+        self._barrier.close()
+        for channel in self._channels.values():
+            channel.close()
+        for receiver in self._part_receivers:
+            receiver.close()

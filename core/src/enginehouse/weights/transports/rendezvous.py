@@ -1,7 +1,8 @@
 """How the ends of a transport meet: a sender waits for its receivers' connections, and keeps account of who took what.
 
-Over each connection a sender and one receiver speak (`Line`): an update begins, so many buckets of it were taken, an
-update is aborted, and what a transport has to say beside that. That an end died is known from its broken connection.
+Over each connection (`ControlChannel`) the two ends tell each other that an update begins, that so many buckets of it
+were taken, that an update is aborted, and what else a transport has to tell. That an end died is known from its broken
+connection.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from contextlib import suppress
 from typing import Any
 
 from enginehouse.engines.weights import TransferPlan, WeightSyncError
-from enginehouse.weights.transports.barrier import Gate
-from enginehouse.weights.transports.control_channel import Line
+from enginehouse.weights.transports.barrier import Barrier
+from enginehouse.weights.transports.control_channel import ControlChannel
 from enginehouse.weights.transports.deadline import Deadline
 
 log = logging.getLogger(__name__)
@@ -34,42 +35,42 @@ PAUSE_SECONDS = 0.2
 """After a connection that could not be taken."""
 
 
-class Reception:
+class Rendezvous:
     """A sender's connections to its receivers.
 
     Args:
-        gate: of the sender.
+        barrier: of the sender.
         plan: of the transfer.
         receivers: numbers of those that are let in, each once.
-        heard: is given what a receiver says, with its number, but for what was taken or aborted; holding
-            `gate.changed`.
+        on_message: called with a receiver's number and its message, but for what was taken or aborted; holding
+            `barrier.changed`.
         streams: whether each receiver makes a second connection, for bytes.
 
     Attributes:
         port: where receivers connect, at the plan's `host`.
-        lines: by receiver, the connections to those that are there.
+        channels: by receiver, the connections to those that are there.
         streams: by receiver, the connections for bytes.
     """
 
     def __init__(
         self,
-        gate: Gate,
+        barrier: Barrier,
         plan: TransferPlan,
         receivers: Collection[int],
-        heard: Callable[[int, dict[str, Any]], None],
+        on_message: Callable[[int, dict[str, Any]], None],
         streams: bool = False,
     ):
-        self._gate = gate
+        self._barrier = barrier
         self._secret = secret(plan.session)
         self._buckets = len(plan.buckets)
         self._receivers = frozenset(receivers)
-        self._heard_more = heard
+        self._on_other_message = on_message
         self._with_streams = streams
-        self.lines: dict[int, Line] = {}
+        self.channels: dict[int, ControlChannel] = {}
         self.streams: dict[int, socket.socket] = {}
         self._gone: list[int] = []  # receivers that are not there any more
         self._taken: dict[int, tuple[int, int]] = {}  # by receiver: version, buckets of it that were taken
-        self._greeting: collections.deque[Line] = collections.deque()  # who has not said who it is, the oldest first
+        self._greeting: collections.deque[ControlChannel] = collections.deque()  # not known yet, the oldest first
         self._listener = _listen(plan.host)
         self._address = self._listener.getsockname()[:2]
         self.port: int = self._listener.getsockname()[1]
@@ -77,48 +78,48 @@ class Reception:
 
     def _accept(self) -> None:
         with self._listener:
-            while not self._gate.broken and not self._all_there():
+            while not self._barrier.broken and not self._all_there():
                 try:
-                    line = Line(self._listener.accept()[0])
+                    channel = ControlChannel(self._listener.accept()[0])
                 except OSError as error:  # too many open files, perhaps
-                    if self._gate.broken or self._all_there():
+                    if self._barrier.broken or self._all_there():
                         break
                     log.warning("a rollout replica's connection could not be taken: %s", error)
                     time.sleep(PAUSE_SECONDS)
                     continue
-                self._greeting.append(line)
+                self._greeting.append(channel)
                 if len(self._greeting) > STRANGERS + 2 * len(self._receivers):
                     self._greeting.popleft().close()
-                threading.Thread(target=self._greet, args=(line,), name="weights-greet", daemon=True).start()
+                threading.Thread(target=self._greet, args=(channel,), name="weights-greet", daemon=True).start()
 
-    def _greet(self, line: Line) -> None:
+    def _greet(self, channel: ControlChannel) -> None:
         """Let a receiver in, if it is one of this session's. Its secret is looked at before all else it says."""
-        right = hmac.compare_digest(line.hear_bytes(len(self._secret), GREETING_SECONDS), self._secret)
-        said = (line.hear(GREETING_SECONDS) if right else None) or {}
+        right = hmac.compare_digest(channel.receive_bytes(len(self._secret), GREETING_SECONDS), self._secret)
+        said = (channel.receive(GREETING_SECONDS) if right else None) or {}
         with suppress(ValueError):  # it was closed as the oldest
-            self._greeting.remove(line)
+            self._greeting.remove(channel)
         index = said.get("receiver")
         if not isinstance(index, int) or index not in self._receivers:
-            line.close()
+            channel.close()
             return
         stream = self._with_streams and "stream" in said
-        gate = self._gate
-        with gate.changed:
-            there = index in self.streams or index not in self.lines if stream else index in self.lines
-            if there or gate.broken:
-                line.close()
+        barrier = self._barrier
+        with barrier.changed:
+            there = index in self.streams or index not in self.channels if stream else index in self.channels
+            if there or barrier.broken:
+                channel.close()
                 return
             if stream:
-                self.streams[index] = line.release()
+                self.streams[index] = channel.release()
             else:
-                self.lines[index] = line
+                self.channels[index] = channel
                 self._taken[index] = (-1, 0)
-                line.say({"aborted": gate.aborted})
-            gate.changed.notify_all()
+                channel.send({"aborted": barrier.aborted})
+            barrier.changed.notify_all()
         if self._all_there():
             self._stop_listening()
         if not stream:
-            line.listen(lambda message: self._heard(index, message), lambda: self.lost(index))
+            channel.listen(lambda message: self._on_message(index, message), lambda: self.lost(index))
 
     def _stop_listening(self) -> None:
         """Close the port: nobody is let in any more."""
@@ -128,48 +129,48 @@ class Reception:
         with suppress(OSError):  # where that does not wake `accept`
             socket.create_connection(self._address, GREETING_SECONDS).close()
 
-    def _heard(self, index: int, message: dict[str, Any]) -> None:
-        with self._gate.changed:
+    def _on_message(self, index: int, message: dict[str, Any]) -> None:
+        with self._barrier.changed:
             if "aborted" in message:
                 self.abort(message["aborted"])
             elif "taken" in message:
                 self._taken[index] = (message["version"], message["taken"])
-                self._gate.changed.notify_all()
+                self._barrier.changed.notify_all()
                 if message["taken"] == self._buckets:
-                    self.lines[index].say({"noted": message["version"]})
+                    self.channels[index].send({"noted": message["version"]})
             else:
-                self._heard_more(index, message)
+                self._on_other_message(index, message)
 
     def lost(self, index: int) -> None:
         """A receiver is gone, or closed its end. An update of which it has taken everything can do without it."""
-        with self._gate.changed:
+        with self._barrier.changed:
             self._gone.append(index)
-            if self._taken[index] < (self._gate.begun, self._buckets):
+            if self._taken[index] < (self._barrier.begun, self._buckets):
                 self._break_off()
 
     def _break_off(self) -> None:
         gone = ", ".join(map(str, sorted(set(self._gone))))
-        self._gate.close(f"rollout replica {gone} is gone, or closed the connection")
+        self._barrier.close(f"rollout replica {gone} is gone, or closed the connection")
 
     def begin(self, version: int, deadline: Deadline) -> None:
         """Make `version` the newest update, and wait until every receiver is there.
 
         Raises:
-            WeightSyncError: see `Gate.begin` and `Gate.wait`.
+            WeightSyncError: see `Barrier.begin` and `Barrier.wait`.
         """
-        gate = self._gate
-        with gate.changed:
+        barrier = self._barrier
+        with barrier.changed:
             if self._gone:
                 self._break_off()
-            gate.begin(version)
-            gate.wait(self._all_there, version, deadline, self._absent)
+            barrier.begin(version)
+            barrier.wait(self._all_there, version, deadline, self._absent)
 
     def _all_there(self) -> bool:
         wanted = len(self._receivers)
-        return len(self.lines) == wanted and len(self.streams) == (wanted if self._with_streams else 0)
+        return len(self.channels) == wanted and len(self.streams) == (wanted if self._with_streams else 0)
 
     def _absent(self) -> str:
-        absent = [str(index) for index in sorted(self._receivers) if index not in self.lines]
+        absent = [str(index) for index in sorted(self._receivers) if index not in self.channels]
         return f"rollout replica {', '.join(absent)} did not connect"
 
     def behind(self, version: int, buckets: int) -> list[str]:
@@ -181,22 +182,22 @@ class Reception:
         late = ", ".join(self.behind(version, buckets))
         return f"rollout replica {late} did not take bucket {buckets} of {self._buckets}"
 
-    def tell(self, message: dict[str, Any]) -> None:
-        """Say something to every receiver that is there."""
-        for line in self.lines.values():
-            line.say(message)
+    def send_all(self, message: dict[str, Any]) -> None:
+        """Send a message to every receiver that is there."""
+        for channel in self.channels.values():
+            channel.send(message)
 
     def abort(self, version: int) -> None:
-        """Abort updates up to `version`, and tell the receivers; holding `gate.changed`."""
-        if version > self._gate.aborted:
-            self._gate.abort(version)
-            self.tell({"aborted": version})
+        """Abort updates up to `version`, and tell the receivers; holding `barrier.changed`."""
+        if version > self._barrier.aborted:
+            self._barrier.abort(version)
+            self.send_all({"aborted": version})
 
     def close(self) -> None:
         """Close all connections."""
-        self._gate.close()
-        for line in list(self.lines.values()):
-            line.close()
+        self._barrier.close()
+        for channel in list(self.channels.values()):
+            channel.close()
         for stream in list(self.streams.values()):
             with suppress(OSError):  # gone already
                 stream.shutdown(socket.SHUT_RDWR)
@@ -204,23 +205,23 @@ class Reception:
         self._stop_listening()
 
 
-def join(plan: TransferPlan, index: int, rank: int) -> tuple[Line, int]:
-    """Connect a receiver to a training rank; returns the line, and up to which version updates are aborted there.
+def join(plan: TransferPlan, index: int, rank: int) -> tuple[ControlChannel, int]:
+    """Connect a receiver to a training rank; returns the channel, and up to which version updates are aborted there.
 
     Raises:
         WeightSyncError: there is nothing at the rank's address, or nothing of this session's.
     """
     address = plan.address(rank)
-    line = Line(_connected(plan, index, rank))
-    line.say({"receiver": index}, after=secret(plan.session))
-    welcome = line.hear(GREETING_SECONDS)
+    channel = ControlChannel(_connected(plan, index, rank))
+    channel.send({"receiver": index}, after=secret(plan.session))
+    welcome = channel.receive(GREETING_SECONDS)
     if welcome is None:
-        line.close()
+        channel.close()
         raise WeightSyncError(
             f"rollout replica {index} was not let in by what waits at {address}: that is not this session's "
             f"training rank {rank}, or has a replica {index} already"
         )
-    return line, welcome["aborted"]
+    return channel, welcome["aborted"]
 
 
 def join_stream(plan: TransferPlan, index: int, rank: int) -> socket.socket:
@@ -229,9 +230,9 @@ def join_stream(plan: TransferPlan, index: int, rank: int) -> socket.socket:
     Raises:
         WeightSyncError: see `join`.
     """
-    line = Line(_connected(plan, index, rank))
-    line.say({"receiver": index, "stream": True}, after=secret(plan.session))
-    return line.release()
+    channel = ControlChannel(_connected(plan, index, rank))
+    channel.send({"receiver": index, "stream": True}, after=secret(plan.session))
+    return channel.release()
 
 
 def _connected(plan: TransferPlan, index: int, rank: int) -> socket.socket:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from enginehouse.weights.transports.barrier import Gate
+from enginehouse.weights.transports.barrier import Barrier
 
 if TYPE_CHECKING:
     import torch
@@ -42,21 +42,21 @@ class Heading(NamedTuple):
     nbytes: int
 
 
-class Outlet:
+class PartSender:
     """The sending end. What was put is written whole or not at all, also after the update it belongs to has failed.
 
     Args:
         stream: the connection.
-        gate: what belongs to an update aborted there is not written.
+        barrier: what belongs to an update aborted there is not written.
         ended: called where the other end is gone.
     """
 
-    def __init__(self, stream: socket.socket, gate: Gate, ended: Callable[[], None]):
+    def __init__(self, stream: socket.socket, barrier: Barrier, ended: Callable[[], None]):
         self._stream = stream
-        self._gate = gate
+        self._barrier = barrier
         self._ended = ended
         self._waiting: queue.SimpleQueue[tuple[Heading, torch.Tensor] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._write, name="weights-outlet", daemon=True).start()
+        threading.Thread(target=self._write, name="weights-part-sender", daemon=True).start()
 
     def put(self, heading: Heading, part: torch.Tensor) -> None:
         """Have a part written, in turn. It is contiguous, in host memory, and unchanged as long as its update lasts."""
@@ -68,8 +68,8 @@ class Outlet:
         try:
             while (found := self._waiting.get()) is not None:
                 heading, part = found
-                with self._gate.changed:
-                    if self._gate.aborted >= heading.version:
+                with self._barrier.changed:
+                    if self._barrier.aborted >= heading.version:
                         continue
                 self._stream.sendall(HEADING.pack(*heading))
                 self._stream.sendall(part.reshape(-1).view(torch.uint8).numpy().data)
@@ -82,7 +82,7 @@ class Outlet:
         self._waiting.put(None)
 
 
-class Inlet:
+class PartReceiver:
     """The receiving end: reads at any time what comes.
 
     Args:
@@ -101,7 +101,7 @@ class Inlet:
     ):
         self._stream = stream
         self._room, self._arrived, self._ended = room, arrived, ended
-        threading.Thread(target=self._read, name="weights-inlet", daemon=True).start()
+        threading.Thread(target=self._read, name="weights-part-receiver", daemon=True).start()
 
     def _read(self) -> None:
         heading_bytes = bytearray(HEADING_BYTES)

@@ -30,7 +30,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from enginehouse_torch.modeling.files import PARTS, CheckpointError, move_into_place
+from enginehouse.atomic import move_into_place
+from enginehouse_torch.modeling.files import PARTS, CheckpointError
 from enginehouse_torch.modeling.random_state import random_states, restore_random_states
 from enginehouse_torch.modeling.ranks import Ranks
 

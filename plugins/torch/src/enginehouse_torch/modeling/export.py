@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from enginehouse.engines.model import TOKENIZER_COMPANIONS, TOKENIZER_FILES
-from enginehouse.engines.weights import pack_buckets
+from enginehouse.weights.buckets import pack_buckets
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig
@@ -104,6 +104,11 @@ def write_companions(
     config.save_pretrained(directory)
     if generation is not None:
         generation.save_pretrained(directory)
+    copy_tokenizer(source, directory)
+
+
+def copy_tokenizer(source: Path, directory: Path) -> None:
+    """Copy the files of a model directory's tokenizer to another directory."""
     for pattern in (*TOKENIZER_FILES, *TOKENIZER_COMPANIONS):
         for file in filter(Path.is_file, source.glob(pattern)):
             shutil.copyfile(file, directory / file.name)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from enginehouse.engines.model import ModelSpec
-from enginehouse.errors import ModelError
+from enginehouse.errors import ModelError, listed
 from enginehouse.quiet import quiet_transformers
 from enginehouse_torch.modeling.finite import check_stored
 from enginehouse_torch.modeling.memory import is_out_of_memory
@@ -53,8 +53,7 @@ def load_model(spec: ModelSpec, device: torch.device | str) -> PreTrainedModel:
             f"model path {spec.path!r} cannot be loaded as a causal language model: {type(error).__name__}: {error}"
         ) from error
     if missing := sorted(loaded["missing_keys"]):
-        named = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        raise ModelError(f"the weights in {spec.path!r} lack {named}")
+        raise ModelError(f"the weights in {spec.path!r} lack {listed(missing)}")
     if spec.head == "value":
         head = value_head(model, spec)
         with torch.no_grad():
@@ -79,6 +78,16 @@ def model_directory(spec: ModelSpec) -> Path:
     if not any(next(path.glob(pattern), None) for pattern in WEIGHT_FILES):
         raise ModelError(f"model path {spec.path!r} holds no weights (looked for {' and '.join(WEIGHT_FILES)})")
     return path
+
+
+def freeze_language_head(model: PreTrainedModel) -> None:
+    """Leave the language model's own head without gradients, unless it shares its weight with the embedding.
+
+    Beside a value head it is never run, and weight decay must not shrink it.
+    """
+    head = model.get_output_embeddings()
+    if head is not None and head.weight is not model.get_input_embeddings().weight:
+        head.requires_grad_(False)
 
 
 def value_head(model: PreTrainedModel, spec: ModelSpec) -> torch.nn.Linear:

@@ -43,7 +43,7 @@ class Microbatch:
 
 
 class TokenModel:
-    """The computing half of a training engine.
+    """Forward and backward passes of a training engine over one model.
 
     Args:
         model: the model, with or without a value head (`enginehouse_torch.modeling.loading`).

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from enginehouse.engines.weights import WeightChunk, WeightState, WeightSyncError, checksum
+from enginehouse.engines.weights import WeightChunk, WeightState, WeightSyncError
 from enginehouse.plugin import capabilities
+from enginehouse.weights.checksums import checksum
 from enginehouse.weights.effect import Scores, scored_tokens, share_taken, stands_still
 from enginehouse_testing.check import PROTOCOL, Check, Measured, RolloutCheck, wrong
 from enginehouse_testing.checks.rollout.reference import LOGPROB_TOLERANCE, named, of_one, oracle, serves

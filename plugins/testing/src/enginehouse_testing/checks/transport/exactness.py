@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from enginehouse.engines.weights import HostMemory, TransportSession, checksum
+from enginehouse.engines.weights import HostMemory, TransportSession
+from enginehouse.weights.checksums import checksum
 from enginehouse.weights.host_memory import private_copy
 from enginehouse_testing.check import EXACT, PROTOCOL, Check, Measured, Seen, wrong
 from enginehouse_testing.link import Link, Weights, announced, bits, left_over, random_weights

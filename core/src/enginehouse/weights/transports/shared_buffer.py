@@ -7,22 +7,22 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from enginehouse.engines.weights import ParamMeta, TransferPlan, WeightUpdateAborted
+from enginehouse.weights.buckets import parameters_of, views
 from enginehouse.weights.host_memory import AnonymousMemory, side_by_side
-from enginehouse.weights.transports.buckets import parameters_of, views
-from enginehouse.weights.transports.control_block import Ledger
+from enginehouse.weights.transports.control_block import ControlBlock
 from enginehouse.weights.transports.segment import Segment
 
 if TYPE_CHECKING:
     import torch
 
 
-class Area:
+class SharedBuffer:
     """A version's parameters, one after the other.
 
     Args:
         plan: says what they are.
         memory: as large as `bytes_of(plan)`.
-        serial: the area's number in its session, from 1.
+        serial: the buffer's number in its session, from 1.
 
     Attributes:
         offsets: first byte of each parameter, by name.
@@ -44,11 +44,11 @@ class Area:
 
     @staticmethod
     def label(session: str, serial: int) -> str:
-        """What the memory of an area is called."""
+        """What the memory of a buffer is called."""
         return f"{Segment.name_of(session)}-{serial}"
 
     @classmethod
-    def create(cls, plan: TransferPlan, serial: int) -> Area:
+    def create(cls, plan: TransferPlan, serial: int) -> SharedBuffer:
         """Take the memory.
 
         Raises:
@@ -63,7 +63,7 @@ class Area:
         return cls(plan, AnonymousMemory.create(cls.label(plan.session, serial), size, purpose), serial)
 
     @classmethod
-    def attach(cls, plan: TransferPlan, path: str, serial: int) -> Area:
+    def attach(cls, plan: TransferPlan, path: str, serial: int) -> SharedBuffer:
         """Map what the sender made.
 
         Raises:
@@ -72,29 +72,29 @@ class Area:
         return cls(plan, AnonymousMemory.attach(path, cls.label(plan.session, serial)), serial)
 
     def views(self, bucket: int) -> list[tuple[ParamMeta, torch.Tensor]]:
-        """The parameters of a bucket, each with a tensor that views the area."""
+        """The parameters of a bucket, each with a tensor that views the buffer."""
         if bucket not in self._views:
             self._views[bucket] = views(parameters_of(self._plan, bucket), self.offsets, self._bytes)
         return self._views[bucket]
 
 
-class AreaHold:
-    """An area while one update arrives in it, and for as long as it is held: see `HostMemory`.
+class HeldBuffer:
+    """A buffer while one update arrives in it, and for as long as it is held: see `HostMemory`.
 
     Args:
-        area: where the update arrives.
+        buffer: where the update arrives.
         version: of the update.
-        ledger: tells the sender.
+        control: tells the sender.
         line: the receiver's.
         words: those of the line that no other object uses; empty: this one must not be made.
     """
 
-    def __init__(self, area: Area, version: int, ledger: Ledger, line: int, words: deque[int]):
-        self.path = area.path
-        self.offsets: Mapping[str, int] = area.offsets
-        self._area = area
+    def __init__(self, buffer: SharedBuffer, version: int, control: ControlBlock, line: int, words: deque[int]):
+        self.path = buffer.path
+        self.offsets: Mapping[str, int] = buffer.offsets
+        self._buffer = buffer
         self._version = version
-        self._ledger = ledger
+        self._control = control
         self._words = words
         self._at = line, words.popleft()
         self._held = False
@@ -108,17 +108,17 @@ class AreaHold:
         """
         if self._held and not self._released:
             return
-        self._ledger[self._at] = self._area.serial
-        self._ledger.fence()
-        if self._released or self._ledger.begun != self._version:
-            self._ledger[self._at] = 0
+        self._control[self._at] = self._buffer.serial
+        self._control.fence()
+        if self._released or self._control.begun != self._version:
+            self._control[self._at] = 0
             raise WeightUpdateAborted(f"weight update {self._version} is over: what arrived cannot be held any more")
         self._held = True
 
     def release(self) -> None:
         """See `HostMemory`."""
         self._released = True
-        self._ledger[self._at] = 0
+        self._control[self._at] = 0
 
     def __del__(self) -> None:
         if hasattr(self, "_released"):

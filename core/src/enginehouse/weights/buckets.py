@@ -6,10 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from enginehouse.engines.weights import ParamMeta, TransferPlan, WeightSyncError, pack_buckets
+from enginehouse.engines.weights import ParamMeta, TransferPlan, WeightSyncError
 
 if TYPE_CHECKING:
     import torch
+
+AHEAD = 2
+"""Buckets on their way to a receiver: one is in use while the next arrives. Nobody gathers faster than that."""
 
 BUCKET_BYTES = 64 << 20
 """Bytes that travel at once, but for larger parameters: enough that a bucket's own cost does not count."""
@@ -29,6 +32,25 @@ def plan_transfer(
         session=session,
         senders=senders,
     )
+
+
+def pack_buckets(parameters: Sequence[ParamMeta], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
+    """Group parameters, in order, into buckets of at most `bucket_bytes`; a larger parameter has one of its own.
+
+    Parameters count with their `aligned_nbytes`.
+    """
+    buckets: list[tuple[int, ...]] = []
+    current: list[int] = []
+    size = 0
+    for index, parameter in enumerate(parameters):
+        if current and size + parameter.aligned_nbytes > bucket_bytes:
+            buckets.append(tuple(current))
+            current, size = [], 0
+        current.append(index)
+        size += parameter.aligned_nbytes
+    if current:
+        buckets.append(tuple(current))
+    return tuple(buckets)
 
 
 def parameters_of(plan: TransferPlan, bucket: int) -> list[ParamMeta]:

@@ -41,18 +41,26 @@ def staging_path(path: Path) -> Path:
 
 
 def move_into_place(staging: Path, path: Path, *, to_disk: bool = True) -> None:
-    """Make the directory `staging` be `path`, in place of what was there, once all of it is on disk if `to_disk`."""
+    """Make the directory `staging` be `path`, in place of what was there, once all of it is on disk if `to_disk`.
+
+    What was there lies beside it as `.<name>.replaced` in between; if the renaming fails it is put back.
+    """
     for directory, _, files in os.walk(staging) if to_disk else ():
         for name in files:
             _to_disk(Path(directory, name))
         _entries_to_disk(Path(directory))
-    former = path.with_name(f".{path.name}.former")
-    _remove(former)
-    if path.exists():
-        os.rename(path, former)
-    os.rename(staging, path)
+    replaced = path.with_name(f".{path.name}.replaced")
+    if path.exists():  # else what an earlier attempt set aside is all there is
+        _remove(replaced)
+        os.rename(path, replaced)
+    try:
+        os.rename(staging, path)
+    except BaseException:
+        if replaced.exists():
+            os.rename(replaced, path)
+        raise
     _entries_to_disk(path.parent)
-    _remove(former)
+    _remove(replaced)
 
 
 def point_to(link: Path, target: Path) -> None:
