@@ -36,9 +36,6 @@ class WorkerGroup:
         seed: the run's base seed, in `ProcessContext.seed`.
         device: `"cpu"` or `"cuda"`, in `ProcessContext.device`.
         threads: threads of numeric libraries (OMP_NUM_THREADS) in each process.
-        detached: the group outlives this program, on a cluster that was joined (`start_ray("auto")`); others use it
-            by `WorkerGroup.attach(name)`. Leaving a `with` block or the program lets go of it; `shutdown` ends it, for
-            everybody. Its pool is its own.
 
     Raises:
         PlacementError: the cluster does not give what the pool asks for.
@@ -60,46 +57,20 @@ class WorkerGroup:
         seed: int = 0,
         device: Device = "cpu",
         threads: int = 1,
-        detached: bool = False,
     ):
         reserve_names(spec)
-        options = LaunchOptions(name, start_timeout, seed, device, threads, detached, timeout)
+        options = LaunchOptions(name, start_timeout, seed, device, threads, timeout)
         processes = launch(launcher, pool, {name: spec}, options)
-        self._attach(processes, name, timeout, owners=[])
+        self._set(processes, name, timeout, owners=[])
 
     @classmethod
     def view(cls, processes: Processes, role: str, timeout: float, owners: list[WorkerGroup]) -> WorkerGroup:
         """One role of processes that several share; they end when the last of `owners` is shut down."""
         group = cls.__new__(cls)
-        group._attach(processes, role, timeout, owners)
+        group._set(processes, role, timeout, owners)
         return group
 
-    @classmethod
-    def attach(cls, name: str, *, timeout: float | None = None, patience: float = 60.0) -> WorkerGroup:
-        """Use a detached group that another program launched on this cluster.
-
-        Both may call it. Calls of two programs can reach its ranks in different orders, so where methods talk to
-        other ranks (`torch.distributed`), one program at a time should. A restart gives it new processes: other
-        programs' calls then fail with `WorkerDied`, and they attach again.
-
-        Args:
-            name: the name it was launched with.
-            timeout: deadline of a call in seconds, as in `WorkerGroup`; None takes the one it was launched with.
-            patience: seconds its ranks get to answer.
-
-        Returns:
-            The group; where ranks of it are gone it is `broken`, and takes only `restart` and `shutdown`.
-
-        Raises:
-            ControllerError: there is none of that name (it says which there are), none of its ranks answers, or its
-                worker class cannot be imported here.
-        """
-        from enginehouse.controller.launchers.ray import RayProcesses
-
-        processes = RayProcesses.attach(name, patience)
-        return cls.view(processes, name, processes.options.timeout if timeout is None else timeout, [])
-
-    def _attach(self, processes: Processes, role: str, timeout: float, owners: list[WorkerGroup]) -> None:
+    def _set(self, processes: Processes, role: str, timeout: float, owners: list[WorkerGroup]) -> None:
         self.name = role
         self._processes = processes
         self._timeout = timeout
@@ -109,7 +80,6 @@ class WorkerGroup:
         self._async: dict[str, bool] = {}
         self._layout: DataLayout | None = None
         self._closed = False
-        self._detached = processes.options.detached
         self._owners = owners
         owners.append(self)
         for method in self._specs:
@@ -358,10 +328,7 @@ class WorkerGroup:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._detached:
-            self._processes.let_go()
-        else:
-            self.shutdown()
+        self.shutdown()
 
     def __getattr__(self, name: str) -> GroupMethod:
         """Registered methods are set when the group is made: what is asked for here is none.
@@ -412,8 +379,6 @@ def launch(
         WorkerError: a worker could not be built.
     """
     if launcher == "inline":
-        if options.detached:
-            raise ControllerError(f"{options.name}: an inline group lives in this process and cannot be detached")
         from enginehouse.controller.launchers.inline import InlineProcesses
 
         return InlineProcesses(pool, roles, options)

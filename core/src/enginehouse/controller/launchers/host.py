@@ -96,7 +96,6 @@ class Facts:
         pid: its process id there.
         log_files: its log files there, errors first.
         started: `time.time()` when it began: tells it from a later one with the same id.
-        built: whether the objects of all roles are there.
         identity: what it runs on.
     """
 
@@ -105,7 +104,6 @@ class Facts:
     pid: int
     log_files: tuple[str, ...]
     started: float
-    built: bool
     identity: Identity | None = None
 
 
@@ -118,18 +116,9 @@ class Host:
         world_size: processes in the group.
         variables: environment variables to set, before torch is imported.
         log_level: level of the root logger.
-        record: of a detached group, what a program must know that attaches to it.
     """
 
-    def __init__(
-        self,
-        group: str,
-        rank: int,
-        world_size: int,
-        variables: Mapping[str, str],
-        log_level: int,
-        record: bytes | None = None,
-    ):
+    def __init__(self, group: str, rank: int, world_size: int, variables: Mapping[str, str], log_level: int):
         os.environ.update(variables)
         # Several threads share the interpreter here: lanes, event loop, an engine's own. At Python's 5 ms a hand-over
         # between them can cost a short call more than its work.
@@ -145,8 +134,6 @@ class Host:
         self._running: dict[int, str] = {}
         self._node = "?"
         self._store: Any = None
-        self._record = record
-        self._built = False
 
     def facts(self) -> Facts:
         """Where this process is."""
@@ -155,11 +142,7 @@ class Host:
         self._node = ray.util.get_node_ip_address()
         node_id = ray.get_runtime_context().get_node_id()
         started = psutil.Process().create_time()
-        return Facts(self._node, node_id, os.getpid(), _log_files(), started, self._built, identity())
-
-    def record(self) -> bytes | None:
-        """What a program must know that attaches to this group; from the control lane, like `facts`."""
-        return self._record
+        return Facts(self._node, node_id, os.getpid(), _log_files(), started, identity())
 
     def prepare(self, store_address: str | None, timeout: float) -> int | None:
         """Import torch; on rank 0 (`store_address` given) open the rendezvous and return its port."""
@@ -191,7 +174,6 @@ class Host:
             specs = cloudpickle.loads(pickled_specs)
             for role, spec in specs.items():
                 self._objects.build(role, spec, contexts[role])
-            self._built = True
             return {role: self._objects.mesh(role) for role in specs}
         except BaseException as error:
             raise self._failure(error, role, "__init__") from None

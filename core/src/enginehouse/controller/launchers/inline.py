@@ -151,10 +151,6 @@ class InlineProcesses:
         self._objects.close(timeout)
         self._variables.restore()
 
-    def let_go(self) -> None:
-        """See `Processes.let_go`; what is in this process cannot outlive it."""
-        self.shutdown()
-
 
 class _Variables:
     """The environment variables of inline groups, put back when the last group that set them is gone."""
