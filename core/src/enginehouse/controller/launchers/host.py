@@ -8,6 +8,7 @@ though every thread of `loop` waits; group `control` answers while all are busy.
 from __future__ import annotations
 
 import faulthandler
+import inspect
 import logging
 import os
 import pickle
@@ -24,7 +25,7 @@ from enginehouse.controller.assembly import Assembly
 from enginehouse.controller.launchers import rendezvous, worker_logging
 from enginehouse.controller.launchers.failure import SourceDied, WorkerFailure
 from enginehouse.controller.launchers.handshake import Identity, identity
-from enginehouse.controller.launchers.role_objects import RoleObjects
+from enginehouse.controller.launchers.role_objects import RoleObjects, acting_as
 from enginehouse.controller.launchers.stacks import process_stacks
 from enginehouse.controller.shards import kept_back
 from enginehouse.engines.mesh import Mesh
@@ -181,33 +182,29 @@ class Host:
             self._running.pop(threading.get_ident(), None)
 
     def call(self, head: bytes | tuple[Any, ...], *shared: Any) -> Any:
-        """Run a sync method. `head`, pickled or not, is role, method, what to do with the result, args, kwargs."""
-        role, method, keep, args, kwargs = _unpacked(head)
+        """Run a method: a sync one on this thread, an async one on the event loop, for which this thread waits.
+
+        Args:
+            head: role, method, what to do with the result, args and kwargs; pickled or not.
+            shared: values that travel beside the arguments.
+        """
+        role, method, keep, args, kwargs = pickle.loads(head) if isinstance(head, bytes) else head
         thread = threading.get_ident()
         self._running[thread] = f"{method!r}"
         try:
             if args or kwargs:
                 args, kwargs = self._resolved(method, args, kwargs, shared)
                 self._running[thread] = f"{method!r}"
-            return _given_back(self._objects.call(role, method, args, kwargs), keep)
+            with acting_as(role):
+                result = getattr(self._objects[role], method)(*args, **kwargs)
+                if inspect.iscoroutine(result):
+                    del self._running[thread]  # its stack is the coroutine's
+                    result = self._objects.loop.submit(result).result()
+            return _given_back(result, keep)
         except BaseException as error:
             raise self._failure(error, role, method) from None
         finally:
-            del self._running[thread]
-
-    def call_async(self, head: bytes | tuple[Any, ...], *shared: Any) -> Any:
-        """Run an async method on the event loop; this thread waits for it."""
-        role, method, keep, args, kwargs = _unpacked(head)
-        try:
-            if args or kwargs:
-                try:
-                    args, kwargs = self._resolved(method, args, kwargs, shared)
-                finally:
-                    self._running.pop(threading.get_ident(), None)
-            running = self._objects.loop.submit(self._objects.call_async(role, method, args, kwargs))
-            return _given_back(running.result(), keep)
-        except BaseException as error:
-            raise self._failure(error, role, method) from None
+            self._running.pop(thread, None)
 
     def mesh(self, role: str) -> Mesh | None:
         """The mesh of a role's object now."""
@@ -247,10 +244,6 @@ class Host:
         if isinstance(passed_on, WorkerFailure):
             return passed_on  # an argument was the output of a call that had failed on another worker
         return WorkerFailure.of(error, role, self._rank, self._node, os.getpid(), method, self._recent.lines())
-
-
-def _unpacked(head: bytes | tuple[Any, ...]) -> tuple[Any, ...]:
-    return pickle.loads(head) if isinstance(head, bytes) else head
 
 
 def _given_back(result: Any, keep: Keep) -> Any:

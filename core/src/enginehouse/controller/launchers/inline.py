@@ -5,6 +5,7 @@ What a worker raises is raised unchanged, so that a debugger stops where it happ
 
 from __future__ import annotations
 
+import inspect
 import os
 import socket
 import threading
@@ -17,7 +18,7 @@ from enginehouse.controller.errors import ControllerError, GroupClosed
 from enginehouse.controller.future import Future, StillRunning
 from enginehouse.controller.launchers import rendezvous
 from enginehouse.controller.launchers.interface import Lane, LaunchOptions, Place
-from enginehouse.controller.launchers.role_objects import RoleObjects
+from enginehouse.controller.launchers.role_objects import RoleObjects, acting_as
 from enginehouse.controller.pool import ResourcePool
 from enginehouse.controller.shards import Shard, kept_back
 from enginehouse.controller.worker import WorkerSpec
@@ -103,21 +104,26 @@ class InlineProcesses:
         timeout: float,
         keeps_back: bool = False,
     ) -> InlineCall:
-        """Run a sync method here and now; start an async one."""
+        """Run a method here and now; one of another lane than the main one is only started."""
         if self._broken is not None:
             raise GroupClosed(f"{role}.{method} cannot be called any more: {self._broken}", self._broken)
         assert calls[0] is not None
         args = tuple(map(_value, calls[0][0]))
         kwargs = {name: _value(value) for name, value in calls[0][1].items()}
-        if lane != "main":
-            running = self._objects.loop.submit(self._objects.call_async(role, method, args, kwargs))
-            return InlineCall(running, 0 in keep, f"{role}, {method!r}" if keeps_back else None)
-        ended: futures.Future[Any] = futures.Future()
-        try:
-            ended.set_result(self._objects.call(role, method, args, kwargs))
-        except Exception as error:
-            ended.set_exception(error)
-        return InlineCall(ended, 0 in keep, f"{role}, {method!r}" if keeps_back else None)
+        call: futures.Future[Any] = futures.Future()
+        with acting_as(role):
+            try:
+                result = getattr(self._objects[role], method)(*args, **kwargs)
+            except Exception as error:
+                call.set_exception(error)
+            else:
+                if not inspect.iscoroutine(result):
+                    call.set_result(result)
+                else:
+                    call = self._objects.loop.submit(result)
+                    if lane == "main":
+                        futures.wait([call])
+        return InlineCall(call, 0 in keep, f"{role}, {method!r}" if keeps_back else None)
 
     def meshes(self, role: str, refresh: bool = False) -> list[Mesh | None]:
         """See `Processes.meshes`."""

@@ -222,21 +222,18 @@ class RayProcesses:
             max_task_retries=0,
             concurrency_groups={"loop": ASYNC_CALLS, "urgent": URGENT_CALLS, "control": 1},
             **self._runtime_env(),
-        )(_with_direct_methods(_with_lanes(Host), self.roles))
+        )(_with_direct_methods(_with_control_lane(Host), self.roles))
 
     def _open_lanes(self) -> None:
         """Make what calls are sent through, once: Ray's options cost as much as a call."""
-        urgent = {"concurrency_group": "urgent"}
-        self._lanes = {
-            "main": [actor.call for actor in self._actors],
-            "loop": [actor.call_async for actor in self._actors],
-            "urgent": [actor.call_async.options(**urgent) for actor in self._actors],
+        groups: dict[Lane, dict[str, str]] = {
+            "main": {},
+            "loop": {"concurrency_group": "loop"},
+            "urgent": {"concurrency_group": "urgent"},
         }
-        self._splitting_lanes = {
-            "main": [actor.call.options(num_returns=2) for actor in self._actors],
-            "loop": [actor.call_async.options(num_returns=2) for actor in self._actors],
-            "urgent": [actor.call_async.options(num_returns=2, **urgent) for actor in self._actors],
-        }
+        for lane, group in groups.items():
+            self._lanes[lane] = [actor.call.options(**group) if group else actor.call for actor in self._actors]
+            self._splitting_lanes[lane] = [actor.call.options(num_returns=2, **group) for actor in self._actors]
         self._direct = {
             (role, method): [getattr(actor, _direct_name(role, method)) for actor in self._actors]
             for role, spec in self.roles.items()
@@ -348,49 +345,37 @@ class RayProcesses:
         """See `Processes.submit`. One lock holds the order of calls the same on every rank."""
         self._refuse_if_broken(role, method)
         with ray_access:
-            return self._submit(role, method, calls, keep, lane, timeout, keeps_back)
-
-    def _submit(
-        self,
-        role: str,
-        method: str,
-        calls: Sequence[Call | None],
-        keep: frozenset[int],
-        lane: Lane,
-        timeout: float,
-        keeps_back: bool,
-    ) -> RayCall:
-        direct = None if keeps_back or lane == "urgent" else self._direct.get((role, method))
-        if not all(call is None or (call == NO_ARGUMENTS and rank in keep) for rank, call in enumerate(calls)):
-            direct = None
-        encoded: list[tuple[Any, ...] | None]
-        if direct is not None:
-            encoded = [None if call is None else () for call in calls]
-        else:
-            encoded = encode(role, method, calls, dict.fromkeys(keep, "split" if keeps_back else "whole"))
-        with self._lock:
-            self._refuse_if_broken(role, method)
-            if self._stragglers:
-                self._wait_for_stragglers(role, method)
-            lanes, splitting = direct or self._lanes[lane], self._splitting_lanes[lane]
-            refs: dict[int, Any] = {}
-            rows: dict[int, Any] = {}
-            rank = 0
-            try:
-                for rank, parts in enumerate(encoded):
-                    if parts is None:
-                        continue
-                    if keeps_back and rank in keep:
-                        refs[rank], rows[rank] = splitting[rank].remote(*parts)
-                    else:
-                        refs[rank] = lanes[rank].remote(*parts)
-            except BaseException as error:
-                if refs:  # the next call waits for the ranks that have it already
-                    self._stragglers = RayCall(self, role, method, refs, timeout), tuple(refs)
-                if isinstance(error, Exception):
-                    raise not_sent(role, method, rank, error) from cause_of(error)
-                raise
-        return RayCall(self, role, method, refs, timeout, rows=rows)
+            direct = None if keeps_back or lane == "urgent" else self._direct.get((role, method))
+            if not all(call is None or (call == NO_ARGUMENTS and rank in keep) for rank, call in enumerate(calls)):
+                direct = None
+            encoded: list[tuple[Any, ...] | None]
+            if direct is not None:
+                encoded = [None if call is None else () for call in calls]
+            else:
+                encoded = encode(role, method, calls, dict.fromkeys(keep, "split" if keeps_back else "whole"))
+            with self._lock:
+                self._refuse_if_broken(role, method)
+                if self._stragglers:
+                    self._wait_for_stragglers(role, method)
+                lanes, splitting = direct or self._lanes[lane], self._splitting_lanes[lane]
+                refs: dict[int, Any] = {}
+                rows: dict[int, Any] = {}
+                rank = 0
+                try:
+                    for rank, parts in enumerate(encoded):
+                        if parts is None:
+                            continue
+                        if keeps_back and rank in keep:
+                            refs[rank], rows[rank] = splitting[rank].remote(*parts)
+                        else:
+                            refs[rank] = lanes[rank].remote(*parts)
+                except BaseException as error:
+                    if refs:  # the next call waits for the ranks that have it already
+                        self._stragglers = RayCall(self, role, method, refs, timeout), tuple(refs)
+                    if isinstance(error, Exception):
+                        raise not_sent(role, method, rank, error) from cause_of(error)
+                    raise
+            return RayCall(self, role, method, refs, timeout, rows=rows)
 
     def meshes(self, role: str, refresh: bool = False) -> list[Mesh | None]:
         """See `Processes.meshes`."""
@@ -550,7 +535,13 @@ def _running(refs: list[Any]) -> bool:
     return bool(ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[1])
 
 
-_LANE_OF = {"call_async": "loop", **dict.fromkeys(("facts", "ping", "stacks"), "control")}
+def _with_control_lane(cls: type) -> type:
+    """The host class with what the control lane answers marked for it; `Host` itself knows nothing of Ray."""
+    import ray
+
+    for name in ("facts", "ping", "stacks"):
+        ray.method(concurrency_group="control")(getattr(cls, name))
+    return cls
 
 
 def _with_direct_methods(cls: type, roles: Mapping[str, WorkerSpec]) -> type:
@@ -564,7 +555,7 @@ def _with_direct_methods(cls: type, roles: Mapping[str, WorkerSpec]) -> type:
         head: tuple[Any, ...] = (role, method, "whole", (), {})
 
         def call(self: Any) -> Any:
-            return self.call_async(head) if on_loop else self.call(head)
+            return self.call(head)
 
         return ray.method(concurrency_group="loop")(call) if on_loop else call
 
@@ -578,12 +569,3 @@ def _with_direct_methods(cls: type, roles: Mapping[str, WorkerSpec]) -> type:
 
 def _direct_name(role: str, method: str) -> str:
     return f"{role}.{method}"
-
-
-def _with_lanes(cls: type) -> type:
-    """The host class with its methods marked for Ray's concurrency groups; `Host` itself knows nothing of Ray."""
-    import ray
-
-    for name, lane in _LANE_OF.items():
-        ray.method(concurrency_group=lane)(getattr(cls, name))
-    return cls
