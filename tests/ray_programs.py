@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -39,12 +38,6 @@ class Program:
 
     def end(self) -> None:
         """End it in order."""
-        self._executor.shutdown()
-
-    def kill(self) -> None:
-        """End it without giving it a chance to say anything."""
-        for pid in list(self._executor._processes):
-            os.kill(pid, 9)
         self._executor.shutdown()
 
 

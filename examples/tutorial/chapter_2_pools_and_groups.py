@@ -203,8 +203,7 @@ print("again: ", first.execute_all("add", 1))
 # %% [markdown]
 # ## The end
 #
-# A group ends with its program, unless it was made with `detached=True` on a running cluster: then another program
-# can call it by `WorkerGroup.attach("first")`.
+# A group ends with its program, at the latest.
 #
 # Groups end their processes; pools give their places back; the cluster stops. A `with` block does the same, also when
 # something goes wrong inside it:

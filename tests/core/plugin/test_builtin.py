@@ -7,7 +7,7 @@ import inspect
 
 import pytest
 
-from enginehouse.plugin import Backend, load_plugins, resolve
+from enginehouse.plugin import load_plugins, resolve
 from enginehouse.plugin.builtin import BUILTIN
 
 PROVIDED = [one for one in load_plugins(enabled=[]).providers() if one.plugin.internal]
@@ -50,5 +50,3 @@ def test_records_carry_no_code():
     for provided in PROVIDED:
         for field in dataclasses.fields(provided.record):
             assert not callable(getattr(provided.record, field.name))
-        if isinstance(provided.record, Backend):
-            assert not provided.record.unavailable

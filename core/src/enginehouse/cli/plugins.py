@@ -52,7 +52,7 @@ CHECK_SECONDS = 300.0
 IMPORTING = "importing what it declares"
 """Begins what is wrong with all that a plugin declares."""
 
-COLOURS = {"ok": "green", "unavailable": "yellow", "requirements missing": "yellow", "blocked": "dim"}
+COLOURS = {"ok": "green", "requirements missing": "yellow", "blocked": "dim"}
 
 
 @click.group()
@@ -128,14 +128,11 @@ def _checked() -> dict[str, tuple[str, ...]]:
 def record_state(manager: PluginManager, provided: Provided) -> tuple[str, str]:
     """The state of one record and, where it is not `"ok"` or not so in this environment, one line on that."""
     record = provided.record
-    if isinstance(record, Backend):
-        if record.unavailable:
-            return "unavailable", record.unavailable
-        if missing := manager.missing(record):
-            if runtime := runtime_instead(manager, record):
-                return "ok", f"in runtime {runtime}"
-            cure = f"; try `enginehouse runtime create {record.name}`" if record.runtimes else ""
-            return "requirements missing", "; ".join(map(str, missing)) + cure
+    if isinstance(record, Backend) and (missing := manager.missing(record)):
+        if runtime := runtime_instead(manager, record):
+            return "ok", f"in runtime {runtime}"
+        cure = f"; try `enginehouse runtime create {record.name}`" if record.runtimes else ""
+        return "requirements missing", "; ".join(map(str, missing)) + cure
     return "ok", ""
 
 
@@ -260,7 +257,7 @@ def _show_record(manager: PluginManager, provided: Provided) -> None:
     _heading(console, record.name, f"{label(record.kind)} of {plugin}")
     fields = {"summary": plain(record.summary), "state": _coloured(state) + (f": {plain(why)}" if why else "")}
     for field in dataclasses.fields(record):
-        if field.name not in ("name", "summary", "unavailable"):
+        if field.name not in ("name", "summary"):
             fields[field.name] = plain(_text(getattr(record, field.name)))
     _fields(console, fields)
     if isinstance(record, Backend):

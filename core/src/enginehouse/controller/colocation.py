@@ -49,7 +49,7 @@ def colocate(
         raise ControllerError("colocate needs at least one role")
     for spec in specs.values():
         reserve_names(spec)
-    options = LaunchOptions(name or "+".join(specs), start_timeout, seed, device, threads, timeout=timeout)
+    options = LaunchOptions(name or "+".join(specs), start_timeout, seed, device, threads, timeout)
     processes = launch(launcher, pool, specs, options)
     owners: list[WorkerGroup] = []
     return {role: WorkerGroup.view(processes, role, timeout, owners) for role in specs}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -36,9 +37,6 @@ class WorkerGroup:
         seed: the run's base seed, in `ProcessContext.seed`.
         device: `"cpu"` or `"cuda"`, in `ProcessContext.device`.
         threads: threads of numeric libraries (OMP_NUM_THREADS) in each process.
-        detached: the group outlives this program, on a cluster that was joined (`start_ray("auto")`); others use it
-            by `WorkerGroup.attach(name)`. Leaving a `with` block or the program lets go of it; `shutdown` ends it, for
-            everybody. Its pool is its own.
 
     Raises:
         PlacementError: the cluster does not give what the pool asks for.
@@ -60,60 +58,33 @@ class WorkerGroup:
         seed: int = 0,
         device: Device = "cpu",
         threads: int = 1,
-        detached: bool = False,
     ):
         reserve_names(spec)
-        options = LaunchOptions(name, start_timeout, seed, device, threads, detached, timeout)
+        options = LaunchOptions(name, start_timeout, seed, device, threads, timeout)
         processes = launch(launcher, pool, {name: spec}, options)
-        self._attach(processes, name, timeout, owners=[])
+        self._set(processes, name, timeout, owners=[])
 
     @classmethod
     def view(cls, processes: Processes, role: str, timeout: float, owners: list[WorkerGroup]) -> WorkerGroup:
         """One role of processes that several share; they end when the last of `owners` is shut down."""
         group = cls.__new__(cls)
-        group._attach(processes, role, timeout, owners)
+        group._set(processes, role, timeout, owners)
         return group
 
-    @classmethod
-    def attach(cls, name: str, *, timeout: float | None = None, patience: float = 60.0) -> WorkerGroup:
-        """Use a detached group that another program launched on this cluster.
-
-        Both may call it. Calls of two programs can reach its ranks in different orders, so where methods talk to
-        other ranks (`torch.distributed`), one program at a time should. A restart gives it new processes: other
-        programs' calls then fail with `WorkerDied`, and they attach again.
-
-        Args:
-            name: the name it was launched with.
-            timeout: deadline of a call in seconds, as in `WorkerGroup`; None takes the one it was launched with.
-            patience: seconds its ranks get to answer.
-
-        Returns:
-            The group; where ranks of it are gone it is `broken`, and takes only `restart` and `shutdown`.
-
-        Raises:
-            ControllerError: there is none of that name (it says which there are), none of its ranks answers, or its
-                worker class cannot be imported here.
-        """
-        from enginehouse.controller.launchers.ray import RayProcesses
-
-        processes = RayProcesses.attach(name, patience)
-        return cls.view(processes, name, processes.options.timeout if timeout is None else timeout, [])
-
-    def _attach(self, processes: Processes, role: str, timeout: float, owners: list[WorkerGroup]) -> None:
+    def _set(self, processes: Processes, role: str, timeout: float, owners: list[WorkerGroup]) -> None:
         self.name = role
         self._processes = processes
         self._timeout = timeout
         self._cls = processes.roles[role].cls
         self._specs = registered_methods(self._cls)
         self._modes: dict[str, Mode] = {}
-        self._async: dict[str, bool] = {}
         self._layout: DataLayout | None = None
         self._closed = False
-        self._detached = processes.options.detached
         self._owners = owners
         owners.append(self)
-        for method in self._specs:
-            setattr(self, method, GroupMethod(self, method))
+        for method, spec in self._specs.items():
+            invoke = functools.partial(self._invoke, method, spec, None, spec.timeout, spec.blocking)
+            setattr(self, method, functools.update_wrapper(invoke, getattr(self._cls, method), updated=()))
 
     # What it is
 
@@ -181,31 +152,25 @@ class WorkerGroup:
             raise AttributeError(
                 f"{self._cls.__name__} has no registered method {method!r}, only {sorted(self._specs)}"
             )
-        return self._invoke(
-            method,
-            spec,
-            self._mode(method, spec),
-            args,
-            kwargs,
-            spec.timeout if timeout is None else timeout,
-            spec.blocking if blocking is None else blocking,
-        )
+        timeout = spec.timeout if timeout is None else timeout
+        blocking = spec.blocking if blocking is None else blocking
+        return self._invoke(method, spec, None, timeout, blocking, *args, **kwargs)
 
     def execute_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call any method, registered or not, on every rank with the same arguments; one result a rank."""
-        return self._invoke(method, _ALL, self._mode("execute_all", _ALL), args, kwargs, None, True)
+        return self._invoke(method, _ALL, self._mode("execute_all", _ALL), None, True, *args, **kwargs)
 
     def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> Future:
         """`execute_all` that does not wait."""
-        return self._invoke(method, _ALL, self._mode("execute_all", _ALL), args, kwargs, None, False)
+        return self._invoke(method, _ALL, self._mode("execute_all", _ALL), None, False, *args, **kwargs)
 
     def execute_rank_zero(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call any method, registered or not, on rank 0."""
-        return self._invoke(method, _ZERO, self._mode("execute_rank_zero", _ZERO), args, kwargs, None, True)
+        return self._invoke(method, _ZERO, self._mode("execute_rank_zero", _ZERO), None, True, *args, **kwargs)
 
     def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> Future:
         """`execute_rank_zero` that does not wait."""
-        return self._invoke(method, _ZERO, self._mode("execute_rank_zero", _ZERO), args, kwargs, None, False)
+        return self._invoke(method, _ZERO, self._mode("execute_rank_zero", _ZERO), None, False, *args, **kwargs)
 
     def execute_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call any method, registered or not, on one rank.
@@ -213,11 +178,11 @@ class WorkerGroup:
         Raises:
             DispatchError: there is no such rank.
         """
-        return self._invoke(method, _ALL, self._rank_mode(rank, method), args, kwargs, None, True)
+        return self._invoke(method, _ALL, self._rank_mode(rank, method), None, True, *args, **kwargs)
 
     def execute_rank_async(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Future:
         """`execute_rank` that does not wait."""
-        return self._invoke(method, _ALL, self._rank_mode(rank, method), args, kwargs, None, False)
+        return self._invoke(method, _ALL, self._rank_mode(rank, method), None, False, *args, **kwargs)
 
     def _rank_mode(self, rank: int, method: str) -> Mode:
         if not 0 <= rank < self.world_size:
@@ -238,17 +203,20 @@ class WorkerGroup:
         self,
         method: str,
         spec: CallSpec,
-        mode: Mode,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        mode: Mode | None,
         timeout: float | None,
         blocking: bool,
+        /,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
+        """Call a method; `mode` is None for the one that `spec` says."""
         if self._closed:
             raise GroupClosed(f"{self.name}.{method} cannot be called any more: it was shut down", "shut down")
         deadline = self._timeout if timeout is None else timeout
         if deadline <= 0:
             raise DispatchError(f"{self.name}.{method}: a deadline is a positive number of seconds, not {deadline:g}")
+        mode = mode or self._mode(method, spec)
         if mode.awaits_futures:
             until = time.monotonic() + deadline
             args = tuple(self._value(method, value, until, deadline) for value in args)
@@ -259,7 +227,7 @@ class WorkerGroup:
             calls = [calls[0], *[None] * (len(calls) - 1)]
         called = [rank for rank, call in enumerate(calls) if call is not None]
         ranks = [rank for rank in mode.returning(self) if rank in called] or called if mode.returning else called
-        lane: Lane = "urgent" if spec.urgent else "loop" if self._runs_on_loop(method) else "main"
+        lane: Lane = "urgent" if spec.urgent else "loop" if is_async(self._cls, method) else "main"
 
         dealt = calls.shards if isinstance(calls, Dealt) and mode.joins else None  # not `calls`: it holds the arguments
 
@@ -305,12 +273,6 @@ class WorkerGroup:
             if call is not None and not _is_call(call):
                 raise DispatchError(f"{self.name}.{method}: rank {rank} got {_shape(call)} instead of (args, kwargs)")
         return calls
-
-    def _runs_on_loop(self, method: str) -> bool:
-        known = self._async.get(method)
-        if known is None:
-            known = self._async[method] = is_async(self._cls, method)
-        return known
 
     # Starting again
 
@@ -358,12 +320,9 @@ class WorkerGroup:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if self._detached:
-            self._processes.let_go()
-        else:
-            self.shutdown()
+        self.shutdown()
 
-    def __getattr__(self, name: str) -> GroupMethod:
+    def __getattr__(self, name: str) -> Callable[..., Any]:
         """Registered methods are set when the group is made: what is asked for here is none.
 
         Raises:
@@ -383,25 +342,6 @@ class WorkerGroup:
         return f"WorkerGroup({self.name!r}, {self._cls.__name__} x {self.world_size})"
 
 
-class GroupMethod:
-    """A registered method, bound to its group."""
-
-    def __init__(self, group: WorkerGroup, method: str):
-        self._group = group
-        self._method = method
-        worker_method = getattr(group._cls, method)
-        self.__name__ = method
-        self.__doc__ = worker_method.__doc__
-        self._spec = group._specs[method]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        group, method, spec = self._group, self._method, self._spec
-        return group._invoke(method, spec, group._mode(method, spec), args, kwargs, spec.timeout, spec.blocking)
-
-    def __repr__(self) -> str:
-        return f"<{self._group.name}.{self._method} over {self._group.world_size} ranks>"
-
-
 def launch(
     launcher: str, pool: ResourcePool | None, roles: Mapping[str, WorkerSpec], options: LaunchOptions
 ) -> Processes:
@@ -412,8 +352,6 @@ def launch(
         WorkerError: a worker could not be built.
     """
     if launcher == "inline":
-        if options.detached:
-            raise ControllerError(f"{options.name}: an inline group lives in this process and cannot be detached")
         from enginehouse.controller.launchers.inline import InlineProcesses
 
         return InlineProcesses(pool, roles, options)

@@ -48,12 +48,10 @@ class Sitter:
 
     Args:
         name: the group's name.
-        stays: whether its seats are kept when nobody holds it any more, as a detached group's are: it runs on.
     """
 
-    def __init__(self, name: str, stays: bool = False):
+    def __init__(self, name: str):
         self.name = name
-        self.stays = stays
 
 
 class Reservation:
@@ -65,7 +63,6 @@ class Reservation:
         cpus_per_process: CPUs of each process.
         gpus_per_process: GPUs of each bundle, shared by the processes on it.
         max_colocate: how many groups may sit on a bundle.
-        placement_groups: those of a reservation that another program made; it is then never given back by itself.
     """
 
     def __init__(
@@ -75,7 +72,6 @@ class Reservation:
         cpus_per_process: float,
         gpus_per_process: float,
         max_colocate: int,
-        placement_groups: Sequence[Any] = (),
     ):
         self.name = name
         self.processes_per_node = tuple(processes_per_node)
@@ -90,16 +86,14 @@ class Reservation:
         self._placing = threading.Lock()
         self._lock = threading.Lock()
         """Guards what follows; held for moments only."""
-        self._placement_groups = list(placement_groups)
-        self._outlives = bool(placement_groups)
+        self._placement_groups: list[Any] = []
         self._given_back = 0
         # One that nobody looks at any more must not stay reserved; at exit Ray gives everything back anyway.
         self._to_remove: list[Any] = []
         weakref.finalize(self, remove, self._to_remove).atexit = False
 
-    def _empty_seats(self) -> list[weakref.WeakKeyDictionary[Sitter, Sitter | None]]:
-        """Who sits on each bundle, in order of arrival; held weakly, so that a group that is dropped frees its seats.
-        As a value, one that stays is held."""
+    def _empty_seats(self) -> list[weakref.WeakKeyDictionary[Sitter, None]]:
+        """Who sits on each bundle, in order of arrival; held weakly: a group that is dropped frees its seats."""
         return [weakref.WeakKeyDictionary() for _ in self._where]
 
     def __len__(self) -> int:
@@ -111,16 +105,6 @@ class Reservation:
         """Whether anything is reserved yet."""
         return bool(self._placement_groups)
 
-    @property
-    def is_handed_over(self) -> bool:
-        """Whether it belongs to a detached group, which alone gives it back."""
-        return self._outlives and self.is_placed
-
-    @property
-    def placement_groups(self) -> list[Any]:
-        """Ray's handles, one for each entry of `processes_per_node`; empty before `place`."""
-        return list(self._placement_groups)
-
     def sitters(self, index: int) -> list[str]:
         """Names of the groups on a bundle."""
         with _seats_lock:
@@ -131,13 +115,12 @@ class Reservation:
         node, bundle = self._where[index]
         return Slot(self._placement_groups[node], bundle, self._cpus, self._gpus)
 
-    def place(self, deadline: float, timeout: float, detached_as: str | None = None) -> bool:
+    def place(self, deadline: float, timeout: float) -> bool:
         """Reserve the bundles, or wait until those whose node has left are placed again.
 
         Args:
             deadline: `time.monotonic()` when waiting ends.
             timeout: the seconds that is, for the message.
-            detached_as: name of the detached group it is for: the reservation outlives this program.
 
         Returns:
             Whether it was reserved now, not before.
@@ -154,13 +137,13 @@ class Reservation:
             )
         with self._placing, ray_access:
             with self._lock:
-                there, given_back = self.placement_groups, self._given_back
+                there, given_back = list(self._placement_groups), self._given_back
             if there:
                 self._wait(there, deadline, timeout, given_back)
                 return False
             self._remove()  # what Ray did not take back before
             self._refuse_the_impossible()
-            self._ask(deadline, timeout, detached_as, given_back)
+            self._ask(deadline, timeout, given_back)
             return True
 
     def give_back(self) -> None:
@@ -190,26 +173,23 @@ class Reservation:
         if not any(self._seats):
             self.give_back()
 
-    def _ask(self, deadline: float, timeout: float, detached_as: str | None, given_back: int) -> None:
+    def _ask(self, deadline: float, timeout: float, given_back: int) -> None:
         """Reserve one node after the other, the largest first.
 
         Asked for at once, a small one would be placed while the large one waits, and could take the only large node.
         """
         from ray.util import placement_group
 
-        named = {} if detached_as is None else {"name": reservation_name(detached_as), "lifetime": "detached"}
         asked: list[Any] = [None] * len(self.processes_per_node)
         try:
             for node in sorted(range(len(asked)), key=lambda node: -self.processes_per_node[node]):
                 count = self.processes_per_node[node]
-                asked[node] = placement_group([self.bundle] * count, "STRICT_PACK", **named)
+                asked[node] = placement_group([self.bundle] * count, "STRICT_PACK")
                 self._wait(asked, deadline, timeout, given_back)
             with self._lock:
                 self._check_held(given_back)
                 self._placement_groups = asked
-                self._outlives = detached_as is not None
-                if not self._outlives:
-                    self._to_remove += asked
+                self._to_remove += asked
         except BaseException:
             remove([group for group in asked if group is not None])
             raise
@@ -226,7 +206,7 @@ class Reservation:
                 self._check_held(given_back)
                 if state == "REMOVED":
                     raise PlacementError(
-                        f"what pool {self.name!r} had reserved was given back by another program; use a new pool"
+                        f"what pool {self.name!r} had reserved was removed, and not by this pool; use a new one"
                     )
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -276,7 +256,7 @@ def take_seats(bundles: Sequence[tuple[Reservation, int]], sitter: Sitter, pool:
                 f"colocate them in one process, or raise max_colocate to place {sitter.name!r} as well"
             )
         for place, index in free:
-            place._seats[index][sitter] = sitter if sitter.stays else None
+            place._seats[index][sitter] = None
 
 
 def leave_seats(bundles: Sequence[tuple[Reservation, int]], sitter: Sitter) -> None:
@@ -284,11 +264,6 @@ def leave_seats(bundles: Sequence[tuple[Reservation, int]], sitter: Sitter) -> N
     with _seats_lock:
         for place, index in bundles:
             place._seats[index].pop(sitter, None)
-
-
-def reservation_name(group: str) -> str:
-    """What the placement groups of a detached group are called."""
-    return f"enginehouse:{group}"
 
 
 def remove(groups: Sequence[Any]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from enginehouse.controller.errors import ControllerError
 from enginehouse.controller.placement_group import Reservation, Sitter, Slot, leave_seats, take_seats
@@ -74,35 +73,6 @@ class ResourcePool:
         pool._set(nodes, name, self.timeout, self.gpus_per_process, self.cpus_per_process, self.max_colocate, own=None)
         return pool
 
-    @classmethod
-    def of_placement_groups(
-        cls,
-        placement_groups: Sequence[Any],
-        processes_per_node: Sequence[int],
-        *,
-        gpus_per_process: float,
-        cpus_per_process: float,
-        name: str,
-        timeout: float,
-    ) -> ResourcePool:
-        """The pool of a detached group, as another program sees it."""
-        pool = cls.__new__(cls)
-        reservation = Reservation(name, processes_per_node, cpus_per_process, gpus_per_process, 1, placement_groups)
-        pool._set(_nodes_of(reservation), name, timeout, gpus_per_process, cpus_per_process, 1, reservation)
-        return pool
-
-    def as_found_again(self) -> dict[str, Any]:
-        """The arguments of `of_placement_groups` for a pool that is reserved and neither merged nor split."""
-        assert self._own is not None
-        return {
-            "placement_groups": self._own.placement_groups,
-            "processes_per_node": self.processes_per_node,
-            "gpus_per_process": self.gpus_per_process,
-            "cpus_per_process": self.cpus_per_process,
-            "name": self.name,
-            "timeout": self.timeout,
-        }
-
     @property
     def processes_per_node(self) -> tuple[int, ...]:
         """Processes of each entry; those of an entry are on one node."""
@@ -162,55 +132,32 @@ class ResourcePool:
 
     # Taking places
 
-    def occupy(self, group: str, detached: bool = False) -> Occupation:
+    def occupy(self, group: str) -> Occupation:
         """Take a place on the pool for a group, and reserve the pool if that was not done yet.
 
         Args:
             group: its name.
-            detached: whether what is reserved must outlive this program.
 
         Raises:
             PlacementError: `max_colocate` groups are on it already, or the cluster does not give what is asked
                 within the pool's timeout.
-            ControllerError: a detached group on a pool that others may sit on.
+            ControllerError: the pool was shut down.
         """
         if not self._nodes:
             raise ControllerError(f"pool {self.name!r} was shut down; {group!r} needs another")
-        if detached:
-            self._refuse_to_detach(group)
-        occupation = Occupation(self, group, detached)
+        occupation = Occupation(self, group)
         occupation.enter()
         return occupation
-
-    def occupy_what_is_there(self, group: str) -> Occupation:
-        """The places of a detached group that sits on them already."""
-        occupation = Occupation(self, group, detached=True)
-        occupation.sit_down()
-        return occupation
-
-    def _refuse_to_detach(self, group: str) -> None:
-        why = None
-        if self._own is None:
-            why = "is merged or split from others"
-        elif self.max_colocate > 1:
-            why = f"may hold {self.max_colocate} groups"
-        elif self._own.is_placed and not self.groups:
-            why = "was reserved for this program already"
-        if why is not None:
-            raise ControllerError(
-                f"pool {self.name!r} {why}, and a detached group takes its places along when this program ends; give "
-                f"{group!r} a new ResourcePool of its own with max_colocate=1"
-            )
 
     def shutdown(self) -> None:
         """Give everything back to the cluster. Groups still on the pool lose their processes; shut them down first.
         A restart of such a group reserves the pool anew.
 
-        A pool that was merged or split only lets go of the others' places; a detached group keeps what it has.
+        A pool that was merged or split only lets go of the others' places.
         """
         if self._own is None:
             self._nodes = []
-        elif not self._own.is_handed_over:
+        else:
             self._own.give_back()
 
     def __repr__(self) -> str:
@@ -220,10 +167,9 @@ class ResourcePool:
 class Occupation:
     """A group's places on a pool, one a rank, from `ResourcePool.occupy` until `leave`."""
 
-    def __init__(self, pool: ResourcePool, group: str, detached: bool):
+    def __init__(self, pool: ResourcePool, group: str):
         self.pool = pool
-        self.detached = detached
-        self._sitter = Sitter(group, stays=detached)
+        self._sitter = Sitter(group)
         self._bundles = pool._bundles
 
     @property
@@ -251,7 +197,7 @@ class Occupation:
         try:
             # the largest first, as within one: a small one could take the only large node
             for place in sorted(self._reservations(), key=lambda place: -max(place.processes_per_node)):
-                if place.place(deadline, self.pool.timeout, self._sitter.name if self.detached else None):
+                if place.place(deadline, self.pool.timeout):
                     reserved.append(place)
         except BaseException:
             leave_seats(self._bundles, self._sitter)
@@ -272,11 +218,8 @@ class Occupation:
             place.place(deadline, self.pool.timeout)
 
     def leave(self) -> None:
-        """Free the places. What is reserved stays so, but for a detached group, which takes its own along."""
+        """Free the places; what is reserved stays so."""
         leave_seats(self._bundles, self._sitter)
-        if self.detached:
-            for place in self._reservations():
-                place.give_back()
 
     def _reservations(self) -> list[Reservation]:
         return list(dict.fromkeys(place for place, _ in self._bundles))

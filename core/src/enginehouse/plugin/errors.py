@@ -6,9 +6,7 @@ from typing import Literal
 
 from enginehouse.errors import EnginehouseError, UserError
 
-Reason = Literal[
-    "unknown", "not installed", "blocked", "broken", "incompatible", "requirements missing", "ambiguous", "unavailable"
-]
+Reason = Literal["unknown", "not installed", "blocked", "broken", "incompatible", "requirements missing", "ambiguous"]
 
 
 class PluginError(EnginehouseError):

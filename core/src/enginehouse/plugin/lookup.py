@@ -37,11 +37,6 @@ def ambiguous(kind: str, name: str, providers: Sequence[Provided]) -> PluginLook
     )
 
 
-def unavailable(backend: Backend, plugin: Plugin) -> PluginLookupError:
-    """The backend is declared but cannot be used yet."""
-    return PluginLookupError(f"{label(backend.kind)} {backend.name!r} ({plugin}): {backend.unavailable}", "unavailable")
-
-
 def requirements_missing(backend: Backend, plugin: Plugin, missing: Sequence[Missing]) -> PluginLookupError:
     """The plugin is installed, what its engine needs is not."""
     own = f"enginehouse runtime create {backend.name}"

@@ -112,11 +112,8 @@ class PluginManager:
         if len(found) > 1:
             raise lookup.ambiguous(word, name, found)
         record, plugin = found[0]
-        if isinstance(record, Backend):
-            if record.unavailable:
-                raise lookup.unavailable(record, plugin)
-            if not elsewhere and (missing := self.missing(record)):
-                raise lookup.requirements_missing(record, plugin, missing)
+        if isinstance(record, Backend) and not elsewhere and (missing := self.missing(record)):
+            raise lookup.requirements_missing(record, plugin, missing)
         return record
 
     @overload

@@ -99,7 +99,6 @@ class Backend(Record):
         requires: requirement strings that must be installed for the engine to run; checked without importing.
         runtimes: what Python environments of its own are made of, by variant (`"cpu"`, `"cuda"`).
         devices: device types the engine runs on.
-        unavailable: non-empty where the engine cannot be used yet: the sentence a user who asks for it is told.
         layouts: what `enginehouse certify` checks it at; all of them are promised to give the same results.
     """
 
@@ -110,7 +109,6 @@ class Backend(Record):
     requires: tuple[str, ...] = ()
     runtimes: Mapping[str, RequirementSet] = field(default_factory=dict)
     devices: tuple[str, ...] = ("cpu", "cuda")
-    unavailable: str = ""
     layouts: tuple[Layout, ...] = (Layout("single"),)
 
     def __post_init__(self) -> None:

@@ -21,14 +21,15 @@ def runtime_instead(manager: PluginManager, record: Record) -> str | None:
 
 
 def plugin_state(manager: PluginManager, plugin: Plugin) -> State:
-    """What became of a plugin, its backends' requirements included (where the backend can be used at all).
+    """What became of a plugin, its backends' requirements included.
 
     Requirements are met as well by a runtime, a Python environment of the backend's own, that is whole.
     """
     if plugin.status != "ok":
         return plugin.status
-    usable = [record for record in plugin.records if not getattr(record, "unavailable", "")]
-    lacking = [one for one in usable if manager.missing(one) and runtime_instead(manager, one) is None]
+    lacking = [
+        record for record in plugin.records if manager.missing(record) and runtime_instead(manager, record) is None
+    ]
     return "requirements missing" if lacking else "ok"
 
 

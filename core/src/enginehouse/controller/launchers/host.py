@@ -8,6 +8,7 @@ though every thread of `loop` waits; group `control` answers while all are busy.
 from __future__ import annotations
 
 import faulthandler
+import inspect
 import logging
 import os
 import pickle
@@ -24,7 +25,7 @@ from enginehouse.controller.assembly import Assembly
 from enginehouse.controller.launchers import rendezvous, worker_logging
 from enginehouse.controller.launchers.failure import SourceDied, WorkerFailure
 from enginehouse.controller.launchers.handshake import Identity, identity
-from enginehouse.controller.launchers.role_objects import RoleObjects
+from enginehouse.controller.launchers.role_objects import RoleObjects, acting_as
 from enginehouse.controller.launchers.stacks import process_stacks
 from enginehouse.controller.shards import kept_back
 from enginehouse.engines.mesh import Mesh
@@ -96,7 +97,6 @@ class Facts:
         pid: its process id there.
         log_files: its log files there, errors first.
         started: `time.time()` when it began: tells it from a later one with the same id.
-        built: whether the objects of all roles are there.
         identity: what it runs on.
     """
 
@@ -105,7 +105,6 @@ class Facts:
     pid: int
     log_files: tuple[str, ...]
     started: float
-    built: bool
     identity: Identity | None = None
 
 
@@ -118,18 +117,9 @@ class Host:
         world_size: processes in the group.
         variables: environment variables to set, before torch is imported.
         log_level: level of the root logger.
-        record: of a detached group, what a program must know that attaches to it.
     """
 
-    def __init__(
-        self,
-        group: str,
-        rank: int,
-        world_size: int,
-        variables: Mapping[str, str],
-        log_level: int,
-        record: bytes | None = None,
-    ):
+    def __init__(self, group: str, rank: int, world_size: int, variables: Mapping[str, str], log_level: int):
         os.environ.update(variables)
         # Several threads share the interpreter here: lanes, event loop, an engine's own. At Python's 5 ms a hand-over
         # between them can cost a short call more than its work.
@@ -145,8 +135,6 @@ class Host:
         self._running: dict[int, str] = {}
         self._node = "?"
         self._store: Any = None
-        self._record = record
-        self._built = False
 
     def facts(self) -> Facts:
         """Where this process is."""
@@ -155,11 +143,7 @@ class Host:
         self._node = ray.util.get_node_ip_address()
         node_id = ray.get_runtime_context().get_node_id()
         started = psutil.Process().create_time()
-        return Facts(self._node, node_id, os.getpid(), _log_files(), started, self._built, identity())
-
-    def record(self) -> bytes | None:
-        """What a program must know that attaches to this group; from the control lane, like `facts`."""
-        return self._record
+        return Facts(self._node, node_id, os.getpid(), _log_files(), started, identity())
 
     def prepare(self, store_address: str | None, timeout: float) -> int | None:
         """Import torch; on rank 0 (`store_address` given) open the rendezvous and return its port."""
@@ -191,7 +175,6 @@ class Host:
             specs = cloudpickle.loads(pickled_specs)
             for role, spec in specs.items():
                 self._objects.build(role, spec, contexts[role])
-            self._built = True
             return {role: self._objects.mesh(role) for role in specs}
         except BaseException as error:
             raise self._failure(error, role, "__init__") from None
@@ -199,33 +182,29 @@ class Host:
             self._running.pop(threading.get_ident(), None)
 
     def call(self, head: bytes | tuple[Any, ...], *shared: Any) -> Any:
-        """Run a sync method. `head`, pickled or not, is role, method, what to do with the result, args, kwargs."""
-        role, method, keep, args, kwargs = _unpacked(head)
+        """Run a method: a sync one on this thread, an async one on the event loop, for which this thread waits.
+
+        Args:
+            head: role, method, what to do with the result, args and kwargs; pickled or not.
+            shared: values that travel beside the arguments.
+        """
+        role, method, keep, args, kwargs = pickle.loads(head) if isinstance(head, bytes) else head
         thread = threading.get_ident()
         self._running[thread] = f"{method!r}"
         try:
             if args or kwargs:
                 args, kwargs = self._resolved(method, args, kwargs, shared)
                 self._running[thread] = f"{method!r}"
-            return _given_back(self._objects.call(role, method, args, kwargs), keep)
+            with acting_as(role):
+                result = getattr(self._objects[role], method)(*args, **kwargs)
+                if inspect.iscoroutine(result):
+                    del self._running[thread]  # its stack is the coroutine's
+                    result = self._objects.loop.submit(result).result()
+            return _given_back(result, keep)
         except BaseException as error:
             raise self._failure(error, role, method) from None
         finally:
-            del self._running[thread]
-
-    def call_async(self, head: bytes | tuple[Any, ...], *shared: Any) -> Any:
-        """Run an async method on the event loop; this thread waits for it."""
-        role, method, keep, args, kwargs = _unpacked(head)
-        try:
-            if args or kwargs:
-                try:
-                    args, kwargs = self._resolved(method, args, kwargs, shared)
-                finally:
-                    self._running.pop(threading.get_ident(), None)
-            running = self._objects.loop.submit(self._objects.call_async(role, method, args, kwargs))
-            return _given_back(running.result(), keep)
-        except BaseException as error:
-            raise self._failure(error, role, method) from None
+            self._running.pop(thread, None)
 
     def mesh(self, role: str) -> Mesh | None:
         """The mesh of a role's object now."""
@@ -265,10 +244,6 @@ class Host:
         if isinstance(passed_on, WorkerFailure):
             return passed_on  # an argument was the output of a call that had failed on another worker
         return WorkerFailure.of(error, role, self._rank, self._node, os.getpid(), method, self._recent.lines())
-
-
-def _unpacked(head: bytes | tuple[Any, ...]) -> tuple[Any, ...]:
-    return pickle.loads(head) if isinstance(head, bytes) else head
 
 
 def _given_back(result: Any, keep: Keep) -> Any:

@@ -6,6 +6,7 @@ so that a debugger gets to where it happened.
 
 from __future__ import annotations
 
+import inspect
 import os
 import socket
 import threading
@@ -20,7 +21,7 @@ from enginehouse.controller.future import Future, StillRunning
 from enginehouse.controller.launchers import rendezvous
 from enginehouse.controller.launchers.failure import error_here
 from enginehouse.controller.launchers.interface import Lane, LaunchOptions, Place
-from enginehouse.controller.launchers.role_objects import RoleObjects
+from enginehouse.controller.launchers.role_objects import RoleObjects, acting_as
 from enginehouse.controller.pool import ResourcePool
 from enginehouse.controller.shards import Shard, kept_back
 from enginehouse.controller.worker import WorkerSpec
@@ -116,22 +117,28 @@ class InlineProcesses:
         timeout: float,
         keeps_back: bool = False,
     ) -> InlineCall:
-        """Run a sync method here and now; start an async one."""
+        """Run a method here and now; one of another lane than the main one is only started."""
         if self._broken is not None:
             raise GroupClosed(f"{role}.{method} cannot be called any more: {self._broken}", self._broken)
         assert calls[0] is not None
         args = tuple(map(_value, calls[0][0]))
         kwargs = {name: _value(value) for name, value in calls[0][1].items()}
-        ended: futures.Future[Any] = futures.Future()
-        if lane != "main":
-            ended = self._objects.loop.submit(self._objects.call_async(role, method, args, kwargs))
-        else:
+        call: futures.Future[Any] = futures.Future()
+        with acting_as(role):
             try:
-                ended.set_result(self._objects.call(role, method, args, kwargs))
+                result = getattr(self._objects[role], method)(*args, **kwargs)
             except Exception as error:
-                ended.set_exception(error)
-        origin = f"{role}, {method!r}" if keeps_back else None
-        return InlineCall(ended, 0 in keep, origin, partial(self._error, role, method))
+                call.set_exception(error)
+            else:
+                if not inspect.iscoroutine(result):
+                    call.set_result(result)
+                else:
+                    call = self._objects.loop.submit(result)
+                    if lane == "main":
+                        futures.wait([call])
+        return InlineCall(
+            call, 0 in keep, f"{role}, {method!r}" if keeps_back else None, partial(self._error, role, method)
+        )
 
     def meshes(self, role: str, refresh: bool = False) -> list[Mesh | None]:
         """See `Processes.meshes`."""
@@ -168,10 +175,6 @@ class InlineProcesses:
         """End the objects, once; a failed restart has done so."""
         self._objects.close(timeout)
         self._variables.restore()
-
-    def let_go(self) -> None:
-        """See `Processes.let_go`; what is in this process cannot outlive it."""
-        self.shutdown()
 
 
 class _Variables:

@@ -47,8 +47,7 @@ class LaunchOptions:
         seed: `ProcessContext.seed`.
         device: `ProcessContext.device`.
         threads: threads of numeric libraries in each process.
-        detached: whether the processes outlive the program that launched them.
-        timeout: seconds until a call must have ended that says nothing else, for programs that attach.
+        timeout: seconds until a call must have ended that says nothing else.
     """
 
     name: str
@@ -56,7 +55,6 @@ class LaunchOptions:
     seed: int = 0
     device: Device = "cpu"
     threads: int = 1
-    detached: bool = False
     timeout: float = 600.0
 
 
@@ -135,8 +133,4 @@ class Processes(Protocol):
             PlacementError: a place was lost with its node, and the cluster does not give another in time.
             WorkerError: a worker could not be built.
         """
-        ...
-
-    def let_go(self) -> None:
-        """Take no further calls, and leave the processes as they are."""
         ...

@@ -17,7 +17,7 @@ from enginehouse.controller.cluster import end_processes
 from enginehouse.controller.dispatch import Call
 from enginehouse.controller.errors import ClusterLost, ControllerError, GroupClosed, WorkerError
 from enginehouse.controller.future import StillRunning
-from enginehouse.controller.launchers import detached, rendezvous
+from enginehouse.controller.launchers import rendezvous
 from enginehouse.controller.launchers.diagnosis import Diagnosis
 from enginehouse.controller.launchers.encoding import cause_of, encode, not_sent
 from enginehouse.controller.launchers.handshake import check_identity
@@ -161,23 +161,6 @@ class RayProcesses:
     """
 
     def __init__(self, occupation: Occupation, roles: Mapping[str, WorkerSpec], options: LaunchOptions):
-        self._set(occupation, roles, options)
-        deadline = time.monotonic() + options.start_timeout
-        slots = occupation.slots
-        try:
-            with ray_access:
-                host = self._host_class()
-                record = detached.record(occupation.pool, self.roles, options) if options.detached else None
-                for rank, slot in enumerate(slots):
-                    self._actors.append(self._actor(host, rank, slot, len(slots), record))
-                self._open_lanes()
-                facts = self._settle_in(deadline)
-                self._build(facts, deadline)
-        except BaseException:
-            self._kill(patience=2.0)
-            raise
-
-    def _set(self, occupation: Occupation, roles: Mapping[str, WorkerSpec], options: LaunchOptions) -> None:
         self.roles = dict(roles)
         self.options = options
         self.places: list[Place] = []
@@ -185,17 +168,29 @@ class RayProcesses:
         self._lock = threading.RLock()
         self._broken: str | None = None
         self._ended: str | None = None
-        self._let_go = False
         self._stragglers: tuple[RayCall, tuple[int, ...]] | None = None
         self._stuck: set[int] = set()
         self._in_a_hurry = False
         self._local: dict[int, psutil.Process] = {}
-        self._facts: dict[int, Facts] = {}
+        self._facts: Sequence[Facts] = ()
         self._actors: list[Any] = []
         self._meshes: dict[str, list[Mesh | None]] = {}
         self._lanes: dict[Lane, list[Any]] = {}
         self._splitting_lanes: dict[Lane, list[Any]] = {}
         self._direct: dict[tuple[str, str], list[Any]] = {}
+        deadline = time.monotonic() + options.start_timeout
+        slots = occupation.slots
+        try:
+            with ray_access:
+                host = self._host_class()
+                for rank, slot in enumerate(slots):
+                    self._actors.append(self._actor(host, rank, slot, len(slots)))
+                self._open_lanes()
+                facts = self._settle_in(deadline)
+                self._build(facts, deadline)
+        except BaseException:
+            self._kill(patience=2.0)
+            raise
 
     @classmethod
     def launch(cls, pool: ResourcePool, roles: Mapping[str, WorkerSpec], options: LaunchOptions) -> RayProcesses:
@@ -203,42 +198,18 @@ class RayProcesses:
 
         Raises:
             PlacementError: the pool cannot be had.
-            ControllerError: a detached group where none can be, or of a name that is taken.
             WorkerError: a worker could not be built. No process is left.
         """
-        if options.detached:
-            detached.make_room(options.name)
-        occupation = pool.occupy(options.name, options.detached)
+        occupation = pool.occupy(options.name)
         try:
             return cls(occupation, roles, options)
         except BaseException:
             occupation.leave()
             raise
 
-    @classmethod
-    def attach(cls, name: str, timeout: float) -> RayProcesses:
-        """The processes of a detached group that runs already; broken where some of them are gone.
-
-        Raises:
-            ControllerError: there is no such group, or it does not answer.
-        """
-        found = detached.find(name, timeout)
-        processes = cls.__new__(cls)
-        processes._set(found.occupation, found.record.roles, found.record.options)
-        processes._actors = found.actors
-        processes._know(found.facts, len(found.actors))
-        if found.missing:
-            processes._stuck = set(found.missing)
-            processes._broken = found.wrong
-        else:
-            processes._open_lanes()
-        return processes
-
     @property
     def broken(self) -> str | None:
         """Why no further call is possible."""
-        if self._let_go and self._ended is None:
-            return f"this program let go of {self.options.name}; it runs on, and WorkerGroup.attach finds it"
         return self._ended or self._broken
 
     # Starting
@@ -251,42 +222,33 @@ class RayProcesses:
             max_task_retries=0,
             concurrency_groups={"loop": ASYNC_CALLS, "urgent": URGENT_CALLS, "control": 1},
             **self._runtime_env(),
-        )(_with_direct_methods(_with_lanes(Host), self.roles))
+        )(_with_direct_methods(_with_control_lane(Host), self.roles))
 
     def _open_lanes(self) -> None:
         """Make what calls are sent through, once: Ray's options cost as much as a call."""
-        urgent = {"concurrency_group": "urgent"}
-        self._lanes = {
-            "main": [actor.call for actor in self._actors],
-            "loop": [actor.call_async for actor in self._actors],
-            "urgent": [actor.call_async.options(**urgent) for actor in self._actors],
+        groups: dict[Lane, dict[str, str]] = {
+            "main": {},
+            "loop": {"concurrency_group": "loop"},
+            "urgent": {"concurrency_group": "urgent"},
         }
-        self._splitting_lanes = {
-            "main": [actor.call.options(num_returns=2) for actor in self._actors],
-            "loop": [actor.call_async.options(num_returns=2) for actor in self._actors],
-            "urgent": [actor.call_async.options(num_returns=2, **urgent) for actor in self._actors],
-        }
+        for lane, group in groups.items():
+            self._lanes[lane] = [actor.call.options(**group) if group else actor.call for actor in self._actors]
+            self._splitting_lanes[lane] = [actor.call.options(num_returns=2, **group) for actor in self._actors]
         self._direct = {
             (role, method): [getattr(actor, _direct_name(role, method)) for actor in self._actors]
             for role, spec in self.roles.items()
             for method in registered_methods(spec.cls)
         }
 
-    def _actor(self, host: Any, rank: int, slot: Slot, world_size: int, record: bytes | None) -> Any:
+    def _actor(self, host: Any, rank: int, slot: Slot, world_size: int) -> Any:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         from enginehouse.plugin import plugins
 
         variables = {"OMP_NUM_THREADS": str(self.options.threads), **plugins().environment()}
         placed = PlacementGroupSchedulingStrategy(slot.placement_group, placement_group_bundle_index=slot.bundle)
-        named = detached.actor_options(self.options.name, rank) if self.options.detached else {}
-        placed_host = host.options(num_cpus=slot.cpus, num_gpus=slot.gpus, scheduling_strategy=placed, **named)
-        try:
-            return placed_host.remote(self.options.name, rank, world_size, variables, log_level_for_workers(), record)
-        except ValueError as error:
-            if not named or self.options.name not in detached.existing():
-                raise
-            raise detached.name_taken(self.options.name) from error  # by a program that launches it at the same time
+        placed_host = host.options(num_cpus=slot.cpus, num_gpus=slot.gpus, scheduling_strategy=placed)
+        return placed_host.remote(self.options.name, rank, world_size, variables, log_level_for_workers())
 
     def _runtime_env(self) -> dict[str, Any]:
         """Only what must hold before the interpreter starts goes through Ray: it costs the process its warm start."""
@@ -316,26 +278,24 @@ class RayProcesses:
         facts: list[Facts] = self._start_call(
             "start", {r: a.facts.remote() for r, a in enumerate(self._actors)}, deadline
         )
-        self._know(dict(enumerate(facts)), len(facts))
+        self._know(facts)
         for rank, fact in enumerate(facts):
             check_identity(self.options.name, rank, getattr(fact, "identity", None))
         return facts
 
-    def _know(self, facts: Mapping[int, Facts], world_size: int) -> None:
-        """Note where the ranks are that said so."""
+    def _know(self, facts: Sequence[Facts]) -> None:
+        """Note where the ranks are."""
         import ray
 
-        self._facts = dict(facts)
-        nodes = {rank: fact.node_id for rank, fact in facts.items()}
-        self.places = [Place(rank, 0, 1, "unknown", 0) for rank in range(world_size)]
-        for rank, fact in facts.items():
-            neighbours = [other for other, node_id in nodes.items() if node_id == fact.node_id]
+        self._facts = facts
+        for rank, fact in enumerate(facts):
+            neighbours = [other for other, its in enumerate(facts) if its.node_id == fact.node_id]
             self.places[rank] = Place(
                 rank=rank, local_rank=neighbours.index(rank), local_world_size=len(neighbours), node=fact.node,
                 pid=fact.pid, log_files=fact.log_files,
             )  # fmt: skip
         here = ray.get_runtime_context().get_node_id()
-        for rank, fact in facts.items():
+        for rank, fact in enumerate(facts):
             if fact.node_id == here:
                 with suppress(psutil.Error):
                     self._local[rank] = psutil.Process(fact.pid)
@@ -385,49 +345,37 @@ class RayProcesses:
         """See `Processes.submit`. One lock holds the order of calls the same on every rank."""
         self._refuse_if_broken(role, method)
         with ray_access:
-            return self._submit(role, method, calls, keep, lane, timeout, keeps_back)
-
-    def _submit(
-        self,
-        role: str,
-        method: str,
-        calls: Sequence[Call | None],
-        keep: frozenset[int],
-        lane: Lane,
-        timeout: float,
-        keeps_back: bool,
-    ) -> RayCall:
-        direct = None if keeps_back or lane == "urgent" else self._direct.get((role, method))
-        if not all(call is None or (call == NO_ARGUMENTS and rank in keep) for rank, call in enumerate(calls)):
-            direct = None
-        encoded: list[tuple[Any, ...] | None]
-        if direct is not None:
-            encoded = [None if call is None else () for call in calls]
-        else:
-            encoded = encode(role, method, calls, dict.fromkeys(keep, "split" if keeps_back else "whole"))
-        with self._lock:
-            self._refuse_if_broken(role, method)
-            if self._stragglers:
-                self._wait_for_stragglers(role, method)
-            lanes, splitting = direct or self._lanes[lane], self._splitting_lanes[lane]
-            refs: dict[int, Any] = {}
-            rows: dict[int, Any] = {}
-            rank = 0
-            try:
-                for rank, parts in enumerate(encoded):
-                    if parts is None:
-                        continue
-                    if keeps_back and rank in keep:
-                        refs[rank], rows[rank] = splitting[rank].remote(*parts)
-                    else:
-                        refs[rank] = lanes[rank].remote(*parts)
-            except BaseException as error:
-                if refs:  # the next call waits for the ranks that have it already
-                    self._stragglers = RayCall(self, role, method, refs, timeout), tuple(refs)
-                if isinstance(error, Exception):
-                    raise not_sent(role, method, rank, error) from cause_of(error)
-                raise
-        return RayCall(self, role, method, refs, timeout, rows=rows)
+            direct = None if keeps_back or lane == "urgent" else self._direct.get((role, method))
+            if not all(call is None or (call == NO_ARGUMENTS and rank in keep) for rank, call in enumerate(calls)):
+                direct = None
+            encoded: list[tuple[Any, ...] | None]
+            if direct is not None:
+                encoded = [None if call is None else () for call in calls]
+            else:
+                encoded = encode(role, method, calls, dict.fromkeys(keep, "split" if keeps_back else "whole"))
+            with self._lock:
+                self._refuse_if_broken(role, method)
+                if self._stragglers:
+                    self._wait_for_stragglers(role, method)
+                lanes, splitting = direct or self._lanes[lane], self._splitting_lanes[lane]
+                refs: dict[int, Any] = {}
+                rows: dict[int, Any] = {}
+                rank = 0
+                try:
+                    for rank, parts in enumerate(encoded):
+                        if parts is None:
+                            continue
+                        if keeps_back and rank in keep:
+                            refs[rank], rows[rank] = splitting[rank].remote(*parts)
+                        else:
+                            refs[rank] = lanes[rank].remote(*parts)
+                except BaseException as error:
+                    if refs:  # the next call waits for the ranks that have it already
+                        self._stragglers = RayCall(self, role, method, refs, timeout), tuple(refs)
+                    if isinstance(error, Exception):
+                        raise not_sent(role, method, rank, error) from cause_of(error)
+                    raise
+            return RayCall(self, role, method, refs, timeout, rows=rows)
 
     def meshes(self, role: str, refresh: bool = False) -> list[Mesh | None]:
         """See `Processes.meshes`."""
@@ -475,7 +423,7 @@ class RayProcesses:
 
     def _refuse_if_broken(self, role: str, method: str) -> None:
         if (why := self.broken) is not None:
-            cure = "" if self._ended or self._let_go else "; the group's restart() brings it back"
+            cure = "" if self._ended else "; the group's restart() brings it back"
             raise GroupClosed(f"{role}.{method} cannot be called any more: {why}{cure}", why)
 
     def _wait_for_stragglers(self, role: str, method: str) -> None:
@@ -498,17 +446,11 @@ class RayProcesses:
     def restarted(self) -> RayProcesses:
         """See `Processes.restarted`: the same places, on other nodes where the nodes they were on have left."""
         with self._lock:
-            if (why := self._ended or (self.broken if self._let_go else None)) is not None:
+            if (why := self._ended) is not None:
                 raise GroupClosed(f"{self.options.name} cannot be restarted: {why}", why)
-            if self._was_replaced():
-                why = "another program restarted it or launched it anew; attach again"
-                self._broken = f"{self.options.name} has other processes by now: {why}"
-                raise GroupClosed(f"{self.options.name} cannot be restarted here: {why}", why)
             self._ended = f"{self.options.name} is being restarted"
         try:
             self._end(timeout=10.0)
-            if self.options.detached:
-                detached.wait_until_gone(self.options.name, self.options.start_timeout)
             self._occupation.renew()
             fresh = RayProcesses(self._occupation, self.roles, self.options)
         except BaseException as error:
@@ -523,21 +465,9 @@ class RayProcesses:
         with self._lock:
             if self._ended is not None:
                 return
-            if self._was_replaced():
-                log.warning("another program restarted %s, and it runs on: attach again to end it", self.options.name)
-                self.let_go()
-                return
             self._end(timeout)
             self._ended = f"{self.options.name} was shut down"
             self._occupation.leave()
-
-    def let_go(self) -> None:
-        """See `Processes.let_go`."""
-        self._let_go = True
-
-    def _was_replaced(self) -> bool:
-        """Whether the places and the name are those of processes that another program started."""
-        return self.options.detached and detached.was_replaced(self.options.name, self._actors)
 
     def _end(self, timeout: float) -> None:
         """End the processes, in order where they still can."""
@@ -552,7 +482,7 @@ class RayProcesses:
     def _close_workers(self, timeout: float) -> None:
         import ray
 
-        refs = [actor.close.remote(timeout) for rank, actor in self._living() if rank not in self._stuck]
+        refs = [actor.close.remote(timeout) for rank, actor in enumerate(self._actors) if rank not in self._stuck]
         if refs:
             ray.wait(refs, num_returns=len(refs), timeout=timeout)
 
@@ -568,30 +498,26 @@ class RayProcesses:
             end_processes(family, patience)
             self._stuck = set(range(len(self._actors)))
             return
-        elsewhere = [fact for rank, fact in self._facts.items() if rank not in self._local]
+        elsewhere = [fact for rank, fact in enumerate(self._facts) if rank not in self._local]
         ending: list[Ending] = []
 
         def begin() -> None:
             if elsewhere:
                 ending.append(Ending([(fact.node_id, fact.pid, fact.started) for fact in elsewhere], patience))
-            for rank, actor in self._living():
+            for rank, actor in enumerate(self._actors):
                 if rank in self._local:
                     ray.kill(actor, no_restart=True)
 
         def finish() -> None:
             for one in ending:
                 one.wait()
-            for _, actor in self._living():
+            for actor in self._actors:
                 ray.kill(actor, no_restart=True)
 
         _have_ended("kill workers", begin, ENDING_SECONDS)
         end_processes(family, 0.0 if ray_access.stuck else patience)
         _have_ended("kill workers", finish, ENDING_SECONDS + (REACH_SECONDS + patience if ending else 0.0))
         self._stuck = set(range(len(self._actors)))
-
-    def _living(self) -> list[tuple[int, Any]]:
-        """Ranks and their actors, without those that were gone when this program attached."""
-        return [(rank, actor) for rank, actor in enumerate(self._actors) if actor is not None]
 
 
 def _have_ended(what: str, call: Callable[[], object], seconds: float) -> None:
@@ -609,7 +535,13 @@ def _running(refs: list[Any]) -> bool:
     return bool(ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[1])
 
 
-_LANE_OF = {"call_async": "loop", **dict.fromkeys(("facts", "record", "ping", "stacks"), "control")}
+def _with_control_lane(cls: type) -> type:
+    """The host class with what the control lane answers marked for it; `Host` itself knows nothing of Ray."""
+    import ray
+
+    for name in ("facts", "ping", "stacks"):
+        ray.method(concurrency_group="control")(getattr(cls, name))
+    return cls
 
 
 def _with_direct_methods(cls: type, roles: Mapping[str, WorkerSpec]) -> type:
@@ -623,7 +555,7 @@ def _with_direct_methods(cls: type, roles: Mapping[str, WorkerSpec]) -> type:
         head: tuple[Any, ...] = (role, method, "whole", (), {})
 
         def call(self: Any) -> Any:
-            return self.call_async(head) if on_loop else self.call(head)
+            return self.call(head)
 
         return ray.method(concurrency_group="loop")(call) if on_loop else call
 
@@ -637,12 +569,3 @@ def _with_direct_methods(cls: type, roles: Mapping[str, WorkerSpec]) -> type:
 
 def _direct_name(role: str, method: str) -> str:
     return f"{role}.{method}"
-
-
-def _with_lanes(cls: type) -> type:
-    """The host class with its methods marked for Ray's concurrency groups; `Host` itself knows nothing of Ray."""
-    import ray
-
-    for name, lane in _LANE_OF.items():
-        ray.method(concurrency_group=lane)(getattr(cls, name))
-    return cls

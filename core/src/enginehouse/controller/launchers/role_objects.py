@@ -1,4 +1,4 @@
-"""The objects that live in one process, one for each role, and how their methods are run."""
+"""The objects that live in one process, one for each role: built, and shut down in order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import inspect
 import logging
-from collections.abc import Coroutine
+from collections.abc import Iterator
 from typing import Any
 
 from enginehouse.controller.launchers.event_loop import EventLoop
@@ -20,8 +20,18 @@ current_role: contextvars.ContextVar[str] = contextvars.ContextVar("enginehouse_
 """The role whose method is running; log lines carry it."""
 
 
+@contextlib.contextmanager
+def acting_as(role: str) -> Iterator[None]:
+    """Make a role the current one, also of coroutines that are handed to the event loop inside."""
+    token = current_role.set(role)
+    try:
+        yield
+    finally:
+        current_role.reset(token)
+
+
 class RoleObjects:
-    """The objects of one process.
+    """The objects of one process, by role.
 
     Attributes:
         loop: where async methods run.
@@ -31,31 +41,17 @@ class RoleObjects:
         self.loop = EventLoop()
         self._objects: dict[str, Any] = {}
 
+    def __getitem__(self, role: str) -> Any:
+        return self._objects[role]
+
     def build(self, role: str, spec: WorkerSpec, context: ProcessContext) -> None:
         """Build the object of a role: its `context` is set before its `__init__` runs."""
-        token = current_role.set(role)
-        try:
+        with acting_as(role):
             worker = spec.cls.__new__(spec.cls, *spec.args, **spec.kwargs)
             with contextlib.suppress(AttributeError):  # a class with slots that does not want one
                 worker.context = context
             worker.__init__(*spec.args, **spec.kwargs)
-        finally:
-            current_role.reset(token)
         self._objects[role] = worker
-
-    def call(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a method on this thread; one that turns out to return a coroutine ends on the event loop."""
-        token = current_role.set(role)
-        try:
-            result = getattr(self._objects[role], method)(*args, **kwargs)
-            return self.loop.submit(self._under(role, result)).result() if inspect.iscoroutine(result) else result
-        finally:
-            current_role.reset(token)
-
-    async def call_async(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an async method on the event loop."""
-        current_role.set(role)
-        return await getattr(self._objects[role], method)(*args, **kwargs)
 
     def mesh(self, role: str) -> Mesh | None:
         """The mesh a role's object has, if it is one."""
@@ -68,14 +64,11 @@ class RoleObjects:
             if not callable(getattr(worker, "shutdown", None)):
                 continue
             try:
-                result = worker.shutdown()
-                if inspect.iscoroutine(result):
-                    self.loop.submit(self._under(role, result)).result(timeout)
+                with acting_as(role):
+                    result = worker.shutdown()
+                    if inspect.iscoroutine(result):
+                        self.loop.submit(result).result(timeout)
             except Exception:
                 log.warning("%s: shutdown failed", role, exc_info=True)
         self._objects.clear()
         self.loop.stop()
-
-    async def _under(self, role: str, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        current_role.set(role)
-        return await coroutine
