@@ -12,6 +12,7 @@ import pytest
 from projects import Project
 
 from enginehouse.config.load import load_config
+from enginehouse.engines.train import LossSpec
 from enginehouse.errors import EnginehouseError, SaveError
 from enginehouse.plugin import capabilities
 from enginehouse.rl.checkpointing import Checkpointing
@@ -51,6 +52,7 @@ class OneActor(Loop):
 
     trouble: BaseException | None = None
     background = False
+    batch: Any = None
 
     @contextmanager
     def workers(self):
@@ -63,7 +65,7 @@ class OneActor(Loop):
     def run_step(self, step: int) -> Mapping[str, float]:
         if step == 3:
             self.actor.bad_update, self.actor.bad_update_error = self.bad_update
-        metrics = self.update(step, {"tokens": 1.0}, None)  # type: ignore[arg-type]
+        metrics = self.update(step, self.batch, LossSpec("supervised"), {"tokens": 1.0})
         if step == 3:
             self.actor.fails_at = self.fails_at
             if self.trouble is not None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from enginehouse.config.resume import Checkpoint
     from enginehouse.config.schema import Config, SFTConfig
     from enginehouse.data import Batch
+    from enginehouse.engines.train import LossSpec
     from enginehouse.runs import Progress, RunDirectory
 
 log = logging.getLogger(__name__)
@@ -125,23 +126,36 @@ class Loop(ABC):
             self.run_directory.clear_partial()
             plugins().observe("run_finished", run=self, outcome=outcome)
 
-    def update(self, step: int, known: Mapping[str, float], batch: Batch, *how: Any) -> dict[str, float]:
+    def update(
+        self,
+        step: int,
+        batch: Batch,
+        loss: LossSpec,
+        metrics: Mapping[str, float],
+        *,
+        minibatches: int = 1,
+        epochs: int = 1,
+        first_loss: LossSpec | None = None,
+    ) -> dict[str, float]:
         """Train the actor on a step's batch, and return the step's metrics as far as they are there then.
 
         A step has to train by this, once: it is how a checkpoint knows where the loop stands.
 
         Args:
             step: the step. Once this is called, the actor's state is, or soon will be, that of this step.
-            known: metrics of the step that are known before.
-            batch: what to train on.
-            how: further arguments of `TrainWorker.update`.
+            batch: what to train on; it, and what is not said here, as of `TrainWorker.update`.
+            loss: what to minimise.
+            metrics: of the step, as far as they are known before.
+            minibatches: optimizer steps a pass.
+            epochs: passes over the batch.
+            first_loss: instead of `loss` in the first optimizer step.
         """
         standing = Standing(step, self.state())
         self.trained_step = step
         with interrupt_put_off():  # an update is begun and known to be, or not begun; inline: ended
-            future = self.actor.call("update", batch, *how, blocking=False)
-            self._standing, self._update = standing, (future, known)
-        return {**known, **plain(future.result())}
+            future = self.actor.call("update", batch, loss, minibatches, epochs, first_loss, blocking=False)
+            self._standing, self._update = standing, (future, metrics)
+        return {**metrics, **plain(future.result())}
 
     def save(self, step: int, timeout: float | None = None) -> None:
         """Export the actor's model as a Hugging Face directory; whole or not at all."""
@@ -246,18 +260,16 @@ class Loop(ABC):
         def left() -> float | None:
             return None if until is None else max(until - time.monotonic(), 0.1)
 
-        future, known = self._update
+        future, metrics = self._update
         try:
-            updated = plain(future.result(left()))
+            metrics = {**metrics, **plain(future.result(left()))}
         except Exception as error:
             self._say_unsaved("state", step, error, ended_by)
             self._save_under_way(None if until is None else left(), ended_by)
             return
 
         def log_metrics() -> None:
-            metrics = {**known, **updated}
-            metrics.pop("tokens", None)
-            self._log(step, metrics)
+            self._log(step, {name: value for name, value in metrics.items() if name != "tokens"})
 
         parts: dict[str, Callable[[], object]] = {}
         if self.run_directory.last_step != step:

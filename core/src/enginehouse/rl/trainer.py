@@ -127,24 +127,30 @@ class Trainer(Loop):
             batch = self.advantage(batch, **algorithm.advantage.arguments)
         self.write_samples(step, samples)
         with phase("update"):
-            known = {
+            metrics = {
                 **sample_metrics(samples),
                 **measured,
                 **plain(divergence),
                 **self.roles.rollout_metrics(),
                 "tokens": float(samples["input_ids"].tokens),
             }
-            loss, first = self.loss(), None
+            loss, first_loss = self.loss(), None
             if algorithm.old_logprobs == "actor":
-                known |= plain(mismatch(samples, batch["old_logprobs"], self.version))
+                metrics |= plain(mismatch(samples, batch["old_logprobs"], self.version))
             else:
-                first = measuring(loss, self.version)
-            sent = self.training_batch(batch, step)
-            metrics = self.update(step, known, sent, loss, algorithm.minibatches, algorithm.epochs, first)
+                first_loss = measuring(loss, self.version)
+            metrics = self.update(
+                step,
+                self.training_batch(batch, step),
+                loss,
+                metrics,
+                minibatches=algorithm.minibatches,
+                epochs=algorithm.epochs,
+                first_loss=first_loss,
+            )
             self.warnings.look(step, metrics)
         with phase("sync"):
-            synced = self.sync_weights()
-        return {**metrics, **synced}
+            return metrics | self.sync_weights()
 
     # The stages
 
