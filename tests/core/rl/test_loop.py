@@ -15,7 +15,7 @@ from enginehouse.config.load import load_config
 from enginehouse.engines.train import LossSpec
 from enginehouse.errors import EnginehouseError, SaveError
 from enginehouse.plugin import capabilities
-from enginehouse.rl.checkpointing import Checkpointing
+from enginehouse.rl.checkpoint_writer import CheckpointWriter
 from enginehouse.rl.loop import LOST_SECONDS, Loop
 from enginehouse.runs import Progress, RunDirectory
 
@@ -126,7 +126,7 @@ def test_an_error_that_says_the_state_is_at_fault_saves_nothing(loop: OneActor):
 def test_an_update_that_fails_keeps_the_checkpoint_under_way(
     loop: OneActor, error: EnginehouseError, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(Checkpointing, "look", lambda checkpointing: None)  # it has not ended by then
+    monkeypatch.setattr(CheckpointWriter, "publish_if_written", lambda writer: None)  # it has not ended by then
     loop.background, loop.checkpoint_every, loop.bad_update = True, 2, (3, error)
     with pytest.raises(type(error), match=str(error)):
         loop.run()

@@ -26,7 +26,7 @@ def test_the_seed_of_a_run_reaches_new_weights(project: Project, monkeypatch: py
     monkeypatch.setattr(placement, "colocate", stop)
     path = project.save()
     overrides = (f"train.seed={seed}", "cluster.launcher=inline", "algorithm.kl.coefficient=0.1")
-    planned = plan(load_config(path, overrides), load_plugins(enabled=()), path)
+    planned = plan(load_config(path, overrides), load_plugins(enabled=("torch",)), path)
     with pytest.raises(Stopped), placement.place(planned, ()):
         pass
     assert given.keys() == {"actor", "reference", "rollout"}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from enginehouse.runs.atomic import move_into_place, write_whole
+from enginehouse.atomic import move_into_place, write_whole
 from enginehouse.runs.jsonlines import JsonLines, read_whole_lines, write_json_lines
 
 FULL = """

@@ -15,6 +15,7 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from enginehouse.checkpoints import Checkpoint
 from enginehouse.config.arithmetic import (
     check_batches,
     check_cluster,
@@ -43,7 +44,7 @@ from enginehouse.config.findings import Findings
 from enginehouse.config.functions import check_call, check_values, extend_path, find_function
 from enginehouse.config.outline import Facts, outline_rl, outline_sft
 from enginehouse.config.paths import check_run_directory, has_chat_template, read_model
-from enginehouse.config.resume import Checkpoint, check_resume
+from enginehouse.config.resume import check_resume
 from enginehouse.config.rows import check_reward_columns, look_at_demonstrations, look_at_prompts, named
 from enginehouse.config.schema import Config, SFTConfig
 from enginehouse.config.secrets import check_secrets

@@ -18,13 +18,13 @@ from enginehouse.controller.ray_access import ray_access
 from enginehouse.data.digests import data_digests
 from enginehouse.errors import SaveError, first_line
 from enginehouse.plugin import capabilities, plugins
-from enginehouse.rl.checkpointing import Checkpointing, Standing, writing
+from enginehouse.rl.checkpoint_writer import CheckpointWriter, LoopState, writing
 from enginehouse.rl.samples import plain
 from enginehouse.rl.stalls import Stalls
 
 if TYPE_CHECKING:
+    from enginehouse.checkpoints import Checkpoint
     from enginehouse.config.plan import Plan, SFTPlan
-    from enginehouse.config.resume import Checkpoint
     from enginehouse.config.schema import Config, SFTConfig
     from enginehouse.data import Batch
     from enginehouse.engines.train import LossSpec
@@ -54,7 +54,7 @@ class Loop(ABC):
     """
 
     actor: WorkerGroup
-    checkpointing: Checkpointing
+    checkpoint_writer: CheckpointWriter
     config: Config | SFTConfig
 
     def __init__(self, plan: Plan | SFTPlan, run: RunDirectory, progress: Progress):
@@ -69,7 +69,7 @@ class Loop(ABC):
         self.resumed = plan.resumed
         self.stalls = Stalls()
         self.trained_step = plan.resumed.step if plan.resumed else 0
-        self._standing: Standing | None = None
+        self._loop_state: LoopState | None = None
         self._update: tuple[Future, Mapping[str, float]] | None = None
 
     @abstractmethod
@@ -150,11 +150,11 @@ class Loop(ABC):
             epochs: passes over the batch.
             first_loss: instead of `loss` in the first optimizer step.
         """
-        standing = Standing(step, self.state())
+        state = LoopState(step, self.state())
         self.trained_step = step
         with interrupt_put_off():  # an update is begun and known to be, or not begun; inline: ended
             future = self.actor.call("update", batch, loss, minibatches, epochs, first_loss, blocking=False)
-            self._standing, self._update = standing, (future, metrics)
+            self._loop_state, self._update = state, (future, metrics)
         return {**metrics, **plain(future.result())}
 
     def save(self, step: int, timeout: float | None = None) -> None:
@@ -168,7 +168,7 @@ class Loop(ABC):
     def _run_steps(self) -> None:
         self.run_directory.describe(self.describe())
         background = capabilities.BACKGROUND_SAVE in self._backend_capabilities()
-        self.checkpointing = Checkpointing(
+        self.checkpoint_writer = CheckpointWriter(
             self.actor,
             self.run_directory,
             self.config,
@@ -193,7 +193,7 @@ class Loop(ABC):
             self._save_where_due(step)
         if self.run_directory.saved_step != self.steps:
             self.save(self.steps)
-        self.checkpointing.finish()
+        self.checkpoint_writer.finish()
 
     def _load(self, checkpoint: Checkpoint) -> None:
         try:
@@ -215,14 +215,14 @@ class Loop(ABC):
     def _save_where_due(self, step: int) -> None:
         if self.save_every and step % self.save_every == 0:
             self.save(step)
-        every, standing = self.checkpoint_every, self._standing
+        every, state = self.checkpoint_every, self._loop_state
         if every and (step == self.steps or step % every == 0):
-            if standing is None or standing.step != step:
+            if state is None or state.step != step:
                 log.warning("no checkpoint of step %d: it did not train the actor by `Loop.update`", step)
                 return
             with self.clock.phase("checkpoint"):
-                self.checkpointing.begin(standing)
-        self.checkpointing.look()
+                self.checkpoint_writer.begin(state)
+        self.checkpoint_writer.publish_if_written()
 
     def _save_before_leaving(self, error: BaseException) -> None:
         """Save what there is, in the time there is: whoever interrupts a run waits, and so does Ray once it is lost."""
@@ -239,10 +239,10 @@ class Loop(ABC):
 
     def _save_under_way(self, seconds: float | None, ended_by: BaseException) -> None:
         """Have the checkpoint under way, if there is one: it is of an earlier update than the one that is at fault."""
-        if self._standing is None:
+        if self._loop_state is None:
             return
         try:
-            self.checkpointing.finish(seconds)
+            self.checkpoint_writer.finish(seconds)
         except Exception as error:
             log.warning("%s", first_line(error))
 
@@ -253,9 +253,9 @@ class Loop(ABC):
             seconds: in so many, at most; None: each call has its own limit.
             ended_by: why the run ends.
         """
-        if (standing := self._standing) is None or self._update is None:
+        if (state := self._loop_state) is None or self._update is None:
             return
-        until, step = None if seconds is None else time.monotonic() + seconds, standing.step
+        until, step = None if seconds is None else time.monotonic() + seconds, state.step
 
         def left() -> float | None:
             return None if until is None else max(until - time.monotonic(), 0.1)
@@ -274,7 +274,7 @@ class Loop(ABC):
         parts: dict[str, Callable[[], object]] = {}
         if self.run_directory.last_step != step:
             parts["metrics"] = log_metrics
-        parts["checkpoint"] = lambda: self.checkpointing.write_last(standing, left())
+        parts["checkpoint"] = lambda: self.checkpoint_writer.write_last(state, left())
         if self.run_directory.saved_step != step:
             parts["model"] = lambda: self.save(step, timeout=left())
         for what, save in parts.items():

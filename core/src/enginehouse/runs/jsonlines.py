@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from enginehouse.runs.atomic import write_whole
+from enginehouse.atomic import write_whole
 
 log = logging.getLogger(__name__)
 

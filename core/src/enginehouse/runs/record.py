@@ -16,8 +16,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from enginehouse.atomic import write_whole
 from enginehouse.config.earlier_run import read_record
-from enginehouse.runs.atomic import write_whole
 
 log = logging.getLogger(__name__)
 

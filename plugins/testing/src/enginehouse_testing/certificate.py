@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from enginehouse.runs.atomic import write_whole
+from enginehouse.atomic import write_whole
 from enginehouse_testing.origin import Origin
 
 Outcome = Literal["passed", "failed", "not declared", "not run"]

@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from enginehouse.atomic import write_whole
 from enginehouse.errors import DataError
-from enginehouse.runs.atomic import write_whole
 from enginehouse_testing.certificate import machine
 from enginehouse_testing.matrix.combination import KINDS, Combination
 from enginehouse_testing.matrix.page import render
