@@ -16,10 +16,10 @@ from enginehouse.controller.future import Future
 from enginehouse.controller.interruption import interrupt_put_off
 from enginehouse.controller.ray_access import ray_access
 from enginehouse.data.digests import data_digests
+from enginehouse.engines.train import metric_values
 from enginehouse.errors import SaveError, first_line
 from enginehouse.plugin import capabilities, plugins
 from enginehouse.rl.checkpoint_writer import CheckpointWriter, LoopState, writing
-from enginehouse.rl.samples import plain
 from enginehouse.rl.stalls import Stalls
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class Loop(ABC):
         with interrupt_put_off():  # an update is begun and known to be, or not begun; inline: ended
             future = self.actor.call("update", batch, loss, minibatches, epochs, first_loss, blocking=False)
             self._loop_state, self._update = state, (future, metrics)
-        return {**metrics, **plain(future.result())}
+        return {**metrics, **metric_values(future.result())}
 
     def save(self, step: int, timeout: float | None = None) -> None:
         """Export the actor's model as a Hugging Face directory; whole or not at all."""
@@ -188,7 +188,7 @@ class Loop(ABC):
             metrics |= self.clock.metrics()
             metrics["tokens_per_second"] = metrics.pop("tokens", 0.0) / metrics["time/step"]
             self._log(step, metrics)
-            self.stalls.look(step, metrics)
+            self.stalls.check(step, metrics)
             self.after_step(step)
             self._save_where_due(step)
         if self.run_directory.saved_step != self.steps:
@@ -262,7 +262,7 @@ class Loop(ABC):
 
         future, metrics = self._update
         try:
-            metrics = {**metrics, **plain(future.result(left()))}
+            metrics = {**metrics, **metric_values(future.result(left()))}
         except Exception as error:
             self._say_unsaved("state", step, error, ended_by)
             self._save_under_way(None if until is None else left(), ended_by)
@@ -287,8 +287,8 @@ class Loop(ABC):
         """A warning, unless the error that ended the run says it already."""
         on_disk = (SaveError, OSError)
         same = str(error) == str(ended_by) or (isinstance(error, on_disk) and isinstance(ended_by, on_disk))
-        known = isinstance(ended_by, Exception) and (same or self.actor.broken is not None)
-        level = logging.INFO if known else logging.WARNING
+        said_already = isinstance(ended_by, Exception) and (same or self.actor.broken is not None)
+        level = logging.INFO if said_already else logging.WARNING
         log.log(level, "no %s of step %d was saved: %s", what, step, first_line(error))
 
     def _saved(self, step: int, path: Path, what: str) -> None:
