@@ -135,9 +135,7 @@ class Plan(RunPlan):
     Attributes:
         config: the config it was made from, unchanged.
         rollout_options: the rollout backend's options, as plain data.
-        reference_options: the reference's, which are the actor's; empty where there is none of its own.
-        uses_reference: whether there is a reference model, on the actor's backend.
-        base_is_reference: whether it is the actor's own model, without its adapters.
+        base_is_reference: whether the reference model is the actor's own, without its adapters.
         colocated: whether the rollout lives in the actor's processes.
         transport: name of the weight transport.
         effect_check_every: `weights.effect_check_every`; 0 where the rollout backend cannot score prompts.
@@ -151,8 +149,6 @@ class Plan(RunPlan):
 
     config: Config
     rollout_options: dict[str, Any]
-    reference_options: dict[str, Any]
-    uses_reference: bool
     base_is_reference: bool
     colocated: bool
     transport: str
@@ -163,6 +159,11 @@ class Plan(RunPlan):
     evaluation: EvaluationPlan | None
     gpus_per_replica: int
     prompt_limit: TokenLimit
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether there is a reference model, on the actor's backend and with its options."""
+        return _uses_reference(self.config)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +206,7 @@ def plan(
     setting = _Setting(config, plugins, config_path, resume, overrides)
     findings, algorithm = setting.findings, config.algorithm
     optimizer_steps = config.train.steps * algorithm.epochs * algorithm.minibatches
-    uses_reference = algorithm.kl.coefficient > 0
+    uses_reference = _uses_reference(config)
 
     train = find_backend(findings, setting.plugins, TrainBackend, config.actor.engine, "actor", setting.device)
     rollout = find_backend(findings, setting.plugins, RolloutBackend, config.rollout.engine, "rollout", setting.device)
@@ -271,8 +272,6 @@ def plan(
     return Plan(
         config=config,
         rollout_options=rollout_options,
-        reference_options=actor_options if uses_reference and not base_is_reference else {},
-        uses_reference=uses_reference,
         base_is_reference=base_is_reference,
         colocated=colocated,
         transport=transport,
@@ -485,6 +484,10 @@ class _Setting:
         """Check arguments against what the author of `function`, which the config calls `name`, declares of them."""
         for problem in check_values(function, key, arguments):
             self.findings.refuse(f"{problem} (an argument of {name!r})")
+
+
+def _uses_reference(config: Config) -> bool:
+    return config.algorithm.kl.coefficient > 0
 
 
 def _read_reference(path: str, model: Mapping[str, Any]) -> Mapping[str, Any]:
