@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from projects import Project
 
+from enginehouse.checkpoints import Checkpoint
 from enginehouse.config.load import load_config
 from enginehouse.config.plan import Plan, plan, plan_sft
-from enginehouse.config.resume import Checkpoint
 from enginehouse.config.schema import SFTConfig
 from enginehouse.data.digests import data_digests
 from enginehouse.errors import ConfigError

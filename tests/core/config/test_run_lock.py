@@ -11,12 +11,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from enginehouse.checkpoints import Checkpoint, newest_checkpoint
 from enginehouse.config import run_lock
-from enginehouse.config.resume import Checkpoint, newest_checkpoint
+from enginehouse.config.earlier_run import read_record
 from enginehouse.errors import ConfigError
 from enginehouse.runs import RunDirectory
 
@@ -129,6 +131,7 @@ def test_a_resume_that_was_planned_before_another_one_ran_is_refused(tmp_path: P
     first.finish("interrupted")
     checkpoint, _ = newest_checkpoint(first.path)
     assert checkpoint is not None
+    checkpoint = replace(checkpoint, record=read_record(first.path))
     slow = RunDirectory(first.path, "", resumed=checkpoint)
     quick = RunDirectory.create(first.path, "", resumed=checkpoint)
     quick.log(4, {"loss": 1.0})

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+from enginehouse.data import Batch, Ragged
 from enginehouse.errors import ConfigError
-from enginehouse.rl.kl import ESTIMATORS, token_kl
+from enginehouse.rl.kl import ESTIMATORS, token_kl, with_kl_in_reward
 
 
 @pytest.fixture(scope="module")
@@ -62,3 +63,18 @@ def test_k3_by_hand():
 def test_unknown_estimator_names_the_choices():
     with pytest.raises(ConfigError, match="k1, k2, k3"):
         token_kl(torch.zeros(1), torch.zeros(1), "k4")
+
+
+def test_in_the_reward_a_row_pays_for_its_own_tokens():
+    ragged = Ragged.from_list
+    batch = Batch(
+        {
+            "reward": torch.tensor([1.0, 1.0]),
+            "loss_mask": ragged([[False, True, True], [False, True]], dtype=torch.bool),
+            "old_logprobs": ragged([[9.0, -1.0, -2.0], [9.0, -3.0]], dtype=torch.float32),
+            "reference_logprobs": ragged([[0.0, -1.5, -2.5], [0.0, -3.0]], dtype=torch.float32),
+        }
+    )
+    penalised, mean = with_kl_in_reward(batch, 0.1, "k1")
+    torch.testing.assert_close(penalised["reward"], torch.tensor([0.9, 1.0]))
+    assert mean == pytest.approx(1 / 3)

@@ -12,9 +12,10 @@ import pytest
 from projects import Project
 
 from enginehouse.config.load import load_config
+from enginehouse.engines.train import LossSpec
 from enginehouse.errors import EnginehouseError, SaveError
 from enginehouse.plugin import capabilities
-from enginehouse.rl.checkpointing import Checkpointing
+from enginehouse.rl.checkpoint_writer import CheckpointWriter
 from enginehouse.rl.loop import LOST_SECONDS, Loop
 from enginehouse.runs import Progress, RunDirectory
 
@@ -51,6 +52,7 @@ class OneActor(Loop):
 
     trouble: BaseException | None = None
     background = False
+    batch: Any = None
 
     @contextmanager
     def workers(self):
@@ -63,7 +65,7 @@ class OneActor(Loop):
     def run_step(self, step: int) -> Mapping[str, float]:
         if step == 3:
             self.actor.bad_update, self.actor.bad_update_error = self.bad_update
-        metrics = self.update(step, {"tokens": 1.0}, None)  # type: ignore[arg-type]
+        metrics = self.update(step, self.batch, LossSpec("supervised"), {"tokens": 1.0})
         if step == 3:
             self.actor.fails_at = self.fails_at
             if self.trouble is not None:
@@ -124,7 +126,7 @@ def test_an_error_that_says_the_state_is_at_fault_saves_nothing(loop: OneActor):
 def test_an_update_that_fails_keeps_the_checkpoint_under_way(
     loop: OneActor, error: EnginehouseError, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(Checkpointing, "look", lambda checkpointing: None)  # it has not ended by then
+    monkeypatch.setattr(CheckpointWriter, "publish_if_written", lambda writer: None)  # it has not ended by then
     loop.background, loop.checkpoint_every, loop.bad_update = True, 2, (3, error)
     with pytest.raises(type(error), match=str(error)):
         loop.run()

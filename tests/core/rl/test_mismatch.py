@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from enginehouse.data import Batch, Ragged
-from enginehouse.engines.train import LossSpec, LossValue, Max, Mean, Outputs, TokenView, merge_metrics
+from enginehouse.engines.train import LossSpec, LossValue, Max, Mean, Outputs, TokenView, merge_metrics, metric_values
 from enginehouse.plugin import plugins
 from enginehouse.rl.mismatch import MismatchWarnings, measuring, mismatch
-from enginehouse.rl.samples import plain
 
 VERSION = 7
 LENGTHS = (4, 6, 3, 5)
@@ -84,7 +83,7 @@ def measure(step: Step, rows: list[int]) -> LossValue:
 
 
 def test_the_figures_are_those_of_the_formulas(step):
-    found = plain(mismatch(*step, VERSION))
+    found = metric_values(mismatch(*step, VERSION))
     expected = by_hand(step)
     assert 0 < expected["mismatch/outside"] < 1
     assert found == pytest.approx(expected, rel=1e-6)
@@ -92,7 +91,7 @@ def test_the_figures_are_those_of_the_formulas(step):
 
 @pytest.mark.parametrize("cut", [[[0, 1, 2, 3]], [[0], [1, 2], [3]], [[3, 1], [2], [], [0]]], ids=str)
 def test_the_loss_of_the_first_step_reports_the_same_however_the_batch_is_cut(step, cut):
-    found = plain(merge_metrics(measure(step, rows).metrics for rows in cut))
+    found = metric_values(merge_metrics(measure(step, rows).metrics for rows in cut))
     assert found == pytest.approx(by_hand(step), rel=1e-6)
 
 
@@ -128,14 +127,14 @@ def test_samples_of_another_version_are_not_compared(step):
     samples, logprobs = step
     worse = logprobs.values.clone()
     worse[samples["loss_mask"].row == 2] += 5
-    assert plain(mismatch(samples, logprobs.like(worse), VERSION)) == pytest.approx(by_hand(step), rel=1e-6)
+    assert metric_values(mismatch(samples, logprobs.like(worse), VERSION)) == pytest.approx(by_hand(step), rel=1e-6)
 
 
 def test_where_nothing_can_be_compared_no_figure_is_made_up(step):
     samples, logprobs = step
-    assert plain(mismatch(samples, logprobs, VERSION + 1)) == {"mismatch/compared": 0.0}
-    assert plain(measure(step, [2]).metrics) == {"mismatch/compared": 0.0}
-    assert plain(merge_metrics([measure(step, [2]).metrics, measure(step, [0]).metrics]))[
+    assert metric_values(mismatch(samples, logprobs, VERSION + 1)) == {"mismatch/compared": 0.0}
+    assert metric_values(measure(step, [2]).metrics) == {"mismatch/compared": 0.0}
+    assert metric_values(merge_metrics([measure(step, [2]).metrics, measure(step, [0]).metrics]))[
         "mismatch/absolute_mean"
     ] == pytest.approx(by_hand(step, [0])["mismatch/absolute_mean"])
 
@@ -147,7 +146,7 @@ def test_a_logprob_that_is_not_a_number_is_seen_whichever_rank_has_it(step):
     step = samples, logprobs.like(broken)
     parts = [measure(step, [row]).metrics for row in (0, 1, 3)]
     for order in itertools.permutations(parts):
-        found = plain(merge_metrics(order))
+        found = metric_values(merge_metrics(order))
         assert math.isnan(found["mismatch/absolute_max"])
         assert math.isnan(found["mismatch/absolute_mean"])
         assert found["mismatch/outside"] == pytest.approx(by_hand(step, (0, 1, 3))["mismatch/outside"])
@@ -156,7 +155,7 @@ def test_a_logprob_that_is_not_a_number_is_seen_whichever_rank_has_it(step):
 def test_a_maximum_is_that_of_all_parts_in_any_order():
     for order in itertools.permutations([1.0, 3.0, 2.0]):
         merged = merge_metrics({"largest": Max(value), "mean": Mean(value, 1.0)} for value in order)
-        assert plain(merged) == {"largest": 3.0, "mean": 2.0}
+        assert metric_values(merged) == {"largest": 3.0, "mean": 2.0}
 
 
 def test_what_is_wrong_with_the_figures_is_said_once_each(caplog):
@@ -164,7 +163,7 @@ def test_what_is_wrong_with_the_figures_is_said_once_each(caplog):
     right = {"mismatch/compared": 1.0, "mismatch/absolute_mean": 0.05}
     partly, none, apart = ({"mismatch/compared": 0.75}, {"mismatch/compared": 0.0}, {"mismatch/absolute_mean": 0.06})
     for step, metrics in enumerate([right, {}, right | partly, none, right | apart] * 2, start=1):
-        warnings.look(step, metrics)
+        warnings.check(step, metrics)
     off_policy, differ = caplog.messages
     assert off_policy.startswith("step 3: 25% of its tokens were drawn with other weights")
     assert differ.startswith("step 5: the rollout's logprobs differ from the actor's by 0.06 nats")

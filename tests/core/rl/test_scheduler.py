@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginehouse.rl.scheduler import Piece, PrefixMemory, Router, cut, pieces_each
+from enginehouse.rl.scheduler import Piece, PrefixMemory, Scheduler, cut, pieces_each
 
 REPLICAS = 4
 
@@ -20,11 +20,11 @@ def pieces(count: int, samples: int = 1) -> list[Piece]:
     return [Piece(number, number, number + 1, samples) for number in range(count)]
 
 
-def router_of(given: list[Piece], limit: int, *replicas: int) -> Router:
-    router = Router(given, limit)
+def scheduler_of(given: list[Piece], limit: int, *replicas: int) -> Scheduler:
+    scheduler = Scheduler(given, limit)
     for replica in replicas:
-        router.join(replica)
-    return router
+        scheduler.join(replica)
+    return scheduler
 
 
 @given(
@@ -55,70 +55,70 @@ def test_the_longer_completions_may_be_the_smaller_are_the_pieces():
 @given(data=st.data(), count=st.integers(1, 30), samples=st.integers(1, 6), limit=st.integers(1, 12))
 def test_whatever_replicas_do_every_piece_is_counted_once_and_none_is_lost(data, count, samples, limit):
     """Answers in any order, deaths and returns at any time, and answers of the dead."""
-    router = router_of(pieces(count, samples), limit, 0)
+    scheduler = scheduler_of(pieces(count, samples), limit, 0)
     serving, flying, stale, counted, lost = {0}, [], [], [], 0
     for _ in range(10 * count):
-        for attempt in router.assign():
+        for attempt in scheduler.assign():
             assert attempt.replica in serving
             flying.append(attempt)
         held = {replica: [a for a in flying if a.replica == replica] for replica in serving}
         for mine in held.values():
             assert len(mine) <= 1 or sum(attempt.piece.samples for attempt in mine) <= limit
-        assert not router.waiting or not serving or all(held.values())  # nobody is idle while rows wait
+        assert not scheduler.waiting or not serving or all(held.values())  # nobody is idle while rows wait
         moves = ["answer"] * bool(flying) + ["die"] * bool(serving) + ["late"] * bool(stale)
         move = data.draw(st.sampled_from([*moves, "join"]))
         if move == "answer":
             attempt = flying.pop(data.draw(st.integers(0, len(flying) - 1)))
-            assert router.finish(attempt)
+            assert scheduler.finish(attempt)
             counted.append(attempt.piece.number)
         elif move == "late":
-            assert not router.finish(data.draw(st.sampled_from(stale)))
+            assert not scheduler.finish(data.draw(st.sampled_from(stale)))
         elif move == "join":
             who = data.draw(st.integers(0, REPLICAS - 1))
-            router.join(who)
+            scheduler.join(who)
             serving.add(who)
         else:
             who = data.draw(st.sampled_from(sorted(serving)))
             dead = [attempt for attempt in flying if attempt.replica == who]
-            assert {piece.number for piece in router.leave(who)} == {attempt.piece.number for attempt in dead}
+            assert {piece.number for piece in scheduler.leave(who)} == {attempt.piece.number for attempt in dead}
             flying = [attempt for attempt in flying if attempt.replica != who]
             stale += dead
             lost += len(dead)
             serving.discard(who)
-    router.join(0)
-    while not router.done:  # from now on nothing happens but answers
-        flying += router.assign()
+    scheduler.join(0)
+    while not scheduler.done:  # from now on nothing happens but answers
+        flying += scheduler.assign()
         attempt = flying.pop()
-        assert router.finish(attempt)
-        assert not router.finish(attempt)
+        assert scheduler.finish(attempt)
+        assert not scheduler.finish(attempt)
         counted.append(attempt.piece.number)
     assert sorted(counted) == list(range(count))
-    assert router.retries == lost
+    assert scheduler.retries == lost
 
 
 def test_the_one_with_the_least_to_do_is_next():
-    router = router_of(pieces(3), 10, 0, 1)
-    first, second, _ = router.assign()
+    scheduler = scheduler_of(pieces(3), 10, 0, 1)
+    first, second, _ = scheduler.assign()
     assert {first.replica, second.replica} == {0, 1}
-    router = router_of([Piece(0, 0, 1, 5), *pieces(5)[1:]], 10, 0, 1)
-    assert [attempt.replica for attempt in router.assign()] == [0, 1, 1, 1, 1]
+    scheduler = scheduler_of([Piece(0, 0, 1, 5), *pieces(5)[1:]], 10, 0, 1)
+    assert [attempt.replica for attempt in scheduler.assign()] == [0, 1, 1, 1, 1]
 
 
 def test_what_a_dead_replica_held_comes_before_what_never_was_given():
-    router = router_of(pieces(4), 1, 0, 1)
-    held = {attempt.replica: attempt.piece.number for attempt in router.assign()}
-    router.leave(1)
-    router.join(2)
-    assert [attempt.piece.number for attempt in router.assign()] == [held[1]]
+    scheduler = scheduler_of(pieces(4), 1, 0, 1)
+    held = {attempt.replica: attempt.piece.number for attempt in scheduler.assign()}
+    scheduler.leave(1)
+    scheduler.join(2)
+    assert [attempt.piece.number for attempt in scheduler.assign()] == [held[1]]
 
 
 def test_a_piece_knows_how_often_it_was_tried():
-    router = router_of(pieces(1), 1, 0)
-    (attempt,) = router.assign()
-    router.leave(0)
-    router.join(1)
-    router.assign()
-    assert router.tries(attempt.piece) == 2
+    scheduler = scheduler_of(pieces(1), 1, 0)
+    (attempt,) = scheduler.assign()
+    scheduler.leave(0)
+    scheduler.join(1)
+    scheduler.assign()
+    assert scheduler.tries(attempt.piece) == 2
 
 
 # Prefixes
@@ -132,8 +132,8 @@ def shared():
 
 
 def test_a_prompt_goes_where_its_beginning_was_seen(shared):
-    router = router_of(shared, 512, 0, 1)
-    where = [attempt.replica for attempt in router.assign()]
+    scheduler = scheduler_of(shared, 512, 0, 1)
+    where = [attempt.replica for attempt in scheduler.assign()]
     assert where[0] == where[3]
     assert where[1] == where[2]
     assert where[0] != where[1]
@@ -155,6 +155,6 @@ def test_what_was_seen_is_remembered_over_calls_until_caches_are_dropped(shared)
 
 def test_a_shared_beginning_does_not_leave_the_others_idle():
     same = cut(prompts(*[[*range(64), row] for row in range(16)]), 1, 4, 512)
-    router = router_of(same, 512, 0, 1)
-    where = [attempt.replica for attempt in router.assign()]
+    scheduler = scheduler_of(same, 512, 0, 1)
+    where = [attempt.replica for attempt in scheduler.assign()]
     assert abs(where.count(0) - where.count(1)) <= 1

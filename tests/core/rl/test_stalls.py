@@ -25,7 +25,7 @@ def said(caplog: pytest.LogCaptureFixture, *steps: dict[str, float], groups: boo
     stalls = Stalls(groups)
     with caplog.at_level(logging.WARNING):
         for number, changed in enumerate(steps, start=1):
-            stalls.look(number, LEARNING | changed)
+            stalls.check(number, LEARNING | changed)
     return [record.getMessage() for record in caplog.records]
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from enginehouse.config.resume import Checkpoint, newest_checkpoint
+from enginehouse.checkpoints import Checkpoint, newest_checkpoint
+from enginehouse.config.earlier_run import read_record
 from enginehouse.errors import EnginehouseError
 from enginehouse.runs import RunDirectory
 
@@ -44,7 +46,7 @@ def spans(run: RunDirectory) -> list[str]:
 def resume(run: RunDirectory) -> RunDirectory:
     checkpoint, _ = newest_checkpoint(run.path)
     assert checkpoint is not None
-    return RunDirectory.create(run.path, "", resumed=checkpoint)
+    return RunDirectory.create(run.path, "", resumed=replace(checkpoint, record=read_record(run.path)))
 
 
 def test_a_checkpoint_reads_back_as_it_was_written(run: RunDirectory):

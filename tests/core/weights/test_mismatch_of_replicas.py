@@ -8,9 +8,8 @@ from __future__ import annotations
 import pytest
 
 from enginehouse.engines.rollout import SamplingParams
-from enginehouse.engines.train import LossSpec, Outputs
+from enginehouse.engines.train import LossSpec, Outputs, metric_values
 from enginehouse.rl.mismatch import measuring, mismatch
-from enginehouse.rl.samples import plain
 
 from .faults import StaleRolloutWorker
 from .roles_for_tests import PROMPTS, dealt, open_house
@@ -47,9 +46,9 @@ def test_both_ways_to_measure_see_the_same(house):
     samples = house.rollout.generate(PROMPTS, SAMPLING, seed=1).drop(["finish_reason"])
     house.train()
     scored = house.actor.forward(samples.select(["input_ids", "loss_mask"]), Outputs())["logprobs"]
-    anew = plain(mismatch(samples, scored, 1))
+    anew = metric_values(mismatch(samples, scored, 1))
     assert anew["mismatch/absolute_mean"] > 10 * SAME
-    updated = plain(house.actor.update(samples, SUPERVISED, 1, 1, measuring(SUPERVISED, 1)))
+    updated = metric_values(house.actor.update(samples, SUPERVISED, 1, 1, measuring(SUPERVISED, 1)))
     assert {name: updated[name] for name in anew} == pytest.approx(anew, rel=1e-3)
 
 
@@ -61,7 +60,7 @@ def test_a_replica_that_lies_about_its_version_is_seen_where_updates_are_not_che
             sync.sync(version)
             samples = house.rollout.generate(PROMPTS, SAMPLING, seed=version).drop(["finish_reason"])
             samples = samples.with_columns(weight_version=samples["weight_version"] * 0 + version)  # the lie
-            seen.append(plain(house.actor.update(samples, SUPERVISED, 1, 1, measuring(SUPERVISED, version))))
+            seen.append(metric_values(house.actor.update(samples, SUPERVISED, 1, 1, measuring(SUPERVISED, version))))
         assert seen[0]["mismatch/absolute_mean"] < SAME
         assert seen[1]["mismatch/absolute_mean"] > 100 * SAME
         assert seen[1]["mismatch/kl"] > 100 * seen[0]["mismatch/kl"]
@@ -72,4 +71,5 @@ def test_samples_of_a_replica_that_admits_to_older_weights_are_not_taken_for_the
     sync.sync(1)
     samples = house.rollout.generate(PROMPTS, SAMPLING, seed=1).drop(["finish_reason"])
     house.train()
-    assert plain(house.actor.update(samples, SUPERVISED, 1, 1, measuring(SUPERVISED, 2)))["mismatch/compared"] == 0
+    metrics = house.actor.update(samples, SUPERVISED, 1, 1, measuring(SUPERVISED, 2))
+    assert metric_values(metrics)["mismatch/compared"] == 0

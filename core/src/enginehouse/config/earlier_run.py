@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from enginehouse.checkpoints import checkpoint_paths
+
 RUN_MARKER = "run.json"
 """The file that tells a run directory from any other; only a directory that holds it is ever deleted."""
-
-CHECKPOINTS = "checkpoints"
-"""The directory in a run directory that holds what `--resume` goes on from."""
-
-_STEP = re.compile(r"step-(\d+)")
 
 
 def read_record(directory: Path) -> Mapping[str, Any]:
@@ -24,14 +20,6 @@ def read_record(directory: Path) -> Mapping[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def checkpoint_paths(directory: Path) -> list[tuple[int, Path]]:
-    """Directories that are there as checkpoints of a run, `(step, path)`, the newest first."""
-    checkpoints = directory / CHECKPOINTS
-    found = checkpoints.iterdir() if checkpoints.is_dir() else ()
-    named = [(match, entry) for entry in found if (match := _STEP.fullmatch(entry.name))]
-    return sorted(((int(match[1]), entry) for match, entry in named), reverse=True)
 
 
 def steps_taken(record: Mapping[str, Any]) -> int:

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from enginehouse.config.earlier_run import RUN_MARKER, can_go_on, checkpoint_paths, outcome
+from enginehouse.checkpoints import checkpoint_paths
+from enginehouse.config.earlier_run import RUN_MARKER, can_go_on, outcome
 from enginehouse.config.run_lock import LOCK_FILE, check_free
 from enginehouse.engines.model import TOKENIZER_FILES
 from enginehouse.errors import ConfigError, ModelError

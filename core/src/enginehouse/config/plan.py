@@ -15,6 +15,7 @@ from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from enginehouse.checkpoints import Checkpoint
 from enginehouse.config.arguments import KL_ARGUMENTS, check_call, check_values
 from enginehouse.config.arithmetic import (
     check_batches,
@@ -44,7 +45,7 @@ from enginehouse.config.findings import Findings
 from enginehouse.config.functions import extend_path, find_function
 from enginehouse.config.outline import Facts, outline_rl, outline_sft
 from enginehouse.config.paths import check_run_directory, has_chat_template, read_model
-from enginehouse.config.resume import Checkpoint, check_resume
+from enginehouse.config.resume import check_resume
 from enginehouse.config.rows import check_reward_columns, look_at_demonstrations, look_at_prompts, named
 from enginehouse.config.schema import Config, SFTConfig
 from enginehouse.config.secrets import check_secrets
@@ -135,9 +136,7 @@ class Plan(RunPlan):
     Attributes:
         config: the config it was made from, unchanged.
         rollout_options: the rollout backend's options, as plain data.
-        reference_options: the reference's, which are the actor's; empty where there is none of its own.
-        uses_reference: whether there is a reference model, on the actor's backend.
-        base_is_reference: whether it is the actor's own model, without its adapters.
+        base_is_reference: whether the reference model is the actor's own, without its adapters.
         colocated: whether the rollout lives in the actor's processes.
         transport: name of the weight transport.
         effect_check_every: `weights.effect_check_every`; 0 where the rollout backend cannot score prompts.
@@ -154,8 +153,6 @@ class Plan(RunPlan):
 
     config: Config
     rollout_options: dict[str, Any]
-    reference_options: dict[str, Any]
-    uses_reference: bool
     base_is_reference: bool
     colocated: bool
     transport: str
@@ -168,6 +165,11 @@ class Plan(RunPlan):
     evaluation: EvaluationPlan | None
     gpus_per_replica: int
     prompt_limit: TokenLimit
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether there is a reference model, on the actor's backend and with its options."""
+        return _uses_reference(self.config)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +212,7 @@ def plan(
     setting = _Setting(config, plugins, config_path, resume, overrides)
     findings, algorithm = setting.findings, config.algorithm
     optimizer_steps = config.train.steps * algorithm.epochs * algorithm.minibatches
-    uses_reference = algorithm.kl.coefficient > 0
+    uses_reference = _uses_reference(config)
 
     train = find_backend(findings, setting.plugins, TrainBackend, config.actor.engine, "actor", setting.device)
     rollout = find_backend(findings, setting.plugins, RolloutBackend, config.rollout.engine, "rollout", setting.device)
@@ -275,8 +277,6 @@ def plan(
     return Plan(
         config=config,
         rollout_options=rollout_options,
-        reference_options=actor_options if uses_reference and not base_is_reference else {},
-        uses_reference=uses_reference,
         base_is_reference=base_is_reference,
         colocated=colocated,
         transport=transport,
@@ -505,6 +505,10 @@ class _Setting:
         for problem in problems:
             self.findings.refuse(f"{problem} (an argument of {name!r})")
         return taken
+
+
+def _uses_reference(config: Config) -> bool:
+    return config.algorithm.kl.coefficient > 0
 
 
 def _read_reference(path: str, model: Mapping[str, Any]) -> Mapping[str, Any]:

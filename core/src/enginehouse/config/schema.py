@@ -232,11 +232,14 @@ class Loss(Section):
     )
 
 
+KLEstimator = Literal["k1", "k2", "k3"]
+
+
 class KL(Section):
     """Divergence from the reference model."""
 
     coefficient: float = Field(default=0.0, ge=0, description="Its weight; 0: no reference model runs")
-    estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="Schulman's estimators from one sample")
+    estimator: KLEstimator = Field(default="k3", description="Schulman's estimators from one sample")
     place: Literal["loss", "reward"] = Field(default="loss", description="Added to the loss, or taken off the reward")
 
 

@@ -152,11 +152,16 @@ def merge_metrics(parts: Iterable[Metrics | None]) -> dict[str, float | Mean | M
     return merged
 
 
-def _merge(known: float | Mean | Max | None, value: float | Mean | Max) -> float | Mean | Max:
-    if isinstance(known, Mean) and isinstance(value, Mean):
-        return known + value
-    if isinstance(known, Max) and isinstance(value, Max):
-        return known + value
+def metric_values(metrics: Metrics) -> dict[str, float]:
+    """Metrics as they are logged: each mean and each maximum as its value."""
+    return {name: value.value if isinstance(value, (Mean, Max)) else value for name, value in metrics.items()}
+
+
+def _merge(merged: float | Mean | Max | None, value: float | Mean | Max) -> float | Mean | Max:
+    if isinstance(merged, Mean) and isinstance(value, Mean):
+        return merged + value
+    if isinstance(merged, Max) and isinstance(value, Max):
+        return merged + value
     return value
 
 

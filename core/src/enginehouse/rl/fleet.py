@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec
 from enginehouse.controller.errors import ControllerError, RemoteError
 from enginehouse.errors import first_line
-from enginehouse.rl.replica import Changed, Figures, Replica, State, nobody_left
-from enginehouse.rl.sampling import Drawing, Events, in_order
+from enginehouse.rl.replica import Changed, FleetMetrics, Replica, State, nobody_left
+from enginehouse.rl.sampling import BatchSampling, Events, in_order
 from enginehouse.rl.scheduler import PrefixMemory
 from enginehouse.weights.members import Member, Members
 
@@ -103,13 +103,13 @@ class RolloutFleet:
         self._timeout, self._start_timeout = timeout, start_timeout
         self._limit, self._most_restarts = samples_in_flight, restarts
         self._health_every = health_every
-        self._engine_figures: dict[str, float] = {}
+        self._engine_metrics: dict[str, float] = {}
         self._lock = threading.RLock()
         self._closing = threading.Event()
         self._hurried = False
-        self._drawings: list[Drawing] = []
+        self._under_way: list[BatchSampling] = []
         self._memory = PrefixMemory()
-        self._figures = Figures()
+        self._metrics = FleetMetrics()
         self._version: int | None = None  # newest that was verified; None before the first update
         self._replicas: list[Replica] = []
         self._pool = ResourcePool([replicas], gpus_per_process=gpus_per_process, timeout=start_timeout, name=name)
@@ -124,7 +124,7 @@ class RolloutFleet:
             replica = Replica(number, group)
             with self._lock:
                 self._replicas.append(replica)
-                self._replicas.sort(key=lambda one: one.number)
+                self._replicas.sort(key=lambda replica: replica.number)
             if self._closing.is_set():
                 group.shutdown(HURRIED_SHUTDOWN_SECONDS)
             return replica
@@ -155,9 +155,11 @@ class RolloutFleet:
     def describe(self) -> list[dict[str, Any]]:
         """What runs in each replica, for reports; of one that is gone, why."""
         living = self._living()
-        told = dict(zip([one.number for one in living.members], self._told(living, "describe"), strict=True))
+        described = dict(
+            zip([member.number for member in living.members], self._call_all(living, "describe"), strict=True)
+        )
         return [
-            told.get(replica.number) or {"rank": replica.number, "state": replica.state, "died": replica.death}
+            described.get(replica.number) or {"rank": replica.number, "state": replica.state, "died": replica.death}
             for replica in self._replicas
         ]
 
@@ -169,15 +171,15 @@ class RolloutFleet:
         And the engines' own, as of when they last said how they are.
         """
         with self._lock:
-            figures, self._figures = self._figures, Figures()
+            metrics, self._metrics = self._metrics, FleetMetrics()
         return {
             "rollout/replicas": float(sum(replica.state == "serving" for replica in self._replicas)),
-            "rollout/restarts": float(figures.restarts),
-            "rollout/retries": float(figures.retries),
-            "rollout/busy_seconds": figures.busy_seconds / self.world_size,
-            "rollout/utilisation": figures.busy_seconds / self.world_size / max(figures.seconds, 1e-9),
-            "rollout/queued": float(figures.queued),
-            **self._engine_figures,
+            "rollout/restarts": float(metrics.restarts),
+            "rollout/retries": float(metrics.retries),
+            "rollout/busy_seconds": metrics.busy_seconds / self.world_size,
+            "rollout/utilisation": metrics.busy_seconds / self.world_size / max(metrics.seconds, 1e-9),
+            "rollout/queued": float(metrics.queued),
+            **self._engine_metrics,
         }
 
     # Calling all
@@ -188,7 +190,7 @@ class RolloutFleet:
         Returns:
             Each engine's name and version.
         """
-        engines = self._told(self._living(), "launch", timeout=self._start_timeout)
+        engines = self._call_all(self._living(), "launch", timeout=self._start_timeout)
         if not self._inline:
             threading.Thread(target=self._look_after, name=f"{self.name}-health", daemon=True).start()
         return engines
@@ -211,13 +213,13 @@ class RolloutFleet:
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[Sequence[float]]]:
         """See `RolloutWorker.score`; one result a replica."""
-        return self._told(self._living(), "score", sequences)
+        return self._call_all(self._living(), "score", sequences)
 
     def weight_state(self) -> list[Any]:
         """See `RolloutWorker.weight_state`; one result a replica that lives."""
-        return self._told(self._living(), "weight_state")
+        return self._call_all(self._living(), "weight_state")
 
-    def _told(self, members: Members, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
+    def _call_all(self, members: Members, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
         return members.call(method, *args, timeout=timeout).result()
 
     # Drawing
@@ -258,9 +260,9 @@ class RolloutFleet:
         """
         if not len(batch):
             return
-        drawing = None
+        batch_sampling = None
         try:
-            drawing = Drawing(
+            batch_sampling = BatchSampling(
                 batch,
                 sampling,
                 seed,
@@ -273,18 +275,18 @@ class RolloutFleet:
                 catch_up=self._begin_to_catch_up,
             )
             with self._lock:
-                self._drawings.append(drawing)
-            yield from drawing.pieces()
+                self._under_way.append(batch_sampling)
+            yield from batch_sampling.pieces()
         except GeneratorExit:
             raise
         except BaseException:
             self._hurried = True  # whatever still runs in the replicas is of no use
             raise
         finally:
-            if drawing is not None:
+            if batch_sampling is not None:
                 with self._lock:
-                    self._drawings.remove(drawing)
-                    self._figures.add(drawing.figures)
+                    self._under_way.remove(batch_sampling)
+                    self._metrics.add(batch_sampling.metrics)
 
     # Weights; see `enginehouse.weights.sync.Replicas`
 
@@ -381,14 +383,14 @@ class RolloutFleet:
         if self._inline:
             return
         living = self._living()
-        asked = living.call("health", timeout=HEALTH_SECONDS, leave_out_lost=True)
+        call = living.call("health", timeout=HEALTH_SECONDS, leave_out_lost=True)
         try:
-            healths: list[Health] = [health for health in asked.result() if health is not None]
+            healths: list[Health] = [health for health in call.result() if health is not None]
         except Exception as error:  # those that died are noted; one that is merely slow is no news
             log.debug("a replica of %s did not say how it is: %s", self.name, error)
             return
-        told = {name: [health.metrics[name] for health in healths] for name in healths[0].metrics} if healths else {}
-        self._engine_figures = {f"rollout/{name}": sum(values) / len(values) for name, values in told.items()}
+        by_name = {name: [health.metrics[name] for health in healths] for name in healths[0].metrics} if healths else {}
+        self._engine_metrics = {f"rollout/{name}": sum(values) / len(values) for name, values in by_name.items()}
 
     def _look_after(self) -> None:
         while not self._closing.wait(self._health_every):
@@ -414,8 +416,8 @@ class RolloutFleet:
 
     def _tell(self, change: Changed) -> None:
         with self._lock:
-            for drawing in self._drawings:
-                drawing.events.put(change)
+            for batch_sampling in self._under_way:
+                batch_sampling.events.put(change)
 
     def await_restarts(self, timeout: float) -> None:
         """Wait until no replica is being started again: those that came back take weights at the next update.
@@ -443,7 +445,7 @@ class RolloutFleet:
                 return
             replica.restarts += 1
             with self._lock:
-                self._figures.restarts += 1
+                self._metrics.restarts += 1
             begun = time.perf_counter()
             try:
                 replica.group.restart()

@@ -105,11 +105,12 @@ def assemble(requests: Sequence[GenerateRequest], results: Sequence[GenerateResu
                 f"{engine} was asked for {request.sampling.n} completion(s) of request {request.id!r} and returned "
                 f"{len(result.completions)} of request {result.id!r}; see the check 'samples' of `enginehouse certify`"
             )
-        for number, one in enumerate(result.completions):
-            if len(one.logprobs) != len(one.token_ids):
+        for number, completion in enumerate(result.completions):
+            if len(completion.logprobs) != len(completion.token_ids):
                 raise EnginehouseError(
-                    f"{engine} returned {len(one.token_ids)} tokens with {len(one.logprobs)} logprobs as completion "
-                    f"{number} of request {request.id!r}; see the check 'logprobs' of `enginehouse certify`"
+                    f"{engine} returned {len(completion.token_ids)} tokens with {len(completion.logprobs)} logprobs "
+                    f"as completion {number} of request {request.id!r}; see the check 'logprobs' of "
+                    "`enginehouse certify`"
                 )
     completions: list[Completion] = [completion for result in results for completion in result.completions]
     prompts: list[np.ndarray] = []

@@ -17,18 +17,20 @@ estimation for RL").
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, get_args
 
+import torch
+
+from enginehouse.config.schema import KLEstimator
 from enginehouse.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    import torch
+    from enginehouse.data import Batch
 
-Estimator = Literal["k1", "k2", "k3"]
-ESTIMATORS = get_args(Estimator)
+ESTIMATORS = get_args(KLEstimator)
 
 
-def token_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, estimator: Estimator) -> torch.Tensor:
+def token_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, estimator: KLEstimator) -> torch.Tensor:
     """Estimate the divergence at each token.
 
     Args:
@@ -50,3 +52,19 @@ def token_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, estimator
     if estimator == "k3":
         return log_ratio.expm1() - log_ratio
     raise ConfigError(f"unknown KL estimator {estimator!r}; {nearest(estimator, ESTIMATORS)}")
+
+
+def with_kl_in_reward(batch: Batch, coefficient: float, estimator: KLEstimator) -> tuple[Batch, float]:
+    """Take `coefficient` times the divergence of each row's tokens off its `reward`.
+
+    Args:
+        batch: `reward`, `loss_mask`, `old_logprobs` and `reference_logprobs`.
+
+    Returns:
+        The batch; and the mean divergence of the tokens of `loss_mask`.
+    """
+    mask = batch["loss_mask"]
+    divergence = token_kl(batch["old_logprobs"].values, batch["reference_logprobs"].values, estimator) * mask.values
+    per_row = torch.zeros(len(batch)).index_add_(0, mask.row, divergence)
+    mean = divergence.sum().item() / max(mask.values.sum().item(), 1)
+    return batch.with_columns(reward=batch["reward"] - coefficient * per_row), mean

@@ -16,17 +16,18 @@ from enginehouse.controller.future import Future
 from enginehouse.controller.interruption import interrupt_put_off
 from enginehouse.controller.ray_access import ray_access
 from enginehouse.data.digests import data_digests
+from enginehouse.engines.train import metric_values
 from enginehouse.errors import SaveError, first_line
 from enginehouse.plugin import capabilities, plugins
-from enginehouse.rl.checkpointing import Checkpointing, Standing, writing
-from enginehouse.rl.samples import plain
+from enginehouse.rl.checkpoint_writer import CheckpointWriter, LoopState, writing
 from enginehouse.rl.stalls import Stalls
 
 if TYPE_CHECKING:
+    from enginehouse.checkpoints import Checkpoint
     from enginehouse.config.plan import Plan, SFTPlan
-    from enginehouse.config.resume import Checkpoint
     from enginehouse.config.schema import Config, SFTConfig
     from enginehouse.data import Batch
+    from enginehouse.engines.train import LossSpec
     from enginehouse.runs import Progress, RunDirectory
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class Loop(ABC):
     """
 
     actor: WorkerGroup
-    checkpointing: Checkpointing
+    checkpoint_writer: CheckpointWriter
     config: Config | SFTConfig
 
     def __init__(self, plan: Plan | SFTPlan, run: RunDirectory, progress: Progress):
@@ -68,7 +69,7 @@ class Loop(ABC):
         self.resumed = plan.resumed
         self.stalls = Stalls()
         self.trained_step = plan.resumed.step if plan.resumed else 0
-        self._standing: Standing | None = None
+        self._loop_state: LoopState | None = None
         self._update: tuple[Future, Mapping[str, float]] | None = None
 
     @abstractmethod
@@ -125,23 +126,36 @@ class Loop(ABC):
             self.run_directory.clear_partial()
             plugins().observe("run_finished", run=self, outcome=outcome)
 
-    def update(self, step: int, known: Mapping[str, float], batch: Batch, *how: Any) -> dict[str, float]:
+    def update(
+        self,
+        step: int,
+        batch: Batch,
+        loss: LossSpec,
+        metrics: Mapping[str, float],
+        *,
+        minibatches: int = 1,
+        epochs: int = 1,
+        first_loss: LossSpec | None = None,
+    ) -> dict[str, float]:
         """Train the actor on a step's batch, and return the step's metrics as far as they are there then.
 
         A step has to train by this, once: it is how a checkpoint knows where the loop stands.
 
         Args:
             step: the step. Once this is called, the actor's state is, or soon will be, that of this step.
-            known: metrics of the step that are known before.
-            batch: what to train on.
-            how: further arguments of `TrainWorker.update`.
+            batch: what to train on; it, and what is not said here, as of `TrainWorker.update`.
+            loss: what to minimise.
+            metrics: of the step, as far as they are known before.
+            minibatches: optimizer steps a pass.
+            epochs: passes over the batch.
+            first_loss: instead of `loss` in the first optimizer step.
         """
-        standing = Standing(step, self.state())
+        state = LoopState(step, self.state())
         self.trained_step = step
         with interrupt_put_off():  # an update is begun and known to be, or not begun; inline: ended
-            future = self.actor.call("update", batch, *how, blocking=False)
-            self._standing, self._update = standing, (future, known)
-        return {**known, **plain(future.result())}
+            future = self.actor.call("update", batch, loss, minibatches, epochs, first_loss, blocking=False)
+            self._loop_state, self._update = state, (future, metrics)
+        return {**metrics, **metric_values(future.result())}
 
     def save(self, step: int, timeout: float | None = None) -> None:
         """Export the actor's model as a Hugging Face directory; whole or not at all."""
@@ -154,7 +168,7 @@ class Loop(ABC):
     def _run_steps(self) -> None:
         self.run_directory.describe(self.describe())
         background = capabilities.BACKGROUND_SAVE in self._backend_capabilities()
-        self.checkpointing = Checkpointing(
+        self.checkpoint_writer = CheckpointWriter(
             self.actor,
             self.run_directory,
             self.config,
@@ -174,12 +188,12 @@ class Loop(ABC):
             metrics |= self.clock.metrics()
             metrics["tokens_per_second"] = metrics.pop("tokens", 0.0) / metrics["time/step"]
             self._log(step, metrics)
-            self.stalls.look(step, metrics)
+            self.stalls.check(step, metrics)
             self.after_step(step)
             self._save_where_due(step)
         if self.run_directory.saved_step != self.steps:
             self.save(self.steps)
-        self.checkpointing.finish()
+        self.checkpoint_writer.finish()
 
     def _load(self, checkpoint: Checkpoint) -> None:
         try:
@@ -201,14 +215,14 @@ class Loop(ABC):
     def _save_where_due(self, step: int) -> None:
         if self.save_every and step % self.save_every == 0:
             self.save(step)
-        every, standing = self.checkpoint_every, self._standing
+        every, state = self.checkpoint_every, self._loop_state
         if every and (step == self.steps or step % every == 0):
-            if standing is None or standing.step != step:
+            if state is None or state.step != step:
                 log.warning("no checkpoint of step %d: it did not train the actor by `Loop.update`", step)
                 return
             with self.clock.phase("checkpoint"):
-                self.checkpointing.begin(standing)
-        self.checkpointing.look()
+                self.checkpoint_writer.begin(state)
+        self.checkpoint_writer.publish_if_written()
 
     def _save_before_leaving(self, error: BaseException) -> None:
         """Save what there is, in the time there is: whoever interrupts a run waits, and so does Ray once it is lost."""
@@ -225,10 +239,10 @@ class Loop(ABC):
 
     def _save_under_way(self, seconds: float | None, ended_by: BaseException) -> None:
         """Have the checkpoint under way, if there is one: it is of an earlier update than the one that is at fault."""
-        if self._standing is None:
+        if self._loop_state is None:
             return
         try:
-            self.checkpointing.finish(seconds)
+            self.checkpoint_writer.finish(seconds)
         except Exception as error:
             log.warning("%s", first_line(error))
 
@@ -239,30 +253,28 @@ class Loop(ABC):
             seconds: in so many, at most; None: each call has its own limit.
             ended_by: why the run ends.
         """
-        if (standing := self._standing) is None or self._update is None:
+        if (state := self._loop_state) is None or self._update is None:
             return
-        until, step = None if seconds is None else time.monotonic() + seconds, standing.step
+        until, step = None if seconds is None else time.monotonic() + seconds, state.step
 
         def left() -> float | None:
             return None if until is None else max(until - time.monotonic(), 0.1)
 
-        future, known = self._update
+        future, metrics = self._update
         try:
-            updated = plain(future.result(left()))
+            metrics = {**metrics, **metric_values(future.result(left()))}
         except Exception as error:
             self._say_unsaved("state", step, error, ended_by)
             self._save_under_way(None if until is None else left(), ended_by)
             return
 
         def log_metrics() -> None:
-            metrics = {**known, **updated}
-            metrics.pop("tokens", None)
-            self._log(step, metrics)
+            self._log(step, {name: value for name, value in metrics.items() if name != "tokens"})
 
         parts: dict[str, Callable[[], object]] = {}
         if self.run_directory.last_step != step:
             parts["metrics"] = log_metrics
-        parts["checkpoint"] = lambda: self.checkpointing.write_last(standing, left())
+        parts["checkpoint"] = lambda: self.checkpoint_writer.write_last(state, left())
         if self.run_directory.saved_step != step:
             parts["model"] = lambda: self.save(step, timeout=left())
         for what, save in parts.items():
@@ -275,8 +287,8 @@ class Loop(ABC):
         """A warning, unless the error that ended the run says it already."""
         on_disk = (SaveError, OSError)
         same = str(error) == str(ended_by) or (isinstance(error, on_disk) and isinstance(ended_by, on_disk))
-        known = isinstance(ended_by, Exception) and (same or self.actor.broken is not None)
-        level = logging.INFO if known else logging.WARNING
+        said_already = isinstance(ended_by, Exception) and (same or self.actor.broken is not None)
+        level = logging.INFO if said_already else logging.WARNING
         log.log(level, "no %s of step %d was saved: %s", what, step, first_line(error))
 
     def _saved(self, step: int, path: Path, what: str) -> None:

@@ -108,8 +108,8 @@ class MismatchWarnings:
         self._tolerance = tolerance
         self._said_apart = self._said_uncompared = False
 
-    def look(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Look at a step's metrics."""
+    def check(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Check a step's metrics."""
         compared = metrics.get("mismatch/compared", 1.0)
         if compared < 1 and not self._said_uncompared:
             self._said_uncompared = True
@@ -156,7 +156,7 @@ def _figures(
     occupied = row.bincount(minlength=rows) > 0
     absolute = difference.abs()
     inside = (ratio >= 1 / RATIO_BOUND) & (ratio <= RATIO_BOUND)
-    measured = (
+    sums = (
         absolute.max(),
         absolute.sum(),
         token_kl(rollout, actor, "k3").sum(),
@@ -166,7 +166,7 @@ def _figures(
         occupied.sum(),
     )
     # one transfer from the device
-    highest, total, kl, ratios, outside, products, sequences = torch.stack([one.double() for one in measured]).tolist()
+    highest, total, kl, ratios, outside, products, sequences = torch.stack([value.double() for value in sums]).tolist()
     return figures | {
         "mismatch/absolute_mean": Mean(total, count),
         "mismatch/absolute_max": Max(highest),

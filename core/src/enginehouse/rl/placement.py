@@ -112,7 +112,7 @@ def place(plan: Plan, probe: Sequence[Sequence[int]]) -> Iterator[Roles]:
     specs = {"actor": actor}
     if plan.uses_reference and not plan.base_is_reference:
         path = config.reference.path or config.model.path
-        specs["reference"] = _train_spec(plan, config.actor.engine.backend, path, plan.reference_options)
+        specs["reference"] = _train_spec(plan, config.actor.engine.backend, path, plan.actor_options)
     rollout = _under(plan.interpreters["rollout"], rollout)
     colocated = plan.colocated
     if colocated:

@@ -63,7 +63,7 @@ class Replica:
 
 def nobody_left(name: str, replicas: Sequence[Replica]) -> ReplicasLost:
     """The error that no replica of a fleet draws rows any more, and why."""
-    deaths = "\n".join(f"- replica {one.number}: {one.death or one.state}" for one in replicas)
+    deaths = "\n".join(f"- replica {replica.number}: {replica.death or replica.state}" for replica in replicas)
     return ReplicasLost(f"no replica of {name} is left to draw rows:\n{deaths}")
 
 
@@ -86,8 +86,8 @@ class Changed:
 
 
 @dataclass(slots=True)
-class Figures:
-    """What there is to tell since it was last told."""
+class FleetMetrics:
+    """What a fleet counted since its metrics were last read."""
 
     restarts: int = 0
     retries: int = 0
@@ -95,12 +95,12 @@ class Figures:
     seconds: float = 0.0
     queued: int = 0
 
-    def add(self, drawing: Figures) -> None:
+    def add(self, batch: FleetMetrics) -> None:
         """Take in those of a batch that was drawn."""
-        self.retries += drawing.retries
-        self.busy_seconds += drawing.busy_seconds
-        self.seconds += drawing.seconds
-        self.queued = max(self.queued, drawing.queued)
+        self.retries += batch.retries
+        self.busy_seconds += batch.busy_seconds
+        self.seconds += batch.seconds
+        self.queued = max(self.queued, batch.queued)
 
 
 @dataclass(slots=True)
@@ -110,7 +110,7 @@ class Watch:
     begun: dict[int, float] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
 
-    def look(self, busy: set[int]) -> None:
+    def set_busy(self, busy: set[int]) -> None:
         """These are busy now, the others are not."""
         now = time.perf_counter()
         for number in busy - self.begun.keys():

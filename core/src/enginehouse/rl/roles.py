@@ -112,8 +112,8 @@ class TrainWorker(Worker):
         for epoch in range(epochs):
             for number in range(minibatches):
                 rows = batch if minibatches == 1 else batch.take(batch["minibatch"][:, epoch] == number)
-                now = first_loss if first_loss is not None and not steps else loss
-                parts.append(self.engine.forward_backward(rows, now))
+                step_loss = first_loss if first_loss is not None and not steps else loss
+                parts.append(self.engine.forward_backward(rows, step_loss))
                 steps.append(self.engine.optim_step())
         figures = {
             name: sum(_number(step[name]) for step in steps) / len(steps) for name in (steps[0] if steps else ())
@@ -323,7 +323,7 @@ class RolloutWorker(Worker):
         self._calls += 1
         scoring = SamplingParams(max_tokens=0, prompt_logprobs=True)
         name = f"{self.replica}-{self._calls}"
-        requests = make_requests(Ragged.from_list([list(one) for one in sequences]), scoring, None, name)
+        requests = make_requests(Ragged.from_list([list(tokens) for tokens in sequences]), scoring, None, name)
         results = await asyncio.gather(*(self.engine.generate(request) for request in requests))
         missing = [result.id for result in results if result.prompt_logprobs is None]
         if missing:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from enginehouse.engines.train import Max, Mean, Metrics
 from enginehouse.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -59,11 +58,6 @@ def sample_rows(samples: Batch) -> list[dict[str, Any]]:
         if failure:
             row["reward_failure"] = failure
     return rows
-
-
-def plain(metrics: Metrics) -> dict[str, float]:
-    """Metrics as they are logged: each mean and each maximum as its value."""
-    return {name: value.value if isinstance(value, (Mean, Max)) else value for name, value in metrics.items()}
 
 
 def with_rewards(samples: Batch, prompts: Batch, tokenizer: PreTrainedTokenizerBase, rewards: RewardPool) -> Batch:

@@ -18,8 +18,8 @@ import torch
 from enginehouse.controller.errors import ControllerError
 from enginehouse.controller.future import StillRunning
 from enginehouse.data import Batch
-from enginehouse.rl.replica import Changed, Drawn, Figures, Replica, Watch, nobody_left
-from enginehouse.rl.scheduler import Attempt, Piece, PrefixMemory, Router, cut, pieces_each
+from enginehouse.rl.replica import Changed, Drawn, FleetMetrics, Replica, Watch, nobody_left
+from enginehouse.rl.scheduler import Attempt, Piece, PrefixMemory, Scheduler, cut, pieces_each
 from enginehouse.weights.members import Member
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class PoisonousRows(ControllerError):
     """Rows that were lost with every replica that tried to draw them."""
 
 
-class Drawing:
+class BatchSampling:
     """One call of a fleet's `generate_each`. Iterate over `pieces`, once.
 
     Args:
@@ -55,7 +55,7 @@ class Drawing:
 
     Attributes:
         events: what happens to replicas is to be put here.
-        figures: what came of it, up to now.
+        metrics: what came of it, up to now.
 
     Raises:
         ReplicasLost: none of them serves.
@@ -79,7 +79,7 @@ class Drawing:
         self._name, self._replicas, self._patience = name, replicas, patience
         self._is_lost, self._catch_up = is_lost, catch_up
         self.events: Events = queue.SimpleQueue()
-        self.figures = Figures()
+        self.metrics = FleetMetrics()
         self._serving = {replica.number: replica.member for replica in replicas if replica.state == "serving"}
         if not self._serving and not self._somebody_comes_back():
             raise nobody_left(name, replicas)
@@ -87,9 +87,9 @@ class Drawing:
         tokens = prompts.values.numpy()
         rows = [tokens[begin:end] for begin, end in itertools.pairwise(prompts.offsets.tolist())]
         pieces = cut(rows, sampling.n, len(self._serving) or 1, limit, pieces_each(sampling.max_tokens))
-        self._router = Router(pieces, limit, memory)
+        self._scheduler = Scheduler(pieces, limit, memory)
         for number in self._serving:
-            self._router.join(number)
+            self._scheduler.join(number)
 
     def pieces(self) -> Iterator[tuple[range, Batch]]:
         """Rows that were drawn, as numbers of the batch's rows, and their samples; in the order in which they come.
@@ -99,45 +99,45 @@ class Drawing:
             PoisonousRows: rows that took several replicas with them.
             WorkerError: a replica that lives failed.
         """
-        router, watch, begun = self._router, Watch(), time.perf_counter()
+        scheduler, watch, begun = self._scheduler, Watch(), time.perf_counter()
         catching_up = False
         try:
-            while not router.done or catching_up:
-                for attempt in router.assign():
+            while not scheduler.done or catching_up:
+                for attempt in scheduler.assign():
                     self._draw(attempt)
-                watch.look({number for number in router.replicas if router.load(number)})
-                self.figures.queued = max(self.figures.queued, router.waiting_samples)
-                if router.waiting and not catching_up:
+                watch.set_busy({number for number in scheduler.replicas if scheduler.load(number)})
+                self.metrics.queued = max(self.metrics.queued, scheduler.waiting_samples)
+                if scheduler.waiting and not catching_up:
                     catching_up = self._catch_up(self.events)
-                if not (router.done or router.replicas or catching_up or self._somebody_comes_back()):
+                if not (scheduler.done or scheduler.replicas or catching_up or self._somebody_comes_back()):
                     raise nobody_left(self._name, self._replicas)
                 event = self._next()
                 if isinstance(event, Drawn):
                     if event.samples is not None:
-                        if router.finish(event.attempt):
+                        if scheduler.finish(event.attempt):
                             yield self._finished(event.attempt, event.samples, watch)
                         continue
                     assert event.error is not None
                     if not self._is_lost(event.member, event.error):
                         raise event.error
-                    gone: Member | None = event.member
+                    lost: Member | None = event.member
                 else:
                     replica = self._replicas[event.number]
                     if event.what == "caught up":
                         catching_up = False
                         if replica.state == "serving":
                             self._serving[event.number] = replica.member
-                            router.join(event.number)
+                            scheduler.join(event.number)
                         continue
-                    gone = self._serving.get(event.number)
-                if gone is not None and self._serving.get(gone.number) is gone and self._is_lost(gone, None):
-                    del self._serving[gone.number]
-                    self._check_tries(router.leave(gone.number))
+                    lost = self._serving.get(event.number)
+                if lost is not None and self._serving.get(lost.number) is lost and self._is_lost(lost, None):
+                    del self._serving[lost.number]
+                    self._check_tries(scheduler.leave(lost.number))
         finally:
-            watch.look(set())
-            self.figures.retries = router.retries
-            self.figures.busy_seconds = sum(watch.seconds.values())
-            self.figures.seconds = time.perf_counter() - begun
+            watch.set_busy(set())
+            self.metrics.retries = scheduler.retries
+            self.metrics.busy_seconds = sum(watch.seconds.values())
+            self.metrics.seconds = time.perf_counter() - begun
 
     def _finished(self, attempt: Attempt, samples: Batch, watch: Watch) -> tuple[range, Batch]:
         self._replicas[attempt.replica].restarts = 0
@@ -177,7 +177,7 @@ class Drawing:
 
     def _check_tries(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
-            if self._router.tries(piece) >= MOST_TRIES:
+            if self._scheduler.tries(piece) >= MOST_TRIES:
                 deaths = "\n".join(f"- {replica.death}" for replica in self._replicas if replica.death)
                 raise PoisonousRows(
                     f"rows {piece.begin} to {piece.end - 1} were lost with the replica that was to draw them "

@@ -116,8 +116,8 @@ class PrefixMemory:
             self._seen = OrderedDict(kept)
 
 
-class Router:
-    """Deals pieces to replicas that come and go.
+class Scheduler:
+    """Assigns pieces to replicas that come and go.
 
     Args:
         pieces: what is to be drawn.
@@ -173,7 +173,7 @@ class Router:
 
     def assign(self) -> list[Attempt]:
         """Give what waits to those that have room; returns what was given."""
-        given = []
+        attempts = []
         while self._waiting and (replica := self._choose(self._waiting[0])) is not None:
             piece = self._waiting.popleft()
             attempt = Attempt(self._attempts, replica, piece)
@@ -181,8 +181,8 @@ class Router:
             self._tries[piece.number] += 1
             self._running[replica][attempt.number] = attempt
             self._memory.remember(piece, replica)
-            given.append(attempt)
-        return given
+            attempts.append(attempt)
+        return attempts
 
     def finish(self, attempt: Attempt) -> bool:
         """A replica answered. False if that no longer counts: it was taken for lost before."""
@@ -202,7 +202,7 @@ class Router:
         if not free:
             return None
         least = min(free, key=loads.__getitem__)
-        known = self._memory.replica(piece)
-        if known in free and loads[known] <= loads[least] + piece.samples:
-            return known
+        seen_by = self._memory.replica(piece)
+        if seen_by in free and loads[seen_by] <= loads[least] + piece.samples:
+            return seen_by
         return least

@@ -53,9 +53,8 @@ class SFTTrainer(Loop):
             batch = self.rows.next()
         tokens = float(batch["input_ids"].tokens)
         with self.clock.phase("update"):
-            return self.update(
-                step, {"tokens": tokens}, batch.select(["input_ids", "loss_mask"]), LossSpec("supervised")
-            )
+            rows = batch.select(["input_ids", "loss_mask"])
+            return self.update(step, rows, LossSpec("supervised"), {"tokens": tokens})
 
     def state(self) -> dict[str, Any]:
         return {"rows": self.rows.state_dict()}

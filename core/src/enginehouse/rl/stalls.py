@@ -38,13 +38,13 @@ class Stalls:
         self._lengths: dict[str, int] = {}
         self._told: set[str] = set()
 
-    def look(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Look at a step's metrics.
+    def check(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Check a step's metrics.
 
         Raises:
             StepsSkipped: no gradient of it was finite, nor any of the steps before it.
         """
-        self._look_for_skips(step, metrics)
+        self._check_skips(step, metrics)
         highest, lowest = metrics.get("reward/max"), metrics.get("reward/min")
         stalled = {
             "reward": highest == lowest == 0.0,
@@ -62,7 +62,7 @@ class Stalls:
                     log.warning("steps %d to %d: %s", step - length + 1, step, _STALLED[kind])
                 return
 
-    def _look_for_skips(self, step: int, metrics: Mapping[str, float]) -> None:
+    def _check_skips(self, step: int, metrics: Mapping[str, float]) -> None:
         skipped = metrics.get("skipped", 0.0)
         finite = math.isfinite(metrics.get("grad_norm", math.nan))
         self._skipped = self._skipped + 1 if skipped == 1.0 and not finite else 0

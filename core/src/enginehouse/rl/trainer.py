@@ -17,17 +17,17 @@ from enginehouse.config.plan import REWARD_GETS
 from enginehouse.config.rows import check_reward_columns, columns_of, named
 from enginehouse.data.prompts import PromptDataset, PromptSampler
 from enginehouse.data.rendering import load_tokenizer
-from enginehouse.engines.train import LossSpec, Mean
+from enginehouse.engines.train import LossSpec, metric_values
 from enginehouse.plugin import plugins
 from enginehouse.plugin.records import resolve
 from enginehouse.rl.generation import outputs_as_sampled, sampling_params, step_seed
-from enginehouse.rl.kl import token_kl
+from enginehouse.rl.kl import with_kl_in_reward
 from enginehouse.rl.loop import Loop
 from enginehouse.rl.minibatches import assign_minibatches
 from enginehouse.rl.mismatch import MismatchWarnings, measuring, mismatch
 from enginehouse.rl.placement import Roles, place
 from enginehouse.rl.rewards.pool import RewardPool
-from enginehouse.rl.samples import plain, sample_metrics, sample_rows, with_rewards
+from enginehouse.rl.samples import sample_metrics, sample_rows, with_rewards
 from enginehouse.rl.sampling import in_order
 from enginehouse.rl.stalls import Stalls
 from enginehouse.rl.validation import Validation
@@ -131,24 +131,30 @@ class Trainer(Loop):
             batch = self.advantage(batch, **self.plan.advantage_arguments)
         self.write_samples(step, samples)
         with phase("update"):
-            known = {
+            metrics = {
                 **sample_metrics(samples),
                 **measured,
-                **plain(divergence),
+                **divergence,
                 **self.roles.rollout_metrics(),
                 "tokens": float(samples["input_ids"].tokens),
             }
-            loss, first = self.loss(), None
+            loss, first_loss = self.loss(), None
             if algorithm.old_logprobs == "actor":
-                known |= plain(mismatch(samples, batch["old_logprobs"], self.version))
+                metrics |= metric_values(mismatch(samples, batch["old_logprobs"], self.version))
             else:
-                first = measuring(loss, self.version)
-            sent = self.training_batch(batch, step)
-            metrics = self.update(step, known, sent, loss, algorithm.minibatches, algorithm.epochs, first)
-            self.warnings.look(step, metrics)
+                first_loss = measuring(loss, self.version)
+            metrics = self.update(
+                step,
+                self.training_batch(batch, step),
+                loss,
+                metrics,
+                minibatches=algorithm.minibatches,
+                epochs=algorithm.epochs,
+                first_loss=first_loss,
+            )
+            self.warnings.check(step, metrics)
         with phase("sync"):
-            synced = self.sync_weights()
-        return {**metrics, **synced}
+            return metrics | self.sync_weights()
 
     # The stages
 
@@ -158,10 +164,10 @@ class Trainer(Loop):
         return self._drawn(self.roles.generate_each, prompts, parameters, step)
 
     def _drawn(self, draw: Draw, prompts: Batch, parameters: SamplingParams, step: int) -> Batch:
-        asked = prompts.select(["prompt_ids"]).with_columns(prompt_index=torch.arange(len(prompts)))
-        pieces = draw(asked, parameters, step_seed(self.config.train.seed, step))
-        wanted = len(asked) * parameters.n
-        return in_order(self.progress.counted(pieces, "samples", wanted, lambda piece: len(piece[1])))
+        requests = prompts.select(["prompt_ids"]).with_columns(prompt_index=torch.arange(len(prompts)))
+        pieces = draw(requests, parameters, step_seed(self.config.train.seed, step))
+        total = len(requests) * parameters.n
+        return in_order(self.progress.counted(pieces, "samples", total, lambda piece: len(piece[1])))
 
     def old_logprobs(self, samples: Batch) -> tuple[Ragged, dict[str, float]]:
         """The logprobs the policy ratio divides by: as the rollout reported them, or computed anew by the actor.
@@ -174,7 +180,7 @@ class Trainer(Loop):
         scored = self.roles.actor.forward(samples.select(["input_ids", "loss_mask"]), outputs)
         return scored["logprobs"], {"entropy": scored["entropy"].values[samples["loss_mask"].values].mean().item()}
 
-    def with_reference(self, batch: Batch) -> tuple[Batch, dict[str, Mean]]:
+    def with_reference(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Add `reference_logprobs`, if there is a KL term, and take the term from the rewards if that is its place.
 
         Returns:
@@ -187,11 +193,8 @@ class Trainer(Loop):
         batch = batch.with_columns(reference_logprobs=scored["logprobs"])
         if kl.place == "loss":
             return batch, {}
-        mask = batch["loss_mask"]
-        divergence = token_kl(batch["old_logprobs"].values, scored["logprobs"].values, kl.estimator) * mask.values
-        per_row = torch.zeros(len(batch)).index_add_(0, mask.row, divergence)
-        measured = {"kl": Mean(divergence.sum().item(), mask.values.sum().item())}
-        return batch.with_columns(reward=batch["reward"] - kl.coefficient * per_row), measured
+        batch, mean = with_kl_in_reward(batch, kl.coefficient, kl.estimator)
+        return batch, {"kl": mean}
 
     def training_batch(self, batch: Batch, step: int) -> Batch:
         """What an update sends to the actor: every column of numbers, and which mini-batch each row belongs to."""
@@ -200,8 +203,8 @@ class Trainer(Loop):
         if algorithm.minibatches == 1:
             return batch
         seed = step_seed(self.config.train.seed, step)
-        dealt = assign_minibatches(len(batch), algorithm.minibatches, algorithm.epochs, seed)
-        return batch.with_columns(minibatch=dealt)
+        minibatch = assign_minibatches(len(batch), algorithm.minibatches, algorithm.epochs, seed)
+        return batch.with_columns(minibatch=minibatch)
 
     def loss(self) -> LossSpec:
         """The configured loss, with the KL term if that is its place."""
@@ -217,12 +220,10 @@ class Trainer(Loop):
         self.version += 1
         report = self.roles.sync.sync(self.version)
         plugins().observe("weights_updated", run=self, version=report.version, seconds=report.seconds)
-        figures = {"weights/mib": report.nbytes / 2**20}
-        for name, nbytes in (("moved", report.bytes_moved), ("minimum", report.bytes_minimum)):
-            if nbytes is not None:
-                figures[f"weights/mib_{name}"] = nbytes / 2**20
-        found = {"weights/effect": report.effect, "weights/taken": report.taken}
-        return figures | {name: figure for name, figure in found.items() if figure is not None}
+        mib = {"": report.nbytes, "_moved": report.bytes_moved, "_minimum": report.bytes_minimum}
+        metrics = {f"weights/mib{name}": None if nbytes is None else nbytes / 2**20 for name, nbytes in mib.items()}
+        metrics |= {"weights/effect": report.effect, "weights/taken": report.taken}
+        return {name: value for name, value in metrics.items() if value is not None}
 
     def validate(self, step: int) -> None:
         """Answer the held-out prompts, score the answers, and log, write, show and tell what came of it."""

@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from enginehouse.atomic import move_into_place, point_to, staging_path, write_whole
+from enginehouse.checkpoints import Checkpoint
+from enginehouse.checkpoints.store import CheckpointStore
 from enginehouse.config import run_lock
 from enginehouse.config.earlier_run import RUN_MARKER, read_record
 from enginehouse.config.paths import check_run_directory
-from enginehouse.config.resume import Checkpoint
 from enginehouse.errors import ConfigError, EnginehouseError
-from enginehouse.runs.checkpoints import Checkpoints
 from enginehouse.runs.clock import StepClock
 from enginehouse.runs.jsonlines import JsonLines, read_whole_lines, write_json_lines
 from enginehouse.runs.record import RunRecord, Status
@@ -95,7 +95,7 @@ class RunDirectory:
         self.validated_step = -1
         self.saved_step: int | None = None
         self.earlier = Earlier([], [])
-        self.checkpoints = Checkpoints(self.path, resumed.step if resumed else None, checkpoints_kept)
+        self.checkpoints = CheckpointStore(self.path, resumed.step if resumed else None, checkpoints_kept)
         self._resumed = resumed
         self._overwrite, self._spare_unfinished = overwrite, spare_unfinished
         self._config, self._command, self._packages = config, command, packages

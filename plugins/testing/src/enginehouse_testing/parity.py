@@ -17,11 +17,11 @@ import torch
 
 from enginehouse.data.prompts import PromptDataset
 from enginehouse.data.rendering import load_tokenizer
+from enginehouse.engines.train import metric_values
 from enginehouse.errors import EnginehouseError
 from enginehouse.rl.generation import outputs_as_sampled, sampling_params, step_seed
 from enginehouse.rl.mismatch import mismatch
 from enginehouse.rl.placement import place
-from enginehouse.rl.samples import plain
 from enginehouse.runs.jsonlines import finite
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Parity:
         drawn = mask.values.nonzero().squeeze(-1)
         if not len(drawn):
             raise EnginehouseError("the rollout drew no tokens: there is nothing to compare")
-        figures = plain(mismatch(samples, logprobs, version))
+        figures = metric_values(mismatch(samples, logprobs, version))
         row, position = mask.row[drawn], drawn - mask.offsets[mask.row[drawn]]
         token = samples["input_ids"].values[drawn]
         rollout, train = samples["rollout_logprobs"].values[drawn].double(), logprobs.values[drawn].double()

@@ -11,8 +11,9 @@ from typing import Annotated
 import torch
 from pydantic import Field
 
+from enginehouse.config.schema import KLEstimator
 from enginehouse.engines.train import LossValue, Mean, TokenView
-from enginehouse.rl.kl import Estimator, token_kl
+from enginehouse.rl.kl import token_kl
 from enginehouse.rl.losses.aggregate import Aggregation, aggregate
 from enginehouse.rl.losses.importance import truncated_importance
 
@@ -27,7 +28,7 @@ def clipped_policy(
     aggregation: Aggregation = "token_mean",
     max_tokens: Annotated[int, Field(gt=0)] | None = None,
     kl_coefficient: float = 0.0,
-    kl_estimator: Estimator = "k3",
+    kl_estimator: KLEstimator = "k3",
     entropy_coefficient: float = 0.0,
 ) -> LossValue:
     """Compute the clipped policy loss over the tokens that `loss_mask` counts.

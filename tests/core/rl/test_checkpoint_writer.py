@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from projects import Project
 
+from enginehouse.checkpoints import Checkpoint, files_of
 from enginehouse.config.load import load_config
-from enginehouse.config.resume import Checkpoint, files_of
 from enginehouse.errors import EnginehouseError
-from enginehouse.rl import checkpointing
-from enginehouse.rl.checkpointing import Checkpointing, Standing
+from enginehouse.rl import checkpoint_writer
+from enginehouse.rl.checkpoint_writer import CheckpointWriter, LoopState
 from enginehouse.runs import RunDirectory
 
 
@@ -54,7 +54,7 @@ class Setting:
         self.run, self.actor = RunDirectory.create("runs/one", ""), Actor()
         self.published: list[int] = []
         actor: Any = self.actor
-        self.checkpointing = Checkpointing(
+        self.writer = CheckpointWriter(
             actor,
             self.run,
             load_config(project.save()),
@@ -74,29 +74,29 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
     return Project(tmp_path)
 
 
-def standing(step: int) -> Standing:
-    return Standing(step, {"row": step})
+def state(step: int) -> LoopState:
+    return LoopState(step, {"row": step})
 
 
 def test_an_engine_that_cannot_write_in_the_background_is_waited_for(project: Project):
     setting = Setting(project, background=False)
-    setting.checkpointing.begin(standing(3))
+    setting.writer.begin(state(3))
     assert setting.actor.calls == ["save"]
     assert setting.published == [3]
 
 
 def test_a_background_checkpoint_is_published_once_the_engine_is_done(project: Project):
     setting = Setting(project, background=True)
-    setting.checkpointing.begin(standing(3))
-    setting.checkpointing.look()
+    setting.writer.begin(state(3))
+    setting.writer.publish_if_written()
     assert setting.actor.calls == ["save_in_background"]  # nothing was waited for
     assert setting.whole == []
     setting.actor.write()
     while not setting.published:
-        setting.checkpointing.look()
+        setting.writer.publish_if_written()
     assert setting.whole == ["step-000003"]
     assert setting.published == [3]
-    setting.checkpointing.finish()
+    setting.writer.finish()
     assert setting.actor.calls == ["save_in_background", "finish_save"]
 
 
@@ -110,16 +110,16 @@ def test_training_goes_on_while_a_background_checkpoint_is_read_for_its_digests(
         go_on.wait()
         return files_of(staged)
 
-    monkeypatch.setattr(checkpointing, "files_of", slow)
+    monkeypatch.setattr(checkpoint_writer, "files_of", slow)
     setting = Setting(project, background=True)
-    setting.checkpointing.begin(standing(3))
+    setting.writer.begin(state(3))
     setting.actor.write()
-    setting.checkpointing.look()
+    setting.writer.publish_if_written()
     begun.wait()
-    setting.checkpointing.look()
+    setting.writer.publish_if_written()
     assert setting.whole == []
     go_on.set()
-    setting.checkpointing.write_last(standing(3), 60.0)
+    setting.writer.write_last(state(3), 60.0)
     assert setting.whole == ["step-000003"]
     assert setting.actor.calls == ["save_in_background", "finish_save"]
 
@@ -136,12 +136,12 @@ def test_a_checkpoint_that_is_not_read_in_time_is_kept_and_holds_up_no_end(
         go_on.wait()
         return {}
 
-    monkeypatch.setattr(checkpointing, "files_of", hangs)
+    monkeypatch.setattr(checkpoint_writer, "files_of", hangs)
     setting = Setting(project, background)
     if background:
-        setting.checkpointing.begin(standing(3))
+        setting.writer.begin(state(3))
         setting.actor.write()
-    setting.checkpointing.write_last(standing(3), 0.1)
+    setting.writer.write_last(state(3), 0.1)
     go_on.set()
     assert setting.whole == ["step-000003"]
     assert Checkpoint.read(setting.run.path / "checkpoints" / "step-000003").files == {}
@@ -155,19 +155,19 @@ def test_looking_at_a_checkpoint_that_is_read_waits_once(project: Project, monke
         waits.append(seconds)
         return SimpleNamespace(done=set())
 
-    monkeypatch.setattr(checkpointing, "wait", wait)
+    monkeypatch.setattr(checkpoint_writer, "wait", wait)
     setting = Setting(project, background=True)
-    setting.checkpointing.begin(standing(3))
+    setting.writer.begin(state(3))
     setting.actor.write()
     for _ in range(3):
-        setting.checkpointing.look()
-    assert waits == [checkpointing.LOOK_SECONDS, 0.0, 0.0]
+        setting.writer.publish_if_written()
+    assert waits == [checkpoint_writer.HOLD_SECONDS, 0.0, 0.0]
 
 
 def test_a_checkpoint_has_the_digests_of_its_files_and_of_the_data(project: Project):
     setting = Setting(project, background=True)
-    setting.checkpointing.begin(standing(3))
-    setting.checkpointing.finish()
+    setting.writer.begin(state(3))
+    setting.writer.finish()
     read = Checkpoint.read(setting.run.path / "checkpoints" / "step-000003")
     assert read.data == {"train.jsonl": "its digest"}
     assert set(read.files) == {"actor/weights"}
@@ -176,36 +176,36 @@ def test_a_checkpoint_has_the_digests_of_its_files_and_of_the_data(project: Proj
 
 def test_the_next_checkpoint_waits_for_the_one_under_way(project: Project):
     setting = Setting(project, background=True)
-    setting.checkpointing.begin(standing(3))
-    setting.checkpointing.begin(standing(6))
+    setting.writer.begin(state(3))
+    setting.writer.begin(state(6))
     assert setting.published == [3]
-    setting.checkpointing.finish()
+    setting.writer.finish()
     assert setting.whole == ["step-000003", "step-000006"]
 
 
 def test_a_background_checkpoint_that_fails_is_an_error_and_leaves_nothing(project: Project):
     setting = Setting(project, background=True)
-    setting.checkpointing.begin(standing(3))
+    setting.writer.begin(state(3))
     setting.actor.fails = True
     with pytest.raises(EnginehouseError, match="no space left"):
-        setting.checkpointing.finish()
+        setting.writer.finish()
     assert setting.published == setting.whole == []
 
 
 def test_a_checkpoint_whose_end_was_not_waited_for_is_published_as_the_run_ends(project: Project):
     setting = Setting(project, background=True)
-    setting.checkpointing.begin(standing(3))
+    setting.writer.begin(state(3))
     setting.actor.interrupts = True
     with pytest.raises(KeyboardInterrupt):
-        setting.checkpointing.begin(standing(6))
-    setting.checkpointing.write_last(standing(6), 5.0)
+        setting.writer.begin(state(6))
+    setting.writer.write_last(state(6), 5.0)
     assert setting.whole == ["step-000003", "step-000006"]
 
 
 @pytest.mark.parametrize(("last", "whole"), [(3, ["step-000003"]), (4, ["step-000003", "step-000004"])])
 def test_the_last_checkpoint_is_written_unless_it_is_under_way(project: Project, last: int, whole: list[str]):
     setting = Setting(project, background=True)
-    setting.checkpointing.begin(standing(3))
-    setting.checkpointing.write_last(standing(last), 5.0)
+    setting.writer.begin(state(3))
+    setting.writer.write_last(state(last), 5.0)
     assert setting.whole == whole
     assert setting.actor.calls.count("save") == len(whole) - 1

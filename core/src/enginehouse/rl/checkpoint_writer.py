@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from enginehouse.config.resume import ACTOR, Checkpoint, files_of, kind_of
+from enginehouse.checkpoints import ACTOR, Checkpoint, Files, files_of
+from enginehouse.config.resume import kind_of
 from enginehouse.errors import SaveError, first_line
 
 if TYPE_CHECKING:
@@ -22,10 +23,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Files = Mapping[str, tuple[int, str]]
-"""What `files_of` gives."""
-
-LOOK_SECONDS = 0.1
+HOLD_SECONDS = 0.1
 """How long the loop is held up once it is begun to read a checkpoint: a small one is read by then."""
 
 
@@ -53,7 +51,7 @@ def _free_words(place: Path) -> str:
     return f"{free / 2**20:,.1f} MiB free"
 
 
-class Standing(NamedTuple):
+class LoopState(NamedTuple):
     """Where a loop stands after the update of a step: all that the next step depends on, besides the actor's state.
 
     Attributes:
@@ -65,7 +63,7 @@ class Standing(NamedTuple):
     loop: Mapping[str, Any]
 
 
-class Checkpointing:
+class CheckpointWriter:
     """Writes a loop's checkpoints. With an engine that saves in the background, training goes on meanwhile, and while
     what it wrote is read for its digests.
 
@@ -92,24 +90,24 @@ class Checkpointing:
         self._under_way: tuple[Path, Checkpoint] | None = None
         self._digests: Future[Files] | None = None
 
-    def begin(self, standing: Standing) -> None:
+    def begin(self, state: LoopState) -> None:
         """Write a checkpoint, or begin to; one still under way is waited for first."""
         self.finish()
         if not self._background:
-            self.write(standing)
+            self.write(state)
             return
-        staged, checkpoint = self._staged(standing)
-        with writing(f"the checkpoint of step {standing.step}", staged):
+        staged, checkpoint = self._staged(state)
+        with writing(f"the checkpoint of step {state.step}", staged):
             self._actor.call("save_in_background", str(staged / ACTOR))
         self._under_way = staged, checkpoint
 
-    def look(self) -> None:
+    def publish_if_written(self) -> None:
         """Publish the checkpoint under way if it is there, to the last digest; wait for hardly anything."""
         if self._under_way is not None and (self._under_way[0] / ACTOR).is_dir():
             begun = self._digests is not None
             with self._writing():
                 digests = self._saved(None)
-            if wait([digests], 0.0 if begun else LOOK_SECONDS).done:
+            if wait([digests], 0.0 if begun else HOLD_SECONDS).done:
                 self.finish()
 
     def finish(self, timeout: float | None = None) -> None:
@@ -151,8 +149,8 @@ class Checkpointing:
             self._digests = _begin_to_read(self._under_way[0])
         return self._digests
 
-    def write_last(self, standing: Standing, seconds: float | None = None) -> None:
-        """Have a checkpoint of `standing`, in at most `seconds`: the run is about to end.
+    def write_last(self, state: LoopState, seconds: float | None = None) -> None:
+        """Have a checkpoint of `state`, in at most `seconds`: the run is about to end.
 
         Raises:
             SaveError: it could not be written, or not in that time.
@@ -162,23 +160,23 @@ class Checkpointing:
             self.finish(timeout=seconds)
         except SaveError as error:
             log.warning("%s", first_line(error))
-        if self._run.checkpoints.newest_step != standing.step:
-            self.write(standing, timeout=None if until is None else max(until - time.monotonic(), 0.1))
+        if self._run.checkpoints.newest_step != state.step:
+            self.write(state, timeout=None if until is None else max(until - time.monotonic(), 0.1))
 
-    def write(self, standing: Standing, timeout: float | None = None) -> None:
+    def write(self, state: LoopState, timeout: float | None = None) -> None:
         """Write a checkpoint and wait for it; `timeout` and errors as those of `finish`."""
         until = None if timeout is None else time.monotonic() + timeout
-        staged, checkpoint = self._staged(standing)
-        with writing(f"the checkpoint of step {standing.step}", staged):
+        staged, checkpoint = self._staged(state)
+        with writing(f"the checkpoint of step {state.step}", staged):
             self._actor.call("save", str(staged / ACTOR), timeout=timeout)
             self._publish(staged, checkpoint, _in_time(_begin_to_read(staged), until, checkpoint))
 
-    def _staged(self, standing: Standing) -> tuple[Path, Checkpoint]:
+    def _staged(self, state: LoopState) -> tuple[Path, Checkpoint]:
         self._run.flush()  # a run that is resumed here has it up to here
-        staged = self._run.checkpoints.stage(standing.step)
+        staged = self._run.checkpoints.stage(state.step)
         config = self._config.model_dump(mode="json")
         return staged, Checkpoint(
-            staged, standing.step, self._run.elapsed_seconds, standing.loop, config, kind_of(self._config), self._data
+            staged, state.step, self._run.elapsed_seconds, state.loop, config, kind_of(self._config), self._data
         )
 
     def _publish(self, staged: Path, checkpoint: Checkpoint, files: Files) -> None:

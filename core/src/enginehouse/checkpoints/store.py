@@ -1,26 +1,31 @@
-"""Checkpoints of a run, as files: each is there whole or not at all, and only the newest are kept.
-
-What is in one is said in `enginehouse.config.resume`; who writes when, in `enginehouse.rl.checkpointing`.
-"""
+"""Puts checkpoints into a run directory: each is there whole or not at all, and only the newest are kept."""
 
 from __future__ import annotations
 
 import logging
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from enginehouse.atomic import move_into_place, write_whole
-from enginehouse.config.earlier_run import CHECKPOINTS, checkpoint_paths
-from enginehouse.config.resume import ACTOR, LOOP_FILE, Checkpoint, files_of
+from enginehouse.checkpoints import (
+    ACTOR,
+    CHECKPOINTS,
+    LOOP_FILE,
+    Checkpoint,
+    Files,
+    checkpoint_name,
+    checkpoint_paths,
+    files_of,
+)
 from enginehouse.errors import EnginehouseError
 
 log = logging.getLogger(__name__)
 
 
-class Checkpoints:
+class CheckpointStore:
     """The checkpoints in a run directory. Nothing is made before the first is staged.
 
     Args:
@@ -52,11 +57,11 @@ class Checkpoints:
 
     def stage(self, step: int) -> Path:
         """Make a new directory, in which the actor's engine is to write `actor/`."""
-        staged = self._directory / f".step-{step:06d}.partial-{uuid.uuid4().hex[:8]}"
+        staged = self._directory / f".{checkpoint_name(step)}.partial-{uuid.uuid4().hex[:8]}"
         staged.mkdir(parents=True)
         return staged
 
-    def publish(self, staged: Path, checkpoint: Checkpoint, files: Mapping[str, tuple[int, str]] | None = None) -> Path:
+    def publish(self, staged: Path, checkpoint: Checkpoint, files: Files | None = None) -> Path:
         """Make what was staged, with the actor's state in it, the checkpoint of its step; delete those grown old.
 
         Args:
@@ -73,7 +78,7 @@ class Checkpoints:
                 f"the actor's state of step {checkpoint.step} is not at {staged / ACTOR}, where it was told to write "
                 "it. Do the actor's node and this one share the file system of run.directory? They have to."
             )
-        place = self._directory / f"step-{checkpoint.step:06d}"
+        place = self._directory / checkpoint_name(checkpoint.step)
         files = files_of(staged) if files is None else files
         write_whole(staged / LOOP_FILE, replace(checkpoint, path=place, files=files).encoded())
         move_into_place(staged, place, to_disk=bool(files))
