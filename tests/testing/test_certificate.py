@@ -106,6 +106,17 @@ def test_it_says_which_distribution_and_which_code_of_it_was_certified(acme, tmp
     assert "acme_hf.engine" not in sys.modules
 
 
+def test_the_code_of_a_plugin_that_it_stands_on_is_part_of_its_own(acme, tmp_path, monkeypatch):
+    """As fsdp stands on what the torch plugin has for all engines in torch."""
+    record, package = acme
+    before = origin_of(record).digest
+    info = package.parent / "acme_hf-0.3.1.dist-info" / "METADATA"
+    info.write_text(info.read_text() + "Requires-Dist: enginehouse_torch>=0.1\nRequires-Dist: absent; extra == 'all'\n")
+    manager = load_plugins(enabled=["acme", "torch"])
+    monkeypatch.setattr("enginehouse_testing.origin.plugins", lambda: manager)
+    assert origin_of(manager.get("rollout", "swift")).digest != before
+
+
 def test_what_is_registered_by_nobody_has_the_code_it_names(acme):
     record, _ = acme
     other = dataclasses.replace(record, name="other")

@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from enginehouse.plugin import Backend, Plugin, Transport, plugins
@@ -18,8 +19,8 @@ class Origin:
     Attributes:
         distribution: the installed distribution; empty where it is of none.
         version: that distribution's version.
-        digest: of all files of the packages its strings name, `"sha256:..."`: it changes with an edit, too, of what is
-            installed from a checkout.
+        digest: of all files of the packages its strings name, and of the plugins that its distribution requires,
+            `"sha256:..."`: it changes with an edit, too, of what is installed from a checkout.
     """
 
     distribution: str
@@ -36,6 +37,7 @@ def origin_of(record: Backend | Transport) -> Origin:
     modules = sorted({getattr(record, field).partition(":")[0] for field in record.references})
     owner = _owner(record, modules)
     named = [*modules, *([owner.module] if owner is not None else [])]
+    named += [plugin.module for plugin in _stands_on(owner)]
     digest = _digest(sorted({_package(module) for module in named}))
     return Origin(owner.distribution, owner.version, digest) if owner is not None else Origin("", "", digest)
 
@@ -46,6 +48,20 @@ def _owner(record: Backend | Transport, modules: list[str]) -> Plugin | None:
     declared = [one.plugin for one in there.providers(record.kind, record.name) if one.record == record]
     packages = {_package(module) for module in modules}
     return next(iter([*declared, *(one for one in there.plugins if _package(one.module) in packages)]), None)
+
+
+def _stands_on(owner: Plugin | None) -> list[Plugin]:
+    """Other plugins that a plugin's distribution requires: their code is part of what it does."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    try:
+        texts = metadata.requires(owner.distribution) if owner is not None and not owner.internal else None
+    except metadata.PackageNotFoundError:
+        texts = None
+    required = [requirement for requirement in map(Requirement, texts or ()) if requirement.marker is None]
+    names = {canonicalize_name(requirement.name) for requirement in required}
+    return [one for one in plugins().plugins if not one.internal and canonicalize_name(one.distribution) in names]
 
 
 def _package(module: str) -> str:
