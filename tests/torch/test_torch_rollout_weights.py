@@ -187,6 +187,20 @@ def test_a_weight_that_does_not_fit_is_refused_by_name(name, tensor, said):
     asyncio.run(run())
 
 
+def test_a_weight_that_was_not_announced_is_refused_by_name():
+    new = weights_of(tiny_model(seed=1))
+    name, *rest = new
+
+    async def run():
+        async with launched(tiny_model()) as engine:
+            await engine.start_weight_update(announce({one: new[one] for one in rest}, 1))
+            with pytest.raises(WeightSyncError, match="was not announced") as refused:
+                await engine.update_weights(WeightChunk([(name, new[name])]))
+            assert refused.value.parameters == (name,)
+
+    asyncio.run(run())
+
+
 def test_weights_without_a_start_and_versions_that_do_not_rise_are_refused():
     new = weights_of(tiny_model(seed=1))
 

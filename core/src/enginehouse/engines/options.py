@@ -33,6 +33,22 @@ def check_divides(option: str, wanted: int, count: int, what: str) -> None:
         )
 
 
+def check_native(native: Mapping[str, Any], ours: Mapping[str, str], backend: str) -> None:
+    """See that a user sets no argument of an engine that its backend sets.
+
+    Args:
+        native: what the user set.
+        ours: what the backend sets, and what decides each; with underscores, as Python calls it.
+        backend: its name.
+
+    Raises:
+        ValueError: an argument is the backend's.
+    """
+    for name in native:
+        if decides := ours.get(name.replace("-", "_")):
+            raise ValueError(f"{name!r} is set by the {backend} backend; what decides it is {decides}")
+
+
 class EngineOptions(BaseModel):
     """What all engines take."""
 

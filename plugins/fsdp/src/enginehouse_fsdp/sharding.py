@@ -28,8 +28,7 @@ from enginehouse_fsdp.context_parallel import check_sequence_split
 from enginehouse_fsdp.experts import own_parts
 from enginehouse_fsdp.tensor_parallel import split_matrices
 from enginehouse_torch.modeling.finite import check_stored
-from enginehouse_torch.modeling.loading import VALUE_HEAD, model_directory, value_head, value_head_weight
-from enginehouse_torch.modeling.memory import is_out_of_memory
+from enginehouse_torch.modeling.loading import VALUE_HEAD, loading, model_directory, value_head, value_head_weight
 from enginehouse_torch.modeling.stored import StoredForm
 
 if TYPE_CHECKING:
@@ -116,23 +115,12 @@ def _empty_model(spec: ModelSpec) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     path = model_directory(spec)
-    try:
-        with quiet_transformers(), init_empty_weights(include_buffers=False):
-            config = AutoConfig.from_pretrained(
-                str(path), trust_remote_code=spec.trust_remote_code, local_files_only=True
-            )
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, trust_remote_code=spec.trust_remote_code
-            )
-            if spec.head == "value":
-                model.add_module(VALUE_HEAD, value_head(model, spec).float())
-            model.tie_weights()  # on the meta device each module got a parameter of its own
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise ModelError(
-            f"model path {spec.path!r} cannot be loaded as a causal language model: {type(error).__name__}: {error}"
-        ) from error
+    with loading(spec), quiet_transformers(), init_empty_weights(include_buffers=False):
+        config = AutoConfig.from_pretrained(str(path), trust_remote_code=spec.trust_remote_code, local_files_only=True)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=spec.trust_remote_code)
+        if spec.head == "value":
+            model.add_module(VALUE_HEAD, value_head(model, spec).float())
+        model.tie_weights()  # on the meta device each module got a parameter of its own
     return model
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from enginehouse.engines.options import SplitRolloutOptions
+from enginehouse.engines.options import SplitRolloutOptions, check_native
 from enginehouse.errors import ConfigError
 
 OURS = {
@@ -98,10 +98,7 @@ class SGLangOptions(SplitRolloutOptions):
     @field_validator("native")
     @classmethod
     def _not_ours(cls, native: dict[str, Any]) -> dict[str, Any]:
-        for name in native:
-            if name.replace("-", "_") in OURS:
-                decides = OURS[name.replace("-", "_")]
-                raise ValueError(f"{name!r} is set by the sglang backend; what decides it is {decides}")
+        check_native(native, OURS, "sglang")
         return native
 
     @field_validator("endpoint")

@@ -8,11 +8,11 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 from enginehouse.atomic import write_whole
+from enginehouse.plugin.requirements import installed_versions, parsed
 from enginehouse_testing.origin import Origin
 
 Outcome = Literal["passed", "failed", "not declared", "not run"]
@@ -146,19 +146,11 @@ def row(check: Result) -> tuple[str, ...]:
 def versions(*distributions: str) -> dict[str, str]:
     """Versions of what the result depends on: what all stand on, and distributions named."""
     names = ("enginehouse", "torch", "transformers", "accelerate", "peft", "ray", *filter(None, distributions))
-    found = {"python": platform.python_version()}
-    for name in names:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    return {"python": platform.python_version()} | installed_versions(names)
 
 
 def depends_on(record: Any) -> list[str]:
     """Distributions whose versions a backend's results depend on: those it requires, and what all engines stand on."""
-    from enginehouse.plugin.requirements import parsed
-
     required = [one.name for text in getattr(record, "requires", ()) for one in parsed(text)]
     return list(dict.fromkeys([*required, "torch", "transformers", "ray"]))
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from enginehouse.engines.options import SplitRolloutOptions
+from enginehouse.engines.options import SplitRolloutOptions, check_native
 
 OURS = {
     "model": "model.path",
@@ -68,7 +68,5 @@ class VLLMOptions(SplitRolloutOptions):
     @field_validator("native")
     @classmethod
     def _not_ours(cls, native: dict[str, Any]) -> dict[str, Any]:
-        for name in native:
-            if name in OURS:
-                raise ValueError(f"{name!r} is set by the vllm backend; what decides it is {OURS[name]}")
+        check_native(native, OURS, "vllm")
         return native

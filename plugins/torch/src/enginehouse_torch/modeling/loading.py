@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,22 +38,15 @@ def load_model(spec: ModelSpec, device: torch.device | str) -> PreTrainedModel:
     path = model_directory(spec)
     from transformers import AutoModelForCausalLM
 
-    try:
-        with quiet_transformers():
-            from_pretrained: Any = AutoModelForCausalLM.from_pretrained  # its type says it returns the model alone
-            model, loaded = from_pretrained(
-                str(path),
-                dtype=getattr(torch, spec.dtype),
-                trust_remote_code=spec.trust_remote_code,
-                local_files_only=True,
-                output_loading_info=True,
-            )
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        raise ModelError(
-            f"model path {spec.path!r} cannot be loaded as a causal language model: {type(error).__name__}: {error}"
-        ) from error
+    with loading(spec), quiet_transformers():
+        from_pretrained: Any = AutoModelForCausalLM.from_pretrained  # its type says it returns the model alone
+        model, loaded = from_pretrained(
+            str(path),
+            dtype=getattr(torch, spec.dtype),
+            trust_remote_code=spec.trust_remote_code,
+            local_files_only=True,
+            output_loading_info=True,
+        )
     if missing := sorted(loaded["missing_keys"]):
         raise ModelError(f"the weights in {spec.path!r} lack {listed(missing)}")
     if spec.head == "value":
@@ -62,6 +57,23 @@ def load_model(spec: ModelSpec, device: torch.device | str) -> PreTrainedModel:
     model.to(device)
     check_stored(path, model.named_parameters())
     return model.eval()
+
+
+@contextmanager
+def loading(spec: ModelSpec) -> Iterator[None]:
+    """Say of an error inside, but for want of memory, which model could not be loaded.
+
+    Raises:
+        ModelError: with the error as its cause.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise ModelError(
+            f"model path {spec.path!r} cannot be loaded as a causal language model: {type(error).__name__}: {error}"
+        ) from error
 
 
 def model_directory(spec: ModelSpec) -> Path:
