@@ -75,7 +75,6 @@ def test_taking_nothing_gives_an_empty_batch_of_the_same_columns(batch: Batch, r
     assert len(empty) == 0
     assert empty.columns == batch.columns
     assert Batch.concat([empty, batch, empty]).equal(batch)
-    assert empty["input_ids"].to_padded(0).shape == (0, 0)
     assert [len(part) for part in empty.split(3)] == [0, 0, 0]
     assert "Batch of 0 rows" in repr(empty)
 
@@ -249,8 +248,6 @@ def test_large_results_are_right_too() -> None:
 def test_sequences_of_vectors_are_ragged_too() -> None:
     column = Ragged.from_list([torch.zeros(2, 3), torch.ones(1, 3)])
     assert column[1].tolist() == [[1.0, 1.0, 1.0]]
-    assert column.to_padded(9.0, side="left").shape == (2, 2, 3)
-    assert column.to_padded(9.0, side="left")[1].tolist() == [[9.0] * 3, [1.0] * 3]
     with pytest.raises(BatchError, match="2 rows"):
         Ragged.from_list([torch.zeros(2, 3), torch.ones(1, 4)])
 
@@ -307,7 +304,6 @@ def test_operations_on_a_device_give_what_they_give_on_the_host(batch: Batch) ->
     ):
         assert use(moved)["input_ids"].device.type == "cuda"
         assert use(moved).to("cpu").equal(use(batch))
-    assert torch.equal(moved["input_ids"].to_padded(0).cpu(), batch["input_ids"].to_padded(0))
     assert torch.equal(moved["input_ids"].row.cpu(), batch["input_ids"].row)
     assert pickle.loads(pickle.dumps(moved)).equal(batch)
 

@@ -146,18 +146,6 @@ def test_columns_are_chosen_renamed_and_dropped_without_touching_rows(rows: list
         assert renamed[name + "_old"] is batch[name]
 
 
-@given(st.lists(tokens, max_size=6), st.sampled_from(["left", "right"]))
-def test_padding_and_unpadding_are_inverse(rows: list[list[int]], side: Any) -> None:
-    column = Ragged.from_list(rows)
-    longest = max(map(len, rows), default=0)
-    padded = column.to_padded(-1, side)
-    fill = [[-1] * (longest - len(row)) for row in rows]
-    expected = [(row + f if side == "right" else f + row) for row, f in zip(rows, fill, strict=True)]
-    assert padded.shape == (len(rows), longest)
-    assert padded.tolist() == expected
-    assert Ragged.from_padded(padded, column.lengths, side).equal(column)
-
-
 @given(st.lists(tokens, max_size=6))
 @settings(max_examples=50)
 def test_a_ragged_column_knows_the_row_of_each_token(rows: list[list[int]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -118,17 +118,6 @@ class Ragged:
             raise BatchError(f"a ragged column cannot be made of these {len(rows)} rows: {error}") from error
         return cls(values.to(dtype) if dtype else values, torch.from_numpy(offsets))
 
-    @classmethod
-    def from_padded(
-        cls, padded: Tensor, lengths: Tensor | Sequence[int], side: Literal["left", "right"] = "right"
-    ) -> Ragged:
-        """Take each row's first (`side="right"`) or last `lengths[row]` entries of `padded` `(rows, length, ...)`."""
-        column = np.asarray(lengths, dtype=np.int64)
-        if len(column) != padded.shape[0] or (len(column) and not 0 <= column.min() <= column.max() <= padded.shape[1]):
-            raise BatchError(f"lengths {column.tolist()} do not fit padding of shape {tuple(padded.shape)}")
-        offsets = torch.from_numpy(np.concatenate(([0], np.cumsum(column))))
-        return cls._make(padded[_padding_mask(column, padded.shape[1], side).to(padded.device)], offsets)
-
     def __len__(self) -> int:
         """Number of rows."""
         return self.offsets.shape[0] - 1
@@ -200,17 +189,6 @@ class Ragged:
         """Whether both columns have the same rows' lengths, so that their values speak of the same tokens."""
         return self.offsets is other.offsets or torch.equal(self.offsets, other.offsets)
 
-    def to_padded(self, value: float | bool, side: Literal["left", "right"] = "right") -> Tensor:
-        """Lay the rows under each other: `(rows, longest, ...)`, filled with `value` on `side`."""
-        lengths = np.diff(self.offsets.numpy())
-        longest = int(lengths.max()) if len(lengths) else 0
-        if len(lengths) and lengths.min() == longest:
-            return self.values.reshape(len(lengths), longest, *self.values.shape[1:])
-        mask = _padding_mask(lengths, longest, side).to(self.device)
-        padded = torch.full((*mask.shape, *self.values.shape[1:]), value, dtype=self.dtype, device=self.device)
-        padded[mask] = self.values
-        return padded
-
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Ragged:
         """Values on `device`; the offsets stay on the host."""
         return Ragged._make(self.values.to(device, non_blocking=non_blocking), self.offsets)
@@ -258,16 +236,6 @@ class Ragged:
 def _read_ragged(version: int, values: wire.WireTensor, offsets: wire.WireTensor) -> Ragged:
     wire.check_version(version)
     return Ragged._make(wire.read_tensor(values), wire.read_tensor(offsets))
-
-
-def _padding_mask(lengths: np.ndarray, longest: int, side: str) -> Tensor:
-    """Bool `(rows, longest)`: where a padded row holds its values."""
-    if side not in ("left", "right"):
-        raise BatchError(f"padding goes on the 'left' or 'right', not {side!r}")
-    position = np.arange(longest)
-    if side == "right":
-        return torch.from_numpy(position < lengths[:, None])
-    return torch.from_numpy(position >= longest - lengths[:, None])
 
 
 def slice_offsets(offsets: Tensor, start: int, stop: int) -> tuple[int, int, Tensor]:
