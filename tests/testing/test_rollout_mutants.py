@@ -32,7 +32,7 @@ MUTANTS = [
     ("PauseIgnored", PAUSES),
     ("KeptAborted", {"pause_keep", "kept_whole"}),
     ("HealthOfTheDead", {"health"}),
-    ("StaleReportedAsNew", {*PAUSES, *SERVED}),
+    ("StaleReportedAsNew", {*PAUSES, *SERVED, "small_updates"}),
     ("AppliedOnArrival", {"interrupted_update"}),
     ("IncompleteTaken", {"interrupted_update"}),
     ("PrefixKept", SERVED),
