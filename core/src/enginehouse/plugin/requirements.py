@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING
 
+from enginehouse.plugin.loaded import canonical_name
+
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
@@ -84,7 +86,7 @@ def install_line(missing: Iterable[Missing], distribution: str) -> str:
     from packaging.requirements import Requirement
 
     wanted = [Requirement(_alternatives(one.requirement)[0]) for one in missing]
-    names = {_normal(requirement.name) for requirement in wanted}
+    names = {canonical_name(requirement.name) for requirement in wanted}
     for extra, covered in _extras(distribution):
         if names <= covered:
             return f'pip install "{distribution}[{extra}]"'
@@ -105,15 +107,9 @@ def _extras(distribution: str) -> Iterator[tuple[str, set[str]]]:
         return
     requirements = [Requirement(text) for text in found.requires or ()]
     for extra in found.metadata.get_all("Provides-Extra") or ():
-        yield extra, {_normal(one.name) for one in requirements if _only_with(one, extra)}
+        yield extra, {canonical_name(one.name) for one in requirements if _only_with(one, extra)}
 
 
 def _only_with(requirement: Requirement, extra: str) -> bool:
     marker = requirement.marker
     return marker is not None and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
-
-
-def _normal(name: str) -> str:
-    from packaging.utils import canonicalize_name
-
-    return canonicalize_name(name)

@@ -12,11 +12,11 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 from enginehouse.config.earlier_run import read_record
+from enginehouse.plugin.requirements import installed_versions
 from enginehouse.runs.atomic import write_whole
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class RunRecord:
             "pid": os.getpid(),
             "python": platform.python_version(),
             "interpreter": sys.executable,
-            "versions": versions((*PACKAGES, *packages)),
+            "versions": installed_versions((*PACKAGES, *packages)),
         }
         if resumed_after is not None:
             former = dict(read_record(path.parent))
@@ -112,17 +112,6 @@ class RunRecord:
 
     def _write(self) -> None:
         write_whole(self.path, self._text())
-
-
-def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Versions of those of `packages` that are installed, without importing any."""
-    found = {}
-    for name in packages:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _now() -> str:

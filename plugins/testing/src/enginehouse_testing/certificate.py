@@ -8,10 +8,10 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from enginehouse.plugin.requirements import installed_versions
 from enginehouse.runs.atomic import write_whole
 from enginehouse_testing.origin import Origin
 
@@ -146,13 +146,7 @@ def row(check: Result) -> tuple[str, ...]:
 def versions(*distributions: str) -> dict[str, str]:
     """Versions of what the result depends on: what all stand on, and distributions named."""
     names = ("enginehouse", "torch", "transformers", "accelerate", "peft", "ray", *filter(None, distributions))
-    found = {"python": platform.python_version()}
-    for name in names:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    return {"python": platform.python_version(), **installed_versions(names)}
 
 
 def depends_on(record: Any) -> list[str]:

@@ -10,7 +10,6 @@ import os
 import platform
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,6 +28,7 @@ from enginehouse.engines.rollout import (
 )
 from enginehouse.engines.weights import ParamMeta, WeightChunk, WeightUpdate
 from enginehouse.plugin import Layout, RolloutBackend, resolve
+from enginehouse.plugin.requirements import installed_versions
 from enginehouse_testing.check import RolloutCheck, Seen
 
 T = TypeVar("T")
@@ -279,13 +279,7 @@ class ReplicaUnderTest(Worker):
     @register
     async def versions(self, names: Sequence[str]) -> dict[str, str]:
         """Versions of Python and of those distributions that are installed here."""
-        found = {"python": platform.python_version()}
-        for name in names:
-            try:
-                found[name] = metadata.version(name)
-            except metadata.PackageNotFoundError:
-                continue
-        return found
+        return {"python": platform.python_version(), **installed_versions(names)}
 
     async def shutdown(self) -> None:
         """End the engine."""

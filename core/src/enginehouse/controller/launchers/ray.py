@@ -419,7 +419,7 @@ class RayProcesses:
 
     def _break(self, error: WorkerError) -> None:
         if self._broken is None:
-            self._broken = str(error).splitlines()[0]
+            self._broken = first_line(error)
 
     def _refuse_if_broken(self, role: str, method: str) -> None:
         if (why := self.broken) is not None:
