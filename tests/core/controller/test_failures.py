@@ -215,16 +215,16 @@ def test_a_pool_the_cluster_cannot_give_is_refused_with_both_sides(ray_cluster):
 def test_a_pool_that_others_occupy_is_waited_for_until_its_deadline(ray_cluster):
     most = int(ray.available_resources()["CPU"])
     held = ResourcePool([1], cpus_per_process=most)
-    held.occupy("holder")
+    held.lease("holder")
     with pytest.raises(PlacementError, match=rf"not placed within 0\.5 s.*{most} CPU each.*free now"):
-        ResourcePool([1], cpus_per_process=most, timeout=0.5).occupy("late")
+        ResourcePool([1], cpus_per_process=most, timeout=0.5).lease("late")
     held.shutdown()
     forgotten = ResourcePool([1], cpus_per_process=most)
-    forgotten.occupy("forgetful")
+    forgotten.lease("forgetful")
     del forgotten
     gc.collect()
     again = ResourcePool([1], cpus_per_process=most)
-    again.occupy("next")
+    again.lease("next")
     again.shutdown()
 
 

@@ -10,7 +10,7 @@ import ray
 
 from enginehouse.controller import placement_group
 from enginehouse.controller.errors import ClusterLost, PlacementError
-from enginehouse.controller.placement_group import Reservation
+from enginehouse.controller.placement_group import PlacementGroups
 from enginehouse.controller.ray_access import RayAccess
 
 
@@ -52,11 +52,11 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return cluster
 
 
-def place(reserved: Reservation) -> bool:
+def place(reserved: PlacementGroups) -> bool:
     return reserved.place(time.monotonic() + 600.0, 600.0)
 
 
-def failing(reserved: Reservation) -> tuple[threading.Thread, list[Exception]]:
+def failing(reserved: PlacementGroups) -> tuple[threading.Thread, list[Exception]]:
     """A thread that waits for places, and what it fails with."""
     errors: list[Exception] = []
 
@@ -73,7 +73,7 @@ def failing(reserved: Reservation) -> tuple[threading.Thread, list[Exception]]:
 
 @pytest.mark.parametrize("node_left", [True, False])
 def test_giving_back_waits_for_nobody_who_waits_for_a_place(cluster: Cluster, node_left: bool):
-    reserved = Reservation("pool", [1], 1, 0, 1)
+    reserved = PlacementGroups("pool", [1], 1, 0, 1)
     if node_left:
         place(reserved)
         cluster.made[0].state = "RESCHEDULING"
@@ -93,7 +93,7 @@ def test_giving_back_waits_for_nobody_who_waits_for_a_place(cluster: Cluster, no
 
 def test_who_waits_for_a_place_leaves_ray_when_that_is_shut_down(cluster: Cluster):
     cluster.state = "PENDING"
-    thread, errors = failing(Reservation("pool", [1], 1, 0, 1))
+    thread, errors = failing(PlacementGroups("pool", [1], 1, 0, 1))
     while not cluster.made:
         pass
     cluster.access.close()
@@ -101,9 +101,9 @@ def test_who_waits_for_a_place_leaves_ray_when_that_is_shut_down(cluster: Cluste
     assert [type(error) for error in errors] == [ClusterLost]
 
 
-@pytest.mark.parametrize("again", [Reservation.give_back, place])
+@pytest.mark.parametrize("again", [PlacementGroups.give_back, place])
 def test_what_ray_did_not_take_back_is_given_back_later(cluster: Cluster, again):
-    reserved, release = Reservation("pool", [1], 1, 0, 1), threading.Event()
+    reserved, release = PlacementGroups("pool", [1], 1, 0, 1), threading.Event()
     assert place(reserved)
     cluster.access.end("hang", release.wait, seconds=0.01)
     (hung,) = [thread for thread in threading.enumerate() if thread.name == "ray-hang"]
@@ -115,6 +115,6 @@ def test_what_ray_did_not_take_back_is_given_back_later(cluster: Cluster, again)
     assert cluster.removed == cluster.made[:1]
 
 
-def test_a_reservation_that_is_dropped_is_given_back(cluster: Cluster):
-    place(Reservation("pool", [1], 1, 0, 1))
+def test_a_placement_group_that_is_dropped_is_given_back(cluster: Cluster):
+    place(PlacementGroups("pool", [1], 1, 0, 1))
     assert cluster.removed == cluster.made

@@ -60,8 +60,8 @@ def test_groups_on_two_pools_and_on_both_merged_run_side_by_side(closing):
 
 def test_a_merged_pool_uses_the_places_of_its_parts_in_order(closing):
     first, second = (closing(ResourcePool([size], cpus_per_process=0.25, max_colocate=2)) for size in (2, 1))
-    merged = merge_resource_pools(second, first).occupy("all")
-    assert merged.slots == second.occupy("two").slots + first.occupy("one").slots
+    merged = merge_resource_pools(second, first).lease("all")
+    assert merged.slots == second.lease("two").slots + first.lease("one").slots
     assert len({(slot.placement_group.id, slot.bundle) for slot in merged.slots}) == 3
 
 
@@ -73,11 +73,11 @@ def test_a_split_pool_gives_its_places_to_groups_side_by_side(closing):
     assert [part.name for part in pool.split(3)] == ["six[0:2]", "six[2:4]", "six[4:6]"]
     group = closing(_accumulators(left, "left"))
     with pytest.raises(PlacementError, match="has left on 3 of its 6 places"):
-        pool.occupy("whole")
+        pool.lease("whole")
     other = closing(_accumulators(right, "right"))
     assert (group.add(1), other.add(2)) == ([1, 1, 1], [2, 2, 2])
     with pytest.raises(PlacementError, match="has left, right"):
-        pool.occupy("whole")
+        pool.lease("whole")
     assert merge_resource_pools(left, right).processes_per_node == (3, 1, 2)
 
 
@@ -85,16 +85,16 @@ def test_what_a_pool_reserved_stays_while_a_part_of_it_is_held(ray_cluster):
     most = int(ray.available_resources()["CPU"]) // 2
     pool = ResourcePool([2], cpus_per_process=most, timeout=20)
     parts = pool.split(2)
-    parts[0].occupy("part")
+    parts[0].lease("part")
     del pool
     gc.collect()
     with pytest.raises(PlacementError, match="not placed within"):
-        ResourcePool([2], cpus_per_process=most, timeout=0.5).occupy("other")
+        ResourcePool([2], cpus_per_process=most, timeout=0.5).lease("other")
     parts[1].shutdown()
     del parts
     gc.collect()
     other = ResourcePool([2], cpus_per_process=most, timeout=20)
-    other.occupy("other")
+    other.lease("other")
     other.shutdown()
 
 
@@ -105,7 +105,7 @@ def test_a_pool_that_was_split_off_and_shut_down_leaves_the_others_alone(closing
     right.shutdown()
     assert group.add(1) == [1]
     with pytest.raises(ControllerError, match="was shut down"):
-        right.occupy("late")
+        right.lease("late")
 
 
 def test_a_pool_can_be_used_again_after_its_shutdown(closing):
@@ -154,12 +154,12 @@ def test_a_group_that_is_dropped_frees_its_place(closing):
 
 def test_a_pool_takes_the_place_of_one_that_only_itself_refers_to(closing):
     forgotten = ResourcePool([1], cpus_per_process=9, name="forgotten")
-    forgotten.occupy("group")
+    forgotten.lease("group")
     forgotten.itself = forgotten  # in a cycle, as a pool is that an error's traceback refers to
     gc.disable()
     try:
         del forgotten
-        closing(ResourcePool([1], cpus_per_process=9, name="next", timeout=20)).occupy("group")
+        closing(ResourcePool([1], cpus_per_process=9, name="next", timeout=20)).lease("group")
     finally:
         gc.enable()
 
@@ -173,7 +173,7 @@ def test_a_group_that_cannot_be_built_gives_its_place_back(closing):
 
 def test_what_one_machine_can_never_hold_is_refused_at_once(ray_cluster):
     with pytest.raises(PlacementError, match=r"not large enough: .* 9 processes on one node and 9 processes.*16 CPU"):
-        ResourcePool([9, 9], timeout=3600).occupy("large")
+        ResourcePool([9, 9], timeout=3600).lease("large")
 
 
 def test_places_that_do_not_fit_together_are_refused():

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from enginehouse.controller.launchers.interface import Pending
 
 
+GLANCE_SECONDS = 0.1
+"""How often the others are looked at by who waits for one of several calls."""
+
+
 class StillRunning(TimeoutError):
     """The time given to `Future.result` passed; the call's own deadline has not."""
 

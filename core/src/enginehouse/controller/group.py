@@ -189,7 +189,7 @@ class WorkerGroup:
             raise DispatchError(f"{self.name}.{method}: {self.name} has ranks 0 to {self.world_size - 1}, not {rank}")
 
         def dispatch(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[Call | None]:
-            return [(args, kwargs) if one == rank else None for one in range(group.world_size)]
+            return [(args, kwargs) if called == rank else None for called in range(group.world_size)]
 
         return Mode(dispatch, lambda group, outputs, ranks: outputs[rank], passes_on=True)
 

@@ -1,7 +1,7 @@
-"""What a pool holds of the cluster: its placement groups, and which groups sit on each of their bundles.
+"""What a pool holds of the cluster: Ray placement groups, one a node, and who leases each of their bundles.
 
-A bundle is the place of one process (or of `max_colocate` processes, of as many groups). One reservation is made by
-each pool that is not merged or split from others; these only look at it.
+A bundle is the place of one process (or of `max_colocate` processes, of as many worker groups). Each pool that is not
+merged or split from others has placement groups of its own; those only lease bundles of them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ UNITS = 10_000
 """Ray counts resources in ten-thousandths. Shares are rounded to them here, so that all shares of a bundle fit."""
 POLL_SECONDS = 0.05
 
-_seats_lock = threading.Lock()
-"""Guards who sits where, of all reservations: a merged pool takes seats on several at once. Held for moments only."""
+_leases_lock = threading.Lock()
+"""Guards the leases of all bundles: a merged pool leases bundles of several pools at once. Held for moments only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,26 +43,15 @@ class Slot:
     gpus: float
 
 
-class Sitter:
-    """A group that sits on bundles; two groups of one name are two sitters.
-
-    Args:
-        name: the group's name.
-    """
-
-    def __init__(self, name: str):
-        self.name = name
-
-
-class Reservation:
-    """The bundles one pool reserves.
+class PlacementGroups:
+    """The bundles one pool reserves, in a placement group a node.
 
     Args:
         name: the pool's name, for messages.
         processes_per_node: bundles on each node, one entry a node.
         cpus_per_process: CPUs of each process.
         gpus_per_process: GPUs of each bundle, shared by the processes on it.
-        max_colocate: how many groups may sit on a bundle.
+        max_colocate: how many groups may lease a bundle.
     """
 
     def __init__(
@@ -82,7 +71,7 @@ class Reservation:
         resources = {"CPU": cpu_units * max_colocate / UNITS, "GPU": gpus_per_process}
         self.bundle = {resource: amount for resource, amount in resources.items() if amount}
         self._where = [(node, bundle) for node, count in enumerate(processes_per_node) for bundle in range(count)]
-        self._seats = self._empty_seats()
+        self._leases = self._no_leases()
         self._placing = threading.Lock()
         self._lock = threading.Lock()
         """Guards what follows; held for moments only."""
@@ -91,10 +80,6 @@ class Reservation:
         # One that nobody looks at any more must not stay reserved; at exit Ray gives everything back anyway.
         self._to_remove: list[Any] = []
         weakref.finalize(self, remove, self._to_remove).atexit = False
-
-    def _empty_seats(self) -> list[weakref.WeakKeyDictionary[Sitter, None]]:
-        """Who sits on each bundle, in order of arrival; held weakly: a group that is dropped frees its seats."""
-        return [weakref.WeakKeyDictionary() for _ in self._where]
 
     def __len__(self) -> int:
         """Number of bundles."""
@@ -105,13 +90,17 @@ class Reservation:
         """Whether anything is reserved yet."""
         return bool(self._placement_groups)
 
-    def sitters(self, index: int) -> list[str]:
-        """Names of the groups on a bundle."""
-        with _seats_lock:
-            return [sitter.name for sitter in self._seats[index]]
+    def _no_leases(self) -> list[weakref.WeakKeyDictionary[Lease, None]]:
+        """Who leases each bundle, in order of arrival; held weakly: a group that is dropped frees its bundles."""
+        return [weakref.WeakKeyDictionary() for _ in self._where]
+
+    def tenants(self, index: int) -> list[str]:
+        """Names of the groups that lease a bundle."""
+        with _leases_lock:
+            return [lease.group for lease in self._leases[index]]
 
     def slot(self, index: int) -> Slot:
-        """Where a process goes that sits on a bundle of a placed reservation."""
+        """Where a process goes that has a bundle, once they are placed."""
         node, bundle = self._where[index]
         return Slot(self._placement_groups[node], bundle, self._cpus, self._gpus)
 
@@ -156,21 +145,21 @@ class Reservation:
             self._given_back += 1
             self._to_remove += [group for group in self._placement_groups if group not in self._to_remove]
             self._placement_groups = []
-            with _seats_lock:
-                self._seats = self._empty_seats()
+            with _leases_lock:
+                self._leases = self._no_leases()
         self._remove()
 
     def _remove(self) -> None:
         """Remove what was given back and is still there."""
         with self._lock:
             groups = [group for group in self._to_remove if group not in self._placement_groups]
-        if groups and ray_access.end("give a reservation back", lambda: remove(groups)):
+        if groups and ray_access.end("give placement groups back", lambda: remove(groups)):
             with self._lock:
                 self._to_remove[:] = [group for group in self._to_remove if group not in groups]
 
     def give_back_if_empty(self) -> None:
-        """Give the bundles back unless a group came to sit on them meanwhile."""
-        if not any(self._seats):
+        """Give the bundles back unless a group leased one meanwhile."""
+        if not any(self._leases):
             self.give_back()
 
     def _ask(self, deadline: float, timeout: float, given_back: int) -> None:
@@ -210,8 +199,8 @@ class Reservation:
                     )
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    parts = [(count, one) for count, one in zip(self.processes_per_node, groups) if one is not None]
-                    missing = [count for count, one in parts if _state(one) != "CREATED"]
+                    sizes = zip(self.processes_per_node, groups)
+                    missing = [size for size, group in sizes if group is not None and _state(group) != "CREATED"]
                     raise PlacementError(
                         f"not placed within {timeout:g} s: {self._asked(missing)}. {cluster_in_words()}"
                     )
@@ -232,38 +221,97 @@ class Reservation:
             raise PlacementError(f"this machine is not large enough: {self._asked()}. {cluster_in_words()}")
 
     def _asked(self, missing: Sequence[int] = ()) -> str:
-        said = f"pool {self.name!r} asks for {_counts(self.processes_per_node)}, {_amounts(self.bundle)} each"
+        text = f"pool {self.name!r} asks for {_counts(self.processes_per_node)}, {_amounts(self.bundle)} each"
         if missing and len(missing) < len(self.processes_per_node):
-            said += f"; of these {_counts(missing)} could not be placed"
-        return said
+            text += f"; of these {_counts(missing)} could not be placed"
+        return text
 
 
-def take_seats(bundles: Sequence[tuple[Reservation, int]], sitter: Sitter, pool: str) -> None:
-    """Seat a group on bundles, on all of them or on none; where it sits already it stays.
+class Lease:
+    """A worker group's bundles on a pool, one a rank, until `end`; two groups of one name have two leases.
 
-    Raises:
-        PlacementError: a bundle holds as many groups as it may already; says which groups.
+    Args:
+        pool: the pool's name, for messages.
+        group: the worker group's name.
+        bundles: where each rank goes.
+        timeout: seconds to wait for the cluster to give what is asked.
     """
-    with _seats_lock:
-        free = [(place, index) for place, index in bundles if sitter not in place._seats[index]]
-        full = [(place, index) for place, index in free if len(place._seats[index]) >= place.max_colocate]
-        if full:
-            names = sorted({one.name for place, index in full for one in place._seats[index]})
-            most = min(place.max_colocate for place, _ in full)
-            some = "" if len(full) == len(bundles) else f" on {len(full)} of its {len(bundles)} places"
-            raise PlacementError(
-                f"pool {pool!r} holds {most} group(s) at once and has {', '.join(names)}{some}; shut one down, "
-                f"colocate them in one process, or raise max_colocate to place {sitter.name!r} as well"
-            )
-        for place, index in free:
-            place._seats[index][sitter] = None
+
+    def __init__(self, pool: str, group: str, bundles: Sequence[Bundle], timeout: float):
+        self.group = group
+        self._pool = pool
+        self._bundles = bundles
+        self._timeout = timeout
+
+    @property
+    def slots(self) -> list[Slot]:
+        """Where each rank goes."""
+        return [groups.slot(index) for groups, index in self._bundles]
+
+    def begin(self) -> None:
+        """Take the bundles, and have them reserved.
+
+        Raises:
+            PlacementError: other groups have them, or the cluster does not give them within the pool's timeout.
+        """
+        self._take()
+        reserved: list[PlacementGroups] = []
+        deadline = time.monotonic() + self._timeout
+        try:
+            # the largest first, as within one: a small one could take the only large node
+            for groups in sorted(self._placement_groups(), key=lambda groups: -max(groups.processes_per_node)):
+                if groups.place(deadline, self._timeout):
+                    reserved.append(groups)
+        except BaseException:
+            self.end()
+            for groups in reserved:
+                groups.give_back_if_empty()
+            raise
+
+    def renew(self) -> None:
+        """Wait until bundles whose node has left are placed again; take them anew after the pool's shutdown.
+
+        Raises:
+            PlacementError: the cluster does not give them within the pool's timeout, or after the pool's shutdown
+                other groups took them.
+        """
+        self._take()
+        deadline = time.monotonic() + self._timeout
+        for groups in self._placement_groups():
+            groups.place(deadline, self._timeout)
+
+    def end(self) -> None:
+        """Free the bundles; what is reserved stays so."""
+        with _leases_lock:
+            for groups, index in self._bundles:
+                groups._leases[index].pop(self, None)
+
+    def _take(self) -> None:
+        """Lease the bundles that it has not yet, all of them or none.
+
+        Raises:
+            PlacementError: a bundle is leased by as many groups as may; says which.
+        """
+        with _leases_lock:
+            free = [(groups, index) for groups, index in self._bundles if self not in groups._leases[index]]
+            full = [(groups, index) for groups, index in free if len(groups._leases[index]) >= groups.max_colocate]
+            if full:
+                names = sorted({lease.group for groups, index in full for lease in groups._leases[index]})
+                most = min(groups.max_colocate for groups, _ in full)
+                some = "" if len(full) == len(self._bundles) else f" on {len(full)} of its {len(self._bundles)} places"
+                raise PlacementError(
+                    f"pool {self._pool!r} holds {most} group(s) at once and has {', '.join(names)}{some}; shut one "
+                    f"down, colocate them in one process, or raise max_colocate to place {self.group!r} as well"
+                )
+            for groups, index in free:
+                groups._leases[index][self] = None
+
+    def _placement_groups(self) -> list[PlacementGroups]:
+        return list(dict.fromkeys(groups for groups, _ in self._bundles))
 
 
-def leave_seats(bundles: Sequence[tuple[Reservation, int]], sitter: Sitter) -> None:
-    """Take a group off its bundles; what is reserved stays so."""
-    with _seats_lock:
-        for place, index in bundles:
-            place._seats[index].pop(sitter, None)
+Bundle = tuple[PlacementGroups, int]
+"""The place of one process: a bundle of a pool's placement groups."""
 
 
 def remove(groups: Sequence[Any]) -> None:
@@ -288,15 +336,15 @@ def cluster_in_words() -> str:
 
         free = available_resources_per_node()
     nodes = _nodes()
-    said = []
+    texts = []
     for node in nodes:
         resources = node["Resources"]
-        said.append(f"{node['NodeManagerAddress']}: {_amounts(resources)}")
+        texts.append(f"{node['NodeManagerAddress']}: {_amounts(resources)}")
         if node["NodeID"] in free:
             left = free[node["NodeID"]]
-            said[-1] += f", of it free {_amounts({name: left.get(name, 0.0) for name in resources})}"
+            texts[-1] += f", of it free {_amounts({name: left.get(name, 0.0) for name in resources})}"
     total = _amounts(ray.available_resources())
-    return f"The cluster has {len(nodes)} node(s) ({'; '.join(said)}), free now: {total}."
+    return f"The cluster has {len(nodes)} node(s) ({'; '.join(texts)}), free now: {total}."
 
 
 def _nodes() -> list[dict[str, Any]]:
@@ -309,12 +357,12 @@ def _state(group: Any) -> str:
     """Ray's word for the state of a placement group; LOST where it says CREATED on a node that has left."""
     from ray.util import placement_group_table
 
-    found = placement_group_table(group)
-    state = str(found.get("state", "REMOVED"))
+    table = placement_group_table(group)
+    state = str(table.get("state", "REMOVED"))
     if state != "CREATED":
         return state
     alive = {node["NodeID"] for node in _nodes()}
-    return state if set(found["bundles_to_node_id"].values()) <= alive else "LOST"
+    return state if set(table["bundles_to_node_id"].values()) <= alive else "LOST"
 
 
 def _counts(counts: Sequence[int]) -> str:

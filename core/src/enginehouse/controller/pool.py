@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Sequence
 
 from enginehouse.controller.errors import ControllerError
-from enginehouse.controller.placement_group import Reservation, Sitter, Slot, leave_seats, take_seats
+from enginehouse.controller.placement_group import Bundle, Lease, PlacementGroups
 
 _numbers = itertools.count()
-
-Bundle = tuple[Reservation, int]
-"""The place of one process: a bundle of a reservation."""
 
 
 class ResourcePool:
@@ -23,7 +19,7 @@ class ResourcePool:
             are on one node; several entries may share a node that is large enough.
         gpus_per_process: GPUs of each process. Ray gives fractions of one GPU, or whole GPUs.
         cpus_per_process: CPUs of each process, in Ray's count; may be a fraction.
-        max_colocate: how many groups may sit on the pool at once, as processes of their own that share its GPUs:
+        max_colocate: how many groups may be on the pool at once, as processes of their own that share its GPUs:
             each gets an equal part of `gpus_per_process`, and has `cpus_per_process` for itself.
         name: for messages.
         timeout: seconds to wait for the cluster to give what is asked.
@@ -46,8 +42,8 @@ class ResourcePool:
     ):
         _check_numbers(processes_per_node, gpus_per_process, cpus_per_process, max_colocate)
         name = name or f"pool{next(_numbers)}"
-        reservation = Reservation(name, processes_per_node, cpus_per_process, gpus_per_process, max_colocate)
-        self._set(_nodes_of(reservation), name, timeout, gpus_per_process, cpus_per_process, max_colocate, reservation)
+        own = PlacementGroups(name, processes_per_node, cpus_per_process, gpus_per_process, max_colocate)
+        self._set(_nodes_of(own), name, timeout, gpus_per_process, cpus_per_process, max_colocate, own)
 
     def _set(
         self,
@@ -57,7 +53,7 @@ class ResourcePool:
         gpus_per_process: float,
         cpus_per_process: float,
         max_colocate: int,
-        own: Reservation | None,
+        own: PlacementGroups | None,
     ) -> None:
         self.name = name
         self.timeout = timeout
@@ -90,8 +86,8 @@ class ResourcePool:
 
     @property
     def groups(self) -> list[str]:
-        """Names of the worker groups that sit on any of its places now."""
-        return list(dict.fromkeys(name for place, index in self._bundles for name in place.sitters(index)))
+        """Names of the worker groups that lease any of its places now."""
+        return list(dict.fromkeys(name for placed, index in self._bundles for name in placed.tenants(index)))
 
     @property
     def _bundles(self) -> list[Bundle]:
@@ -130,10 +126,10 @@ class ResourcePool:
             for count, end in zip(sizes, ends)
         ]
 
-    # Taking places
+    # Leasing
 
-    def occupy(self, group: str) -> Occupation:
-        """Take a place on the pool for a group, and reserve the pool if that was not done yet.
+    def lease(self, group: str) -> Lease:
+        """Lease a place for each process of a worker group, and reserve the pool if that was not done yet.
 
         Args:
             group: its name.
@@ -145,9 +141,9 @@ class ResourcePool:
         """
         if not self._nodes:
             raise ControllerError(f"pool {self.name!r} was shut down; {group!r} needs another")
-        occupation = Occupation(self, group)
-        occupation.enter()
-        return occupation
+        lease = Lease(self.name, group, self._bundles, self.timeout)
+        lease.begin()
+        return lease
 
     def shutdown(self) -> None:
         """Give everything back to the cluster. Groups still on the pool lose their processes; shut them down first.
@@ -162,67 +158,6 @@ class ResourcePool:
 
     def __repr__(self) -> str:
         return f"ResourcePool({self.name!r}, processes_per_node={list(self.processes_per_node)}, {self.bundle} each)"
-
-
-class Occupation:
-    """A group's places on a pool, one a rank, from `ResourcePool.occupy` until `leave`."""
-
-    def __init__(self, pool: ResourcePool, group: str):
-        self.pool = pool
-        self._sitter = Sitter(group)
-        self._bundles = pool._bundles
-
-    @property
-    def slots(self) -> list[Slot]:
-        """Where each rank goes."""
-        return [place.slot(index) for place, index in self._bundles]
-
-    def sit_down(self) -> None:
-        """Take the places.
-
-        Raises:
-            PlacementError: other groups have them.
-        """
-        take_seats(self._bundles, self._sitter, self.pool.name)
-
-    def enter(self) -> None:
-        """Take the places, and have them reserved.
-
-        Raises:
-            PlacementError: other groups have them, or the cluster does not give them within the pool's timeout.
-        """
-        self.sit_down()
-        reserved: list[Reservation] = []
-        deadline = time.monotonic() + self.pool.timeout
-        try:
-            # the largest first, as within one: a small one could take the only large node
-            for place in sorted(self._reservations(), key=lambda place: -max(place.processes_per_node)):
-                if place.place(deadline, self.pool.timeout):
-                    reserved.append(place)
-        except BaseException:
-            leave_seats(self._bundles, self._sitter)
-            for place in reserved:
-                place.give_back_if_empty()
-            raise
-
-    def renew(self) -> None:
-        """Wait until places whose node has left are placed again; take them anew after the pool's shutdown.
-
-        Raises:
-            PlacementError: the cluster does not give them within the pool's timeout, or after the pool's shutdown
-                other groups took them.
-        """
-        self.sit_down()
-        deadline = time.monotonic() + self.pool.timeout
-        for place in self._reservations():
-            place.place(deadline, self.pool.timeout)
-
-    def leave(self) -> None:
-        """Free the places; what is reserved stays so."""
-        leave_seats(self._bundles, self._sitter)
-
-    def _reservations(self) -> list[Reservation]:
-        return list(dict.fromkeys(place for place, _ in self._bundles))
 
 
 def merge_resource_pools(*pools: ResourcePool) -> ResourcePool:
@@ -257,21 +192,21 @@ def merge_resource_pools(*pools: ResourcePool) -> ResourcePool:
     return merged
 
 
-def _nodes_of(reservation: Reservation) -> list[list[Bundle]]:
-    numbers = iter(range(len(reservation)))
-    return [[(reservation, next(numbers)) for _ in range(count)] for count in reservation.processes_per_node]
+def _nodes_of(own: PlacementGroups) -> list[list[Bundle]]:
+    numbers = iter(range(len(own)))
+    return [[(own, next(numbers)) for _ in range(count)] for count in own.processes_per_node]
 
 
 def _cut(nodes: Sequence[Sequence[Bundle]], start: int, end: int) -> list[list[Bundle]]:
     """Processes `start` to `end`, each still with its neighbours on its node."""
-    found = []
-    first = 0
+    parts = []
+    offset = 0
     for node in nodes:
-        part = list(node[max(start - first, 0) : max(end - first, 0)])
+        part = list(node[max(start - offset, 0) : max(end - offset, 0)])
         if part:
-            found.append(part)
-        first += len(node)
-    return found
+            parts.append(part)
+        offset += len(node)
+    return parts
 
 
 def _is_counts(given: object) -> bool:

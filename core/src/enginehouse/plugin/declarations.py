@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from enginehouse.errors import nearest
+from enginehouse.errors import first_line, nearest
 from enginehouse.plugin import capabilities, records
 from enginehouse.plugin.errors import PluginError
 from enginehouse.plugin.requirements import parsed
@@ -56,5 +56,5 @@ def _check_requirements(what: str, backend: records.Backend) -> None:
         try:
             parsed(text)
         except (ValueError, AttributeError, TypeError) as error:
-            why = str(error).partition("\n")[0]
+            why = first_line(error)
             raise PluginError(f"{what}: requires has {text!r}, which is no requirement: {why}") from error

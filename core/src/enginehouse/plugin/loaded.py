@@ -67,5 +67,5 @@ def same_distribution(one: str, other: str) -> bool:
 
 
 def canonical_name(name: str) -> str:
-    """One spelling of a distribution's name (PEP 503)."""
+    """The one spelling of a distribution's name (PEP 503); packaging has it too, and takes 10 ms to import."""
     return re.sub(r"[-_.]+", "-", name).lower()

@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec
 from enginehouse.controller.errors import ControllerError, RemoteError
+from enginehouse.controller.future import GLANCE_SECONDS
 from enginehouse.errors import first_line
 from enginehouse.rl.replica import Changed, FleetMetrics, Replica, State, nobody_left
 from enginehouse.rl.sampling import BatchSampling, Events, in_order
 from enginehouse.rl.scheduler import PrefixMemory
 from enginehouse.weights.members import Member, Members
+from enginehouse.weights.sync import MOST_GRACE_SECONDS
 
 if TYPE_CHECKING:
     from enginehouse.data import Batch
@@ -41,10 +43,6 @@ HEALTH_EVERY_SECONDS = 15.0
 """How often replicas are asked whether they live."""
 HEALTH_SECONDS = 60.0
 """How long a replica may take to say so."""
-GRACE_SECONDS = 15.0
-"""How much longer than a call its end is waited for: its own error says more."""
-GLANCE_SECONDS = 0.1
-"""How often a restart is looked at while another one is waited for."""
 HURRIED_SHUTDOWN_SECONDS = 3.0
 SHUTDOWN_SECONDS = 10.0
 RESTART_END_SECONDS = 3.0
@@ -270,7 +268,7 @@ class RolloutFleet:
                 replicas=self._replicas,
                 memory=self._memory,
                 limit=self._limit,
-                patience=None if self._inline else self._timeout + HEALTH_SECONDS + GRACE_SECONDS,
+                patience=None if self._inline else self._timeout + HEALTH_SECONDS + MOST_GRACE_SECONDS,
                 is_lost=self.is_lost,
                 catch_up=self._begin_to_catch_up,
             )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from enginehouse.controller.errors import ControllerError
-from enginehouse.controller.future import StillRunning
+from enginehouse.controller.future import GLANCE_SECONDS, StillRunning
 from enginehouse.data import Batch
 from enginehouse.rl.replica import Changed, Drawn, FleetMetrics, Replica, Watch, nobody_left
 from enginehouse.rl.scheduler import Attempt, Piece, PrefixMemory, Scheduler, cut, pieces_each
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from enginehouse.controller import WorkerGroup
     from enginehouse.engines.rollout import SamplingParams
 
-GLANCE_SECONDS = 0.1
-"""How often the other calls of a group are looked at while one is waited for."""
 MOST_TRIES = 3
 """A piece that was lost with so many replicas is taken for their cause."""
 

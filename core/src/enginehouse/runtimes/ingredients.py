@@ -14,6 +14,7 @@ from pathlib import Path
 
 from enginehouse.plugin.discovery import GROUP
 from enginehouse.plugin.first_party import CORE
+from enginehouse.plugin.loaded import canonical_name
 from enginehouse.plugin.records import Backend
 from enginehouse.plugin.requirements import installed_version
 from enginehouse.runtimes.errors import RuntimeProblem
@@ -131,9 +132,8 @@ def _with_ray(lines: Iterable[str], ray: str) -> list[str]:
 def _third_party(distribution: str) -> list[str]:
     """What a distribution of ours requires without an extra, but for other distributions of ours."""
     from packaging.requirements import Requirement
-    from packaging.utils import canonicalize_name
 
-    ours = {CORE, *(canonicalize_name(one.dist.name) for one in metadata.entry_points(group=GROUP) if one.dist)}
+    ours = {CORE, *(canonical_name(one.dist.name) for one in metadata.entry_points(group=GROUP) if one.dist)}
     try:
         found = [Requirement(text) for text in metadata.requires(distribution) or ()]
     except metadata.PackageNotFoundError:  # run from its source, not installed
@@ -141,7 +141,7 @@ def _third_party(distribution: str) -> list[str]:
     return [
         str(one)
         for one in found
-        if canonicalize_name(one.name) not in ours and (one.marker is None or one.marker.evaluate({"extra": ""}))
+        if canonical_name(one.name) not in ours and (one.marker is None or one.marker.evaluate({"extra": ""}))
     ]
 
 

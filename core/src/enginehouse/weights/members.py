@@ -12,12 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from enginehouse.controller.errors import GroupClosed
-from enginehouse.controller.future import Future, StillRunning
+from enginehouse.controller.future import GLANCE_SECONDS, Future, StillRunning
 from enginehouse.controller.group import WorkerGroup
 from enginehouse.engines.weights import WeightUpdateAborted
-
-GLANCE_SECONDS = 0.1
-"""How often the others are looked at while one is waited for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from enginehouse.controller.errors import (
     WorkerError,
     WorkerTimeout,
 )
-from enginehouse.controller.future import StillRunning
+from enginehouse.controller.future import GLANCE_SECONDS, StillRunning
 from enginehouse.controller.group import WorkerGroup
 from enginehouse.engines.weights import LOOPBACK, TransferPlan, WeightState, WeightSyncError, WeightUpdateAborted
 from enginehouse.errors import first_line
@@ -55,9 +55,6 @@ log = logging.getLogger(__name__)
 MOST_GRACE_SECONDS, LEAST_GRACE_SECONDS = 15.0, 1.0
 """How much longer the controller waits than the workers do, a quarter of their time within these bounds: their own
 errors say more than its time-out. So long they are also given to say that they gave up."""
-
-GLANCE_SECONDS = 0.25
-"""How often one side is looked at while the other is waited for."""
 
 
 class Replicas(Protocol):

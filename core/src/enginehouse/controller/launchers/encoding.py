@@ -16,6 +16,7 @@ from enginehouse.controller.dispatch import Call, is_distributed, refuse_wrapper
 from enginehouse.controller.errors import DispatchError
 from enginehouse.controller.future import Future
 from enginehouse.controller.launchers.host import Keep, Shared
+from enginehouse.errors import first_line
 
 STORE_BYTES = 64 * 1024
 """Arguments of at least this size that several ranks receive are stored once."""
@@ -90,8 +91,9 @@ def _encode_plain(
 def not_sent(role: str, method: str, rank: int, error: Exception) -> DispatchError:
     """The error of a call whose arguments Ray does not take, mostly because they do not pickle, in one line."""
     cause = cause_of(error)
-    text = next(iter(str(cause).splitlines()), "")
-    return DispatchError(f"{role}.{method} could not be sent to rank {rank}: {type(cause).__name__}: {text}")
+    return DispatchError(
+        f"{role}.{method} could not be sent to rank {rank}: {type(cause).__name__}: {first_line(cause)}"
+    )
 
 
 def cause_of(error: Exception) -> BaseException:

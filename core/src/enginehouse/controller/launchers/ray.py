@@ -25,8 +25,8 @@ from enginehouse.controller.launchers.host import Facts, Host, Late, log_level_f
 from enginehouse.controller.launchers.import_paths import own_import_paths
 from enginehouse.controller.launchers.interface import Lane, LaunchOptions, Place
 from enginehouse.controller.launchers.reaping import REACH_SECONDS, Ending
-from enginehouse.controller.placement_group import Slot
-from enginehouse.controller.pool import Occupation, ResourcePool
+from enginehouse.controller.placement_group import Lease, Slot
+from enginehouse.controller.pool import ResourcePool
 from enginehouse.controller.ray_access import ENDING_SECONDS, LOOK_SECONDS, ray_access
 from enginehouse.controller.registration import is_async, registered_methods
 from enginehouse.controller.shards import Shard, ShardFacts
@@ -83,25 +83,25 @@ class RayCall:
         import ray
 
         left = max(self.deadline - time.monotonic(), 0.0)
-        found: Exception | None = None
+        failure: Exception | None = None
         try:
             values = self._outputs(limit, left)
         except ray.exceptions.GetTimeoutError:
             if limit is not None and (
                 limit < left or (limit < FETCH_SECONDS and not _running(list(self.refs.values())))
             ):
-                found = StillRunning(f"{self.role}.{self.method} still runs after {limit} s")
+                failure = StillRunning(f"{self.role}.{self.method} still runs after {limit} s")
             else:
-                found = self.processes.late(self)
+                failure = self.processes.late(self)
         except ClusterLost:
             raise
         except Exception as error:
-            found = self.processes.failed(self, error)
+            failure = self.processes.failed(self, error)
         except BaseException:
             self.processes.hurry()
             raise
-        if found is not None:
-            raise found  # here, so that its cause stays the worker's traceback and Ray's own error is not shown
+        if failure is not None:
+            raise failure  # here, so that its cause stays the worker's traceback and Ray's own error is not shown
         if self.rows:
             values = [self._shard(rank, value) for rank, value in zip(self.refs, values)]
         if len(values) == len(self.processes.places):
@@ -152,7 +152,7 @@ class RayProcesses:
     """The Ray actors of one group (or of several colocated ones), from one start to one end: a restart makes others.
 
     Args:
-        occupation: their places, one a rank.
+        lease: their places, one a rank.
         roles: what lives in each process.
         options: how they are launched.
 
@@ -160,11 +160,11 @@ class RayProcesses:
         WorkerError: a worker died or raised while it was built, or did not get there in time. No process is left.
     """
 
-    def __init__(self, occupation: Occupation, roles: Mapping[str, WorkerSpec], options: LaunchOptions):
+    def __init__(self, lease: Lease, roles: Mapping[str, WorkerSpec], options: LaunchOptions):
         self.roles = dict(roles)
         self.options = options
         self.places: list[Place] = []
-        self._occupation = occupation
+        self._lease = lease
         self._lock = threading.RLock()
         self._broken: str | None = None
         self._ended: str | None = None
@@ -179,7 +179,7 @@ class RayProcesses:
         self._splitting_lanes: dict[Lane, list[Any]] = {}
         self._direct: dict[tuple[str, str], list[Any]] = {}
         deadline = time.monotonic() + options.start_timeout
-        slots = occupation.slots
+        slots = lease.slots
         try:
             with ray_access:
                 host = self._host_class()
@@ -200,11 +200,11 @@ class RayProcesses:
             PlacementError: the pool cannot be had.
             WorkerError: a worker could not be built. No process is left.
         """
-        occupation = pool.occupy(options.name)
+        lease = pool.lease(options.name)
         try:
-            return cls(occupation, roles, options)
+            return cls(lease, roles, options)
         except BaseException:
-            occupation.leave()
+            lease.end()
             raise
 
     @property
@@ -289,7 +289,7 @@ class RayProcesses:
 
         self._facts = facts
         for rank, fact in enumerate(facts):
-            neighbours = [other for other, its in enumerate(facts) if its.node_id == fact.node_id]
+            neighbours = [other for other, facts_there in enumerate(facts) if facts_there.node_id == fact.node_id]
             self.places[rank] = Place(
                 rank=rank, local_rank=neighbours.index(rank), local_world_size=len(neighbours), node=fact.node,
                 pid=fact.pid, log_files=fact.log_files,
@@ -403,13 +403,13 @@ class RayProcesses:
     def failed(self, call: RayCall, error: Exception) -> WorkerError:
         """The error of a call of which Ray reported one. A death breaks the group; an exception leaves it usable."""
         diagnosis = self._diagnosis(call)
-        found = diagnosis.failed(error)
+        failure = diagnosis.failed(error)
         if diagnosis.deadly:
-            self._stuck |= {found.rank, *diagnosis.unfinished()}
-            self._break(found)
+            self._stuck |= {failure.rank, *diagnosis.unfinished()}
+            self._break(failure)
         elif not call.harmless and (busy := diagnosis.unfinished()):
             self._stragglers = (call, tuple(busy))
-        return found
+        return failure
 
     def _diagnosis(self, call: RayCall) -> Diagnosis:
         return Diagnosis(
@@ -419,7 +419,7 @@ class RayProcesses:
 
     def _break(self, error: WorkerError) -> None:
         if self._broken is None:
-            self._broken = str(error).splitlines()[0]
+            self._broken = first_line(error)
 
     def _refuse_if_broken(self, role: str, method: str) -> None:
         if (why := self.broken) is not None:
@@ -451,8 +451,8 @@ class RayProcesses:
             self._ended = f"{self.options.name} is being restarted"
         try:
             self._end(timeout=10.0)
-            self._occupation.renew()
-            fresh = RayProcesses(self._occupation, self.roles, self.options)
+            self._lease.renew()
+            fresh = RayProcesses(self._lease, self.roles, self.options)
         except BaseException as error:
             self._broken = f"its restart failed: {first_line(error)}"
             self._ended = None
@@ -467,7 +467,7 @@ class RayProcesses:
                 return
             self._end(timeout)
             self._ended = f"{self.options.name} was shut down"
-            self._occupation.leave()
+            self._lease.end()
 
     def _end(self, timeout: float) -> None:
         """End the processes, in order where they still can."""
@@ -499,24 +499,24 @@ class RayProcesses:
             self._stuck = set(range(len(self._actors)))
             return
         elsewhere = [fact for rank, fact in enumerate(self._facts) if rank not in self._local]
-        ending: list[Ending] = []
+        endings: list[Ending] = []
 
         def begin() -> None:
             if elsewhere:
-                ending.append(Ending([(fact.node_id, fact.pid, fact.started) for fact in elsewhere], patience))
+                endings.append(Ending([(fact.node_id, fact.pid, fact.started) for fact in elsewhere], patience))
             for rank, actor in enumerate(self._actors):
                 if rank in self._local:
                     ray.kill(actor, no_restart=True)
 
         def finish() -> None:
-            for one in ending:
-                one.wait()
+            for ending in endings:
+                ending.wait()
             for actor in self._actors:
                 ray.kill(actor, no_restart=True)
 
         _have_ended("kill workers", begin, ENDING_SECONDS)
         end_processes(family, 0.0 if ray_access.stuck else patience)
-        _have_ended("kill workers", finish, ENDING_SECONDS + (REACH_SECONDS + patience if ending else 0.0))
+        _have_ended("kill workers", finish, ENDING_SECONDS + (REACH_SECONDS + patience if endings else 0.0))
         self._stuck = set(range(len(self._actors)))
 
 
