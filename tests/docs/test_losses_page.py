@@ -37,7 +37,7 @@ def written(project: Project) -> Project:
 def test_the_loss_on_the_page_of_losses_is_planned_and_its_range_is_checked(written: Project):
     def planned(*overrides: str) -> Any:
         path = written.save()
-        return plan(load_config(path, overrides), load_plugins(enabled=()), path)
+        return plan(load_config(path, overrides), load_plugins(enabled=("torch",)), path)
 
     assert planned().loss_arguments == {"clip": 0.3}
     with pytest.raises(ConfigError, match=r"algorithm\.loss\.arguments\.clip"):

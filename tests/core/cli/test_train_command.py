@@ -90,6 +90,7 @@ def project(tmp_path: Path) -> Project:
 
 
 def start(project: Project, behaviour: str, *arguments: str, script: str = STAND_IN) -> subprocess.Popen[str]:
+    """A run whose terminal can be closed, also where these tests are run by nohup."""
     return subprocess.Popen(
         [sys.executable, "-c", script.replace("BEHAVIOUR", behaviour), *arguments],
         cwd=project.root,
@@ -97,6 +98,7 @@ def start(project: Project, behaviour: str, *arguments: str, script: str = STAND
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     )
 
 
