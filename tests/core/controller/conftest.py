@@ -15,7 +15,7 @@ class Launcher:
         self._launched: list[tuple[WorkerGroup, ResourcePool]] = []
 
     def __call__(self, cls, *args, processes=2, env=None, distributed=False, **options) -> WorkerGroup:
-        pool = ResourcePool([processes], cpus_per_process=0.25)
+        pool = ResourcePool([processes], cpus_per_process=0.05)  # groups that stand leave room for pools of many CPUs
         spec = WorkerSpec(cls, *args).options(distributed=distributed, env=env)
         try:
             group = WorkerGroup(pool, spec, **options)
