@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -38,6 +40,12 @@ class Program:
 
     def end(self) -> None:
         """End it in order."""
+        self._executor.shutdown()
+
+    def kill(self) -> None:
+        """End it without giving it a chance to say anything."""
+        for pid in list(self._executor._processes):
+            os.kill(pid, signal.SIGKILL)
         self._executor.shutdown()
 
 

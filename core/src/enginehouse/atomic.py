@@ -50,13 +50,13 @@ def move_into_place(staging: Path, path: Path, *, to_disk: bool = True) -> None:
             _to_disk(Path(directory, name))
         _entries_to_disk(Path(directory))
     replaced = path.with_name(f".{path.name}.replaced")
-    if path.exists():  # else what an earlier attempt set aside is all there is
-        _remove(replaced)
-        os.rename(path, replaced)
     try:
+        if path.exists():  # else what an earlier attempt set aside is all there is
+            _remove(replaced)
+            os.rename(path, replaced)
         os.rename(staging, path)
-    except BaseException:
-        if replaced.exists():
+    except BaseException:  # an interrupt may come after a renaming as well
+        if replaced.exists() and not path.exists():
             os.rename(replaced, path)
         raise
     _entries_to_disk(path.parent)

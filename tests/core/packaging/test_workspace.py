@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -11,9 +10,12 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from enginehouse import __version__
-from enginehouse.plugin import Backend, PluginLookupError, load_plugins
+from enginehouse.cli.main import main
+from enginehouse.plugin import Backend, PluginLookupError, PluginManager, load_plugins
+from enginehouse.plugin.first_party import pip_line
 from enginehouse.runtimes.readiness import plugin_states
 
 ROOT = Path(__file__).parents[3]
@@ -107,25 +109,40 @@ def test_the_extra_of_suites_is_taken_for_no_backend():
     assert "testing" not in str(caught.value)
 
 
-def test_without_an_engine_each_command_says_what_brings_one():
-    """The default engine is a plugin as any other."""
+@pytest.fixture
+def alone(monkeypatch) -> PluginManager:
+    """Core's plugins, as where no other is installed."""
     manager = load_plugins(entry_points=[])
+    monkeypatch.setattr("enginehouse.plugin.plugins", lambda: manager)
+    monkeypatch.setattr("enginehouse.cli.plugins.loaded_plugins", lambda: manager)
+    return manager
+
+
+def test_without_an_engine_each_command_says_what_brings_one(alone):
+    """The default engine is a plugin as any other."""
     for kind in ("train", "rollout"):
         with pytest.raises(PluginLookupError, match=r"'torch' is not installed\. Try: pip install .*torch"):
-            manager.get(kind, "torch")
-    assert re.search(r"No engine is installed\. Try: pip install .*torch", with_no_plugin("plugins", "list").stdout)
+            alone.get(kind, "torch")
+    listed = CliRunner().invoke(main, ["plugins", "list"]).output
+    assert re.search(r"No engine is installed\. Try: pip install .*torch", listed.replace("\n", " "))
 
 
-def test_without_the_suites_their_commands_say_what_brings_them():
-    refused = with_no_plugin("certify", "mine", "--out", "there")
-    assert refused.returncode == 2
-    assert re.search(r"`certify` comes with enginehouse-testing\. Try: pip install .*testing", refused.stderr)
+def test_without_the_suites_their_commands_say_what_brings_them(alone):
+    refused = CliRunner().invoke(main, ["certify", "mine", "--out", "there"])
+    assert refused.exit_code == 2
+    assert re.search(r"`certify` comes with enginehouse-testing\. Try: pip install .*testing", refused.output)
 
 
-def with_no_plugin(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command line as if no plugin were installed."""
-    return subprocess.run(
-        [sys.executable, "-m", "enginehouse.cli.main", *arguments],
-        env={**os.environ, "ENGINEHOUSE_PLUGINS": "none-of-them", "COLUMNS": "500"},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+def test_what_is_installed_and_blocked_is_not_said_to_be_missing(monkeypatch):
+    manager = load_plugins(enabled=["none-of-them"])
+    monkeypatch.setattr("enginehouse.plugin.plugins", lambda: manager)
+    monkeypatch.setattr("enginehouse.cli.plugins.loaded_plugins", lambda: manager)
+    assert "No engine is installed" not in CliRunner().invoke(main, ["plugins", "list"]).output
+    refused = CliRunner().invoke(main, ["certify", "mine", "--out", "there"])
+    assert "enginehouse-testing, which is installed, but blocked" in refused.output
+
+
+def test_a_plugin_from_a_checkout_comes_with_those_it_stands_on(monkeypatch):
+    monkeypatch.setattr("enginehouse.plugin.first_party._checkout", lambda: ROOT)
+    assert pip_line("fsdp") == f"pip install {ROOT}/plugins/torch {ROOT}/plugins/fsdp"
+    assert pip_line("vllm") == f"pip install {ROOT}/plugins/vllm"

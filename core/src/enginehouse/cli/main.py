@@ -57,9 +57,14 @@ class LazyGroup(click.Group):
         self._add_plugins_commands(ctx)
         command = self.commands.get(cmd_name)
         if command is None and cmd_name in OF_EXTRAS:
+            from enginehouse.plugin import plugins
             from enginehouse.plugin.first_party import pip_line
 
             package = OF_EXTRAS[cmd_name]
+            for plugin in plugins().plugins:
+                if plugin.name == package:
+                    why = f"{plugin.status}: {plugin.problem}" if plugin.status != "ok" else "does not add it"
+                    raise UserError(f"`{cmd_name}` comes with enginehouse-{package}, which is installed, but {why}")
             raise UserError(f"`{cmd_name}` comes with enginehouse-{package}. Try: {pip_line(package)}")
         return command
 

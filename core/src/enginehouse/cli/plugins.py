@@ -197,7 +197,8 @@ def _show_table(manager: PluginManager, kind: str | None, wrong: Mapping[str, Se
             table.add_row(name, "", plugin.distribution, plugin.version, plugin.protocol, _coloured(plugin.status))
     if table.row_count:
         console.print(table)
-    if not backends and kind in (None, "train", "rollout"):
+    whole = all(plugin.status == "ok" for plugin in manager.plugins)
+    if whole and not (manager.all("train") or manager.all("rollout")) and kind in (None, "train", "rollout"):
         console.print(f"No engine is installed. Try: {plain(pip_line('torch'))}")
     for word, names in _others(manager, kind).items():
         below.add_row(f"[bold]{word}[/]", plain(", ".join(names)))

@@ -30,8 +30,8 @@ class WorkerGroup:
         pool: where the processes sit. The inline launcher needs none.
         spec: the worker class and its arguments.
         name: the role's name, for messages and logs.
-        launcher: `"ray"`, or `"inline"`: one rank in this process, same semantics, where `breakpoint()` works, what a
-            worker raises is raised unchanged, and deadlines are not enforced.
+        launcher: `"ray"`, or `"inline"`: one rank in this process, same semantics and errors (the exception itself is
+            their `cause`), where `breakpoint()` works, and deadlines are not enforced.
         timeout: deadline of a call in seconds, where `@register` or the call itself gives none.
         start_timeout: seconds until every worker's `__init__` must have ended.
         seed: the run's base seed, in `ProcessContext.seed`.

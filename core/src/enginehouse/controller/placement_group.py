@@ -13,10 +13,13 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from enginehouse.controller.errors import ControllerError, PlacementError
 from enginehouse.controller.ray_access import ray_access
+
+if TYPE_CHECKING:
+    from enginehouse.controller.pool import ResourcePool
 
 UNITS = 10_000
 """Ray counts resources in ten-thousandths. Shares are rounded to them here, so that all shares of a bundle fit."""
@@ -231,17 +234,15 @@ class Lease:
     """A worker group's bundles on a pool, one a rank, until `end`; two groups of one name have two leases.
 
     Args:
-        pool: the pool's name, for messages.
+        pool: whose bundles they are; its `timeout`, which may change, is how long the cluster is waited for.
         group: the worker group's name.
         bundles: where each rank goes.
-        timeout: seconds to wait for the cluster to give what is asked.
     """
 
-    def __init__(self, pool: str, group: str, bundles: Sequence[Bundle], timeout: float):
+    def __init__(self, pool: ResourcePool, group: str, bundles: Sequence[Bundle]):
         self.group = group
         self._pool = pool
         self._bundles = bundles
-        self._timeout = timeout
 
     @property
     def slots(self) -> list[Slot]:
@@ -256,11 +257,11 @@ class Lease:
         """
         self._take()
         reserved: list[PlacementGroups] = []
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self._pool.timeout
         try:
             # the largest first, as within one: a small one could take the only large node
             for groups in sorted(self._placement_groups(), key=lambda groups: -max(groups.processes_per_node)):
-                if groups.place(deadline, self._timeout):
+                if groups.place(deadline, self._pool.timeout):
                     reserved.append(groups)
         except BaseException:
             self.end()
@@ -276,9 +277,9 @@ class Lease:
                 other groups took them.
         """
         self._take()
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + self._pool.timeout
         for groups in self._placement_groups():
-            groups.place(deadline, self._timeout)
+            groups.place(deadline, self._pool.timeout)
 
     def end(self) -> None:
         """Free the bundles; what is reserved stays so."""
@@ -300,8 +301,8 @@ class Lease:
                 most = min(groups.max_colocate for groups, _ in full)
                 some = "" if len(full) == len(self._bundles) else f" on {len(full)} of its {len(self._bundles)} places"
                 raise PlacementError(
-                    f"pool {self._pool!r} holds {most} group(s) at once and has {', '.join(names)}{some}; shut one "
-                    f"down, colocate them in one process, or raise max_colocate to place {self.group!r} as well"
+                    f"pool {self._pool.name!r} holds {most} group(s) at once and has {', '.join(names)}{some}; shut "
+                    f"one down, colocate them in one process, or raise max_colocate to place {self.group!r} as well"
                 )
             for groups, index in free:
                 groups._leases[index][self] = None

@@ -141,7 +141,7 @@ class ResourcePool:
         """
         if not self._nodes:
             raise ControllerError(f"pool {self.name!r} was shut down; {group!r} needs another")
-        lease = Lease(self.name, group, self._bundles, self.timeout)
+        lease = Lease(self, group, self._bundles)
         lease.begin()
         return lease
 

@@ -47,11 +47,27 @@ def pip_line(name: str) -> str:
 def plugin_source(name: str) -> tuple[list[str], str]:
     """pip's arguments for the plugin of an extra, and where that is, in words."""
     checkout = _checkout()
-    folder = checkout / "plugins" / name if checkout is not None else None
-    if folder is not None and (folder / "pyproject.toml").is_file():
-        return [str(folder)], f"from {folder}"
+    folders = _with_what_it_needs(checkout / "plugins", name) if checkout is not None else []
+    if folders:
+        return [str(folder) for folder in folders], f"from {folders[-1]}"
     version = metadata.version(CORE)
     return [f"{CORE}[{name}]=={version}"], f"{CORE}[{name}]=={version} from the package index"
+
+
+def _with_what_it_needs(plugins: Path, name: str) -> list[Path]:
+    """The folders of a plugin and, before it, of those it requires; none where it has no folder in a checkout."""
+    import tomllib
+
+    from packaging.requirements import Requirement
+
+    project = plugins / name / "pyproject.toml"
+    if not project.is_file():
+        return []
+    dependencies = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {}).get("dependencies", [])
+    required = [Requirement(text).name for text in dependencies]
+    ours = [one.removeprefix(f"{CORE}-") for one in required if one.startswith(f"{CORE}-")]
+    folders = [folder for one in ours for folder in _with_what_it_needs(plugins, one)]
+    return [*dict.fromkeys(folders), project.parent]
 
 
 def _checkout() -> Path | None:

@@ -56,7 +56,7 @@ class RolloutFleet:
         spec: of a `RolloutWorker`, or a worker with its methods and its argument `replica`.
         replicas: how many.
         name: the role, for messages; a replica's group is called `name-number`.
-        launcher: `"ray"`, or `"inline"` with one replica, whose errors come unchanged and which is never restarted.
+        launcher: `"ray"`, or `"inline"` with one replica, which is never restarted.
         gpus_per_process: reserved for each replica.
         timeout: seconds a replica may take for a piece of the rows, or for any other call.
         start_timeout: seconds until a replica's process, and then its engine, must be there.

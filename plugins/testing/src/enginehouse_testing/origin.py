@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
 from enginehouse.plugin import Backend, Plugin, Transport, plugins
 
 
@@ -51,17 +54,22 @@ def _owner(record: Backend | Transport, modules: list[str]) -> Plugin | None:
 
 
 def _stands_on(owner: Plugin | None) -> list[Plugin]:
-    """Other plugins that a plugin's distribution requires: their code is part of what it does."""
-    from packaging.requirements import Requirement
-    from packaging.utils import canonicalize_name
-
-    try:
-        texts = metadata.requires(owner.distribution) if owner is not None and not owner.internal else None
-    except metadata.PackageNotFoundError:
-        texts = None
-    required = [requirement for requirement in map(Requirement, texts or ()) if requirement.marker is None]
-    names = {canonicalize_name(requirement.name) for requirement in required}
-    return [one for one in plugins().plugins if not one.internal and canonicalize_name(one.distribution) in names]
+    """Other plugins that a plugin's distribution requires, and those they require: their code is part of it."""
+    there = {canonicalize_name(one.distribution): one for one in plugins().plugins if not one.internal}
+    found: dict[str, Plugin] = {}
+    waiting = [owner.distribution] if owner is not None and not owner.internal else []
+    while waiting:
+        try:
+            texts = metadata.requires(waiting.pop()) or ()
+        except metadata.PackageNotFoundError:
+            continue
+        for requirement in map(Requirement, texts):
+            name = canonicalize_name(requirement.name)
+            applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+            if applies and name in there and name not in found:
+                found[name] = there[name]
+                waiting.append(name)
+    return list(found.values())
 
 
 def _package(module: str) -> str:
