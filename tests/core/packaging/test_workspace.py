@@ -113,8 +113,7 @@ def test_the_extra_of_suites_is_taken_for_no_backend():
 def alone(monkeypatch) -> PluginManager:
     """Core's plugins, as where no other is installed."""
     manager = load_plugins(entry_points=[])
-    monkeypatch.setattr("enginehouse.plugin.plugins", lambda: manager)
-    monkeypatch.setattr("enginehouse.cli.plugins.loaded_plugins", lambda: manager)
+    monkeypatch.setattr("enginehouse.plugin.process._current", manager)
     return manager
 
 
@@ -135,14 +134,15 @@ def test_without_the_suites_their_commands_say_what_brings_them(alone):
 
 def test_what_is_installed_and_blocked_is_not_said_to_be_missing(monkeypatch):
     manager = load_plugins(enabled=["none-of-them"])
-    monkeypatch.setattr("enginehouse.plugin.plugins", lambda: manager)
-    monkeypatch.setattr("enginehouse.cli.plugins.loaded_plugins", lambda: manager)
+    monkeypatch.setattr("enginehouse.plugin.process._current", manager)
     assert "No engine is installed" not in CliRunner().invoke(main, ["plugins", "list"]).output
     refused = CliRunner().invoke(main, ["certify", "mine", "--out", "there"])
     assert "enginehouse-testing, which is installed, but blocked" in refused.output
 
 
-def test_a_plugin_from_a_checkout_comes_with_those_it_stands_on(monkeypatch):
+def test_a_plugin_from_a_checkout_comes_with_those_it_stands_on_and_that_are_not_there(monkeypatch):
     monkeypatch.setattr("enginehouse.plugin.first_party._checkout", lambda: ROOT)
+    assert pip_line("fsdp") == f"pip install {ROOT}/plugins/fsdp"
+    monkeypatch.setattr("enginehouse.plugin.first_party._installed", lambda distribution: False)
     assert pip_line("fsdp") == f"pip install {ROOT}/plugins/torch {ROOT}/plugins/fsdp"
     assert pip_line("vllm") == f"pip install {ROOT}/plugins/vllm"

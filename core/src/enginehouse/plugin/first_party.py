@@ -55,7 +55,7 @@ def plugin_source(name: str) -> tuple[list[str], str]:
 
 
 def _with_what_it_needs(plugins: Path, name: str) -> list[Path]:
-    """The folders of a plugin and, before it, of those it requires; none where it has no folder in a checkout."""
+    """The folders of a plugin and, before it, of those it requires that are not there; none of one that has none."""
     import tomllib
 
     from packaging.requirements import Requirement
@@ -66,8 +66,16 @@ def _with_what_it_needs(plugins: Path, name: str) -> list[Path]:
     dependencies = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {}).get("dependencies", [])
     required = [Requirement(text).name for text in dependencies]
     ours = [one.removeprefix(f"{CORE}-") for one in required if one.startswith(f"{CORE}-")]
-    folders = [folder for one in ours for folder in _with_what_it_needs(plugins, one)]
+    missing = [one for one in ours if not _installed(f"{CORE}-{one}")]
+    folders = [folder for one in missing for folder in _with_what_it_needs(plugins, one)]
     return [*dict.fromkeys(folders), project.parent]
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        return bool(metadata.version(distribution))
+    except metadata.PackageNotFoundError:
+        return False
 
 
 def _checkout() -> Path | None:
