@@ -134,8 +134,8 @@ def _die_writing():
 
 
 def _die_renaming(name):
-    rename = Path.rename
-    return mock.patch.object(Path, "rename", lambda path, to: _die() if path.name == name else rename(path, to))
+    rename = os.rename
+    return mock.patch("os.rename", lambda path, to: _die() if Path(path).name == name else rename(path, to))
 
 
 def _die_tidying():
