@@ -143,6 +143,6 @@ def test_what_is_installed_and_blocked_is_not_said_to_be_missing(monkeypatch):
 def test_a_plugin_from_a_checkout_comes_with_those_it_stands_on_and_that_are_not_there(monkeypatch):
     monkeypatch.setattr("enginehouse.plugin.first_party._checkout", lambda: ROOT)
     assert pip_line("fsdp") == f"pip install {ROOT}/plugins/fsdp"
-    monkeypatch.setattr("enginehouse.plugin.first_party._installed", lambda distribution: False)
+    monkeypatch.setattr("enginehouse.plugin.first_party.installed_version", lambda distribution: None)
     assert pip_line("fsdp") == f"pip install {ROOT}/plugins/torch {ROOT}/plugins/fsdp"
     assert pip_line("vllm") == f"pip install {ROOT}/plugins/vllm"

@@ -35,9 +35,6 @@ COMMANDS: dict[str, Lazy] = {
 }
 """Core's own commands, in the order of `--help`."""
 
-OF_EXTRAS = {"certify": "testing", "matrix": "testing", "parity": "testing"}
-"""Commands that a package of ours adds, and the extra of core that brings it."""
-
 
 class LazyGroup(click.Group):
     """A group that knows its own commands by name, and asks plugins for theirs only when it must.
@@ -56,16 +53,8 @@ class LazyGroup(click.Group):
             return getattr(importlib.import_module(module), attribute)
         self._add_plugins_commands(ctx)
         command = self.commands.get(cmd_name)
-        if command is None and cmd_name in OF_EXTRAS:
-            from enginehouse.plugin import plugins
-            from enginehouse.plugin.first_party import pip_line
-
-            package = OF_EXTRAS[cmd_name]
-            for plugin in plugins().plugins:
-                if plugin.name == package:
-                    why = f"{plugin.status}: {plugin.problem}" if plugin.status != "ok" else "does not add it"
-                    raise UserError(f"`{cmd_name}` comes with enginehouse-{package}, which is installed, but {why}")
-            raise UserError(f"`{cmd_name}` comes with enginehouse-{package}. Try: {pip_line(package)}")
+        if command is None:
+            _refuse_if_of_a_tool(cmd_name)
         return command
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:
@@ -110,6 +99,23 @@ class LazyGroup(click.Group):
 
             self.commands.clear()
             plugins().add_commands(self)
+
+
+def _refuse_if_of_a_tool(command: str) -> None:
+    """Say what brings a command that is not there, where a package of ours does.
+
+    Raises:
+        UserError: one does.
+    """
+    from enginehouse.plugin import plugins
+    from enginehouse.plugin.first_party import TOOLS, pip_line
+
+    for package in (package for package, commands in TOOLS.items() if command in commands):
+        for plugin in plugins().plugins:
+            if plugin.name == package:
+                why = f"{plugin.status}: {plugin.problem}" if plugin.status != "ok" else "does not add it"
+                raise UserError(f"`{command}` comes with enginehouse-{package}, which is installed, but {why}")
+        raise UserError(f"`{command}` comes with enginehouse-{package}. Try: {pip_line(package)}")
 
 
 def _leave_stuck_ray(code: int) -> None:

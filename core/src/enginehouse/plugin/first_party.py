@@ -10,12 +10,13 @@ from urllib.parse import urlparse
 from urllib.request import url2pathname
 
 from enginehouse.plugin.loaded import Plugin, same_distribution
+from enginehouse.plugin.requirements import installed_version
 
 CORE = "enginehouse"
 """Core's distribution."""
 
-TOOLS = ("testing",)
-"""Core's extras that bring commands and no backend."""
+TOOLS = {"testing": ("certify", "matrix", "parity")}
+"""Core's extras that bring commands and no backend, and those commands."""
 
 
 def not_installed(known: Iterable[Plugin]) -> list[str]:
@@ -66,16 +67,9 @@ def _with_what_it_needs(plugins: Path, name: str) -> list[Path]:
     dependencies = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {}).get("dependencies", [])
     required = [Requirement(text).name for text in dependencies]
     ours = [one.removeprefix(f"{CORE}-") for one in required if one.startswith(f"{CORE}-")]
-    missing = [one for one in ours if not _installed(f"{CORE}-{one}")]
+    missing = [one for one in ours if installed_version(f"{CORE}-{one}") is None]
     folders = [folder for one in missing for folder in _with_what_it_needs(plugins, one)]
     return [*dict.fromkeys(folders), project.parent]
-
-
-def _installed(distribution: str) -> bool:
-    try:
-        return bool(metadata.version(distribution))
-    except metadata.PackageNotFoundError:
-        return False
 
 
 def _checkout() -> Path | None:

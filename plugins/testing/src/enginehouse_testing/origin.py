@@ -10,9 +10,9 @@ from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 from enginehouse.plugin import Backend, Plugin, Transport, plugins
+from enginehouse.plugin.loaded import canonical_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def _owner(record: Backend | Transport, modules: list[str]) -> Plugin | None:
 
 def _stands_on(owner: Plugin | None) -> list[Plugin]:
     """Other plugins that a plugin's distribution requires, and those they require: their code is part of it."""
-    there = {canonicalize_name(one.distribution): one for one in plugins().plugins if not one.internal}
+    there = {canonical_name(one.distribution): one for one in plugins().plugins if not one.internal}
     found: dict[str, Plugin] = {}
     waiting = [owner.distribution] if owner is not None and not owner.internal else []
     while waiting:
@@ -64,7 +64,7 @@ def _stands_on(owner: Plugin | None) -> list[Plugin]:
         except metadata.PackageNotFoundError:
             continue
         for requirement in map(Requirement, texts):
-            name = canonicalize_name(requirement.name)
+            name = canonical_name(requirement.name)
             applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
             if applies and name in there and name not in found:
                 found[name] = there[name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -18,9 +17,9 @@ from enginehouse.weights.transports import collective, rendezvous
 from enginehouse.weights.transports.collective import CollectiveTransport
 from enginehouse.weights.transports.ends import IdleSender, address_of
 
+from .processes import started
 from .weights import MODEL, bytes_of, metadata, random_weights
 
-fork = multiprocessing.get_context("fork")
 SECONDS = 60.0
 FOREVER = 3600.0  # a deadline no test waits for: what ends before it ended for another reason
 UPDATES = 3
@@ -39,20 +38,6 @@ def opened(receivers: int):
         yield sender, plan.reached([address_of(sender, "localhost")])
     finally:
         sender.close()
-
-
-@contextmanager
-def started(run, plan, index=0):
-    """A process that runs `run(plan, index, pipe)`, and the pipe to it."""
-    ours, theirs = fork.Pipe()
-    process = fork.Process(target=run, args=(plan, index, theirs), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        yield process, ours
-    finally:
-        process.kill()
-        process.join(SECONDS)
 
 
 def receive_updates(plan, index, pipe):

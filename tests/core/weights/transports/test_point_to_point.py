@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import uuid
@@ -20,9 +19,9 @@ from enginehouse.weights.transports import streams
 from enginehouse.weights.transports.ends import address_of, weights_for
 from enginehouse.weights.transports.point_to_point import PointToPointTransport, resharding
 
+from .processes import started
 from .weights import MODEL, bytes_of, metadata, random_weights
 
-fork = multiprocessing.get_context("fork")
 SECONDS = 120.0
 FOREVER = 3600.0  # a deadline no test waits for: what ends before it ended for another reason
 UPDATES = 3
@@ -74,20 +73,6 @@ class Source:
 
 def planned(parameters, receivers, senders, targets=()):
     return PointToPointTransport().prepare(parameters, receivers, uuid.uuid4().hex, 512, senders, targets)
-
-
-@contextmanager
-def started(run, plan, index):
-    """A process that runs `run(plan, index, pipe)`, and the pipe to it."""
-    ours, theirs = fork.Pipe()
-    process = fork.Process(target=run, args=(plan, index, theirs), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        yield process, ours
-    finally:
-        process.kill()
-        process.join(SECONDS)
 
 
 def train(plan, rank, pipe):
