@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import subprocess
 import sys
@@ -70,6 +71,14 @@ def test_native_arguments_are_those_of_the_command_line():
     assert words[words.index("--schedule-policy") + 1] == "lpm"
     assert "--disable-radix-cache" in words
     assert "--enable-lora" not in words
+
+
+def test_a_key_that_begins_with_a_dash_is_no_argument_of_its_own():
+    parser = argparse.ArgumentParser()  # SGLang's is one too
+    parser.add_argument("--admin-api-key")
+    parser.add_argument("--sizes", nargs="+")
+    given = {"admin_api_key": "-Qk0_", "sizes": [1, 2]}
+    assert vars(parser.parse_args(as_words(given))) == {"admin_api_key": "-Qk0_", "sizes": ["1", "2"]}
 
 
 def test_memory_for_keys_and_values_is_counted_in_tokens():

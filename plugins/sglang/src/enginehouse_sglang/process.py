@@ -164,16 +164,22 @@ class ServerProcess:
 
 
 def as_words(arguments: Mapping[str, Any]) -> list[str]:
-    """Arguments as SGLang's command line takes them; None and false are left out."""
+    """Arguments as SGLang's command line takes them; None and false are left out.
+
+    A value that begins with a dash, as one key in 64 does, would be taken for another argument: it stands behind `=`.
+    """
     words: list[str] = []
     for name, value in arguments.items():
         if value is None or value is False:
             continue
-        words.append("--" + name.replace("_", "-"))
-        if isinstance(value, (list, tuple)):
-            words += [str(one) for one in value]
-        elif value is not True:
-            words.append(json.dumps(value) if isinstance(value, dict) else str(value))
+        flag = "--" + name.replace("_", "-")
+        if value is True:
+            words.append(flag)
+        elif isinstance(value, (list, tuple)):
+            words += [flag, *(str(one) for one in value)]
+        else:
+            text = json.dumps(value) if isinstance(value, dict) else str(value)
+            words += [f"{flag}={text}"] if text.startswith("-") else [flag, text]
     return words
 
 
