@@ -108,6 +108,7 @@ def test_an_exception_is_told_as_ever_when_results_stay(writers):
     assert writers.same(prompts()).column("number").tolist() == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_rows_outlive_the_processes_that_made_them(launch, readers):
     group = launch(Writer, name="short-lived")
     made = group.write(prompts())

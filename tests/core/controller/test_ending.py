@@ -65,6 +65,7 @@ def _start(body: str) -> tuple[subprocess.Popen, list[int]]:
     return process, [int(pid) for pid in line[1:]]
 
 
+@pytest.mark.slow
 def test_a_cluster_started_here_ends_and_says_nothing():
     process, pids = _start("assert group.fine() == [0, 1, 2, 3]")
     out, err = process.communicate(timeout=120)
@@ -74,6 +75,7 @@ def test_a_cluster_started_here_ends_and_says_nothing():
     assert not any(_alive(pid) for pid in pids)
 
 
+@pytest.mark.slow
 def test_ctrl_c_reaches_only_the_driver_and_everything_ends():
     process, pids = _start("import os; print('calling', flush=True); group.call('hang_on', 0, timeout=3600)")
     assert process.stdout is not None

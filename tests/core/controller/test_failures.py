@@ -111,6 +111,7 @@ def test_a_hanging_coroutine_is_reported_with_what_it_awaits(trouble):
     assert set(caught.value.stacks) == {0, 1}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR2"), reason="needs POSIX signals")
 def test_native_code_that_holds_the_interpreter_is_seen_through(launch):
     group = launch(Trouble, name="native", processes=1)
@@ -198,6 +199,7 @@ def test_a_worker_that_dies_while_it_is_built_is_named(launch):
         launch(Trouble, "die", 0, name="bad")
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_never_built_ends_the_start(launch):
     with pytest.raises(WorkerTimeout, match=r"'__init__' did not end within 15 s") as caught:
         launch(Trouble, "hang", 1, name="bad", start_timeout=15)

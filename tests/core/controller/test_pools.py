@@ -36,6 +36,7 @@ def _accumulators(pool: ResourcePool, name: str) -> WorkerGroup:
     return WorkerGroup(pool, WorkerSpec(Accumulator).options(distributed=False), name=name, timeout=60)
 
 
+@pytest.mark.slow
 def test_groups_on_two_pools_and_on_both_merged_run_side_by_side(closing):
     first, second = (
         closing(ResourcePool([2], cpus_per_process=0.25, max_colocate=2, name=name)) for name in ("a", "b")

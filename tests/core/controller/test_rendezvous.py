@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 
 import psutil
+import pytest
 from controller_workers import Reducer
 
 from enginehouse.controller.launchers.rendezvous import open_store
 
 
+@pytest.mark.slow
 def test_init_process_group_works_without_arguments_in_two_groups_at_once(launch):
     first = launch(Reducer, distributed=True)
     second = launch(Reducer, distributed=True)

@@ -36,6 +36,7 @@ def started(late: int) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
 
 
+@pytest.mark.slow
 def test_ray_that_is_late_is_started_again():
     ran = started(1)
     assert ran.returncode == 0, ran.stderr

@@ -178,6 +178,7 @@ def test_slow_rows_are_computed_once(pool, tmp_path):
     assert calls(marks) == ["r0", *(f"r{i}" for i in range(5))]
 
 
+@pytest.mark.slow
 def test_a_hanging_row_among_slow_ones_ends_after_one_deadline(pool, tmp_path):
     marks = tmp_path / "marks"
     seconds = {"r": 0.1, "hang": 3600}
@@ -211,6 +212,7 @@ def test_a_reward_that_hangs_on_every_row_ends_the_step(pool, tmp_path, monkeypa
     assert calls(marks).count("hang") <= made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("between", [[], ["raise"]])
 def test_rows_that_hang_are_no_hanging_reward_where_all_may_fail_or_others_end_in_between(pool, monkeypatch, between):
     monkeypatch.setattr("enginehouse.rl.rewards.pool.TIMEOUTS_AT_FIRST", 2)
@@ -566,6 +568,7 @@ def test_async_rewards_have_a_deadline_each_and_fail_alone(pool):
     assert scores(rewards, "a", "hang", "b", "SystemExit", "c") == [1.0, 0.0, 1.0, 0.0, 1.0]
 
 
+@pytest.mark.slow
 def test_an_async_reward_that_blocks_its_process_is_found(pool, monkeypatch):
     monkeypatch.setattr("enginehouse.rl.rewards.process.GRACE_SECONDS", 0.1)
     rewards = pool("meets", timeout_seconds=2, on_error="zero", concurrency=2, arguments={"meeting": [1, 2, 3]})

@@ -438,6 +438,7 @@ def test_a_step_that_hangs_ends_at_its_deadline_by_name(monkeypatch: pytest.Monk
     assert installed_runtimes() == []
 
 
+@pytest.mark.slow
 def test_what_a_killed_maker_left_running_is_ended_by_the_next(home: Path):
     program = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"

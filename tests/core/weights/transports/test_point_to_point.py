@@ -261,6 +261,7 @@ def take_one(plan, index, pipe):
     pipe.recv()
 
 
+@pytest.mark.slow
 def test_a_replica_that_stands_still_with_full_connections_ends_at_the_deadline_with_its_number():
     """Larger than what connections hold: what is written waits for nobody who reads it."""
     weights = {f"p{n}": torch.full((8 << 20,), float(n)) for n in range(4)}
