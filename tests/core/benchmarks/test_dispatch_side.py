@@ -129,6 +129,7 @@ def test_a_paused_side_stands_still_with_its_children_and_goes_on_when_asked(sid
     assert comes_to(child, psutil.STATUS_SLEEPING)
 
 
+@pytest.mark.slow
 def test_ending_a_paused_side_ends_its_children(side):
     child = psutil.Process(side.ask("start_child"))
     side.pause()

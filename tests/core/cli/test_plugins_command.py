@@ -87,6 +87,7 @@ def enginehouse_step_finished(step):
 """
 
 
+@pytest.mark.slow
 def test_observers_are_listed_with_what_they_observe(command_line):
     command_line.install("watcher", OBSERVER)
     assert listed(command_line)["watcher"]["observes"] == ["step_finished"]

@@ -233,6 +233,7 @@ def test_a_signal_that_comes_twice_at_once_is_one_wish(
     assert ends == ["forced"] * forced
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("signals", "behaviour"),
     [(1, STUBBORN), (2, STUBBORN), (1, HOLDING_A_LOCK), (2, HOLDING_A_LOCK), (2, IN_NATIVE_CODE)],

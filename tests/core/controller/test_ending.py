@@ -26,6 +26,7 @@ def test_workers_shut_down_in_order_and_their_children_end_with_them(launch, tmp
     assert sorted(note.read_text().splitlines()) == ["rank 0 left", "rank 1 left"]
 
 
+@pytest.mark.slow
 def test_a_hanging_group_ends_as_well(launch):
     group = launch(Trouble, timeout=0.3)
     with pytest.raises(Exception, match="hang_on"):

@@ -119,6 +119,7 @@ def test_native_code_that_holds_the_interpreter_is_seen_through(launch):
         group.call("hang_in_native_code", timeout=0.3)
 
 
+@pytest.mark.slow
 def test_a_stopped_process_is_called_that(launch):
     group = launch(Trouble, name="stopped", processes=1)
     os.kill(group.pids[0], signal.SIGSTOP)
@@ -126,6 +127,7 @@ def test_a_stopped_process_is_called_that(launch):
         group.call("fine", timeout=0.3)
 
 
+@pytest.mark.slow
 def test_meshes_that_come_late_leave_the_group_whole(launch):
     group = launch(Meeting, name="meeting", timeout=1)
     waiting = group.call("block_until_arrived", 1, timeout=60, blocking=False)
@@ -214,6 +216,7 @@ def test_a_pool_the_cluster_cannot_give_is_refused_with_both_sides(ray_cluster):
         WorkerGroup(ResourcePool([1], gpus_per_process=1), WorkerSpec(Trouble))
 
 
+@pytest.mark.slow
 def test_a_pool_that_others_occupy_is_waited_for_until_its_deadline(ray_cluster):
     most = int(ray.available_resources()["CPU"])
     held = ResourcePool([1], cpus_per_process=most)

@@ -138,7 +138,10 @@ def test_a_row_without_a_score_fails_the_step_and_is_named(pool, response, said)
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("response", ["raise", "hang", "die", "text", "nan", "large", "KeyboardInterrupt"])
+@pytest.mark.parametrize(
+    "response",
+    ["raise", pytest.param("hang", marks=pytest.mark.slow), pytest.param("die", marks=pytest.mark.slow), "text", "nan"],
+)
 def test_a_row_without_a_score_can_count_as_zero(pool, response):
     rewards = pool("troubled", timeout_seconds=2, on_error="zero")
     scored = rewards.score(rows("good", response, "good"))
@@ -170,6 +173,7 @@ def calls(marks: Path) -> list[str]:
     return marks.read_text().split()
 
 
+@pytest.mark.slow
 def test_slow_rows_are_computed_once(pool, tmp_path):
     marks = tmp_path / "marks"
     rewards = pool("slow", arguments={"seconds": {"r": 0.45}, "marks": str(marks)}, timeout_seconds=2)
@@ -188,6 +192,7 @@ def test_a_hanging_row_among_slow_ones_ends_after_one_deadline(pool, tmp_path):
     assert sorted(calls(marks)) == sorted(["r0", "r1", "hang", "r2"] * 2)
 
 
+@pytest.mark.slow
 def test_a_hanging_row_among_cheap_ones_costs_only_itself(pool, tmp_path):
     marks = tmp_path / "marks"
     arguments = {"seconds": {"hang": 3600}, "marks": str(marks)}
@@ -198,7 +203,7 @@ def test_a_hanging_row_among_cheap_ones_costs_only_itself(pool, tmp_path):
     assert sorted(calls(marks)) == sorted([*cheap * 3, "hang"])
 
 
-@pytest.mark.parametrize(("warm", "made"), [(False, TIMEOUTS_AT_FIRST), (True, 2)])
+@pytest.mark.parametrize(("warm", "made"), [(False, TIMEOUTS_AT_FIRST), pytest.param(True, 2, marks=pytest.mark.slow)])
 def test_a_reward_that_hangs_on_every_row_ends_the_step(pool, tmp_path, monkeypatch, warm, made):
     monkeypatch.setattr("enginehouse.rl.rewards.pool.TIMEOUTS_LATER", 2)
     marks = tmp_path / "marks"
@@ -247,6 +252,7 @@ def test_a_module_that_fails_only_in_the_pool_is_named(tmp_path, on_error, sourc
         rewards.close()
 
 
+@pytest.mark.slow
 def test_closing_ends_a_pool_that_is_stuck(tmp_path):
     marks = tmp_path / "marks"
     arguments = {"seconds": {"hang": 3600}, "marks": str(marks)}
@@ -280,6 +286,7 @@ def befall(rewards, number):
             time.sleep(0.001)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP], ids=lambda number: number.name)
 @pytest.mark.fault(
@@ -325,6 +332,7 @@ def test_a_process_that_dies_or_stops_at_work_costs_its_row_a_second_try(pool, t
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "good"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.fault(
     area="rewards",
@@ -360,6 +368,7 @@ def starts(prompt, response, *, kind, mark, **columns):
     return 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "response"), [("detached", "die"), ("orphaned", "good"), ("forked", "die")])
 def test_what_a_reward_starts_ends_with_its_process(tmp_path, kind, response):
     mark = str(tmp_path / "mark")
@@ -375,6 +384,7 @@ def test_what_a_reward_starts_ends_with_its_process(tmp_path, kind, response):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     area="rewards",
     what="the run is killed while a reward is busy and has started processes of its own",
@@ -456,6 +466,7 @@ def test_what_a_reward_prints_is_shown_when_it_fails_for_most_rows(pool, functio
     assert f"from Python: {response}" in str(caught.value).partition("printed:")[2]
 
 
+@pytest.mark.slow
 def test_what_a_reward_prints_is_shown_when_it_seems_to_hang(pool):
     with pytest.raises(RewardError, match="seems to hang") as caught:
         pool("prints", timeout_seconds=0.5, on_error="zero").score(rows(*["hang"] * 9))
@@ -563,6 +574,7 @@ def test_async_rewards_run_at_once(pool):
     assert scores(pool("meets", timeout_seconds=60), "a", "b", "c", "d") == [1.0] * 4
 
 
+@pytest.mark.slow
 def test_async_rewards_have_a_deadline_each_and_fail_alone(pool):
     rewards = pool("meets", timeout_seconds=2, on_error="zero")
     assert scores(rewards, "a", "hang", "b", "SystemExit", "c") == [1.0, 0.0, 1.0, 0.0, 1.0]
@@ -595,7 +607,7 @@ async def lengths_later(response, **columns):
     return [{"reward": len(one), "calls": len(response)} for one in response]
 
 
-@pytest.mark.parametrize("trouble", ["raise", "hang"])
+@pytest.mark.parametrize("trouble", ["raise", pytest.param("hang", marks=pytest.mark.slow)])
 def test_a_batched_reward_gets_lists_and_a_bad_row_costs_itself(pool, trouble):
     rewards = pool("lengths", arguments={"scale": 2.0}, on_error="zero", timeout_seconds=2)
     extra = [{**row, "extra": 1} for row in rows("a", "bcd", trouble)]
