@@ -149,9 +149,10 @@ def killed_between_the_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         renamed.append(names)
         rename(*names)
 
-    with monkeypatch.context() as patched, pytest.raises(Killed):
-        patched.setattr(os, "rename", dying)
+    monkeypatch.setattr(os, "rename", dying)
+    with pytest.raises(Killed):
         move_into_place(tmp_path / ".place.partial", tmp_path / "place", to_disk=False)
+    monkeypatch.setattr(os, "rename", rename)
     assert sorted(os.listdir(tmp_path)) == [".place.partial", ".place.replaced"]
     return tmp_path / "place"
 
