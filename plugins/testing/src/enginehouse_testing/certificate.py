@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from enginehouse.atomic import write_whole
-from enginehouse.plugin import Backend, Transport
 from enginehouse.plugin.requirements import installed_versions, parsed
 from enginehouse_testing.origin import Origin, required_plugins
 
@@ -150,7 +149,7 @@ def versions(*distributions: str) -> dict[str, str]:
     return {"python": platform.python_version()} | installed_versions(names)
 
 
-def depends_on(record: Backend | Transport) -> list[str]:
+def depends_on(record: Any) -> list[str]:
     """Distributions whose versions a backend's results depend on: those it requires, the plugins that its own does, and
     what all engines stand on."""
     required = [one.name for text in getattr(record, "requires", ()) for one in parsed(text)]
