@@ -178,7 +178,7 @@ def house(shared):
     """Both replicas serve a version that was trained."""
     if shared.fleet is None:
         shared.open()
-    shared.fleet.await_restarts(PATIENCE)
+    await_that(lambda: "lost" not in shared.fleet.states)
     shared.train()
     assert shared.fleet.states == ["serving", "serving"]
     shared.draw()
@@ -259,5 +259,4 @@ def test_both_killed_is_one_error_that_names_both_deaths_and_nothing_is_left_of_
     assert psutil.wait_procs(cores, PATIENCE)[1] == []
     await_that(house.engine_cores)  # they are being started again: the end comes then
     house.close()
-    fleet.await_restarts(PATIENCE)
     await_that(lambda: not house.processes())

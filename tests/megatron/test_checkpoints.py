@@ -57,6 +57,12 @@ def nothing_there(saved: Path, to: Path) -> Path:
     return to / "nothing"
 
 
+def a_save_was_killed_replacing_it(saved: Path, to: Path) -> Path:
+    path = copied(saved, to)
+    path.rename(path.with_name(f".{path.name}.replaced"))
+    return path
+
+
 def not_finished(saved: Path, to: Path) -> Path:
     path = copied(saved, to)
     (path / "metadata.json").unlink()
@@ -80,7 +86,8 @@ def a_file_is_cut(saved: Path, to: Path) -> Path:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (nothing_there, "holds no checkpoint"),
+        (nothing_there, r"holds no checkpoint of megatron \(no file metadata\.json\)$"),
+        (a_save_was_killed_replacing_it, r"rename '.*\.copy\.replaced', which is the one before"),
         (not_finished, "incomplete"),
         (a_file_is_gone, "damaged: .*distcp"),
         (a_file_is_cut, "is damaged"),

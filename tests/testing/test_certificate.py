@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import importlib.util
 import json
 import sys
+from importlib import metadata
 
 import pytest
 
 from enginehouse.errors import UserError
-from enginehouse.plugin import Layout, RolloutBackend, TrainBackend, capabilities, load_plugins
-from enginehouse_testing.certificate import Certificate, Result
+from enginehouse.plugin import Layout, RolloutBackend, TrainBackend, capabilities, load_plugins, plugins
+from enginehouse_testing.certificate import Certificate, Result, depends_on
 from enginehouse_testing.check import PROTOCOL, Measured, Seen, wrong
 from enginehouse_testing.checks import checks_of
 from enginehouse_testing.comparison import larger
@@ -110,11 +111,30 @@ def test_the_code_of_a_plugin_that_it_stands_on_is_part_of_its_own(acme, tmp_pat
     """As fsdp stands on what the torch plugin has for all engines in torch."""
     record, package = acme
     before = origin_of(record).digest
+    assert "enginehouse-torch" not in depends_on(record)
     info = package.parent / "acme_hf-0.3.1.dist-info" / "METADATA"
     info.write_text(info.read_text() + "Requires-Dist: enginehouse_torch>=0.1\nRequires-Dist: absent; extra == 'all'\n")
     manager = load_plugins(enabled=["acme", "torch"])
     monkeypatch.setattr("enginehouse_testing.origin.plugins", lambda: manager)
     assert origin_of(manager.get("rollout", "swift")).digest != before
+    assert "enginehouse-torch" in depends_on(record)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "megatron"])
+def test_it_has_the_version_of_the_plugin_that_it_stands_on(name):
+    record = plugins().get("train", name, elsewhere=True)
+    written = Certificate(name, depends=depends_on(record)).as_json()
+    assert written["versions"]["enginehouse-torch"] == metadata.version("enginehouse-torch")
+
+
+def test_what_core_brings_weights_with_is_part_of_it(acme, tmp_path, monkeypatch):
+    record, _ = acme
+    before = origin_of(record).digest
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "receiver.py").write_text("")
+    core = importlib.util.find_spec("enginehouse")
+    monkeypatch.setattr(core, "submodule_search_locations", [*core.submodule_search_locations, str(tmp_path)])
+    assert origin_of(record).digest != before
 
 
 def test_what_is_registered_by_nobody_has_the_code_it_names(acme):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -43,13 +46,14 @@ def staging_path(path: Path) -> Path:
 def move_into_place(staging: Path, path: Path, *, to_disk: bool = True) -> None:
     """Make the directory `staging` be `path`, in place of what was there, once all of it is on disk if `to_disk`.
 
-    What was there lies beside it as `.<name>.replaced` in between; if the renaming fails it is put back.
+    What was there lies beside it as `.<name>.replaced` in between; if the renaming fails it is put back. Where the
+    process was killed then, `set_aside` finds it and `clear_partial` puts it back.
     """
     for directory, _, files in os.walk(staging) if to_disk else ():
         for name in files:
             _to_disk(Path(directory, name))
         _entries_to_disk(Path(directory))
-    replaced = path.with_name(f".{path.name}.replaced")
+    replaced = _replaced(path)
     try:
         if path.exists():  # else what an earlier attempt set aside is all there is
             _remove(replaced)
@@ -63,6 +67,28 @@ def move_into_place(staging: Path, path: Path, *, to_disk: bool = True) -> None:
     _remove(replaced)
 
 
+def set_aside(path: Path) -> Path | None:
+    """Where that lies which the directory `path` held, if it is missing as a process was killed replacing it."""
+    replaced = _replaced(path)
+    return replaced if replaced.is_dir() and not path.exists() else None
+
+
+def clear_partial(directory: Path) -> None:
+    """Put back in `directory` what replacements that were cut off set aside, and delete what else writes left there.
+
+    Never fails: what cannot be put back or deleted stays. No one may be writing.
+    """
+    for left in directory.glob(".*"):
+        place = left.with_name(left.name.removeprefix(".").removesuffix(".replaced"))
+        if set_aside(place) != left:
+            shutil.rmtree(left, ignore_errors=True)
+            continue
+        try:
+            os.rename(left, place)
+        except OSError as error:
+            log.warning("%s, which is %s as it was, could not be put back: %s", left, place.name, error)
+
+
 def point_to(link: Path, target: Path) -> None:
     """Make `link` a relative symbolic link to `target`, replacing a former one in one step.
 
@@ -73,6 +99,10 @@ def point_to(link: Path, target: Path) -> None:
     staging.unlink(missing_ok=True)
     staging.symlink_to(os.path.relpath(target, link.parent))
     os.replace(staging, link)
+
+
+def _replaced(path: Path) -> Path:
+    return path.with_name(f".{path.name}.replaced")
 
 
 def _entries_to_disk(directory: Path) -> None:

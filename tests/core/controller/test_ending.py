@@ -13,7 +13,7 @@ import psutil
 import pytest
 from controller_workers import Leaver, Trouble
 
-from enginehouse.controller import GroupClosed
+from enginehouse.controller import GroupClosed, WorkerDied
 
 
 def test_workers_shut_down_in_order_and_their_children_end_with_them(launch, tmp_path):
@@ -35,6 +35,15 @@ def test_a_hanging_group_ends_as_well(launch):
     assert not any(_alive(pid) for pid in group.pids)
     with pytest.raises(GroupClosed):
         group.fine()
+
+
+@pytest.mark.parametrize("method", ["hang_on", "hang_async"])
+def test_a_call_that_still_ran_when_its_group_was_ended_says_so(launch, method):
+    group = launch(Trouble, name="odd", processes=1)
+    future = group.call(method, *([0] if method == "hang_on" else []), blocking=False)
+    group.shutdown(timeout=1.0)
+    with pytest.raises(WorkerDied, match=rf"^odd rank 0 .*'{method}' had not ended.*: odd was shut down$"):
+        future.result()
 
 
 PROGRAM = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import threading
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from enginehouse.controller import (
     RemoteError,
     ResourcePool,
     StillRunning,
+    WorkerDied,
     WorkerGroup,
     WorkerSpec,
     colocate,
@@ -69,6 +71,29 @@ def test_what_a_worker_raises_is_reported_as_over_ray_with_the_very_exception_be
     with pytest.raises(RemoteError, match=r"'__init__' raised ValueError: no$"):
         inline(Trouble, "no")
     assert group.fine() == [0]
+
+
+def test_an_error_pickles_though_what_is_behind_it_does_not(inline):
+    group = inline(Trouble)
+    with pytest.raises(RemoteError) as caught:
+        group.raise_unpicklable()
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert str(copy) == str(caught.value)
+    assert (copy.cause, copy.type_name, copy.pid) == (None, "Unpicklable", os.getpid())
+    assert "Unpicklable: cannot travel" in str(copy.__cause__)
+    with pytest.raises(RemoteError) as caught:
+        group.raise_on(0)
+    assert repr(pickle.loads(pickle.dumps(caught.value)).cause) == "ValueError('bad value on rank 0')"
+
+
+@pytest.mark.parametrize(("end", "how"), [("shutdown", "was shut down"), ("restart", "was restarted")])
+def test_a_call_that_still_ran_when_its_group_was_ended_says_so(inline, end, how):
+    group = inline(Trouble, name="odd")
+    future = group.call("hang_async", blocking=False)
+    getattr(group, end)()
+    with pytest.raises(WorkerDied, match=rf"^odd rank 0 .*'hang_async' had not ended.*: odd {how}$") as caught:
+        future.result()
+    assert (caught.value.role, caught.value.method) == ("odd", "hang_async")
 
 
 def test_sync_methods_run_on_the_callers_thread_and_async_ones_on_a_loop(inline):

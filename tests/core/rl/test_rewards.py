@@ -2,7 +2,6 @@
 
 import asyncio
 import builtins
-import contextlib
 import ctypes
 import decimal
 import functools
@@ -259,9 +258,13 @@ def test_closing_ends_a_pool_that_is_stuck(tmp_path):
     rewards = RewardPool(f"{HERE}:slow", arguments, python_path=[ROOT], timeout_seconds=3600)
     large = [{"prompt": "p" * 2**20, "response": "hang", "finish_reason": "stop"} for _ in range(8)]  # fills the pipe
 
+    raised = []
+
     def score():
-        with contextlib.suppress(RewardError):
+        try:
             rewards.score(large)
+        except Exception as error:
+            raised.append(error)
 
     scoring = threading.Thread(target=score, daemon=True)
     scoring.start()
@@ -270,8 +273,15 @@ def test_closing_ends_a_pool_that_is_stuck(tmp_path):
     pids = children(rewards)
     rewards.close()
     scoring.join(10)
-    assert not scoring.is_alive()
+    assert [type(error) for error in raised] == [RewardError]
     assert not any(map(psutil.pid_exists, pids))
+
+
+def test_a_pool_that_was_closed_says_so():
+    rewards = RewardPool(f"{HERE}:length", python_path=[ROOT])
+    rewards.close()
+    with pytest.raises(RewardError, match="the pool was closed"):
+        rewards.score(rows("a"))
 
 
 def children(rewards):

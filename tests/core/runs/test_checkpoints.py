@@ -154,6 +154,20 @@ def test_models_of_a_run_taken_up_stay(run: RunDirectory):
     assert (again.path / "models" / "step-000004").is_dir()
 
 
+def test_a_model_whose_replacement_was_cut_off_is_back_when_the_run_is_taken_up(run: RunDirectory):
+    staged = run.model_path(5)
+    staged.mkdir()
+    place = run.model_saved(5, staged)
+    write(run, 5)
+    run.finish("failed")
+    place.rename(place.with_name(f".{place.name}.replaced"))
+    run.model_path(5).mkdir()
+    resumed = resume(run)
+    assert resumed.saved_model == place
+    assert [path.name for path in place.parent.iterdir()] == [place.name]
+    assert (run.path / "model").is_dir()
+
+
 def test_a_trace_that_was_cut_off_within_a_line_is_gone_on_with(run: RunDirectory):
     run.timeline.span("step 1", time.monotonic(), time.monotonic(), track="a")
     run.timeline.flush()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from enginehouse.atomic import move_into_place, write_whole
+from enginehouse.atomic import clear_partial, move_into_place, set_aside, write_whole
 from enginehouse.runs.jsonlines import JsonLines, read_whole_lines, write_json_lines
 
 FULL = """
@@ -129,3 +129,61 @@ def test_a_directory_is_replaced_as_a_whole(tmp_path: Path):
         move_into_place(tmp_path / "partial", tmp_path / "place")
     assert os.listdir(tmp_path) == ["place"]
     assert os.listdir(tmp_path / "place") == ["new"]
+
+
+class Killed(BaseException):
+    """In place of the end of a process: nothing after it is done."""
+
+
+@pytest.fixture
+def killed_between_the_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A place whose new directory was to be renamed to it when the process ended."""
+    for name, content in (("place", "old"), (".place.partial", "new")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / content).touch()
+    rename, renamed = os.rename, []
+
+    def dying(*names: Path) -> None:
+        if renamed:
+            raise Killed
+        renamed.append(names)
+        rename(*names)
+
+    monkeypatch.setattr(os, "rename", dying)
+    with pytest.raises(Killed):
+        move_into_place(tmp_path / ".place.partial", tmp_path / "place", to_disk=False)
+    monkeypatch.setattr(os, "rename", rename)
+    assert sorted(os.listdir(tmp_path)) == [".place.partial", ".place.replaced"]
+    return tmp_path / "place"
+
+
+def test_what_a_killed_replacement_set_aside_is_put_back(killed_between_the_renames: Path):
+    place = killed_between_the_renames
+    assert set_aside(place) == place.with_name(".place.replaced")
+    for _ in range(2):
+        clear_partial(place.parent)
+        assert os.listdir(place.parent) == ["place"]
+        assert os.listdir(place) == ["old"]
+    assert set_aside(place) is None
+
+
+def test_what_was_set_aside_goes_where_the_new_one_is_there(tmp_path: Path):
+    for name, content in (("place", "new"), (".place.replaced", "old"), (".other.partial", "half")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / content).touch()
+    assert set_aside(tmp_path / "place") is None
+    clear_partial(tmp_path)
+    assert os.listdir(tmp_path) == ["place"]
+    assert os.listdir(tmp_path / "place") == ["new"]
+
+
+def test_what_was_set_aside_and_cannot_be_put_back_stays(
+    killed_between_the_renames: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def refused(*names: Path) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(os, "rename", refused)
+    clear_partial(killed_between_the_renames.parent)
+    assert os.listdir(killed_between_the_renames.parent) == [".place.replaced"]
+    assert "read-only" in caplog.text

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -70,10 +71,20 @@ class Fleet:
     def draw(self, seed: int = 3):
         return self.fleet.generate(PROMPTS, SAMPLING, seed=seed)
 
+    def await_that(self, holds: Callable[[list[str]], bool]) -> None:
+        """Wait until the replicas' states are such."""
+        until = time.monotonic() + PATIENCE
+        while not holds(self.fleet.states):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+
+    def await_restarts(self) -> None:
+        self.await_that(lambda states: "lost" not in states)
+
     def make_whole(self) -> None:
         for mark in self.marks.iterdir():
             mark.unlink()
-        self.fleet.await_restarts(PATIENCE)
+        self.await_restarts()
         self.update()
         assert self.fleet.states == ["serving", "serving"]
         self.draw()
@@ -177,7 +188,7 @@ def test_a_replica_that_dies_in_an_update_is_left_out_and_the_other_serves_it(ho
     assert house.update().version == before + 1
     assert house.fleet.states[1] == "serving"
     assert set(house.draw()["weight_version"].tolist()) == {before + 1}
-    house.fleet.await_restarts(PATIENCE)
+    house.await_restarts()
     house.update()
     assert [state.version for state in house.fleet.weight_state()] == [house.version] * 2
 
@@ -187,7 +198,7 @@ def test_an_engine_that_died_in_a_living_process_is_started_again(house):
     house.tell("ill-1")
     assert_same_samples(house.draw(), expected)
     assert "the engine is dead" in house.fleet.describe()[1].get("died", "the engine is dead")
-    house.fleet.await_restarts(PATIENCE)
+    house.await_restarts()
     assert house.fleet.metrics()["rollout/restarts"] == 1
     house.update()
     assert house.fleet.states == ["serving", "serving"]
@@ -223,11 +234,8 @@ def test_a_replica_that_keeps_failing_to_start_is_left_out_and_the_other_goes_on
         alone.tell("unfit-1")
         with caplog.at_level(logging.INFO):
             os.kill(alone.fleet.pids[1], signal.SIGKILL)
-            until = time.monotonic() + PATIENCE
-            while alone.fleet.states[1] == "serving":
-                assert time.monotonic() < until
-                time.sleep(0.05)
-            alone.fleet.await_restarts(PATIENCE)
+            alone.await_that(lambda states: states[1] != "serving")
+            alone.await_restarts()
         assert alone.fleet.states == ["serving", "out"]
         assert "rollout-1 is left out from now on: it was started again 2 times" in caplog.text
         assert_same_samples(alone.draw(), expected)
@@ -250,7 +258,7 @@ def test_a_replica_started_again_during_the_first_update_waits_until_it_has_weig
         os.kill(opened.fleet.pids[1], signal.SIGKILL)
 
         def once_it_is_back(version):
-            opened.fleet.await_restarts(PATIENCE)
+            opened.await_restarts()
             return transfer(version)
 
         opened.sync._transfer = once_it_is_back
@@ -268,5 +276,5 @@ def test_a_replica_started_again_during_the_first_update_waits_until_it_has_weig
 def test_an_idle_death_is_found_when_the_living_are_asked_for(house):
     os.kill(house.fleet.pids[0], signal.SIGKILL)
     assert [member.number for member in house.fleet.members().members] == [1]  # one asked, the other found dead
-    house.fleet.await_restarts(PATIENCE)
+    house.await_restarts()
     assert [member.number for member in house.fleet.members().members] == [0, 1]

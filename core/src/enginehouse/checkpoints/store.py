@@ -43,7 +43,11 @@ class CheckpointStore:
         self.newest_step = newest_step
 
     def clear_partial(self) -> None:
-        """Delete what writes that were cut off have left. No one may be writing."""
+        """Delete what writes that were cut off have left. No one may be writing.
+
+        Nothing is put back: a run writes no step's checkpoint twice, and one that came back after the run was cut to
+        an earlier one would lack the metrics up to it.
+        """
         for partial in self._directory.glob(".*"):
             shutil.rmtree(partial, ignore_errors=True)
 

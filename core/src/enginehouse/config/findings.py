@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from enginehouse.config.load import listed
+from enginehouse.config.load import in_one_message
 from enginehouse.errors import ConfigError, UserError
 
 
@@ -50,4 +50,4 @@ class Findings:
         if len(problems) == 1:
             raise next(iter(problems.values()))
         if problems:
-            raise ConfigError(listed(list(problems), where))
+            raise ConfigError(in_one_message(list(problems), where))

@@ -51,7 +51,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[C]
     problems = [problem for override in overrides for problem in _override(data, override, sources)]
     problems += check(schema, data, sources)[1]
     if problems:
-        raise ConfigError(listed(problems, f"the config {path}"))
+        raise ConfigError(in_one_message(problems, f"the config {path}"))
     return schema.model_validate(data)
 
 
@@ -145,8 +145,8 @@ def _override(data: dict[str, Any], override: str, sources: _Sources) -> list[st
     return problems
 
 
-def listed(problems: Sequence[str], where: str) -> str:
-    """One message for all problems: the only one as it is, several as a list."""
+def in_one_message(problems: Sequence[str], where: str) -> str:
+    """All problems as one text: the only one as it is, several as a list."""
     if len(problems) == 1:
         return f"{where}: {problems[0]}"
     return f"{len(problems)} problems in {where}:\n" + "\n".join(

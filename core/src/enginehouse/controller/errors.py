@@ -118,6 +118,10 @@ class RemoteError(WorkerError):
     type_name: str = ""
     traceback_text: str = ""
 
+    def __reduce__(self):
+        state = {name: value for name, value in self.__dict__.items() if name != "cause"}
+        return _restore_remote, (type(self), str(self), state, self.cause and pickled_error(self.cause))
+
 
 class RemoteTraceback(Exception):
     """Carries a worker's traceback text, as the `__cause__` of a `RemoteError`: Python prints it first."""
@@ -130,6 +134,40 @@ def _restore(kind: type[WorkerError], message: str, state: dict[str, Any]) -> Wo
     error = kind(message)
     error.__dict__.update(state)
     return error
+
+
+def _restore_remote(kind: type[RemoteError], message: str, state: dict[str, Any], cause: bytes | None) -> RemoteError:
+    error = kind(message)
+    error.__dict__.update(state)
+    error.cause = unpickled_error(cause)
+    if error.traceback_text:
+        error.__cause__ = RemoteTraceback(error.traceback_text)
+    return error
+
+
+def pickled_error(error: BaseException) -> bytes | None:
+    """Pickle an exception, if it also unpickles (one whose constructor takes other arguments does not)."""
+    from ray import cloudpickle
+
+    try:
+        pickled: bytes = cloudpickle.dumps(error)
+        cloudpickle.loads(pickled)
+    except Exception:
+        return None
+    return pickled
+
+
+def unpickled_error(pickled: bytes | None) -> BaseException | None:
+    """The exception that `pickled_error` gave; None where its class is not importable here: the text says it all."""
+    if not pickled:
+        return None
+    from ray import cloudpickle
+
+    try:
+        error = cloudpickle.loads(pickled)
+    except Exception:
+        return None
+    return error if isinstance(error, BaseException) else None
 
 
 def unwrap_user_error(error: BaseException | None) -> UserError | None:

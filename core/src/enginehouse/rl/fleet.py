@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec
-from enginehouse.controller.errors import ControllerError, RemoteError
+from enginehouse.controller.errors import RemoteError
 from enginehouse.controller.future import GLANCE_SECONDS
 from enginehouse.errors import first_line
 from enginehouse.rl.replica import Changed, FleetMetrics, Replica, State, nobody_left
@@ -417,28 +417,15 @@ class RolloutFleet:
             for batch_sampling in self._under_way:
                 batch_sampling.events.put(change)
 
-    def await_restarts(self, timeout: float) -> None:
-        """Wait until no replica is being started again: those that came back take weights at the next update.
-
-        Raises:
-            ControllerError: one still is after `timeout` seconds.
-        """
-        until = time.monotonic() + timeout
-        for replica in self._replicas:
-            while (thread := replica.restarting) is not None and thread.is_alive():
-                if (left := until - time.monotonic()) <= 0:
-                    raise ControllerError(f"{replica.group.name} is not back after {timeout:g} s: {replica.death}")
-                thread.join(left)
-
     def _restart(self, replica: Replica) -> None:
         """Start a replica again, as often as it may be."""
         while not self._closing.is_set():
             if replica.restarts >= self._most_restarts:
-                replica.state = "out"
                 log.error(
                     "%s is left out from now on: it was started again %d times without drawing anything in between; "
                     "at last: %s", replica.group.name, replica.restarts, replica.death,
                 )  # fmt: skip
+                replica.state = "out"
                 self._tell(Changed(replica.number, "lost"))
                 return
             replica.restarts += 1

@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from enginehouse.atomic import move_into_place, point_to, staging_path, write_whole
+from enginehouse.atomic import clear_partial, move_into_place, point_to, staging_path, write_whole
 from enginehouse.checkpoints import Checkpoint
 from enginehouse.checkpoints.store import CheckpointStore
 from enginehouse.config import run_lock
@@ -176,7 +176,7 @@ class RunDirectory:
             if _step_of(said.stem) > step:
                 said.unlink()
         (self.path / "error.txt").unlink(missing_ok=True)
-        self.checkpoints.clear_partial()
+        self.clear_partial()
         self.checkpoints.set_aside(resumed.passed_over)
         self.last_step = step
         self.validated_step = max((row["step"] for row in validations), default=-1)
@@ -254,10 +254,12 @@ class RunDirectory:
         return place
 
     def clear_partial(self) -> None:
-        """Delete what writes of checkpoints and models that were cut off have left. No one may be writing."""
+        """Delete what writes of checkpoints and models that were cut off have left. No one may be writing.
+
+        A model whose replacement was cut off is put back.
+        """
         self.checkpoints.clear_partial()
-        for partial in (self.path / "models").glob(".*"):
-            shutil.rmtree(partial, ignore_errors=True)
+        clear_partial(self.path / "models")
 
     @property
     def saved_model(self) -> Path | None:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from enginehouse.atomic import write_whole
 from enginehouse.plugin.requirements import installed_versions, parsed
-from enginehouse_testing.origin import Origin
+from enginehouse_testing.origin import Origin, required_plugins
 
 Outcome = Literal["passed", "failed", "not declared", "not run"]
 
@@ -150,9 +150,10 @@ def versions(*distributions: str) -> dict[str, str]:
 
 
 def depends_on(record: Any) -> list[str]:
-    """Distributions whose versions a backend's results depend on: those it requires, and what all engines stand on."""
+    """Distributions whose versions a backend's results depend on: those it requires, the plugins that its own does, and
+    what all engines stand on."""
     required = [one.name for text in getattr(record, "requires", ()) for one in parsed(text)]
-    return list(dict.fromkeys([*required, "torch", "transformers", "ray"]))
+    return list(dict.fromkeys([*required, *required_plugins(record), "torch", "transformers", "ray"]))
 
 
 def machine() -> dict[str, Any]:

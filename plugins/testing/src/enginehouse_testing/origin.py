@@ -14,6 +14,10 @@ from packaging.requirements import Requirement
 from enginehouse.plugin import Backend, Plugin, Transport, plugins
 from enginehouse.plugin.loaded import canonical_name
 
+OF_CORE = ("enginehouse.weights",)
+"""What of core is part of what every engine and transport does: how weights come. The rest a certificate has by core's
+version alone: an edit of a command or of the loop makes no engine another."""
+
 
 @dataclass(frozen=True, slots=True)
 class Origin:
@@ -22,8 +26,8 @@ class Origin:
     Attributes:
         distribution: the installed distribution; empty where it is of none.
         version: that distribution's version.
-        digest: of all files of the packages its strings name, and of the plugins that its distribution requires,
-            `"sha256:..."`: it changes with an edit, too, of what is installed from a checkout.
+        digest: of all files of the packages its strings name, of the plugins that its distribution requires, and of
+            `OF_CORE`, `"sha256:..."`: it changes with an edit, too, of what is installed from a checkout.
     """
 
     distribution: str
@@ -37,12 +41,21 @@ class Origin:
 
 def origin_of(record: Backend | Transport) -> Origin:
     """Whose a record is, registered or not. Nothing of it is imported."""
-    modules = sorted({getattr(record, field).partition(":")[0] for field in record.references})
+    modules = _modules(record)
     owner = _owner(record, modules)
     named = [*modules, *([owner.module] if owner is not None else [])]
     named += [plugin.module for plugin in _stands_on(owner)]
-    digest = _digest(sorted({_package(module) for module in named}))
+    digest = _digest(sorted({*map(_package, named), *OF_CORE}))
     return Origin(owner.distribution, owner.version, digest) if owner is not None else Origin("", "", digest)
+
+
+def required_plugins(record: Backend | Transport) -> list[str]:
+    """Distributions of other plugins whose code is part of a record's. Nothing of them is imported."""
+    return [plugin.distribution for plugin in _stands_on(_owner(record, _modules(record)))]
+
+
+def _modules(record: Backend | Transport) -> list[str]:
+    return sorted({getattr(record, field).partition(":")[0] for field in record.references})
 
 
 def _owner(record: Backend | Transport, modules: list[str]) -> Plugin | None:

@@ -10,13 +10,14 @@ import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from enginehouse.controller.errors import RemoteError, RemoteTraceback, WorkerDied, WorkerError, WorkerTimeout
-from enginehouse.controller.launchers.failure import SourceDied, WorkerFailure
+from enginehouse.controller.launchers.failure import SourceDied, WorkerFailure, cut_off
 from enginehouse.controller.launchers.host import STACKS_SIGNAL
 from enginehouse.controller.launchers.interface import Place
 
@@ -72,6 +73,8 @@ class Diagnosis:
         raised, deaths = self._outcomes()
         if self._ended is None:
             deaths |= self._deaths([r for r in self._refs if r not in deaths and (r in raised or len(self._refs) > 1)])
+        else:  # what ran on an event loop was cancelled as its process ended in order
+            deaths |= {rank: one.text for rank, one in raised.items() if one.type_name == CancelledError.__name__}
         if deaths:
             self.deadly = True
             rank = min(deaths)
@@ -227,8 +230,7 @@ class Diagnosis:
 
     def _died(self, rank: int, how: str, raised: Mapping[int, WorkerFailure]) -> WorkerDied:
         if self._ended is not None:
-            message = f"{self._where(rank)}: {self.method!r} had not ended when the process was: {self._ended}"
-            return WorkerDied(message, **self._facts(rank))
+            return cut_off(self._ended, **self._facts(rank))
         lines = _log_tail(self._places[rank])
         message = f"{self._where(rank)}: the process died during {self.method!r}: {how}"
         for other, failure in raised.items():

@@ -6,7 +6,14 @@ import time
 import traceback
 from types import TracebackType
 
-from enginehouse.controller.errors import RemoteError, RemoteTraceback, WorkerDied, WorkerError
+from enginehouse.controller.errors import (
+    RemoteError,
+    RemoteTraceback,
+    WorkerDied,
+    WorkerError,
+    pickled_error,
+    unpickled_error,
+)
 from enginehouse.controller.launchers.stacks import OURS
 
 
@@ -50,7 +57,7 @@ class WorkerFailure(Exception):
     ) -> WorkerFailure:
         """Pack an exception that was just caught."""
         name, text = type(error).__qualname__, _traceback_text(error)
-        return cls(role, rank, node, pid, method, name, str(error), text, _pickled(error), log_lines, time.time())
+        return cls(role, rank, node, pid, method, name, str(error), text, pickled_error(error), log_lines, time.time())
 
     def to_error(self, note: str = "") -> WorkerError:
         """The error to raise on the controller.
@@ -68,7 +75,7 @@ class WorkerFailure(Exception):
         )  # fmt: skip
         error.type_name = self.type_name
         error.traceback_text = self.traceback_text
-        error.cause = _unpickled(self.pickled)
+        error.cause = unpickled_error(self.pickled)
         error.__cause__ = RemoteTraceback(self.traceback_text)
         return error
 
@@ -84,6 +91,16 @@ def error_here(error: Exception, role: str, node: str, pid: int, method: str) ->
     assert isinstance(raised, RemoteError)
     raised.cause = raised.__cause__ = error
     return raised
+
+
+def cut_off(ended: str, role: str, rank: int, node: str, pid: int, method: str) -> WorkerDied:
+    """The error of a call that still ran when its group was ended on purpose.
+
+    Args:
+        ended: what was done to the group.
+    """
+    message = f"{role} rank {rank} (node {node}, pid {pid}): {method!r} had not ended when its group was: {ended}"
+    return WorkerDied(message, role=role, rank=rank, node=node, pid=pid, method=method)
 
 
 class SourceDied(WorkerFailure):
@@ -110,27 +127,3 @@ def _outside(tb: TracebackType | None) -> TracebackType | None:
     while start is not None and OURS in start.tb_frame.f_code.co_filename.replace("\\", "/"):
         start = start.tb_next
     return start or tb
-
-
-def _pickled(error: BaseException) -> bytes | None:
-    """Pickle an exception, if it also unpickles (one whose constructor takes other arguments does not)."""
-    from ray import cloudpickle
-
-    try:
-        pickled = cloudpickle.dumps(error)
-        cloudpickle.loads(pickled)
-    except Exception:
-        return None
-    return pickled
-
-
-def _unpickled(pickled: bytes | None) -> BaseException | None:
-    if not pickled:
-        return None
-    from ray import cloudpickle
-
-    try:
-        error = cloudpickle.loads(pickled)
-    except Exception:
-        return None  # its class is not importable here; the text says what it said
-    return error if isinstance(error, BaseException) else None

@@ -19,7 +19,7 @@ from enginehouse.controller.dispatch import Call, is_distributed, refuse_wrapper
 from enginehouse.controller.errors import ControllerError, GroupClosed, WorkerError
 from enginehouse.controller.future import Future, StillRunning
 from enginehouse.controller.launchers import rendezvous
-from enginehouse.controller.launchers.failure import error_here
+from enginehouse.controller.launchers.failure import cut_off, error_here
 from enginehouse.controller.launchers.interface import Lane, LaunchOptions, Place
 from enginehouse.controller.launchers.role_objects import RoleObjects, acting_as
 from enginehouse.controller.pool import ResourcePool
@@ -46,7 +46,7 @@ class InlineCall:
         futures.wait([self._result], timeout=limit)
         if not self._result.done():
             raise StillRunning(f"the call still runs after {limit} s")
-        error = self._result.exception()
+        error = futures.CancelledError() if self._result.cancelled() else self._result.exception()
         if isinstance(error, Exception):
             raise self._failed(error)
         value = self._result.result()
@@ -169,6 +169,8 @@ class InlineProcesses:
 
     def _error(self, role: str, method: str, error: Exception) -> WorkerError:
         place = self.places[0]
+        if isinstance(error, futures.CancelledError) and self._broken is not None:
+            return cut_off(self._broken, role, 0, place.node, place.pid, method)
         return error_here(error, role, place.node, place.pid, method)
 
     def _close(self, timeout: float) -> None:

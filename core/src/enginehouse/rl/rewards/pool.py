@@ -155,7 +155,7 @@ class RewardPool:
         Raises:
             RewardError: a row has no score and `on_error` is `"fail"`; names the row, shows the function's traceback
                 and output. Under either policy: more rows than `max_failures` allows have none, the function cannot be
-                imported in a process of the pool, or rows time out one after another.
+                imported in a process of the pool, rows time out one after another, or the pool was closed.
         """
         batch = _Batch(rows)
         try:
@@ -175,10 +175,12 @@ class RewardPool:
             if batch.failures and self.on_error == "fail":
                 raise self._failed(batch)
             return [batch.scores[number] for number in range(len(rows))]
-        except BaseException:
+        except BaseException as error:
             for process in self._processes:
                 if process.outstanding:
                     process.abandon()  # the next batch begins with another
+            if self._closed and isinstance(error, (OSError, ValueError)):  # its lines and files were closed meanwhile
+                raise self._was_closed() from error
             raise
 
     def close(self) -> None:
@@ -203,7 +205,7 @@ class RewardPool:
     def _replace(self, process: RewardProcess) -> None:
         process.end()
         if self._closed:
-            raise RewardError(f"{self._named()}: the pool was closed")
+            raise self._was_closed()
         self._processes[self._processes.index(process)] = self._start()
 
     def _hand_out(self, batch: _Batch, process: RewardProcess) -> None:
@@ -376,6 +378,9 @@ class RewardPool:
         others = f" {failed} of the {tried} rows that were tried got no score." if failed > 1 else ""
         cure = "\nSet reward.on_error=zero to score such rows 0 and go on."
         return RewardError(f"{self._named()}: {what}.{others}{cure}{details}")
+
+    def _was_closed(self) -> RewardError:
+        return RewardError(f"{self._named()}: the pool was closed")
 
     def _named(self) -> str:
         return f"role reward, method {self.function}, node {os.uname().nodename}"

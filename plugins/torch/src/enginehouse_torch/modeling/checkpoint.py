@@ -31,7 +31,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from enginehouse.atomic import move_into_place
-from enginehouse_torch.modeling.files import PARTS, CheckpointError
+from enginehouse_torch.modeling.files import PARTS, CheckpointError, found_instead
 from enginehouse_torch.modeling.random_state import random_states, restore_random_states
 from enginehouse_torch.modeling.ranks import Ranks
 
@@ -350,12 +350,7 @@ def _metadata(path: str) -> dcp.Metadata:
     if not file.is_file():
         if any(directory.glob("*.distcp")):
             raise CheckpointError(f"checkpoint {path!r} is incomplete (no file .metadata, which is written last)")
-        hint = ""
-        if (directory / "config.json").is_file():
-            hint = ": it is a Hugging Face model, which an engine starts from as its model path"
-        elif (replaced := directory.with_name(f".{directory.name}.replaced")).is_dir():
-            hint = f"; a save was killed as it replaced it: rename {str(replaced)!r}, which is the one before"
-        raise CheckpointError(f"{path!r} holds no checkpoint (no file .metadata){hint}")
+        raise CheckpointError(f"{path!r} holds no checkpoint (no file .metadata){found_instead(directory)}")
     try:
         with open(file, "rb") as stream:
             metadata = _Unpickler(stream).load()

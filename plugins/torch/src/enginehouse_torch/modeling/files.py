@@ -1,7 +1,10 @@
-"""What the parts of a checkpoint are called, and the error of one that cannot be used."""
+"""What the parts of a checkpoint are called, the error of one that cannot be used, and what may be there instead."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from enginehouse.atomic import set_aside
 from enginehouse.errors import UserError
 
 PARTS = ("model", "optimizer", "rng")
@@ -23,3 +26,13 @@ def parts_of(what: tuple[str, ...]) -> tuple[str, ...]:
             f"a checkpoint has no part {unknown[0]!r}; its parts are {', '.join(PARTS)}, or '*' for all"
         )
     return PARTS if "*" in what else tuple(part for part in PARTS if part in what)
+
+
+def found_instead(directory: Path) -> str:
+    """What there is where no checkpoint is, for the end of an error; empty where there is nothing to say."""
+    if (directory / "config.json").is_file():
+        return ": it is a Hugging Face model, which an engine starts from as its model path"
+    if (before := set_aside(directory)) is not None:
+        # Loading does not put it back: whoever replaces it may be alive, and between its renamings.
+        return f"; a save was killed as it replaced it: rename {str(before)!r}, which is the one before"
+    return ""
