@@ -384,6 +384,9 @@ def test_roles_that_may_sit_on_several_hosts_get_a_transport_that_reaches(make: 
     joined = make("cluster.address=x", "rollout.placement=separate")
     assert joined.transport == "collective"
     assert any("shows only at the start" in note for note in joined.notes)
+    sharded = make("cluster.address=x", "rollout.placement=separate", "actor.processes=2")
+    assert sharded.transport == "point_to_point"
+    assert "any hosts of a cluster, and 2 processes train" in str(sharded)
     named = make("cluster.address=x", "rollout.placement=separate", "weights.transport=shared_memory")
     assert named.transport == "shared_memory"
     assert make("rollout.placement=separate", "weights.transport=point_to_point").transport == "point_to_point"

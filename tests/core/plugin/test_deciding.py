@@ -21,6 +21,13 @@ def test_core_picks_the_shortest_reach_that_suffices():
     assert pick(manager, Placement(colocated=False, hosts=2)) == "collective"
 
 
+def test_between_hosts_ranks_that_share_the_model_send_their_own_parts():
+    manager = load_plugins(enabled=["torch"])
+    assert pick(manager, Placement(colocated=False, hosts=2, training_ranks=2)) == "point_to_point"
+    assert pick(manager, Placement(colocated=False, hosts=2, training_ranks=2, device="cuda")) == "collective"
+    assert pick(manager, Placement(colocated=False, training_ranks=2)) == "shared_memory"
+
+
 def test_no_transport_that_reaches_is_the_users_to_solve():
     near = [Transport(name="near", transport="a:B", capabilities={"same_process"})]
     with pytest.raises(UserError, match=r"several hosts.*cross_host.*near \(same_process\)"):

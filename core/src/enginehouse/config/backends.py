@@ -428,13 +428,17 @@ def choose_transport(
         if record is None or (role != "rollout" and not reaches):
             if train is None or rollout is None:
                 return "", ""
-            placement = Placement(colocated=one_process, hosts=1 + joined, device=device)
+            placement = Placement(
+                colocated=one_process, hosts=1 + joined, device=device, training_ranks=config.actor.processes
+            )
             if joined and not one_process and role == "rollout":
                 findings.note(
                     "cluster.address is set: whether actor and rollout share a host shows only at the start; the "
                     "transport is chosen as if they did not (weights.transport=shared_memory is quicker where they do)"
                 )
-            return plugins.name_of(plugins.pick_transport(train, rollout, placement)), f"actor and {role} are {where}"
+            several = f", and {placement.training_ranks} processes train" if joined and placement.training_ranks > 1 else ""
+            picked = plugins.pick_transport(train, rollout, placement)
+            return plugins.name_of(picked), f"actor and {role} are {where}{several}"
         if not reaches:
             reach = ", ".join(sorted(record.capabilities)) or "none"
             raise ConfigError(

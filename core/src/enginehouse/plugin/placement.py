@@ -13,8 +13,10 @@ class Placement:
         colocated: actor and rollout live in the same processes.
         hosts: number of hosts the two roles may be spread over; 2 stands for any more.
         device: torch device type of the weights, `"cpu"` or `"cuda"`.
+        training_ranks: number of processes that train.
     """
 
     colocated: bool
     hosts: int = 1
     device: str = "cpu"
+    training_ranks: int = 1
