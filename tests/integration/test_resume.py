@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,25 +125,26 @@ def test_the_runs_here_have_something_to_differ_in(straight: RunProcess):
 
 
 @pytest.mark.essential
-def test_a_killed_run_goes_on_exactly_where_its_checkpoint_was_taken(
-    start: Start, ends: Ends, straight: RunProcess, house: Path
-):
+def test_a_killed_run_goes_on_exactly_where_its_checkpoint_was_taken(start: Start, ends: Ends, straight: RunProcess):
     name = "killed"
     task = (*TASK, "train.checkpoint_every=3", f"run.directory=runs/{name}")
     run = start("train", *task, name=name, env=ends(6, "update", "SIGKILL"))
     ended_early(run, -9)
     assert [row["step"] for row in run.metrics] == [1, 2, 3, 4, 5]
     assert run.record["status"] == "running"
-    shutil.copytree(run.directory, house / "runs" / "killed-then-two")
     run = finished(resumed(start, "train", name, *TASK))
     assert run.record["resumed_after"] == 3
     assert run.record["earlier"][0]["status"] == "killed"
     assert_the_same(run, straight)
     assert steps_drawn(run) == [f"step {step}" for step in range(1, STEPS + 1)]
 
-    # The same again with two processes for one: the sums over rows are in another order then, the rows the same.
+
+def test_a_killed_run_goes_on_with_two_processes_for_one(start: Start, ends: Ends, straight: RunProcess):
     name = "killed-then-two"
+    task = (*TASK, "train.checkpoint_every=3", f"run.directory=runs/{name}")
+    ended_early(start("train", *task, name=name, env=ends(6, "update", "SIGKILL")), -9)
     run = finished(resumed(start, "train", name, *TASK, "actor.processes=2", "rollout.replicas=2"))
+    # The sums over rows are in another order now, the rows the same.
     after, before = run.metrics[3], straight.metrics[3]
     assert after["reward/mean"] == before["reward/mean"]
     assert after["grad_norm"] == pytest.approx(before["grad_norm"], rel=1e-3)

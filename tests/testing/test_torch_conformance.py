@@ -11,7 +11,13 @@ from enginehouse_testing import RolloutEngineSuite, TrainEngineSuite
 @pytest.mark.slow
 class TestTorch(TrainEngineSuite):
     backend = "torch"
-    layouts = ("single", "dp2")
+    layouts = ("dp2",)
+
+
+@pytest.mark.slow
+class TestTorchAlone(TrainEngineSuite):
+    backend = "torch"
+    layouts = ("single",)
 
 
 @pytest.mark.essential

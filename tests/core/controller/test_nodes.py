@@ -34,8 +34,7 @@ def cluster():
     program.end()
 
 
-@pytest.mark.essential
-@pytest.mark.parametrize("sizes", [[4, 2], [2, 4]])
+@pytest.mark.parametrize("sizes", [pytest.param([4, 2], marks=pytest.mark.essential), [2, 4]])
 def test_unequal_nodes_get_unequal_parts_of_a_group_and_meet(cluster, sizes):
     seen = cluster.run(_meet, sizes)
     assert seen["sums"] == [21] * 6

@@ -74,12 +74,11 @@ def clean(tmp_path):
     return CleanEnvironment(tmp_path / "environment")
 
 
-@pytest.mark.essential
 @pytest.mark.parametrize(
     ("name", "needs", "arguments"),
     [
         ("torch", (), (".[torch]",)),
-        ("fsdp", ("torch",), (".[fsdp]",)),
+        pytest.param("fsdp", ("torch",), (".[fsdp]",), marks=pytest.mark.essential),
         ("megatron", ("torch",), ("-c", "constraints-local.txt", "./core[megatron]")),
     ],
     ids=[".[torch]", ".[fsdp]", "./core[megatron]"],
