@@ -1,6 +1,6 @@
-"""The two transports between hosts against each other: one gathers a sharded model to broadcast it, one sends the shards.
+"""The two transports between hosts: one gathers a sharded model to broadcast it, the other sends the shards.
 
-Over loopback, so what is measured is the work at both ends, not a network; the layouts take turns with the transports.
+Over loopback: what is measured is the work at both ends, not a network. The transports take turns in each layout.
 """
 
 from __future__ import annotations

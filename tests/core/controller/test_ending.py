@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import controller_workers
@@ -14,6 +15,7 @@ import pytest
 from controller_workers import Leaver, Trouble
 
 from enginehouse.controller import GroupClosed, WorkerDied
+from enginehouse.controller.launchers.role_objects import RoleObjects
 
 
 def test_workers_shut_down_in_order_and_their_children_end_with_them(launch, tmp_path):
@@ -35,6 +37,13 @@ def test_a_hanging_group_ends_as_well(launch):
     assert not any(_alive(pid) for pid in group.pids)
     with pytest.raises(GroupClosed):
         group.fine()
+
+
+def test_a_call_that_comes_after_the_end_of_its_process_is_cancelled():
+    objects = RoleObjects()
+    objects.close(timeout=1.0)
+    with pytest.raises(CancelledError, match="odd was shut down"):
+        objects["odd"]
 
 
 @pytest.mark.parametrize("method", ["hang_on", "hang_async"])

@@ -436,8 +436,9 @@ def choose_transport(
                     "cluster.address is set: whether actor and rollout share a host shows only at the start; the "
                     "transport is chosen as if they did not (weights.transport=shared_memory is quicker where they do)"
                 )
-            several = f", and {placement.training_ranks} processes train" if joined and placement.training_ranks > 1 else ""
             picked = plugins.pick_transport(train, rollout, placement)
+            ranks = placement.training_ranks
+            several = f", and {ranks} processes train" if joined and ranks > 1 else ""
             return plugins.name_of(picked), f"actor and {role} are {where}{several}"
         if not reaches:
             reach = ", ".join(sorted(record.capabilities)) or "none"

@@ -7,6 +7,7 @@ import contextvars
 import inspect
 import logging
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from typing import Any
 
 from enginehouse.controller.launchers.event_loop import EventLoop
@@ -40,8 +41,11 @@ class RoleObjects:
     def __init__(self) -> None:
         self.loop = EventLoop()
         self._objects: dict[str, Any] = {}
+        self._closed = False
 
     def __getitem__(self, role: str) -> Any:
+        if self._closed:  # a call that was sent before the end, and came after it
+            raise CancelledError(f"{role} was shut down")
         return self._objects[role]
 
     def build(self, role: str, spec: WorkerSpec, context: ProcessContext) -> None:
@@ -70,5 +74,6 @@ class RoleObjects:
                         self.loop.submit(result).result(timeout)
             except Exception:
                 log.warning("%s: shutdown failed", role, exc_info=True)
+        self._closed = True
         self._objects.clear()
         self.loop.stop()
