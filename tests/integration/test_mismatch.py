@@ -81,7 +81,6 @@ def test_a_replica_that_lies_about_its_weights_shows_where_updates_are_not_check
     assert second["mismatch/kl"] > first["mismatch/kl"]
 
 
-@pytest.mark.essential
 @pytest.mark.fault(
     area="weights",
     what="the rollout engine drops a weight update and says that it serves it; it cannot be read back",
@@ -90,7 +89,7 @@ def test_a_replica_that_lies_about_its_weights_shows_where_updates_are_not_check
     kept="as after any failure of a run",
     noticed="at that update, also at a learning rate of 1e-6",
 )
-@pytest.mark.parametrize("backend", ["dropping", "dropping-once"])
+@pytest.mark.parametrize("backend", [pytest.param("dropping", marks=pytest.mark.essential), "dropping-once"])
 def test_a_dropped_update_ends_the_run_at_once(train: Start, stale_rollout: Mapping[str, str], backend: str):
     run = train(
         *VARIED,

@@ -19,6 +19,8 @@ from enginehouse.controller import (
     colocate,
 )
 
+pytestmark = pytest.mark.slow  # a start of processes or more a test
+
 
 @pytest.fixture
 def diaries(ray_cluster):

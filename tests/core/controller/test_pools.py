@@ -17,6 +17,8 @@ from enginehouse.controller import (
     merge_resource_pools,
 )
 
+pytestmark = pytest.mark.slow  # a start of processes or more a test
+
 
 @pytest.fixture
 def closing(ray_cluster):
@@ -36,7 +38,6 @@ def _accumulators(pool: ResourcePool, name: str) -> WorkerGroup:
     return WorkerGroup(pool, WorkerSpec(Accumulator).options(distributed=False), name=name, timeout=60)
 
 
-@pytest.mark.slow
 def test_groups_on_two_pools_and_on_both_merged_run_side_by_side(closing):
     first, second = (
         closing(ResourcePool([2], cpus_per_process=0.25, max_colocate=2, name=name)) for name in ("a", "b")
@@ -66,7 +67,6 @@ def test_a_merged_pool_uses_the_places_of_its_parts_in_order(closing):
     assert len({(slot.placement_group.id, slot.bundle) for slot in merged.slots}) == 3
 
 
-@pytest.mark.slow
 def test_a_split_pool_gives_its_places_to_groups_side_by_side(closing):
     pool = closing(ResourcePool([4, 2], cpus_per_process=0.25, name="six"))
     left, right = pool.split([3, 3])
@@ -83,7 +83,6 @@ def test_a_split_pool_gives_its_places_to_groups_side_by_side(closing):
     assert merge_resource_pools(left, right).processes_per_node == (3, 1, 2)
 
 
-@pytest.mark.slow
 def test_what_a_pool_reserved_stays_while_a_part_of_it_is_held(ray_cluster):
     most = int(ray.available_resources()["CPU"]) // 2
     pool = ResourcePool([2], cpus_per_process=most, timeout=20)
@@ -132,7 +131,6 @@ def test_a_group_restarted_after_the_shutdown_of_its_pool_has_its_place_again(cl
     assert group.add(1) == [1]
 
 
-@pytest.mark.slow
 def test_a_group_whose_place_was_taken_after_the_shutdown_of_its_pool_cannot_be_restarted(closing):
     pool = closing(ResourcePool([1], cpus_per_process=0.25, name="p"))
     first = closing(_accumulators(pool, "first"))

@@ -21,6 +21,8 @@ from enginehouse.controller import (
     colocate,
 )
 
+pytestmark = pytest.mark.slow  # a start of processes or more a test
+
 
 def test_a_group_with_a_killed_rank_comes_back_with_the_same_ranks(launch):
     group = launch(Trouble, name="trouble", timeout=60)
@@ -45,7 +47,6 @@ def test_a_group_with_a_hung_rank_comes_back(launch):
     assert not any(_alive(pid) for pid in before)
 
 
-@pytest.mark.slow
 def test_a_stopped_process_does_not_outlive_a_restart(launch):
     group = launch(Trouble, name="trouble", processes=1, timeout=60)
     before = group.pids
@@ -57,7 +58,6 @@ def test_a_stopped_process_does_not_outlive_a_restart(launch):
     assert not any(_alive(pid) for pid in before)
 
 
-@pytest.mark.slow
 def test_a_whole_group_is_shut_down_in_order_and_built_anew(launch, tmp_path):
     note = tmp_path / "note"
     group = launch(Leaver, str(note))
@@ -75,7 +75,6 @@ def test_what_workers_held_is_lost_with_a_restart(launch):
     assert group.add(1) == [11, 11]
 
 
-@pytest.mark.slow
 def test_a_rendezvous_is_made_anew(launch):
     group = launch(Reducer, name="sum", distributed=True, timeout=60)
     assert group.sum_of_ranks() == [3, 3]
@@ -86,7 +85,6 @@ def test_a_rendezvous_is_made_anew(launch):
     assert group.sum_of_ranks() == [3, 3]
 
 
-@pytest.mark.slow
 def test_calls_that_had_not_ended_before_a_restart_fail_and_leave_the_new_processes_whole(launch):
     group = launch(Trouble, name="trouble", timeout=60)
     before = group.pids
@@ -102,7 +100,6 @@ def test_calls_that_had_not_ended_before_a_restart_fail_and_leave_the_new_proces
     assert group.fine() == [0, 1]
 
 
-@pytest.mark.slow
 def test_every_role_of_the_processes_works_again(ray_cluster):
     pool = ResourcePool([2], cpus_per_process=0.25)
     spec = WorkerSpec(Diary).options(distributed=False)
@@ -128,7 +125,6 @@ def test_a_group_that_was_shut_down_stays_so(launch):
         group.restart()
 
 
-@pytest.mark.slow
 def test_a_restart_that_fails_leaves_the_group_broken_and_may_be_tried_again(launch, tmp_path):
     path = tmp_path / "ready"
     path.touch()
