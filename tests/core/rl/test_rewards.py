@@ -1,10 +1,5 @@
 """The reward pool, with functions that behave and functions that do not."""
 
-import asyncio
-import builtins
-import ctypes
-import decimal
-import functools
 import os
 import signal
 import subprocess
@@ -13,72 +8,17 @@ import threading
 import time
 from pathlib import Path
 
-import numpy
 import psutil
 import pytest
+from tests.core.rl.reward_functions import NUMBERS
 
 from enginehouse.controller.errors import ClusterLost
 from enginehouse.controller.ray_access import ray_access
-from enginehouse.plugin import batched_reward
 from enginehouse.rl.rewards.pool import TIMEOUTS_AT_FIRST, RewardError, RewardPool
 from enginehouse.rl.rewards.program import MARK
 
-HERE = "tests.core.rl.test_rewards"
+FUNCTIONS = "tests.core.rl.reward_functions"
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(__file__))))
-
-
-def length(prompt, response, *, scale=1.0, **columns):
-    return len(response) * scale
-
-
-def troubled(prompt, response, **columns):
-    if response == "hang":
-        time.sleep(3600)
-    if response == "raise":
-        raise ValueError("no digits in it")
-    if response == "die":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if response == "text":
-        return "1.0"
-    if response == "nan":
-        return float("nan")
-    if response == "infinite":
-        return numpy.float32("inf")
-    if response == "large":
-        return 1e39
-    if response.endswith(("Exit", "Interrupt")):
-        raise getattr(builtins, response)
-    return 1.0
-
-
-class Peculiar(Exception):
-    """Can be pickled, but not read back."""
-
-    def __init__(self, first, second):
-        super().__init__(f"{first} {second}")
-
-
-NUMBERS = {"numpy": numpy.float32(0.5), "int": 1, "bool": True, "decimal": decimal.Decimal("0.25")}
-
-
-def number(prompt, response, **columns):
-    return NUMBERS[response]
-
-
-def slow(prompt, response, *, seconds, marks, **columns):
-    """Leaves a mark a call; sleeps for `seconds` of the row's kind, else not at all."""
-    with open(marks, "a") as file:
-        file.write(f"{response}\n")
-    time.sleep(seconds.get(response.rstrip("0123456789"), 0))
-    return 1.0
-
-
-def peculiar(prompt, response, **columns):
-    raise Peculiar("quite", "odd")
-
-
-def leaves(prompt, response, **columns):
-    raise SystemExit(3)
 
 
 def rows(*responses):
@@ -98,7 +38,7 @@ def pool():
     pools = []
 
     def make(function, **kwargs):
-        pools.append(RewardPool(f"{HERE}:{function}", python_path=[ROOT], **kwargs))
+        pools.append(RewardPool(f"{FUNCTIONS}:{function}", python_path=[ROOT], **kwargs))
         return pools[-1]
 
     yield make
@@ -133,7 +73,7 @@ def test_a_row_without_a_score_fails_the_step_and_is_named(pool, response, said)
     rewards = pool("troubled", timeout_seconds=2)
     with pytest.raises(RewardError, match=said) as caught:
         rewards.score(rows("good", "good", response, "good"))
-    for word in ("role reward", f"{HERE}:troubled", os.uname().nodename, "sample 2 of 4", "on_error=zero"):
+    for word in ("role reward", f"{FUNCTIONS}:troubled", os.uname().nodename, "sample 2 of 4", "on_error=zero"):
         assert word in str(caught.value)
 
 
@@ -255,7 +195,7 @@ def test_a_module_that_fails_only_in_the_pool_is_named(tmp_path, on_error, sourc
 def test_closing_ends_a_pool_that_is_stuck(tmp_path):
     marks = tmp_path / "marks"
     arguments = {"seconds": {"hang": 3600}, "marks": str(marks)}
-    rewards = RewardPool(f"{HERE}:slow", arguments, python_path=[ROOT], timeout_seconds=3600)
+    rewards = RewardPool(f"{FUNCTIONS}:slow", arguments, python_path=[ROOT], timeout_seconds=3600)
     large = [{"prompt": "p" * 2**20, "response": "hang", "finish_reason": "stop"} for _ in range(8)]  # fills the pipe
 
     raised = []
@@ -278,7 +218,7 @@ def test_closing_ends_a_pool_that_is_stuck(tmp_path):
 
 
 def test_a_pool_that_was_closed_says_so():
-    rewards = RewardPool(f"{HERE}:length", python_path=[ROOT])
+    rewards = RewardPool(f"{FUNCTIONS}:length", python_path=[ROOT])
     rewards.close()
     with pytest.raises(RewardError, match="the pool was closed"):
         rewards.score(rows("a"))
@@ -317,15 +257,6 @@ def test_a_process_that_dies_or_stops_while_idle_costs_nothing(pool, tmp_path, n
     assert sorted(calls(marks)) == ["a", "b", "c", "d", "e"]
 
 
-def once(prompt, response, *, marks, number, **columns):
-    """Sends its own process a signal, the first time."""
-    path = Path(marks, response)
-    if not path.exists():
-        path.touch()
-        os.kill(os.getpid(), number)
-    return 1.0
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP], ids=lambda number: number.name)
 @pytest.mark.fault(
     area="rewards",
@@ -358,32 +289,12 @@ def test_a_reward_that_ends_its_process_on_half_of_its_rows_costs_these(pool, pr
         assert scores(rewards, *["die", "good"] * 3) == [0.0, 1.0] * 3
 
 
-def starts(prompt, response, *, kind, mark, **columns):
-    """Starts something that outlives it."""
-    command = [sys.executable, "-c", f"import time; open({mark!r}, 'a').write('.'); time.sleep(3600)"]
-    if kind == "detached":
-        subprocess.Popen(command, start_new_session=True)
-    elif kind == "orphaned":
-        subprocess.Popen(
-            [sys.executable, "-c", f"import subprocess; subprocess.Popen({command!r}, start_new_session=True)"]
-        ).wait()
-    elif os.fork() == 0:
-        subprocess.run(command)
-    while not os.path.exists(mark):
-        time.sleep(0.01)
-    if response == "die":
-        os.kill(os.getpid(), signal.SIGKILL)
-    if response == "hang":
-        time.sleep(3600)
-    return 1.0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "response"), [("detached", "die"), ("orphaned", "good"), ("forked", "die")])
 def test_what_a_reward_starts_ends_with_its_process(tmp_path, kind, response):
     mark = str(tmp_path / "mark")
     arguments = {"kind": kind, "mark": mark}
-    rewards = RewardPool(f"{HERE}:starts", arguments, python_path=[ROOT], on_error="zero", max_failures=1)
+    rewards = RewardPool(f"{FUNCTIONS}:starts", arguments, python_path=[ROOT], on_error="zero", max_failures=1)
     try:
         rewards.score(rows(response))
     finally:
@@ -405,7 +316,7 @@ def test_what_a_reward_starts_ends_with_its_process(tmp_path, kind, response):
 )
 def test_nothing_of_a_reward_outlives_a_run_that_is_killed(tmp_path):
     mark = str(tmp_path / "mark")
-    pool = f"RewardPool({HERE + ':starts'!r}, { ({'kind': 'detached', 'mark': mark})!r}, python_path=[{ROOT!r}])"
+    pool = f"RewardPool({FUNCTIONS + ':starts'!r}, { ({'kind': 'detached', 'mark': mark})!r}, python_path=[{ROOT!r}])"
     source = f"from enginehouse.rl.rewards.pool import RewardPool; {pool}.score({rows('hang')!r})"
     run = subprocess.Popen([sys.executable, "-c", source])
     while not os.path.exists(mark):
@@ -419,40 +330,8 @@ def test_nothing_of_a_reward_outlives_a_run_that_is_killed(tmp_path):
     assert not alive
 
 
-def forks(prompt, response, **columns):
-    """Its child comes back too, or exits as Python programs do."""
-    if os.fork() == 0 and response == "exit":
-        sys.exit(1)
-    return 1.0
-
-
 def test_a_child_that_comes_back_from_a_fork_does_not_answer(pool):
     assert scores(pool("forks"), *["exit", "return"] * 5) == [1.0] * 10
-
-
-def prints(prompt, response, **columns):
-    print("from Python:", response)
-    os.system(f"echo from a shell: {response} >&2")
-    if response == "much":
-        print("x" * 10**6)
-    if response == "raise":
-        raise ValueError
-    if response == "die":
-        ctypes.string_at(0)
-    if response == "hang":
-        sys.stdout.flush()
-        time.sleep(3600)
-    return None if response == "none" else 1.0
-
-
-@batched_reward
-def prints_a_batch(prompt, response, **columns):
-    return [prints("p", one) for one in response]
-
-
-async def prints_and_waits(prompt, response, **columns):
-    await asyncio.sleep(0)
-    return prints(prompt, response)
 
 
 @pytest.mark.parametrize("response", ["raise", "die", "none"])
@@ -542,19 +421,11 @@ def test_the_first_failure_is_said_once_and_kept(pool, tmp_path, caplog):
 # What a reward may take and return
 
 
-def figures(prompt, response, **columns):
-    return {"reward": 1, "format": numpy.float64(len(response))} if response else {"score": 1, "acc": 1}
-
-
 def test_a_reward_may_return_named_figures(pool):
     rewards = pool("figures", on_error="zero")
     assert [score.figures for score in rewards.score(rows("a", "bcd"))] == [{"format": 1.0}, {"format": 3.0}]
     (failure,) = failures(rewards, "a", "")
     assert failure == "returned a mapping without the key 'reward', which is what is trained on; it has 'score', 'acc'"
-
-
-def frugal(response, answer=None):
-    return len(response) + (answer or 0)
 
 
 def test_a_reward_gets_what_it_takes(pool):
@@ -564,20 +435,6 @@ def test_a_reward_gets_what_it_takes(pool):
         7,
     ]
     assert scores(rewards, "a") == [1]
-
-
-async def meets(prompt, response, *, meeting=[], **columns):  # noqa: B006 - what the calls of a process share
-    """Rows that wait for each other."""
-    meeting.append(response)
-    if response == "hang":
-        await asyncio.sleep(3600)
-    if response == "block":
-        time.sleep(3600)
-    if response == "SystemExit":
-        raise SystemExit
-    while len(meeting) < 3:
-        await asyncio.sleep(0.001)
-    return 1.0
 
 
 def test_async_rewards_run_at_once(pool):
@@ -595,26 +452,6 @@ def test_an_async_reward_that_blocks_its_process_is_found(pool, monkeypatch):
     monkeypatch.setattr("enginehouse.rl.rewards.process.GRACE_SECONDS", 0.1)
     rewards = pool("meets", timeout_seconds=2, on_error="zero", concurrency=2, arguments={"meeting": [1, 2, 3]})
     assert scores(rewards, "a", "block", "b") == [1.0, 0.0, 1.0]
-
-
-@batched_reward
-def lengths(response, extra, *, scale=1.0, **columns):
-    if "short" in response and len(response) > 1:
-        return [1.0]
-    if "raise" in response:
-        raise ValueError("one of them")
-    if "hang" in response:
-        time.sleep(3600)
-    return numpy.array([len(one) * scale for one in response])
-
-
-twice_lengths = functools.partial(lengths, scale=2.0)
-
-
-@batched_reward
-async def lengths_later(response, **columns):
-    await asyncio.sleep(0)
-    return [{"reward": len(one), "calls": len(response)} for one in response]
 
 
 @pytest.mark.parametrize("trouble", ["raise", pytest.param("hang", marks=pytest.mark.slow)])
