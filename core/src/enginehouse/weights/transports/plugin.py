@@ -51,7 +51,7 @@ def enginehouse_pick_transport(cluster, transports):
     """The first transport, core's own before others, with the shortest reach that suffices.
 
     Between hosts, training ranks on CPUs that are several send their own parts (`point_to_point`): to gather them for
-    `collective` takes longer than to send them (benchmarks/results/transports.json).
+    `collective` takes longer than to send them (`make bench NAME=transports`).
     """
     if cluster.colocated:
         where, reaches = "in one process (rollout.placement: colocated)", [SAME_PROCESS]
