@@ -24,7 +24,6 @@ def test_core_picks_the_shortest_reach_that_suffices():
 def test_between_hosts_ranks_that_share_the_model_send_their_own_parts():
     manager = load_plugins(enabled=["torch"])
     assert pick(manager, Placement(colocated=False, hosts=2, training_ranks=2)) == "point_to_point"
-    assert pick(manager, Placement(colocated=False, hosts=2, training_ranks=2, device="cuda")) == "collective"
     assert pick(manager, Placement(colocated=False, training_ranks=2)) == "shared_memory"
 
 

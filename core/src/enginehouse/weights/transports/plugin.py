@@ -50,8 +50,8 @@ def enginehouse_register_transports(register):
 def enginehouse_pick_transport(cluster, transports):
     """The first transport, core's own before others, with the shortest reach that suffices.
 
-    Between hosts, training ranks on CPUs that are several send their own parts (`point_to_point`): to gather them for
-    `collective` takes longer than to send them (`make bench NAME=transports`).
+    Between hosts, several training ranks send their own parts (`point_to_point`): to gather them for `collective`
+    takes longer than to send them (`make bench NAME=transports`).
     """
     if cluster.colocated:
         where, reaches = "in one process (rollout.placement: colocated)", [SAME_PROCESS]
@@ -59,8 +59,7 @@ def enginehouse_pick_transport(cluster, transports):
         where, reaches = "in processes of one host", [SAME_HOST, CROSS_HOST]
     else:
         where, reaches = "on several hosts, as far as is known", [CROSS_HOST]
-    sharded = cluster.hosts > 1 and cluster.training_ranks > 1 and cluster.device == "cpu"
-    first = "point_to_point" if sharded else ""
+    first = "point_to_point" if cluster.hosts > 1 and cluster.training_ranks > 1 else ""
     for reach in reaches:
         for transport in sorted(transports, key=lambda one: one.name != first):
             if reach in transport.capabilities:
