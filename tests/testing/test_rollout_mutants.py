@@ -43,11 +43,11 @@ MUTANTS = [
     ("ThreadsTaken", {"colocates"}),
     ("SeedTaken", {"colocates"}),
     ("BatchByBatch", {"overtaking"}),
-    ("Raising", {"prompt_logprobs"}),
+    ("Raising", {"prompt_logprobs", "small_updates"}),
 ]
 ALSO = {
     "SamplesRepeated": {"ends"},
-    "CompletionMissing": {"logprobs", "truncation"},
+    "CompletionMissing": {"logprobs", "truncation", "ends"},
     "BatchByBatch": {"abort_one", "abort_all", "pause_abort", "pause_keep", "health"},
 }
 """What may fail besides: by chance, as few different samples may hold no end of the text, and a completion may come to
