@@ -79,7 +79,15 @@ def test_a_row_without_a_score_fails_the_step_and_is_named(pool, response, said)
 
 @pytest.mark.parametrize(
     "response",
-    ["raise", pytest.param("hang", marks=pytest.mark.slow), pytest.param("die", marks=pytest.mark.slow), "text", "nan"],
+    [
+        "raise",
+        pytest.param("hang", marks=pytest.mark.slow),
+        pytest.param("die", marks=pytest.mark.slow),
+        "text",
+        "nan",
+        "large",
+        "KeyboardInterrupt",
+    ],
 )
 def test_a_row_without_a_score_can_count_as_zero(pool, response):
     rewards = pool("troubled", timeout_seconds=2, on_error="zero")
