@@ -391,6 +391,10 @@ def test_roles_that_may_sit_on_several_hosts_get_a_transport_that_reaches(make: 
     assert named.transport == "shared_memory"
     assert make("rollout.placement=separate", "weights.transport=point_to_point").transport == "point_to_point"
     assert make("cluster.address=x", "rollout.placement=colocated").transport == "inproc"
+    two = ("actor.processes=2", "rollout.replicas=2")
+    colocated = make("cluster.address=x", "rollout.placement=colocated", *two)
+    assert colocated.transport == "inproc"
+    assert "processes train" not in str(colocated)
 
 
 LIMITED = """

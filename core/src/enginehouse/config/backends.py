@@ -438,7 +438,7 @@ def choose_transport(
                 )
             picked = plugins.pick_transport(train, rollout, placement)
             ranks = placement.training_ranks
-            several = f", and {ranks} processes train" if joined and ranks > 1 else ""
+            several = f", and {ranks} processes train" if joined and not one_process and ranks > 1 else ""
             return plugins.name_of(picked), f"actor and {role} are {where}{several}"
         if not reaches:
             reach = ", ".join(sorted(record.capabilities)) or "none"

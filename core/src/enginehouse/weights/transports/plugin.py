@@ -59,9 +59,10 @@ def enginehouse_pick_transport(cluster, transports):
         where, reaches = "in processes of one host", [SAME_HOST, CROSS_HOST]
     else:
         where, reaches = "on several hosts, as far as is known", [CROSS_HOST]
-    first = "point_to_point" if cluster.hosts > 1 and cluster.training_ranks > 1 else ""
+        if cluster.training_ranks > 1:
+            transports = sorted(transports, key=lambda one: one.name != "point_to_point")
     for reach in reaches:
-        for transport in sorted(transports, key=lambda one: one.name != first):
+        for transport in transports:
             if reach in transport.capabilities:
                 return transport.name
     there = ", ".join(f"{one.name} ({', '.join(sorted(one.capabilities))})" for one in transports) or "none"
