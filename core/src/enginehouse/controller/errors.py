@@ -120,7 +120,8 @@ class RemoteError(WorkerError):
 
     def __reduce__(self):
         state = {name: value for name, value in self.__dict__.items() if name != "cause"}
-        return _restore_remote, (type(self), str(self), state, self.cause and pickled_error(self.cause))
+        cause = None if self.cause is None else pickled_error(self.cause)
+        return _restore_remote, (type(self), str(self), state, cause)
 
 
 class RemoteTraceback(Exception):
