@@ -192,14 +192,14 @@ class Arrival:
     Attributes:
         version: of the update.
         begun: ranks that have begun to send it.
-        slots: room for `AHEAD` buckets.
+        buckets: of each bucket the tensors it fills, by name; all lie in room for `AHEAD` buckets.
         left: of each bucket, how many moves have not arrived.
     """
 
-    def __init__(self, version: int, slots: Sequence[torch.Tensor], left: Sequence[int]):
+    def __init__(self, version: int, buckets: Sequence[dict[str, torch.Tensor]], left: Sequence[int]):
         self.version = version
         self.begun: set[int] = set()
-        self.slots = slots
+        self.buckets = buckets
         self.left = list(left)
 
     @property
@@ -267,19 +267,25 @@ class PointToPointReceiver(Receiver):
         if version > self._barrier.begun:
             before = self._arrival
             # A rank may still be writing what is late of an update that failed.
-            slots = before.slots if before is not None and before.whole else self._new_slots()
-            self._arrival = Arrival(version, slots, [len(moves) for moves in self._moves_in])
+            buckets = before.buckets if before is not None and before.whole else self._new_buckets()
+            self._arrival = Arrival(version, buckets, [len(moves) for moves in self._moves_in])
             self._barrier.begun = version
         if version < self._barrier.begun or self._arrival is None:
             return None
         self._arrival.begun.add(rank)
         return self._arrival
 
-    def _new_slots(self) -> list[torch.Tensor]:
+    def _new_buckets(self) -> list[dict[str, torch.Tensor]]:
+        """Room for `AHEAD` buckets, and each bucket's tensors in it."""
         import torch
 
-        largest = max((self._layout(bucket)[2] for bucket in range(len(self._plan.buckets))), default=0)
-        return [torch.empty(largest, dtype=torch.uint8) for _ in range(AHEAD)]
+        layouts = [self._layout(bucket) for bucket in range(len(self._plan.buckets))]
+        largest = max((size for _, _, size in layouts), default=0)
+        slots = [torch.empty(largest, dtype=torch.uint8) for _ in range(AHEAD)]
+        return [
+            {part.name: tensor for part, tensor in views(parts, offsets, slots[bucket % AHEAD])}
+            for bucket, (parts, offsets, _) in enumerate(layouts)
+        ]
 
     def _layout(self, bucket: int) -> tuple[list[ParamMeta], dict[str, int], int]:
         """What this replica holds of a bucket: parts as parameters of their own, where each begins, bytes in all."""
@@ -291,10 +297,6 @@ class PointToPointReceiver(Receiver):
         offsets, size = side_by_side(parts)
         return parts, dict(offsets), size
 
-    def _tensors(self, bucket: int, slots: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        parts, offsets, _ = self._layout(bucket)
-        return {part.name: tensor for part, tensor in views(parts, offsets, slots[bucket % AHEAD])}
-
     def _room(self, rank: int, heading: Heading) -> torch.Tensor | None:
         """Where what comes next is to go; None where nobody waits for it any more."""
         move = self._moves.get(heading.move)
@@ -304,8 +306,7 @@ class PointToPointReceiver(Receiver):
             arrival = self._begin(rank, heading.version)
             if arrival is None:
                 return None
-            slots = arrival.slots
-        tensor = self._tensors(heading.bucket, slots)[self._plan.parameters[move.parameter].name]
+            tensor = arrival.buckets[heading.bucket][self._plan.parameters[move.parameter].name]
         return tensor[within(move.region, self._held[move.parameter])]
 
     def _arrived(self, heading: Heading) -> None:
@@ -317,8 +318,7 @@ class PointToPointReceiver(Receiver):
     def _recv(self, version: int, deadline: Deadline) -> Iterator[WeightChunk]:
         count = len(self._plan.buckets)
         for bucket in range(count):
-            slots = self._wait_arrived(version, bucket, deadline)
-            tensors = self._tensors(bucket, slots)
+            tensors = self._wait_arrived(version, bucket, deadline)
             yield WeightChunk(list(tensors.items()), parts=self._parts_in(bucket, tensors))
             with self._barrier.changed:
                 self._barrier.check_newest(version)
@@ -337,8 +337,8 @@ class PointToPointReceiver(Receiver):
                     lambda: f"training rank {', '.join(silent())} did not note that all was taken",
                 )
 
-    def _wait_arrived(self, version: int, bucket: int, deadline: Deadline) -> Sequence[torch.Tensor]:
-        """Wait until all of a bucket is there; returns the slots."""
+    def _wait_arrived(self, version: int, bucket: int, deadline: Deadline) -> dict[str, torch.Tensor]:
+        """Wait until all of a bucket is there; returns its tensors."""
         barrier = self._barrier
 
         def ready() -> bool:
@@ -359,7 +359,7 @@ class PointToPointReceiver(Receiver):
             self._barrier.check_newest(version)
             barrier.wait(ready, version, deadline, missing)
             self._barrier.check_newest(version)
-            return self._arrival.slots if self._arrival is not None else self._new_slots()
+            return (self._arrival.buckets if self._arrival is not None else self._new_buckets())[bucket]
 
     def _parts_in(self, bucket: int, tensors: dict[str, torch.Tensor]) -> dict[str, list[tuple[str, torch.Tensor]]]:
         """Of the parameters of a bucket that come in parts: these, as they arrived."""
