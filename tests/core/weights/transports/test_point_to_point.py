@@ -15,7 +15,7 @@ import torch
 from enginehouse.engines.weights import ParamMeta, WeightSyncError, WeightUpdateAborted
 from enginehouse.weights.checksums import checksum
 from enginehouse.weights.resharding import held_by, parts_of
-from enginehouse.weights.transports import streams
+from enginehouse.weights.transports import point_to_point, streams
 from enginehouse.weights.transports.ends import address_of, weights_for
 from enginehouse.weights.transports.point_to_point import PointToPointTransport, resharding
 
@@ -186,6 +186,31 @@ def test_a_plan_says_what_goes_over_the_wire_to_the_byte(monkeypatch):
     assert sum(read) - waiting == plan.bytes_moved
     assert plan.bytes_minimum == 2 * 4 * 64 * 64 * 4
     assert plan.bytes_moved <= 1.05 * plan.bytes_minimum
+
+
+def test_a_bucket_is_laid_out_once_however_many_parts_come(monkeypatch):
+    laid_out = []
+    views = point_to_point.views
+
+    def counting(parts, offsets, memory):
+        laid_out.append(len(parts))
+        return views(parts, offsets, memory)
+
+    monkeypatch.setattr(point_to_point, "views", counting)
+    plan = planned([ParamMeta(f"p{n}", "float32", (4,)) for n in range(24)], 1, 1)
+    assert 1 < len(plan.buckets) < 24
+    transport = PointToPointTransport()
+    sender = transport.connect(plan, "send", 0)
+    receiver = transport.connect(plan.reached([address_of(sender, "localhost")]), "recv", 0)
+    with ThreadPoolExecutor(1) as threads:
+        for version in range(1, UPDATES + 1):
+            weights = ((f"p{n}", torch.full((4,), float(n))) for n in range(24))
+            sending = threads.submit(sender.send, version, weights, SECONDS)
+            assert sum(len(chunk.tensors) for chunk in receiver.recv(version, SECONDS)) == 24
+            sending.result(SECONDS)
+    for session in (sender, receiver):
+        session.close()
+    assert laid_out == [len(bucket) for bucket in plan.buckets]
 
 
 def test_a_rank_that_is_killed_fails_the_replicas_by_its_number_and_the_other_ranks():
