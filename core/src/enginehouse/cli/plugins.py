@@ -26,6 +26,7 @@ from enginehouse.plugin import (
     Plugin,
     PluginManager,
     Provided,
+    Filter,
     Reward,
     reload_plugins,
 )
@@ -101,7 +102,7 @@ def show(name: str) -> None:
         _show_plugin(manager, plugin)
     for provided in records:
         _show_record(manager, provided)
-        if isinstance(provided.record, Loss | Advantage | Reward):
+        if isinstance(provided.record, Loss | Advantage | Reward | Filter):
             _show_arguments(provided.record)
 
 
@@ -277,8 +278,8 @@ def _show_options(console: Console, backend: Backend) -> None:
     _table_of(console, "option", options)
 
 
-def _show_arguments(record: Loss | Advantage | Reward) -> None:
-    """What a config may give a loss, an advantage or a reward; its function is imported."""
+def _show_arguments(record: Loss | Advantage | Reward | Filter) -> None:
+    """What a config may give a loss, an advantage, a reward or a filter; its function is imported."""
     from enginehouse.config.arguments import KL_ARGUMENTS, arguments_of
     from enginehouse.plugin import ResolveError, resolve
 

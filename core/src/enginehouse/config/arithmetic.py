@@ -40,6 +40,11 @@ def check_batches(findings: Findings, config: Config, plugins: PluginManager) ->
             f"{said}, about {samples / minibatches:.3g} a minibatch: fewer than actor.processes ({processes}), so some "
             "processes have nothing to do in some optimizer steps"
         )
+    if config.train.staleness and config.cluster.launcher == "inline":
+        findings.refuse(
+            f"train.staleness is {config.train.staleness}: responses are drawn while the actor trains, and an inline "
+            "run has one process for both; set train.staleness=0, or cluster.launcher=ray"
+        )
     if config.rollout.replicas > prompts:
         findings.note(
             f"{config.rollout.replicas} rollout replicas share {prompts} prompts a step: some have nothing to do"

@@ -136,7 +136,9 @@ def choose_colocation(
     able = rollout is None or COLOCATES in rollout.capabilities
     if wanted == "auto":
         why = ""
-        if config.cluster.launcher == "inline":
+        if config.train.staleness:
+            why = "train.staleness lets it draw while the actor trains"
+        elif config.cluster.launcher == "inline":
             pass
         elif not same_python:
             why = "its environment is not the actor's"
@@ -153,6 +155,11 @@ def choose_colocation(
         findings.refuse(
             "rollout.placement is colocated: actor and rollout share processes, and a process has one interpreter, but "
             f"the actor's runtime is {actor.name!r} and the rollout's {replica.name!r}; set rollout.placement=separate"
+        )
+    elif config.train.staleness:
+        findings.refuse(
+            f"train.staleness is {config.train.staleness}: responses are drawn while the actor trains, and with "
+            "rollout.placement=colocated both would be in the same processes; set rollout.placement=separate"
         )
     elif rollout is not None and not able:
         findings.refuse(

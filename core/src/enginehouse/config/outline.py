@@ -56,6 +56,7 @@ def outline_rl(
         ("algorithm", f"{config.algorithm.advantage.name} advantages, {config.algorithm.loss.name} loss"),
         ("data", _prompts(config, rows)),
         ("a step", _step(config)),
+        *([("schedule", schedule)] if (schedule := _schedule(config)) else []),
         *([("validation", _validation(config, rows.held_out))] if rows.held_out else []),
         ("the run", _run(config)),
     ]
@@ -144,6 +145,27 @@ def _step(config: Config) -> str:
         f"{config.train.prompts_per_step} prompts x {config.rollout.samples_per_prompt} samples = {samples:,} samples, "
         f"at most {samples * new:,} new tokens, {longest:,} with the longest prompts"
     )
+
+
+def _schedule(config: Config) -> str:
+    """What is drawn beside what a step needs; empty where nothing is."""
+    groups, ahead, rollout = config.train.prompts_per_step, config.train.staleness, config.rollout
+    said = []
+    if ahead:
+        under_way = ahead * groups + rollout.extra_groups
+        said.append(
+            f"the responses of up to {under_way} prompts are drawn while a step trains, no token more than "
+            f"{_count(ahead, 'weight version')} behind; --resume draws those that were not trained on again"
+        )
+    if rollout.extra_groups:
+        late = "while they are fresh enough, else dropped" if ahead else "dropped"
+        said.append(
+            f"{_count(rollout.extra_groups, 'prompt')} more than needed begun; those answered last are "
+            + (f"used by later steps {late}" if ahead else late)
+        )
+    if rollout.keep:
+        said.append(f"others are drawn for prompts whose responses {rollout.keep.name} refuses")
+    return "; ".join(said)
 
 
 def _validation(config: Config, held_out: Sequence[tuple[str, int]]) -> str:

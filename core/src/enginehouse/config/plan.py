@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from enginehouse.checkpoints import Checkpoint
 from enginehouse.config.arguments import KL_ARGUMENTS, check_call, check_values
@@ -53,6 +53,7 @@ from enginehouse.engines.model import Device
 from enginehouse.errors import ConfigError, ModelError
 from enginehouse.plugin import (
     Advantage,
+    Filter,
     Function,
     Loss,
     Reward,
@@ -71,6 +72,9 @@ if TYPE_CHECKING:
 
 REWARD_GETS = ("prompt", "messages", "response", "finish_reason")
 """What a reward may take by name, besides the data set's columns; `reward.arguments` it has to take."""
+IMPORTANCE_CAP, STALE_IMPORTANCE_CAP = "importance_cap", 2.0
+"""An argument of losses, the largest importance weight of a token, and its value for samples of older weights where the
+config says none (`null` takes the weights away)."""
 _OVERWRITE = ("run.overwrite", "run")
 """Overrides that set `run.overwrite`."""
 
@@ -144,6 +148,9 @@ class Plan(RunPlan):
         reward_arguments: as the reward takes them: the member of an `Enum`, where the config has its value.
         advantage: `"module:function"`.
         advantage_arguments: as the advantage takes them.
+        keep: `"module:function"` of the filter of groups; None: all are trained on.
+        keep_arguments: as it takes them.
+        old_logprobs: whose logprobs the ratio divides by, `"rollout"` or `"actor"`.
         loss_arguments: as the loss takes them, with those that are taken from elsewhere in the config; without the KL
             term's.
         evaluation: what answers the validation prompts; None: the rollout.
@@ -161,6 +168,9 @@ class Plan(RunPlan):
     reward_arguments: dict[str, Any]
     advantage: str
     advantage_arguments: dict[str, Any]
+    keep: str | None
+    keep_arguments: dict[str, Any]
+    old_logprobs: Literal["rollout", "actor"]
     loss_arguments: dict[str, Any]
     evaluation: EvaluationPlan | None
     gpus_per_replica: int
@@ -257,11 +267,15 @@ def plan(
     advantage, advantage_arguments = setting.function(
         Advantage, algorithm.advantage.name, "algorithm.advantage", algorithm.advantage.arguments
     )
-    taken = _taken(findings, setting.plugins, config)
+    keep, keep_arguments = None, {}
+    if (filtered := config.rollout.keep) is not None:
+        keep, keep_arguments = setting.function(Filter, filtered.name, "rollout.keep", filtered.arguments)
+    old_logprobs = algorithm.old_logprobs or ("actor" if config.train.staleness else "rollout")
+    taken = _taken(findings, setting.plugins, config, old_logprobs)
     _, loss_arguments = setting.function(
         Loss, algorithm.loss.name, "algorithm.loss", algorithm.loss.arguments, _kl_arguments(config), list(taken)
     )
-    _check_old_logprobs(findings, setting.plugins, config)
+    _check_old_logprobs(findings, setting.plugins, config, old_logprobs)
     _check_kl(findings, config)
     directory = setting.run_directory(
         {
@@ -285,6 +299,9 @@ def plan(
         reward_arguments=reward_arguments,
         advantage=advantage,
         advantage_arguments=advantage_arguments,
+        keep=keep,
+        keep_arguments=keep_arguments,
+        old_logprobs=old_logprobs,
         loss_arguments=loss_arguments | taken,
         evaluation=evaluation,
         gpus_per_replica=gpus,
@@ -528,10 +545,10 @@ def _by_key(key: str, paths: str | Sequence[str]) -> dict[str, str]:
     return {key if len(paths) == 1 else f"{key}[{number}]": path for number, path in enumerate(paths)}
 
 
-def _check_old_logprobs(findings: Findings, plugins: PluginManager, config: Config) -> None:
+def _check_old_logprobs(findings: Findings, plugins: PluginManager, config: Config, old_logprobs: str) -> None:
     """Check that a loss argument that compares the actor's logprobs with the rollout's gets the actor's."""
     loss = config.algorithm.loss
-    if config.algorithm.old_logprobs == "actor":
+    if old_logprobs == "actor":
         return
     records = [provided.record for provided in plugins.providers(Loss, loss.name)]
     wanting = {name for record in records if isinstance(record, Loss) for name in record.needs_actor_logprobs}
@@ -557,11 +574,17 @@ def _check_kl(findings: Findings, config: Config) -> None:
             findings.refuse(f"algorithm.loss.arguments.{name}: a loss gets it from the KL term; set {cure} instead")
 
 
-def _taken(findings: Findings, plugins: PluginManager, config: Config) -> dict[str, Any]:
-    """The loss's arguments that are not given, and taken from elsewhere in the config (`Loss.taken_from`)."""
+def _taken(findings: Findings, plugins: PluginManager, config: Config, old_logprobs: str) -> dict[str, Any]:
+    """The loss's arguments that are not given, and taken from elsewhere in the config (`Loss.taken_from`).
+
+    With `train.staleness` also the cap of importance weights, where the loss has one and gets the actor's logprobs.
+    """
     loss = config.algorithm.loss
     arguments: dict[str, Any] = {}
     for record, plugin in plugins.providers(Loss, loss.name):
+        capped = isinstance(record, Loss) and IMPORTANCE_CAP in record.needs_actor_logprobs
+        if config.train.staleness and old_logprobs == "actor" and capped and IMPORTANCE_CAP not in loss.arguments:
+            arguments[IMPORTANCE_CAP] = STALE_IMPORTANCE_CAP
         for name, key in record.taken_from.items() if isinstance(record, Loss) else ():
             try:
                 if loss.arguments.get(name) is None:

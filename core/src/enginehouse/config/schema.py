@@ -121,6 +121,15 @@ class Sampling(Section):
     stop: list[str] = Field(default_factory=list, description="Strings that end a response; they stay in it")
 
 
+class Filter(Section):
+    """Which groups are trained on."""
+
+    name: str = Field(description="A registered name, as mixed_rewards, or module:function")
+    arguments: dict[str, Any] = Field(
+        default_factory=dict, description="Given to it by name; `enginehouse plugins show NAME` lists them"
+    )
+
+
 class Rollout(Section):
     """The engine that generates."""
 
@@ -133,6 +142,15 @@ class Rollout(Section):
     )
     samples_per_prompt: int = Field(default=8, gt=0, description="Responses drawn for each prompt of a step")
     sampling: Sampling = Field(default_factory=Sampling)
+    keep: Filter | None = Field(
+        default=None,
+        description="Which prompts' responses are trained on; others are drawn instead of those it refuses; unset: all",
+    )
+    extra_groups: int = Field(
+        default=0,
+        ge=0,
+        description="Prompts begun beyond those that a step needs, which trains on those that are answered first",
+    )
 
 
 class EvaluationSampling(Section):
@@ -251,9 +269,10 @@ class Algorithm(Section):
     kl: KL = Field(default_factory=KL)
     epochs: int = Field(default=1, gt=0, description="Passes over each step's samples")
     minibatches: int = Field(default=1, gt=0, description="Optimizer steps a pass")
-    old_logprobs: Literal["rollout", "actor"] = Field(
-        default="rollout",
-        description="What the ratio divides by: the rollout's own logprobs, or the actor's computed anew",
+    old_logprobs: Literal["rollout", "actor"] | None = Field(
+        default=None,
+        description="What the ratio divides by: the rollout's own logprobs, or the actor's computed anew; unset: the "
+        "rollout's, with train.staleness the actor's, weighted by how far the rollout's are from them",
     )
 
 
@@ -286,6 +305,12 @@ class Train(Section):
 
     steps: int = Field(default=100, gt=0, description="Of the whole run, those before a --resume included")
     prompts_per_step: int = Field(default=32, gt=0, description="Each with rollout.samples_per_prompt responses")
+    staleness: int = Field(
+        default=0,
+        ge=0,
+        description="How many weight versions a response may be behind: 0 draws after each update; 1 draws the next "
+        "step's while this one trains; more let generation run further ahead",
+    )
     seed: int = _SEED
     validate_every: int = Field(
         default=0,

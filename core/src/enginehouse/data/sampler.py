@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -28,6 +28,9 @@ class Sampler:
 
     Each epoch goes once through all rows in an order that depends on `(seed, epoch)` alone. A step that reaches
     the end of an epoch goes on with the next one.
+
+    Attributes:
+        drawn: how many rows were drawn; they have the serial numbers from 0 to below it.
     """
 
     def __init__(self, dataset: RowSource, rows_per_step: int, seed: int = 0) -> None:
@@ -41,32 +44,29 @@ class Sampler:
         self.dataset = dataset
         self.rows_per_step = rows_per_step
         self.seed = seed
-        self.epoch = 0
-        self.position = 0
-        self._order = self._shuffled()
+        self.drawn = 0
+        self._orders: dict[int, np.ndarray] = {}
 
     def next(self) -> Batch:
         """The next step's rows."""
-        return self.dataset.rows(self.next_rows())
+        return self.rows(self.next_serials(self.rows_per_step))
 
-    def next_rows(self) -> np.ndarray:
-        """Row numbers of the next step, int64 `(rows_per_step,)`."""
-        parts: list[np.ndarray] = []
-        missing = self.rows_per_step
-        while missing:
-            if self.position == len(self._order):
-                self.epoch += 1
-                self.position = 0
-                self._order = self._shuffled()
-            part = self._order[self.position : self.position + missing]
-            parts.append(part)
-            self.position += len(part)
-            missing -= len(part)
-        return np.concatenate(parts)
+    def next_serials(self, count: int) -> range:
+        """Serial numbers of the next `count` rows."""
+        self.drawn += count
+        return range(self.drawn - count, self.drawn)
+
+    def rows(self, serials: Sequence[int]) -> Batch:
+        """The rows of these serial numbers, in this order; drawn before or not."""
+        rows = len(self.dataset)
+        return self.dataset.rows(
+            np.array([self._order(serial // rows)[serial % rows] for serial in serials], dtype=np.int64)
+        )
 
     def state_dict(self) -> dict[str, int]:
         """Where the sampler stands, as plain numbers."""
-        return {"seed": self.seed, "epoch": self.epoch, "position": self.position, "rows": len(self.dataset)}
+        epoch, position = divmod(self.drawn, len(self.dataset))
+        return {"seed": self.seed, "epoch": epoch, "position": position, "rows": len(self.dataset)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken, with its seed; the number of rows a step may differ.
@@ -92,8 +92,13 @@ class Sampler:
                 f"cannot resume: the checkpoint is damaged: the sampler's position is {state['position']}, in "
                 f"{len(self.dataset)} rows"
             )
-        self.seed, self.epoch, self.position = state["seed"], state["epoch"], state["position"]
-        self._order = self._shuffled()
+        self.seed = state["seed"]
+        self.drawn = state["epoch"] * len(self.dataset) + state["position"]
+        self._orders = {}
 
-    def _shuffled(self) -> np.ndarray:
-        return np.random.default_rng([self.seed % 2**64, self.epoch]).permutation(len(self.dataset))
+    def _order(self, epoch: int) -> np.ndarray:
+        if epoch not in self._orders:
+            while len(self._orders) > 1:  # rows come from one epoch, or from two that meet
+                del self._orders[min(self._orders)]
+            self._orders[epoch] = np.random.default_rng([self.seed % 2**64, epoch]).permutation(len(self.dataset))
+        return self._orders[epoch]

@@ -16,6 +16,7 @@ DECLARING: dict[str, tuple[type[records.Record], ...]] = {
     "enginehouse_register_advantages": (records.Advantage,),
     "enginehouse_register_losses": (records.Loss,),
     "enginehouse_register_rewards": (records.Reward,),
+    "enginehouse_register_filters": (records.Filter,),
 }
 """Each declaring hook and the records it takes."""
 

@@ -58,6 +58,11 @@ def enginehouse_register_rewards(register: Callable[[records.Reward], None]) -> 
     """Declare reward functions. Called once, when the plugin is loaded. Since 1.0."""
 
 
+@hookspec(historic=True)
+def enginehouse_register_filters(register: Callable[[records.Filter], None]) -> None:
+    """Declare filters of groups. Called once, when the plugin is loaded. Since 1.0."""
+
+
 @hookspec
 def enginehouse_commands(cli: Any) -> None:
     """Add sub-commands to the command line's click group.

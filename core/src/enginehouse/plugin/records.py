@@ -229,8 +229,15 @@ class Reward(Function):
     kind: ClassVar[str] = "reward"
 
 
+class Filter(Function):
+    """Which groups are trained on: `function(group: Group, **arguments) -> bool` (`enginehouse.engines.environment`)."""
+
+    __slots__ = ()
+    kind: ClassVar[str] = "filter"
+
+
 KINDS: tuple[type[Record], ...] = (
-    TrainBackend, RolloutBackend, Transport, DispatchMode, Advantage, Loss, Reward,
+    TrainBackend, RolloutBackend, Transport, DispatchMode, Advantage, Loss, Reward, Filter,
 )  # fmt: skip
 """Every kind of record."""
 

@@ -58,6 +58,11 @@ def row_seeds(seed: int, rows: np.ndarray) -> list[int]:
     return ((mixed ^ (mixed >> np.uint64(31))) & np.uint64(0x7FFFFFFF)).tolist()
 
 
+def row_seed(seed: int, row: int) -> int:
+    """That of one row; see `row_seeds`."""
+    return row_seeds(seed, np.array([row]))[0]
+
+
 def make_requests(
     prompts: Ragged, sampling: SamplingParams, seeds: Sequence[int] | None, name: str
 ) -> list[GenerateRequest]:

@@ -53,7 +53,7 @@ def mismatch(samples: Batch, logprobs: Ragged, version: int) -> dict[str, Mean |
         version: the weight version that was served; rows of others do not count.
     """
     mask = samples["loss_mask"]
-    compared = mask.values & (samples["weight_version"] == version)[mask.row]
+    compared = mask.values & _drawn_from(samples, version)[mask.row]
     return _figures(
         logprobs.values[compared],
         samples["rollout_logprobs"].values[compared],
@@ -84,7 +84,7 @@ def measured(view: TokenView, *, loss: str, arguments: Mapping[str, Any], versio
     value = plugins().function("loss", loss)(view, **arguments)
     with torch.no_grad():
         mask = view.columns["loss_mask"]
-        compared = mask & (view.columns["weight_version"] == version)[view.row]
+        compared = mask & _drawn_from(view.columns, version)[view.row]
         figures = _figures(
             view.outputs["logprobs"][compared],
             view.columns["rollout_logprobs"][compared],
@@ -95,6 +95,11 @@ def measured(view: TokenView, *, loss: str, arguments: Mapping[str, Any], versio
         if "entropy" in view.outputs:
             figures["entropy"] = Mean(float(view.outputs["entropy"][mask].sum()), float(mask.sum()))
     return replace(value, metrics={**figures, **value.metrics})
+
+
+def _drawn_from(columns: Batch | Mapping[str, torch.Tensor], version: int) -> torch.Tensor:
+    """Which rows were drawn from one weight version from the first token to the last."""
+    return (columns["first_version"] == version) & (columns["weight_version"] == version)
 
 
 class MismatchWarnings:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enginehouse.plugin import Advantage, Loss, Reward, hookimpl
+from enginehouse.plugin import Advantage, Filter, Loss, Reward, hookimpl
 
 
 @hookimpl
@@ -59,6 +59,17 @@ def enginehouse_register_rewards(register):
             name="exact_match",
             summary="1 where the response is the answer, else 0",
             function="enginehouse.rl.rewards.exact_match:exact_match",
+        )
+    )
+
+
+@hookimpl
+def enginehouse_register_filters(register):
+    register(
+        Filter(
+            name="mixed_rewards",
+            summary="Groups whose rewards are not all equal: dynamic sampling (Yu et al. 2025)",
+            function="enginehouse.rl.filters.mixed_rewards:mixed_rewards",
         )
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import statistics
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,28 +12,14 @@ import torch
 from enginehouse.errors import ConfigError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from enginehouse.data import Batch
-    from enginehouse.rl.rewards.pool import RewardPool
+    from enginehouse.engines.environment import Score
 
 
 RESERVED = ("mean", "std", "max", "min", "groups_all_equal", "failures", "reward_stderr", "tokens_mean", "truncated")
 """Names under `reward/` or `validation/` that are the run's own, so that no figure of a reward may have them."""
 RESERVED_BEGINNINGS = ("mean@", "pass@")
 """What names under `validation/` that are the run's own begin with."""
-
-
-def response_texts(samples: Batch, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Decode the tokens the policy chose, a string a row, without special tokens and otherwise as they are."""
-    mask = samples["loss_mask"]
-    chosen = samples["input_ids"].values[mask.values].tolist()
-    counts = response_lengths(samples).tolist()
-    ids, start = [], 0
-    for count in counts:
-        ids.append(chosen[start : start + count])
-        start += count
-    return tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def response_lengths(samples: Batch) -> torch.Tensor:
@@ -60,52 +46,23 @@ def sample_rows(samples: Batch) -> list[dict[str, Any]]:
     return rows
 
 
-def with_rewards(samples: Batch, prompts: Batch, tokenizer: PreTrainedTokenizerBase, rewards: RewardPool) -> Batch:
-    """Score samples, `len(samples) / len(prompts)` adjacent ones a prompt.
-
-    Returns:
-        `samples` with `reward` float32 `(rows,)`, `group` int64 `(rows,)`, and the objects `prompt`, `response`,
-        `reward_figures` (other figures of the reward, by name) and `reward_failure` (why a row has no reward and counts
-        as 0; empty where it has one).
+def check_figures(scores: Sequence[Score], function: str) -> None:
+    """Refuse names of figures of a reward that the run's metrics could not bear.
 
     Raises:
-        RewardError: as `RewardPool.score`.
         ConfigError: a figure has a name of the run's own, or one with a "/" in it.
     """
-    repeats = len(samples) // len(prompts)
-    texts = response_texts(samples, tokenizer)
-    asked = [prompts["prompt"][row // repeats] for row in range(len(samples))]
-    columns = prompts["columns"]
-    rows: list[Mapping[str, Any]] = [
-        {
-            **columns[row // repeats],
-            "prompt": prompt,
-            "messages": prompts["messages"][row // repeats],
-            "response": text,
-            "finish_reason": reason,
-        }
-        for row, (prompt, text, reason) in enumerate(zip(asked, texts, samples["finish_reason"], strict=True))
-    ]
-    scores = rewards.score(rows)
     for name in dict.fromkeys(name for score in scores for name in score.figures):
         if name in RESERVED or name.startswith(RESERVED_BEGINNINGS):
             raise ConfigError(
-                f"reward.function: {rewards.function} returns a figure {name!r}, which is what a metric of the run's "
+                f"reward.function: {function} returns a figure {name!r}, which is what a metric of the run's "
                 "own is called, in reward/ or validation/: name it differently"
             )
         if "/" in name:
             raise ConfigError(
-                f"reward.function: {rewards.function} returns a figure {name!r}, and a '/' stands between a validation "
+                f"reward.function: {function} returns a figure {name!r}, and a '/' stands between a validation "
                 f"file or value and its metric: name it differently, {name.replace('/', '_')!r} for one"
             )
-    return samples.with_columns(
-        reward=torch.tensor([score.reward for score in scores], dtype=torch.float32),
-        reward_figures=[score.figures for score in scores],
-        reward_failure=[score.failure for score in scores],
-        group=torch.arange(len(prompts)).repeat_interleave(repeats),
-        prompt=asked,
-        response=texts,
-    )
 
 
 def reward_figures(samples: Batch, prefix: str) -> dict[str, float]:
@@ -118,8 +75,13 @@ def reward_figures(samples: Batch, prefix: str) -> dict[str, float]:
     return {f"{prefix}/failures": failures} | {name: statistics.fmean(values) for name, values in named.items()}
 
 
-def sample_metrics(samples: Batch) -> dict[str, float]:
-    """Figures of a step's samples: rewards, lengths in tokens, share that ended by itself, weight version, seconds."""
+def sample_metrics(samples: Batch, version: int) -> dict[str, float]:
+    """Figures of a step's samples: rewards, lengths in tokens, share that ended by itself, weight versions.
+
+    Args:
+        version: of the trainer's weights: `staleness/...` is how many versions a sample's first token is behind.
+    """
+    behind = (version - samples["first_version"]).float()
     reward, lengths = samples["reward"], response_lengths(samples).float()
     _, group = samples["group"].unique(return_inverse=True)
     best = torch.full((int(group.max()) + 1,), -torch.inf).scatter_reduce_(0, group, reward, "amax")
@@ -135,5 +97,6 @@ def sample_metrics(samples: Batch) -> dict[str, float]:
         "response/tokens_max": lengths.max().item(),
         "response/stopped": sum(reason == "stop" for reason in samples["finish_reason"]) / len(samples),
         "weights/version": float(samples["weight_version"].min()),
-        "busy/generate": samples["seconds"].max().item(),
+        "staleness/mean": behind.mean().item(),
+        "staleness/max": behind.max().item(),
     }

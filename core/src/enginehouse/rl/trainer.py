@@ -6,42 +6,44 @@ What runs where is decided elsewhere (`enginehouse.rl.placement`), what an algor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from enginehouse.config.plan import REWARD_GETS
 from enginehouse.config.rows import check_reward_columns, columns_of, named
+from enginehouse.controller.launchers.event_loop import event_loop
 from enginehouse.data.prompts import PromptDataset, PromptSampler
 from enginehouse.data.rendering import load_tokenizer
 from enginehouse.engines.train import LossSpec, metric_values
 from enginehouse.plugin import plugins
 from enginehouse.plugin.records import resolve
-from enginehouse.rl.generation import outputs_as_sampled, sampling_params, step_seed
+from enginehouse.rl.environments.single_turn import SingleTurn
+from enginehouse.rl.episodes import batch_of, tasks_of
+from enginehouse.rl.feed import Context, Feed, played
+from enginehouse.rl.generation import outputs_as_sampled, row_seed, sampling_params, step_seed
 from enginehouse.rl.kl import with_kl_in_reward
 from enginehouse.rl.loop import Loop
 from enginehouse.rl.minibatches import assign_minibatches
 from enginehouse.rl.mismatch import MismatchWarnings, measuring, mismatch
 from enginehouse.rl.placement import Roles, place
+from enginehouse.rl.policy import FleetPolicy
 from enginehouse.rl.rewards.pool import RewardPool
-from enginehouse.rl.samples import sample_metrics, sample_rows, with_rewards
-from enginehouse.rl.sampling import in_order
+from enginehouse.rl.samples import sample_metrics, sample_rows
+from enginehouse.rl.schedule import Schedule
 from enginehouse.rl.stalls import Stalls
+from enginehouse.rl.tasks import Tasks
 from enginehouse.rl.validation import Validation
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import Plan
     from enginehouse.config.schema import Config
     from enginehouse.data import Batch, Ragged
-    from enginehouse.engines.rollout import SamplingParams
+    from enginehouse.engines.environment import Episode, Task
     from enginehouse.engines.train import Outputs
     from enginehouse.runs import Progress, RunDirectory
-
-Draw = Callable[["Batch", "SamplingParams", int], Iterator[tuple[range, "Batch"]]]
-"""Draws samples by somebody; `Roles.generate_each` is one."""
 
 PROBE_SEQUENCES, PROBE_TOKENS = 4, 32
 """Prompts that trainer and rollout both score when the effect of a weight update is checked, and of how many of their
@@ -65,7 +67,10 @@ class Trainer(Loop):
             self.tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
             prompts = self._dataset(config.data.train)
             self.validation = Validation.of(config, self._dataset)
-        self.prompts = PromptSampler(prompts, config.train.prompts_per_step, config.train.seed)
+        self.prompts = prompts
+        self.tasks = Tasks(PromptSampler(prompts, config.train.prompts_per_step, config.train.seed))
+        self.environment = SingleTurn()
+        self.keep = partial(resolve(plan.keep), **plan.keep_arguments) if plan.keep else None
         self.probe = [tokens[-PROBE_TOKENS:].tolist() for tokens in prompts.all(PROBE_SEQUENCES)["prompt_ids"]]
         self.advantage = resolve(plan.advantage)
         self.version = 0
@@ -76,13 +81,19 @@ class Trainer(Loop):
 
     @contextmanager
     def workers(self) -> Iterator[None]:
-        with closing(RewardPool.of(self.plan)) as self.rewards, place(self.plan, self.probe) as self.roles:
+        with (
+            closing(RewardPool.of(self.plan)) as self.rewards,
+            place(self.plan, self.probe) as self.roles,
+            event_loop() as self.event_loop,
+            self.roles.sync.trainer_in_use(),
+        ):
             self.actor = self.roles.actor
+            self.feed = self._feed()
             yield
 
     def describe(self) -> Mapping[str, Any]:
         described = self.roles.describe()
-        self.run_directory.record.update(prompts={"used": len(self.prompts.dataset), "too_long": self.dropped})
+        self.run_directory.record.update(prompts={"used": len(self.prompts), "too_long": self.dropped})
         for replica in described["rollout"]:
             if endpoint := replica.get("endpoint"):
                 self.progress.note(f"rollout replica {replica['rank']} answers OpenAI clients at {endpoint}")
@@ -105,23 +116,18 @@ class Trainer(Loop):
         return step == self.steps or bool(every and step % every == 0)
 
     def state(self) -> dict[str, Any]:
-        return {
-            "prompts": self.prompts.state_dict(),
-            "weight_version": self.version + 1,  # what the update's weights will be called
-        }
+        # the version is what the update's weights will be called
+        return {**self.feed.state(), "weight_version": self.version + 1}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        self.prompts.load_state_dict(state["prompts"])
+        self.tasks.restore(state)
         self.version = state["weight_version"] - 1  # the first sync brings those weights once more
 
     def run_step(self, step: int) -> Mapping[str, float]:
         """One step: sample, score, credit, update, sync."""
         phase, algorithm = self.clock.phase, self.config.algorithm
-        with phase("generate"):
-            prompts = self.prompts.next()
-            samples = self.generate(prompts, self.config.rollout.samples_per_prompt, step)
-        with phase("reward"):
-            samples = with_rewards(samples, prompts, self.tokenizer, self.rewards)
+        with self.roles.sync.trainer_idle():
+            samples = self.take(step)
         with phase("old_logprobs"):
             old_logprobs, measured = self.old_logprobs(samples)
             batch = samples.with_columns(old_logprobs=old_logprobs)
@@ -132,14 +138,15 @@ class Trainer(Loop):
         self.write_samples(step, samples)
         with phase("update"):
             metrics = {
-                **sample_metrics(samples),
+                **sample_metrics(samples, self.version),
                 **measured,
                 **divergence,
+                **self.feed.metrics(),
                 **self.roles.rollout_metrics(),
                 "tokens": float(samples["input_ids"].tokens),
             }
             loss, first_loss = self.loss(), None
-            if algorithm.old_logprobs == "actor":
+            if self.plan.old_logprobs == "actor":
                 metrics |= metric_values(mismatch(samples, batch["old_logprobs"], self.version))
             else:
                 first_loss = measuring(loss, self.version)
@@ -158,23 +165,23 @@ class Trainer(Loop):
 
     # The stages
 
-    def generate(self, prompts: Batch, samples_per_prompt: int, step: int) -> Batch:
-        """Draw responses from the rollout replicas; see `RolloutWorker.generate` for the columns."""
-        parameters = sampling_params(self.config.rollout.sampling, samples_per_prompt)
-        return self._drawn(self.roles.generate_each, prompts, parameters, step)
-
-    def _drawn(self, draw: Draw, prompts: Batch, parameters: SamplingParams, step: int) -> Batch:
-        requests = prompts.select(["prompt_ids"]).with_columns(prompt_index=torch.arange(len(prompts)))
-        pieces = draw(requests, parameters, step_seed(self.config.train.seed, step))
-        total = len(requests) * parameters.n
-        return in_order(self.progress.counted(pieces, "samples", total, lambda piece: len(piece[1])))
+    def take(self, step: int) -> Batch:
+        """The samples of a step, scored; see `batch_of` for the columns. With `train.staleness` some were drawn before,
+        and others are drawn on."""
+        groups, samples = self.config.train.prompts_per_step, self.config.rollout.samples_per_prompt
+        with self.clock.phase("generate"):
+            drawn = self.feed.draw(self.version, (self.steps - step + 1) * groups)
+            for _ in self.progress.counted(drawn, "samples", groups * samples, int):
+                pass
+        with self.clock.phase("reward"):
+            return batch_of(self.feed.take())
 
     def old_logprobs(self, samples: Batch) -> tuple[Ragged, dict[str, float]]:
         """The logprobs the policy ratio divides by: as the rollout reported them, or computed anew by the actor.
 
         In the latter case with the mean `entropy`, which otherwise the update measures (`measuring`).
         """
-        if self.config.algorithm.old_logprobs == "rollout":
+        if self.plan.old_logprobs == "rollout":
             return samples["rollout_logprobs"], {}
         outputs = replace(self._outputs(entropy=True), entropy_gradient=False)
         scored = self.roles.actor.forward(samples.select(["input_ids", "loss_mask"]), outputs)
@@ -218,7 +225,7 @@ class Trainer(Loop):
     def sync_weights(self) -> dict[str, float]:
         """Bring the actor's weights to every rollout replica, verified."""
         self.version += 1
-        report = self.roles.sync.sync(self.version)
+        report = self.roles.sync.sync(self.version, "keep" if self.config.train.staleness else "wait")
         plugins().observe("weights_updated", run=self, version=report.version, seconds=report.seconds)
         mib = {"": report.nbytes, "_moved": report.bytes_moved, "_minimum": report.bytes_minimum}
         metrics = {f"weights/mib{name}": None if nbytes is None else nbytes / 2**20 for name, nbytes in mib.items()}
@@ -231,14 +238,50 @@ class Trainer(Loop):
         if validation is None:
             return
         with self.clock.phase("validate"):
-            samples = self._drawn(self.roles.validate_each, validation.prompts, validation.sampling, (1 << 31) + step)
-            samples = with_rewards(samples, validation.prompts, self.tokenizer, self.rewards)
+            fleet = self.roles.evaluating()
+            tasks = tasks_of(validation.prompts, range(len(validation.prompts)))
+            seed = step_seed(self.config.train.seed, (1 << 31) + step)
+
+            def play(task: Task, context: Context) -> Awaitable[Sequence[Episode]]:
+                name, drawn_from = f"validation-{step}-{task.serial}", row_seed(seed, task.serial)
+                policy = FleetPolicy(fleet, self.tokenizer, validation.sampling, name, drawn_from)
+                return self.environment.run(task, policy, context)
+
+            context = Context(validation.sampling.n, self.rewards.scorer(len(tasks) * validation.sampling.n))
+            groups = played(self.event_loop, tasks, partial(play, context=context))
+            total = len(tasks) * context.samples
+            with self.roles.sync.trainer_idle():
+                ended = list(self.progress.counted(groups, "samples", total, lambda group: len(group.episodes)))
+        samples = batch_of(sorted(ended, key=lambda group: group.task.serial))
         metrics = validation.figures(samples)
         if self.config.train.samples_every:
             self.run_directory.write_samples(step, validation.rows(samples), "validation")
         self.run_directory.log_validation(step, metrics)
         self.progress.validated(step, metrics, validation.how)
         plugins().observe("validated", run=self, step=step, metrics=metrics)
+
+    def _feed(self) -> Feed:
+        """The feed of this run's samples."""
+        config, fleet = self.config, self.roles.rollout
+        groups, seed = config.train.prompts_per_step, config.train.seed
+        sampling = sampling_params(config.rollout.sampling, config.rollout.samples_per_prompt)
+
+        def play(task: Task, context: Context) -> Awaitable[Sequence[Episode]]:
+            step, row = divmod(task.serial, groups)  # in which it is drawn if nothing comes between
+            policy = FleetPolicy(
+                fleet, self.tokenizer, sampling, f"task-{task.serial}", row_seed(step_seed(seed, step + 1), row)
+            )
+            return self.environment.run(task, policy, context)
+
+        return Feed(
+            self.event_loop,
+            self.tasks,
+            play,
+            Schedule(groups, config.train.staleness, config.rollout.extra_groups),
+            scorer=self.rewards.scorer(groups * sampling.n),
+            samples=sampling.n,
+            keep=self.keep,
+        )
 
     # What is written
 

@@ -23,10 +23,11 @@ The worker methods called here are those of `enginehouse.rl.roles`; any worker c
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -48,6 +49,7 @@ from enginehouse.weights.members import Gathered, Member, Members, Ranks
 from enginehouse.weights.transports.lookup import load_transport
 
 if TYPE_CHECKING:
+    from enginehouse.engines.rollout import PauseMode
     from enginehouse.controller.future import Future
 
 log = logging.getLogger(__name__)
@@ -156,6 +158,7 @@ class WeightSync:
         self._every = effect_check_every
         self._tolerance = effect_tolerance
         self._probe = [list(sequence) for sequence in probe or () if len(sequence) > 1]
+        self._trainer = threading.RLock()  # held by who uses the trainer
         self._open = False  # between `connect` and `close`
         self._plan: TransferPlan | None = None
         self._nbytes = 0
@@ -167,6 +170,19 @@ class WeightSync:
         self._tried = 0  # newest version tried
         self._in_flight: tuple[Future | Gathered, ...] = ()
         self._resuming: tuple[int, Future | Gathered] | None = None  # the last update's, not waited for
+
+    def trainer_in_use(self) -> AbstractContextManager[Any]:
+        """To be held by who calls the trainer: meanwhile nobody else is caught up (`catch_up`)."""
+        return self._trainer
+
+    @contextmanager
+    def trainer_idle(self) -> Iterator[None]:
+        """Within `trainer_in_use`: the trainer has the weights that are served, and replicas may be caught up."""
+        self._trainer.release()
+        try:
+            yield
+        finally:
+            self._trainer.acquire()
 
     def connect(self) -> None:
         """Plan the transfer and open both ends. Again after a group was restarted.
@@ -198,7 +214,7 @@ class WeightSync:
             self._disconnect()
             raise _explained(error, f"weight transport {transport!r} could not be connected") from error
 
-    def sync(self, version: int) -> SyncReport:
+    def sync(self, version: int, pause: PauseMode = "wait") -> SyncReport:
         """Make every replica serve the trainer's current weights as `version`.
 
         On return every replica was verified and told to answer with it. A replica that could not resume is an error
@@ -206,6 +222,7 @@ class WeightSync:
 
         Args:
             version: larger than any tried before.
+            pause: what becomes of requests under way.
 
         Raises:
             WeightSyncError: naming the parameters and the replica. No replica answers a request with `version`. Up to
@@ -225,7 +242,7 @@ class WeightSync:
             started, staged = time.monotonic(), False
             try:
                 self._follow_membership()
-                sent = self._transfer(version)
+                sent = self._transfer(version, pause)
                 staged = True
                 blind = self._commit(version, sent)
                 changed = self._served is not None and sent != self._served[1]
@@ -278,6 +295,10 @@ class WeightSync:
 
     def _send_served(self, members: Members, transport: str, check: bool, replicas: Replicas, whom: str) -> None:
         """Send the version that is served to `members`, of `replicas`; messages call them `whom`."""
+        with self._trainer:
+            self._send_held(members, transport, check, replicas, whom)
+
+    def _send_held(self, members: Members, transport: str, check: bool, replicas: Replicas, whom: str) -> None:
         if self._served is None:
             raise WeightSyncError(f"there is no version to bring to {whom}: no weight update has succeeded")
         self._await_resumption()
@@ -285,7 +306,7 @@ class WeightSync:
         self._in_flight = ()
         try:
             self._connect(members, transport)
-            sent = self._transfer(version)
+            sent = self._transfer(version, "wait")
             compare_checksums(sums, sent, f"the trainer, whose weights are not those of version {version} any more,")
             self._commit(version, sent)
             if check and self._probe:
@@ -330,9 +351,9 @@ class WeightSync:
 
     # The stages
 
-    def _transfer(self, version: int) -> Mapping[str, str]:
+    def _transfer(self, version: int, pause: PauseMode) -> Mapping[str, str]:
         """Pause, send and receive, and compare bytes; returns each parameter's checksum as it left and arrived."""
-        receiving = self._begin(self._connected, "receive_weights", version, self._timeout)
+        receiving = self._begin(self._connected, "receive_weights", version, self._timeout, pause)
         sending = self._begin(self._train, "send_weights", version, self._timeout)
         self._in_flight = (sending, receiving)
         arrived = _await_both(receiving, sending)

@@ -6,8 +6,10 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class EventLoop:
@@ -26,6 +28,14 @@ class EventLoop:
     def submit(self, coroutine: Coroutine[Any, Any, Any]) -> concurrent.futures.Future[Any]:
         """Run a coroutine; the future is for other threads."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._started())
+
+    def call(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function on the loop, from another thread, and wait for it."""
+
+        async def called() -> T:
+            return function(*args)
+
+        return self.submit(called()).result()
 
     def stop(self, timeout: float = 2.0) -> None:
         """Cancel what runs and end the thread."""
@@ -55,3 +65,13 @@ class EventLoop:
                 self._thread.start()
                 self._loop = loop
             return self._loop
+
+
+@contextlib.contextmanager
+def event_loop() -> Iterator[EventLoop]:
+    """A loop that is stopped on the way out."""
+    loop = EventLoop()
+    try:
+        yield loop
+    finally:
+        loop.stop()

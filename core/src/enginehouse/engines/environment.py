@@ -1,0 +1,142 @@
+"""The protocol of an environment: what turns a task and a policy into episodes. Tokens in and tokens out, awaited."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from enginehouse.engines.rollout import Completion, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A row of the data set, as often as it is drawn.
+
+    Attributes:
+        serial: counts the tasks of a run. What is random in its episodes depends on it, and on nothing of when they
+            were made.
+        prompt_ids: the prompt's tokens.
+        prompt: the prompt as text, as given or as the chat template rendered it.
+        messages: the chat messages as in the file; None for a text.
+        columns: the row's other columns.
+    """
+
+    serial: int
+    prompt_ids: Sequence[int]
+    prompt: str
+    messages: Any
+    columns: Mapping[str, Any]
+
+
+class Policy(Protocol):
+    """What an environment asks for tokens: the model that is trained, by any replica.
+
+    Attributes:
+        tokenizer: the model's, as of `transformers`.
+    """
+
+    tokenizer: Any
+
+    async def generate(self, tokens: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
+        """Continue `tokens`; as the run is configured, unless `sampling` says otherwise.
+
+        Raises:
+            EnginehouseError: the engine refuses the request: it is too long, or not possible.
+        """
+        ...
+
+    async def samples(
+        self, tokens: Sequence[int], n: int, sampling: SamplingParams | None = None
+    ) -> Sequence[Completion]:
+        """`n` continuations of the same tokens, for the price of one prompt."""
+        ...
+
+
+class Score(Protocol):
+    """The reward of a row."""
+
+    @property
+    def reward(self) -> float:
+        """What is trained on."""
+        ...
+
+    @property
+    def figures(self) -> Mapping[str, float]:
+        """Others of the reward's figures, by name."""
+        ...
+
+    @property
+    def failure(self) -> str:
+        """Why the row has no reward, and counts as 0; empty where it has one."""
+        ...
+
+
+class EpisodeContext(Protocol):
+    """What an environment is given beside task and policy.
+
+    Attributes:
+        samples: how many episodes are asked for.
+    """
+
+    samples: int
+
+    async def score(self, rows: Sequence[Mapping[str, Any]]) -> Sequence[Score]:
+        """The configured reward of each row, whose values it gets by name; see docs/rewards.md.
+
+        Raises:
+            RewardError: there is no score, and the run is to end for it.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One row to train on: any interleaving of tokens that were given and tokens that the policy chose.
+
+    Attributes:
+        tokens: all of them.
+        mask: one a token: whether the policy chose it, so that it is trained on.
+        logprobs: one a token, as the rollout reported it; 0 where `mask` is false.
+        versions: one a token: weight version it was drawn from; of no meaning where `mask` is false. Where an engine
+            does not say at which token a version changed, the oldest.
+        score: its reward.
+        prompt: what was asked, as text, for people.
+        response: what came of it, as text, for people.
+        finish: why it ended: `"stop"`, `"length"`, or a word of the environment's.
+    """
+
+    tokens: Sequence[int]
+    mask: Sequence[bool]
+    logprobs: Sequence[float]
+    versions: Sequence[int]
+    score: Score
+    prompt: str = ""
+    response: str = ""
+    finish: str = "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The episodes of a task, which are judged against each other."""
+
+    task: Task
+    episodes: Sequence[Episode]
+
+
+class Environment(Protocol):
+    """Makes the episodes of a task, which are judged against each other. Any number of calls run at once."""
+
+    async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
+        """Play a task.
+
+        Args:
+            task: a row of the data.
+            policy: to be asked for tokens.
+            context: how many episodes are wanted, and the reward.
+
+        Returns:
+            `context.samples` episodes, in an order that does not depend on time.
+        """
+        ...

@@ -1,0 +1,69 @@
+"""Tasks, the groups of episodes that come of them, and the batch that a step trains on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from enginehouse.data import Batch, Ragged
+from enginehouse.engines.environment import Group, Task
+
+
+def tasks_of(prompts: Batch, serials: Sequence[int]) -> list[Task]:
+    """Rows as `PromptDataset.rows` gives them, as tasks with these serial numbers."""
+    ids = prompts.ragged("prompt_ids")
+    tokens = ids.values.tolist()
+    ends = ids.offsets.tolist()
+    return [
+        Task(serial, tokens[begin:end], prompt, messages, columns)
+        for serial, (begin, end), prompt, messages, columns in zip(
+            serials, itertools.pairwise(ends), prompts["prompt"], prompts["messages"], prompts["columns"], strict=True
+        )
+    ]
+
+
+def batch_of(groups: Sequence[Group]) -> Batch:
+    """Episodes as a batch, a row each: groups one after another, and the episodes of a group in their order.
+
+    Returns:
+        `input_ids` ragged int64, `loss_mask` ragged bool (true on what the policy chose), `rollout_logprobs` ragged
+        float32 (0 on the rest); `reward` float32, `group` int64 (0 for the first group), `first_version` and
+        `weight_version` int64 (the oldest and the newest that a chosen token is of; -1 where there is none), each
+        `(rows,)`; and the objects `finish_reason`, `prompt`, `response`, `reward_figures` (other figures of the reward,
+        by name) and `reward_failure` (why a row has no reward and counts as 0; empty where it has one).
+    """
+    episodes = [episode for group in groups for episode in group.episodes]
+    lengths = np.array([len(episode.tokens) for episode in episodes], dtype=np.int64)
+    tokens = Ragged.from_lengths(torch.from_numpy(_flat([one.tokens for one in episodes], np.int64)), lengths)
+    mask = _flat([one.mask for one in episodes], np.bool_)
+    versions = _flat([one.versions for one in episodes], np.int64)
+    row = np.repeat(np.arange(len(episodes)), lengths)[mask]
+    newest = np.full(len(episodes), -1, dtype=np.int64)
+    np.maximum.at(newest, row, versions[mask])
+    oldest = np.where(newest < 0, newest, np.iinfo(np.int64).max)
+    np.minimum.at(oldest, row, versions[mask])
+    return Batch(
+        {
+            "input_ids": tokens,
+            "loss_mask": tokens.like(torch.from_numpy(mask)),
+            "rollout_logprobs": tokens.like(torch.from_numpy(_flat([one.logprobs for one in episodes], np.float32))),
+            "reward": torch.tensor([one.score.reward for one in episodes], dtype=torch.float32),
+            "group": torch.from_numpy(np.repeat(np.arange(len(groups)), [len(group.episodes) for group in groups])),
+            "first_version": torch.from_numpy(oldest),
+            "weight_version": torch.from_numpy(newest),
+            "finish_reason": [one.finish for one in episodes],
+            "prompt": [one.prompt for one in episodes],
+            "response": [one.response for one in episodes],
+            "reward_figures": [one.score.figures for one in episodes],
+            "reward_failure": [one.score.failure for one in episodes],
+        }
+    )
+
+
+def _flat(rows: Sequence[Any], dtype: type[np.generic]) -> np.ndarray:
+    """All rows end to end."""
+    return np.concatenate([np.asarray(row, dtype) for row in rows]) if rows else np.empty(0, dtype)

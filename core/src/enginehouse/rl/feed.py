@@ -1,0 +1,269 @@
+"""Whole, scored groups in order of arrival: what a step trains on, and what is drawn while it trains.
+
+The feed plays tasks on an event loop of its own, in a thread; the loop of steps stays plain code and takes from it.
+Which groups are begun, and which are taken, is `enginehouse.rl.schedule`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import statistics
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from enginehouse.controller.launchers.event_loop import EventLoop
+from enginehouse.engines.environment import Group
+from enginehouse.errors import EnginehouseError
+from enginehouse.rl.schedule import Schedule
+
+if TYPE_CHECKING:
+    from enginehouse.engines.environment import Episode, Score, Task
+    from enginehouse.rl.tasks import Tasks
+
+MOST_REFUSED = 10
+"""So many times the groups of a step may be refused by a filter, one after another, before the feed gives up."""
+
+Scorer = Callable[[Sequence[Mapping[str, Any]]], Awaitable[Sequence["Score"]]]
+"""Scores rows; the pool's."""
+
+
+REASONS = ("refused", "stale", "left_over")
+"""Why a group is not trained on: a filter refused it; it grew too old; it was one more than needed."""
+
+
+class DrawnInVain(EnginehouseError):
+    """A filter keeps none of the groups."""
+
+
+@dataclass(slots=True)
+class Context:
+    """Implements `enginehouse.engines.environment.EpisodeContext`."""
+
+    samples: int
+    scorer: Scorer
+    scoring: Callable[[], None] = lambda: None
+
+    async def score(self, rows: Sequence[Mapping[str, Any]]) -> Sequence[Score]:
+        """See the protocol."""
+        self.scoring()
+        return await self.scorer(rows)
+
+
+class Feed:
+    """Plays tasks, and hands out what came of them, a step's groups at a time.
+
+    Args:
+        loop: where tasks are played; nothing else may hold it up.
+        tasks: where they come from.
+        play: makes a task's episodes.
+        schedule: how many groups are begun, and which are taken.
+        keep: which groups are trained on; the others are counted and forgotten. None: all.
+        samples: episodes of a group, for progress.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        tasks: Tasks,
+        play: Callable[[Task, Context], Awaitable[Sequence[Episode]]],
+        schedule: Schedule,
+        *,
+        scorer: Scorer,
+        samples: int,
+        keep: Callable[[Group], bool] | None = None,
+    ):
+        self._loop, self._tasks, self._play, self._schedule = loop, tasks, play, schedule
+        self._scorer, self._samples, self._keep = scorer, samples, keep
+        self._playing: dict[int, asyncio.Task[None]] = {}
+        self._drawing: set[int] = set()  # of those that play: those that have not begun to be scored
+        self._ended: dict[int, Group] = {}
+        self._error: BaseException | None = None
+        self._version = self._wanted = self._left = 0
+        self._refused: list[Group] = []  # one after another, since one was kept
+        self._counts: Counter[str] = Counter()
+        self._told: queue.SimpleQueue[int | None | list[Group] | BaseException] = queue.SimpleQueue()
+
+    # From the loop of steps
+
+    def draw(self, version: int, left: int) -> Iterator[int]:
+        """Begin a step: have its groups drawn. `take` comes next.
+
+        Args:
+            version: of the weights that trainer and rollout have now.
+            left: groups to be trained on until the run ends, this step's included.
+
+        Yields:
+            How many episodes were drawn, as they are; it ends when all that the step waits for are, scored or not.
+
+        Raises:
+            DrawnInVain: the filter refuses group after group.
+        """
+        self._loop.call(self._begin_step, version, left)
+        while (told := self._told.get()) is not None:
+            if isinstance(told, BaseException):
+                raise told
+            if isinstance(told, int):
+                yield told
+
+    def take(self) -> list[Group]:
+        """The step's groups, in the order of their tasks, once they are scored. Raises as `draw`."""
+        while not isinstance(told := self._told.get(), list):
+            if isinstance(told, BaseException):
+                raise told
+        return told
+
+    def state(self) -> dict[str, Any]:
+        """Which tasks come next, and which were handed out and not trained on but by the step whose groups were taken
+        last: plain data, from which `Tasks.restore` goes on."""
+        return self._loop.call(lambda: self._tasks.state(self._schedule.under_way))
+
+    def metrics(self) -> dict[str, float]:
+        """Groups that were not trained on since this was asked for last, by reason, and how many are under way."""
+        return self._loop.call(self._metrics)
+
+    def close(self) -> None:
+        """End what is under way."""
+        self._loop.call(self._cancel)
+
+    # On the event loop
+
+    def _begin_step(self, version: int, left: int) -> None:
+        self._version, self._wanted, self._left = version, self._schedule.groups, left
+        self._give_up(self._schedule.overdue(version), "stale")
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Begin what may be begun; hand over what the step waits for, if it is there."""
+        if self._error is None:
+            try:
+                for task in self._tasks.next(self._schedule.room(self._wanted, self._left)):
+                    self._begin(task)
+            except Exception as error:
+                self._fail(error)
+        if not self._wanted:
+            return
+        if self._error is not None:
+            self._told.put(self._error)
+            self._wanted = 0
+            return
+        chosen = self._schedule.choose(self._version)
+        if chosen is not None or not self._drawing:
+            self._told.put(None)  # what is drawn need not be waited for
+        if chosen is not None:
+            self._left -= len(chosen)
+            self._wanted = 0
+            self._told.put([self._ended.pop(serial) for serial in chosen])
+            self._give_up(self._schedule.overdue(self._version + 1), "left_over")
+            self._go_on()
+
+    def _begin(self, task: Task) -> None:
+        self._schedule.begin(task.serial, self._version)
+        self._drawing.add(task.serial)
+        self._playing[task.serial] = asyncio.get_running_loop().create_task(self._made(task))
+
+    async def _made(self, task: Task) -> None:
+        """Make a group, and see what becomes of it."""
+        serial = task.serial
+        try:
+            episodes = await self._play(task, Context(self._samples, self._scorer, lambda: self._drawn(serial)))
+            group = Group(task, episodes)
+            kept = self._keep is None or self._keep(group)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            self._forget(serial)
+            self._fail(error)
+        else:
+            self._forget(serial)
+            if kept:
+                self._refused.clear()
+                self._ended[serial] = group
+                self._schedule.end(serial)
+            else:
+                self._refuse(group)
+        self._go_on()
+
+    def _drawn(self, serial: int) -> None:
+        """A group's episodes are drawn, and are being scored."""
+        if serial in self._drawing:
+            self._drawing.discard(serial)
+            if self._wanted:
+                self._told.put(self._samples)
+                if not self._drawing:
+                    self._told.put(None)
+
+    def _forget(self, serial: int) -> None:
+        self._drawn(serial)
+        self._playing.pop(serial, None)
+
+    def _refuse(self, group: Group) -> None:
+        self._counts["refused"] += 1
+        self._schedule.give_up(group.task.serial)
+        self._refused.append(group)
+        if len(self._refused) >= MOST_REFUSED * self._schedule.groups:
+            self._fail(DrawnInVain(_in_vain(self._refused)))
+
+    def _give_up(self, serials: Sequence[int], reason: str) -> None:
+        for serial in serials:
+            self._counts[reason] += 1
+            self._schedule.give_up(serial)
+            self._ended.pop(serial, None)
+            self._drawing.discard(serial)
+            if (playing := self._playing.pop(serial, None)) is not None:
+                playing.cancel()
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = self._error or error
+        self._cancel()
+
+    def _cancel(self) -> None:
+        for playing in self._playing.values():
+            playing.cancel()
+
+    def _metrics(self) -> dict[str, float]:
+        counts, self._counts = self._counts, Counter()
+        under_way = float(len(self._schedule.under_way))
+        return {"feed/under_way": under_way} | {f"feed/{reason}": float(counts[reason]) for reason in REASONS}
+
+
+def played(
+    loop: EventLoop, tasks: Sequence[Task], play: Callable[[Task], Awaitable[Sequence[Episode]]]
+) -> Iterator[Group]:
+    """Play all of some tasks at once; yields each group as it ends, and ends what is left where the caller does."""
+    ended: queue.SimpleQueue[Group | BaseException | None] = queue.SimpleQueue()
+
+    async def one(task: Task) -> None:
+        ended.put(Group(task, await play(task)))
+
+    async def all_of_them() -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for task in tasks:
+                    group.create_task(one(task))
+        except* Exception as errors:
+            ended.put(errors.exceptions[0])
+        else:
+            ended.put(None)
+
+    playing = loop.submit(all_of_them())
+    try:
+        while (group := ended.get()) is not None:
+            if isinstance(group, BaseException):
+                raise group
+            yield group
+    finally:
+        playing.cancel()
+
+
+def _in_vain(groups: Sequence[Group]) -> str:
+    rewards = [[episode.score.reward for episode in group.episodes] for group in groups]
+    alike = sum(len(set(of_group)) == 1 for of_group in rewards)
+    every = [reward for of_group in rewards for reward in of_group]
+    return (
+        f"rollout.keep refused {len(groups)} groups one after another. In {alike} of them all rewards are equal; their "
+        f"rewards are {min(every):g} to {max(every):g}, {statistics.fmean(every):.3g} on average. Are the prompts too "
+        "easy or too hard, or the temperature too low? More samples_per_prompt make differences likelier"
+    )

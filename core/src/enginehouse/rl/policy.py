@@ -1,0 +1,51 @@
+"""What an environment asks for tokens: a rollout fleet, with the seeds of one task."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from enginehouse.engines.rollout import GenerateRequest
+
+if TYPE_CHECKING:
+    from enginehouse.engines.rollout import Completion, SamplingParams
+    from enginehouse.rl.fleet import RolloutFleet
+
+
+class FleetPolicy:
+    """Implements `enginehouse.engines.environment.Policy` for one task.
+
+    Args:
+        fleet: who draws.
+        tokenizer: the model's.
+        sampling: how, unless a call says otherwise.
+        name: begins its requests' ids.
+        seed: of its first call; what others draw depends on it and on their number.
+    """
+
+    def __init__(self, fleet: RolloutFleet, tokenizer: Any, sampling: SamplingParams, name: str, seed: int):
+        self.tokenizer = tokenizer
+        self._fleet, self._sampling, self._name, self._seed = fleet, sampling, name, seed
+        self._calls = 0
+
+    async def generate(self, tokens: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
+        """See the protocol."""
+        (completion,) = await self.samples(tokens, 1, sampling)
+        return completion
+
+    async def samples(
+        self, tokens: Sequence[int], n: int, sampling: SamplingParams | None = None
+    ) -> Sequence[Completion]:
+        """See the protocol."""
+        number, self._calls = self._calls, self._calls + 1
+        sampling = replace(sampling or self._sampling, n=n, seed=self._seed_of(number))
+        result = await self._fleet.generate(GenerateRequest(f"{self._name}-{number}", tokens, sampling))
+        return result.completions
+
+    def _seed_of(self, number: int) -> int:
+        if not number:
+            return self._seed
+        mixed = hashlib.blake2b(f"{self._seed} {number}".encode(), digest_size=4).digest()
+        return int.from_bytes(mixed, "little") >> 1
