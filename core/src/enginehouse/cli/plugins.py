@@ -22,11 +22,11 @@ from enginehouse.plugin import (
     KINDS,
     Advantage,
     Backend,
+    Filter,
     Loss,
     Plugin,
     PluginManager,
     Provided,
-    Filter,
     Reward,
     reload_plugins,
 )

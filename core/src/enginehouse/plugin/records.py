@@ -230,7 +230,8 @@ class Reward(Function):
 
 
 class Filter(Function):
-    """Which groups are trained on: `function(group: Group, **arguments) -> bool` (`enginehouse.engines.environment`)."""
+    """A filter of groups: `function(group: Group, **arguments) -> bool` (`enginehouse.engines.environment`), whether it
+    is trained on."""
 
     __slots__ = ()
     kind: ClassVar[str] = "filter"

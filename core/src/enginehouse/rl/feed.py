@@ -62,6 +62,9 @@ class Feed:
         schedule: how many groups are begun, and which are taken.
         keep: which groups are trained on; the others are counted and forgotten. None: all.
         samples: episodes of a group, for progress.
+
+    Attributes:
+        version: of the weights that trainer and rollout have, as of the last `draw`.
     """
 
     def __init__(
@@ -81,10 +84,10 @@ class Feed:
         self._drawing: set[int] = set()  # of those that play: those that have not begun to be scored
         self._ended: dict[int, Group] = {}
         self._error: BaseException | None = None
-        self._version = self._wanted = self._left = 0
+        self.version = self._wanted = self._left = 0
         self._refused: list[Group] = []  # one after another, since one was kept
         self._counts: Counter[str] = Counter()
-        self._told: queue.SimpleQueue[int | None | list[Group] | BaseException] = queue.SimpleQueue()
+        self._told: queue.SimpleQueue[int | list[Group] | BaseException | None] = queue.SimpleQueue()
 
     # From the loop of steps
 
@@ -96,17 +99,19 @@ class Feed:
             left: groups to be trained on until the run ends, this step's included.
 
         Yields:
-            How many episodes were drawn, as they are; it ends when all that the step waits for are, scored or not.
+            How many of the step's episodes were drawn since the last time. It ends when all that it waits for are,
+            scored or not.
 
         Raises:
             DrawnInVain: the filter refuses group after group.
         """
-        self._loop.call(self._begin_step, version, left)
+        missing = self._loop.call(self._begin_step, version, left)
         while (told := self._told.get()) is not None:
             if isinstance(told, BaseException):
                 raise told
-            if isinstance(told, int):
-                yield told
+            if isinstance(told, int):  # more may be drawn than the step takes
+                missing, told = missing - told, min(told, missing)
+                yield max(told, 0)
 
     def take(self) -> list[Group]:
         """The step's groups, in the order of their tasks, once they are scored. Raises as `draw`."""
@@ -130,10 +135,13 @@ class Feed:
 
     # On the event loop
 
-    def _begin_step(self, version: int, left: int) -> None:
-        self._version, self._wanted, self._left = version, self._schedule.groups, left
+    def _begin_step(self, version: int, left: int) -> int:
+        """Returns how many episodes are still to be drawn."""
+        self.version, self._wanted, self._left = version, self._schedule.groups, left
         self._give_up(self._schedule.overdue(version), "stale")
+        missing = self._samples * (self._schedule.groups - len(self._ended))
         self._go_on()
+        return missing
 
     def _go_on(self) -> None:
         """Begin what may be begun; hand over what the step waits for, if it is there."""
@@ -149,18 +157,18 @@ class Feed:
             self._told.put(self._error)
             self._wanted = 0
             return
-        chosen = self._schedule.choose(self._version)
+        chosen = self._schedule.choose(self.version)
         if chosen is not None or not self._drawing:
             self._told.put(None)  # what is drawn need not be waited for
         if chosen is not None:
             self._left -= len(chosen)
             self._wanted = 0
             self._told.put([self._ended.pop(serial) for serial in chosen])
-            self._give_up(self._schedule.overdue(self._version + 1), "left_over")
+            self._give_up(self._schedule.overdue(self.version + 1), "left_over")
             self._go_on()
 
     def _begin(self, task: Task) -> None:
-        self._schedule.begin(task.serial, self._version)
+        self._schedule.begin(task.serial, self.version)
         self._drawing.add(task.serial)
         self._playing[task.serial] = asyncio.get_running_loop().create_task(self._made(task))
 

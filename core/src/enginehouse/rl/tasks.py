@@ -24,6 +24,11 @@ class Tasks:
         self._sampler = sampler
         self._again: list[int] = []
 
+    @property
+    def drawn(self) -> int:
+        """How many different ones were handed out, in this run and in those it goes on with."""
+        return self._sampler.drawn - len(self._again)
+
     def next(self, count: int) -> list[Task]:
         """The next so many."""
         again, self._again = self._again[:count], self._again[count:]
@@ -42,7 +47,9 @@ class Tasks:
         """
         self._sampler.load_state_dict(state["prompts"])
         again = state.get("again", [])
-        if not isinstance(again, Sequence) or not all(type(one) is int and 0 <= one < self._sampler.drawn for one in again):
+        if not isinstance(again, Sequence) or not all(
+            type(one) is int and 0 <= one < self._sampler.drawn for one in again
+        ):
             raise DataError(
                 "cannot resume: the checkpoint is damaged: the tasks to be drawn again are no numbers of tasks that "
                 "were handed out"

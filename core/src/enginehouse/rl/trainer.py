@@ -31,6 +31,7 @@ from enginehouse.rl.mismatch import MismatchWarnings, measuring, mismatch
 from enginehouse.rl.placement import Roles, place
 from enginehouse.rl.policy import FleetPolicy
 from enginehouse.rl.rewards.pool import RewardPool
+from enginehouse.rl.rewards.scorer import Scorer
 from enginehouse.rl.samples import sample_metrics, sample_rows
 from enginehouse.rl.schedule import Schedule
 from enginehouse.rl.stalls import Stalls
@@ -247,7 +248,7 @@ class Trainer(Loop):
                 policy = FleetPolicy(fleet, self.tokenizer, validation.sampling, name, drawn_from)
                 return self.environment.run(task, policy, context)
 
-            context = Context(validation.sampling.n, self.rewards.scorer(len(tasks) * validation.sampling.n))
+            context = Context(validation.sampling.n, Scorer(self.rewards, len(tasks) * validation.sampling.n))
             groups = played(self.event_loop, tasks, partial(play, context=context))
             total = len(tasks) * context.samples
             with self.roles.sync.trainer_idle():
@@ -278,7 +279,7 @@ class Trainer(Loop):
             self.tasks,
             play,
             Schedule(groups, config.train.staleness, config.rollout.extra_groups),
-            scorer=self.rewards.scorer(groups * sampling.n),
+            scorer=Scorer(self.rewards, groups * sampling.n),
             samples=sampling.n,
             keep=self.keep,
         )

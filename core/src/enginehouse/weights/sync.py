@@ -49,8 +49,8 @@ from enginehouse.weights.members import Gathered, Member, Members, Ranks
 from enginehouse.weights.transports.lookup import load_transport
 
 if TYPE_CHECKING:
-    from enginehouse.engines.rollout import PauseMode
     from enginehouse.controller.future import Future
+    from enginehouse.engines.rollout import PauseMode
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,285 @@
+"""What the feed hands out, for tasks that end when a test says so."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from enginehouse.controller.launchers.event_loop import event_loop
+from enginehouse.data import Batch, Ragged
+from enginehouse.data.prompts import PromptSampler
+from enginehouse.engines.environment import Episode, Group
+from enginehouse.errors import DataError
+from enginehouse.rl.episodes import batch_of, tasks_of
+from enginehouse.rl.feed import MOST_REFUSED, DrawnInVain, Feed, played
+from enginehouse.rl.filters.mixed_rewards import mixed_rewards
+from enginehouse.rl.rewards.program import Score
+from enginehouse.rl.schedule import Schedule
+from enginehouse.rl.tasks import Tasks
+
+ROWS = 7
+
+
+class Rows:
+    """A data set whose rows say their number."""
+
+    def __len__(self):
+        return ROWS
+
+    def rows(self, indices):
+        numbers = [int(index) for index in indices]
+        return Batch(
+            {
+                "prompt_ids": Ragged.from_list([[1, number] for number in numbers]),
+                "prompt": [f"prompt {number}" for number in numbers],
+                "messages": [None] * len(numbers),
+                "row": np.array(numbers),
+                "columns": [{"answer": number} for number in numbers],
+            }
+        )
+
+
+def episode(reward, version=1, tokens=(5, 6), prompt=(1, 2)):
+    chosen = [False] * len(prompt) + [True] * len(tokens)
+    length = len(chosen)
+    return Episode(
+        [*prompt, *tokens], chosen, [0.0] * len(prompt) + [-1.0] * len(tokens), [version] * length, Score(reward, {})
+    )
+
+
+class Stage:
+    """Plays tasks that end, with two episodes of given rewards, when `end` is called."""
+
+    def __init__(self, groups, staleness=0, extra=0, keep=None, state=None):
+        self.loops = event_loop()
+        self.loop = self.loops.__enter__()
+        self.tasks = Tasks(PromptSampler(Rows(), groups, seed=3))
+        if state is not None:
+            self.tasks.restore(state)
+        self.schedule = Schedule(groups, staleness, extra)
+        self.begun, self.cancelled = [], []
+        self.endings, self.versions = {}, {}
+        self.changed = threading.Condition()
+        self.feed = Feed(self.loop, self.tasks, self.play, self.schedule, scorer=self.score, samples=2, keep=keep)
+
+    async def score(self, rows):
+        return [Score(row, {}) for row in rows]
+
+    async def play(self, task, context):
+        ending = asyncio.get_running_loop().create_future()
+        with self.changed:
+            self.begun.append(task.serial)
+            self.versions[task.serial] = self.feed.version
+            self.endings[task.serial] = ending
+            self.changed.notify_all()
+        try:
+            rewards = await ending
+        except asyncio.CancelledError:
+            self.cancelled.append(task.serial)
+            raise
+        if isinstance(rewards, Exception):
+            raise rewards
+        scores = await context.score(rewards)
+        return [episode(score.reward) for score in scores]
+
+    def end(self, serial, rewards=(0.0, 1.0)):
+        with self.changed:
+            assert self.changed.wait_for(lambda: serial in self.endings, 10)
+        ending = self.endings[serial]
+        self.loop.call(lambda: ending.done() or ending.set_result(rewards))  # it may have been given up
+
+    def wait_for(self, serials):
+        with self.changed:
+            assert self.changed.wait_for(lambda: set(serials) <= set(self.begun), 10)
+
+    def under_way(self):
+        return self.loop.call(lambda: sorted(set(self.schedule.under_way) & set(self.endings)))
+
+    def dropped(self):
+        """Tasks that were counted as not trained on since this was asked for last."""
+        return sum(count for name, count in self.feed.metrics().items() if name != "feed/under_way")
+
+    def step(self, version, left, ends=()):
+        """A step for which groups end meanwhile, in this order; returns their serial numbers."""
+        ended = threading.Thread(target=lambda: [self.end(serial) for serial in ends])
+        ended.start()
+        try:
+            list(self.feed.draw(version, left))
+            return [group.task.serial for group in self.feed.take()]
+        finally:
+            ended.join()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.feed.close()
+        self.loops.__exit__(*error)
+
+
+def test_with_staleness_0_groups_come_in_the_order_of_their_tasks():
+    with Stage(3) as stage:
+        assert stage.step(1, 6, ends=[2, 0, 1]) == [0, 1, 2]
+        assert stage.begun == [0, 1, 2]  # nothing is drawn while the step trains
+        assert stage.step(2, 3, ends=[5, 4, 3]) == [3, 4, 5]
+
+
+def test_with_staleness_1_the_next_groups_are_drawn_while_a_step_trains():
+    with Stage(2, staleness=1) as stage:
+        assert stage.step(1, 6, ends=[3, 1]) == [1, 3]
+        assert stage.begun == [0, 1, 2, 3]
+        stage.end(0)
+        stage.end(2)
+        assert stage.step(2, 4) == [0, 2]
+        stage.wait_for([4, 5])
+        assert stage.step(3, 2, ends=[4, 5]) == [4, 5]
+        assert stage.begun == [0, 1, 2, 3, 4, 5]  # no more than the run trains on
+        assert stage.feed.metrics() == {
+            "feed/under_way": 0.0, "feed/refused": 0.0, "feed/stale": 0.0, "feed/left_over": 0.0
+        }  # fmt: skip
+
+
+def test_others_are_drawn_for_groups_that_a_filter_refuses():
+    with Stage(2, keep=mixed_rewards) as stage:
+        ended = threading.Thread(
+            target=lambda: [stage.end(0, (1.0, 1.0)), stage.end(2, (0.0, 0.0)), stage.end(3), stage.end(1)]
+        )
+        ended.start()
+        list(stage.feed.draw(1, 2))
+        assert [group.task.serial for group in stage.feed.take()] == [1, 3]
+        assert stage.feed.metrics()["feed/refused"] == 2.0
+        ended.join()
+
+
+def test_a_filter_that_keeps_nothing_ends_the_run_and_says_what_was_seen():
+    with Stage(1, keep=mixed_rewards) as stage:
+        ended = threading.Thread(target=lambda: [stage.end(serial, (0.5, 0.5)) for serial in range(MOST_REFUSED)])
+        ended.start()
+        with pytest.raises(DrawnInVain, match=r"refused 10 groups.*In 10 of them all rewards are equal.*0.5 to 0.5"):
+            stage.step(1, 5)
+        ended.join()
+
+
+def test_extra_groups_are_left_over_with_staleness_0_and_their_tasks_ended():
+    with Stage(2, extra=1) as stage:
+        assert stage.step(1, 6, ends=[2, 1]) == [1, 2]
+        assert stage.feed.metrics()["feed/left_over"] == 1.0
+        assert stage.step(2, 4, ends=[4, 3]) == [3, 4]
+        assert stage.cancelled[0] == 0
+
+
+def test_extra_groups_are_used_by_later_steps_while_they_are_fresh():
+    with Stage(1, staleness=1, extra=1) as stage:
+        assert stage.step(1, 6, ends=[2]) == [2]
+        assert stage.step(2, 5, ends=[1]) == [1]  # 0 and 1 were both begun with version 1
+        assert stage.feed.metrics()["feed/left_over"] == 1.0
+
+
+def test_what_a_task_raises_is_raised_where_its_group_is_waited_for():
+    with Stage(2) as stage:
+        ended = threading.Thread(target=lambda: [stage.end(0), stage.end(1, ValueError("the game is broken"))])
+        ended.start()
+        with pytest.raises(ValueError, match="the game is broken"):
+            stage.step(1, 2)
+        ended.join()
+
+
+def test_what_was_drawn_and_not_trained_on_is_drawn_again_after_a_resume():
+    with Stage(2, staleness=1) as stage:
+        assert stage.step(1, 8, ends=[3, 1]) == [1, 3]
+        state = stage.feed.state()  # of the update that trains on 1 and 3
+    assert state["again"] == [0, 2]
+    with Stage(2, staleness=1, state=state) as stage:
+        assert stage.step(2, 6, ends=[5, 2]) == [2, 5]  # 0 was begun anew, with the version of now
+        assert stage.begun == [0, 2, 4, 5]
+
+
+def test_a_task_is_the_same_whenever_it_is_drawn():
+    tasks = Tasks(PromptSampler(Rows(), 2, seed=3))
+    first = tasks.next(ROWS + 2)
+    state = tasks.state([1, ROWS + 1])
+    again = Tasks(PromptSampler(Rows(), 2, seed=8))
+    again.restore(state)
+    assert again.next(3) == [first[1], first[ROWS + 1], tasks.next(1)[0]]
+    assert {task.columns["answer"] for task in first[:ROWS]} == set(range(ROWS))
+
+
+def test_a_state_without_tasks_to_draw_again_is_one_of_before():
+    tasks = Tasks(PromptSampler(Rows(), 2, seed=3))
+    tasks.restore({"prompts": {"seed": 3, "epoch": 0, "position": 4, "rows": ROWS}})
+    assert [task.serial for task in tasks.next(2)] == [4, 5]
+    with pytest.raises(DataError, match="damaged"):
+        tasks.restore({"prompts": tasks.state([])["prompts"], "again": [99]})
+
+
+@settings(deadline=None, max_examples=50)
+@given(groups=st.integers(1, 3), staleness=st.integers(0, 2), extra=st.integers(0, 2), seed=st.integers())
+def test_no_token_is_too_old_and_no_task_is_lost_or_doubled(groups, staleness, extra, seed):
+    """For any interleaving of ends, refusals, updates and resumes."""
+    chance, steps, trained, dropped, state = random.Random(seed), 5, [], 0.0, None
+    stage = Stage(groups, staleness, extra, mixed_rewards)
+    try:
+        for version in range(1, steps + 1):
+            if version > 1 and chance.random() < 0.2:  # killed after the update of the step before
+                dropped += stage.dropped()
+                stage.__exit__(None, None, None)
+                stage = Stage(groups, staleness, extra, mixed_rewards, state)
+            taken, refusals = [], 3
+            left = (steps - version + 1) * groups
+            waiting = threading.Thread(target=lambda: taken.extend(stage.step(version, left)))  # noqa: B023
+            waiting.start()
+            while waiting.is_alive():
+                if open_ones := [serial for serial in stage.under_way() if not stage.endings[serial].done()]:
+                    refused = refusals > 0 and chance.random() < 0.3
+                    refusals -= refused
+                    stage.end(chance.choice(open_ones), (1.0, 1.0) if refused else (0.0, 1.0))
+                waiting.join(0.001)
+            assert len(taken) == groups
+            assert all(version - stage.versions[serial] <= staleness for serial in taken)
+            trained += taken
+            state = stage.feed.state()
+            assert not set(state["again"]) & set(taken)
+        assert len(set(trained)) == len(trained)
+        dropped += stage.dropped()
+        assert stage.loop.call(lambda: stage.tasks.drawn) == len(trained) + len(state["again"]) + dropped
+    finally:
+        stage.__exit__(None, None, None)
+
+
+def test_all_of_some_tasks_are_played_as_they_end():
+    with Stage(1) as stage:
+        tasks = tasks_of(Rows().rows(range(3)), range(3))
+
+        async def context_free(task):
+            return await stage.play(task, stage)
+
+        groups = played(stage.loop, tasks, context_free)
+        ended = threading.Thread(target=lambda: [stage.end(serial) for serial in (2, 0, 1)])
+        ended.start()
+        assert [group.task.serial for group in groups] == [2, 0, 1]
+        ended.join()
+
+
+def rows_of(ragged):
+    return [ragged[row].tolist() for row in range(len(ragged))]
+
+
+def test_a_batch_says_of_each_episode_its_oldest_and_newest_version():
+    task = tasks_of(Rows().rows([0]), [0])[0]
+    mixed = Episode([1, 2, 3, 4], [False, True, False, True], [0, -1, 0, -2], [9, 3, 0, 4], Score(1.0, {}), "p", "r")
+    nothing = Episode([1], [False], [0], [0], Score(0.0, {}, "it broke"), finish="length")
+    batch = batch_of([Group(task, [mixed, nothing]), Group(task, [mixed])])
+    assert batch["first_version"].tolist() == [3, -1, 3]
+    assert batch["weight_version"].tolist() == [4, -1, 4]
+    assert batch["group"].tolist() == [0, 0, 1]
+    assert rows_of(batch["input_ids"]) == [[1, 2, 3, 4], [1], [1, 2, 3, 4]]
+    assert rows_of(batch["loss_mask"]) == [[False, True, False, True], [False], [False, True, False, True]]
+    assert rows_of(batch["rollout_logprobs"]) == [[0, -1, 0, -2], [0], [0, -1, 0, -2]]
+    assert batch["reward_failure"] == ("", "it broke", "")
+    assert batch["finish_reason"] == ("stop", "length", "stop")
