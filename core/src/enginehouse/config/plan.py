@@ -267,7 +267,8 @@ def plan(
     advantage, advantage_arguments = setting.function(
         Advantage, algorithm.advantage.name, "algorithm.advantage", algorithm.advantage.arguments
     )
-    keep, keep_arguments = None, {}
+    keep: str | None = None
+    keep_arguments: dict[str, Any] = {}
     if (filtered := config.rollout.keep) is not None:
         keep, keep_arguments = setting.function(Filter, filtered.name, "rollout.keep", filtered.arguments)
     old_logprobs = algorithm.old_logprobs or ("actor" if config.train.staleness else "rollout")

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from enginehouse.engines.rollout import Completion, SamplingParams
 
 
@@ -107,10 +109,10 @@ class Episode:
         finish: why it ended: `"stop"`, `"length"`, or a word of the environment's.
     """
 
-    tokens: Sequence[int]
-    mask: Sequence[bool]
-    logprobs: Sequence[float]
-    versions: Sequence[int]
+    tokens: Sequence[int] | np.ndarray
+    mask: Sequence[bool] | np.ndarray
+    logprobs: Sequence[float] | np.ndarray
+    versions: Sequence[int] | np.ndarray
     score: Score
     prompt: str = ""
     response: str = ""

@@ -37,11 +37,11 @@ def batch_of(groups: Sequence[Group]) -> Batch:
         by name) and `reward_failure` (why a row has no reward and counts as 0; empty where it has one).
     """
     episodes = [episode for group in groups for episode in group.episodes]
-    lengths = np.array([len(episode.tokens) for episode in episodes], dtype=np.int64)
+    lengths = torch.tensor([len(episode.tokens) for episode in episodes], dtype=torch.int64)
     tokens = Ragged.from_lengths(torch.from_numpy(_flat([one.tokens for one in episodes], np.int64)), lengths)
     mask = _flat([one.mask for one in episodes], np.bool_)
     versions = _flat([one.versions for one in episodes], np.int64)
-    row = np.repeat(np.arange(len(episodes)), lengths)[mask]
+    row = tokens.row.numpy()[mask]
     newest = np.full(len(episodes), -1, dtype=np.int64)
     np.maximum.at(newest, row, versions[mask])
     oldest = np.where(newest < 0, newest, np.iinfo(np.int64).max)

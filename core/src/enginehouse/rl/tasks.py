@@ -47,9 +47,8 @@ class Tasks:
         """
         self._sampler.load_state_dict(state["prompts"])
         again = state.get("again", [])
-        if not isinstance(again, Sequence) or not all(
-            type(one) is int and 0 <= one < self._sampler.drawn for one in again
-        ):
+        numbers = isinstance(again, Sequence) and all(type(one) is int for one in again)
+        if not numbers or any(not 0 <= one < self._sampler.drawn for one in again):
             raise DataError(
                 "cannot resume: the checkpoint is damaged: the tasks to be drawn again are no numbers of tasks that "
                 "were handed out"
