@@ -23,8 +23,8 @@ SAMPLES = Batch(
         "reward": torch.tensor([0.0, 1.0]),
         "group": torch.tensor([0, 0]),
         "finish_reason": ["stop"] * 2,
+        "first_version": torch.tensor([1, 1]),
         "weight_version": torch.tensor([1, 1]),
-        "seconds": torch.ones(2),
         "reward_figures": [{}] * 2,
         "reward_failure": [""] * 2,
     }
@@ -49,5 +49,5 @@ def test_the_plugin_it_shows_is_loaded_and_observes_a_run(written: ModuleType, t
     assert plugin_states(manager)["mine"] == "ok"
     assert manager.get("train", "mine").summary == "my training engine"
     run = SimpleNamespace(run_directory=SimpleNamespace(path=tmp_path))
-    manager.observe("step_finished", run=run, step=7, metrics=sample_metrics(SAMPLES))
+    manager.observe("step_finished", run=run, step=7, metrics=sample_metrics(SAMPLES, 1))
     assert (tmp_path / "reward.csv").read_text() == "7,0.5\n"

@@ -36,6 +36,7 @@ def step() -> Step:
             "input_ids": ids,
             "loss_mask": ids.like(mask),
             "rollout_logprobs": ids.like(torch.where(mask, rollout, 0)),
+            "first_version": torch.tensor(VERSIONS),
             "weight_version": torch.tensor(VERSIONS),
         }
     )
@@ -70,8 +71,8 @@ def view_of(step: Step, rows: list[int]) -> TokenView:
     """What a loss sees of some rows, as an engine would give it."""
     samples, logprobs = step
     part = samples.with_columns(logprobs=logprobs).take(rows)
-    names = ("loss_mask", "rollout_logprobs", "weight_version")
-    columns = {name: part[name].values if name != "weight_version" else part[name] for name in names}
+    columns = {name: part[name].values for name in ("loss_mask", "rollout_logprobs")}
+    columns |= {name: part[name] for name in ("first_version", "weight_version")}
     outputs = {"logprobs": part["logprobs"].values.clone().requires_grad_()}
     return TokenView(outputs, columns, part["loss_mask"].row, len(rows))
 
@@ -82,8 +83,13 @@ def measure(step: Step, rows: list[int]) -> LossValue:
     return plugins().function("loss", spec.name)(view_of(step, rows), **spec.arguments)
 
 
+def of_the_served(found: dict[str, float]) -> dict[str, float]:
+    """Without the figures of rows of older weights."""
+    return {name: value for name, value in found.items() if "behind" not in name}
+
+
 def test_the_figures_are_those_of_the_formulas(step):
-    found = metric_values(mismatch(*step, VERSION))
+    found = of_the_served(metric_values(mismatch(*step, VERSION)))
     expected = by_hand(step)
     assert 0 < expected["mismatch/outside"] < 1
     assert found == pytest.approx(expected, rel=1e-6)
@@ -127,12 +133,36 @@ def test_samples_of_another_version_are_not_compared(step):
     samples, logprobs = step
     worse = logprobs.values.clone()
     worse[samples["loss_mask"].row == 2] += 5
-    assert metric_values(mismatch(samples, logprobs.like(worse), VERSION)) == pytest.approx(by_hand(step), rel=1e-6)
+    found = of_the_served(metric_values(mismatch(samples, logprobs.like(worse), VERSION)))
+    assert found == pytest.approx(by_hand(step), rel=1e-6)
+
+
+def test_samples_of_older_weights_are_measured_apart_by_their_age(step):
+    samples, logprobs = step
+    found = metric_values(mismatch(samples, logprobs, VERSION))
+    counted = samples["loss_mask"][2]
+    d = (logprobs[2] - samples["rollout_logprobs"][2])[counted].double()
+    assert {name: value for name, value in found.items() if "behind" in name} == pytest.approx(
+        {
+            "mismatch/behind_1/kl": (d.exp() - 1 - d).mean().item(),
+            "mismatch/behind_1/ratio": d.exp().mean().item(),
+            "mismatch/behind_1/sequence_ratio": d.sum().exp().item(),
+        },
+        rel=1e-6,
+    )
+
+
+def test_a_row_of_two_versions_counts_by_its_oldest_token(step):
+    samples, logprobs = step
+    mixed = samples.with_columns(first_version=torch.tensor([VERSION, VERSION - 2, 6, VERSION]))
+    found = metric_values(mismatch(mixed, logprobs, VERSION))
+    assert {name.split("/")[1] for name in found if "behind" in name} == {"behind_1", "behind_2"}
+    assert found["mismatch/compared"] < by_hand(step)["mismatch/compared"]
 
 
 def test_where_nothing_can_be_compared_no_figure_is_made_up(step):
     samples, logprobs = step
-    assert metric_values(mismatch(samples, logprobs, VERSION + 1)) == {"mismatch/compared": 0.0}
+    assert of_the_served(metric_values(mismatch(samples, logprobs, VERSION + 1))) == {"mismatch/compared": 0.0}
     assert metric_values(measure(step, [2]).metrics) == {"mismatch/compared": 0.0}
     assert metric_values(merge_metrics([measure(step, [2]).metrics, measure(step, [0]).metrics]))[
         "mismatch/absolute_mean"

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from enginehouse.data import Batch, Ragged
+from enginehouse.engines.environment import Group
+from enginehouse.engines.rollout import Completion, SamplingParams
 from enginehouse.errors import ConfigError
+from enginehouse.rl.environments.single_turn import SingleTurn
+from enginehouse.rl.episodes import batch_of, tasks_of
+from enginehouse.rl.feed import Context
 from enginehouse.rl.rewards.program import Score
-from enginehouse.rl.samples import reward_figures, sample_metrics, sample_rows, with_rewards
+from enginehouse.rl.rewards.scorer import Scorer
+from enginehouse.rl.samples import reward_figures, sample_metrics, sample_rows
 
 CHAT = [{"role": "user", "content": "one?"}]
 
@@ -23,28 +31,49 @@ class Pool:
 
     def __init__(self, *scores: Score):
         self.scores = list(scores)
+        self.rows: list[Mapping[str, Any]] = []
 
-    def score(self, rows: list[dict[str, Any]]) -> list[Score]:
-        self.rows = rows
-        return self.scores
+    def batch(self, rows: int) -> Pool:
+        return self
+
+    def submit(self, rows: Sequence[Mapping[str, Any]]) -> Future[list[Score]]:
+        future: Future[list[Score]] = Future()
+        future.set_result(self.scores[len(self.rows) : len(self.rows) + len(rows)])
+        self.rows += rows
+        return future
+
+
+class Answers:
+    """A policy that answers in one token, one more than the last time."""
+
+    tokenizer = SimpleNamespace(batch_decode=lambda ids, **_: [f"r{row[0]}" for row in ids])
+    next = 9
+
+    async def samples(self, tokens: Sequence[int], n: int, sampling: SamplingParams | None = None) -> list[Completion]:
+        self.next += n
+        return [
+            Completion([token], [-0.5], "length" if token == 11 else "stop", 1, 2)
+            for token in range(self.next - n + 1, self.next + 1)
+        ]
 
 
 def scored(pool: Pool) -> Batch:
     """Two samples for each of two prompts, each of two prompt tokens and one response token."""
-    tokenizer: Any = SimpleNamespace(batch_decode=lambda ids, **_: [f"r{row[0]}" for row in ids])
-    samples = Batch(
+    prompts = Batch(
         {
-            "input_ids": Ragged.from_list([[1, 2, 10 + row] for row in range(4)]),
-            "loss_mask": Ragged.from_list([[False, False, True]] * 4),
-            "finish_reason": ["stop", "length", "stop", "stop"],
-            "weight_version": torch.ones(4, dtype=torch.int64),
-            "seconds": torch.ones(4),
+            "prompt_ids": Ragged.from_list([[1, 2], [1, 2]]),
+            "prompt": ["<one?>", "two?"],
+            "messages": [CHAT, None],
+            "columns": [{"answer": "a"}, {"answer": "b"}],
         }
     )
-    prompts = Batch(
-        {"prompt": ["<one?>", "two?"], "messages": [CHAT, None], "columns": [{"answer": "a"}, {"answer": "b"}]}
-    )
-    return with_rewards(samples, prompts, tokenizer, pool)  # type: ignore[arg-type]
+
+    async def play() -> list[Group]:
+        policy: Any = Answers()
+        context = Context(2, Scorer(pool, 4))  # type: ignore[arg-type]
+        return [Group(task, await SingleTurn().run(task, policy, context)) for task in tasks_of(prompts, range(2))]
+
+    return batch_of(asyncio.run(play()))
 
 
 PLAIN = [Score(1.0, {}), Score(0.0, {}), Score(0.5, {}), Score(0.5, {})]
@@ -71,7 +100,7 @@ def test_figures_and_failures_are_logged_and_written_with_the_samples():
     assert samples["reward"].tolist() == [1.0, 0.0, 0.5, 0.5]
     expected = {"failures": 1.0, "format": 0.5, "early": 3.0}  # means over the rows that have them
     assert reward_figures(samples, "validation") == {f"validation/{name}": value for name, value in expected.items()}
-    metrics = sample_metrics(samples)
+    metrics = sample_metrics(samples, 3)
     assert {name: metrics[f"reward/{name}"] for name in expected} == expected
     rows = sample_rows(samples)
     assert rows[0]["reward/format"] == 1.0
@@ -81,7 +110,19 @@ def test_figures_and_failures_are_logged_and_written_with_the_samples():
 
 
 def test_a_step_without_failures_says_so():
-    assert sample_metrics(scored(Pool(*PLAIN)))["reward/failures"] == 0.0
+    assert sample_metrics(scored(Pool(*PLAIN)), 2)["reward/failures"] == 0.0
+
+
+def test_samples_are_rows_of_prompt_and_response_with_their_versions():
+    samples = scored(Pool(*PLAIN))
+    assert samples["input_ids"][1].tolist() == [1, 2, 11]
+    assert samples["loss_mask"][1].tolist() == [False, False, True]
+    assert samples["rollout_logprobs"][1].tolist() == [0.0, 0.0, -0.5]
+    assert samples["group"].tolist() == [0, 0, 1, 1]
+    assert samples["prompt"] == ("<one?>", "<one?>", "two?", "two?")
+    metrics = sample_metrics(samples, 3)
+    assert metrics["staleness/max"] == 1.0  # the one token a sample has is its last
+    assert metrics["weights/version"] == 2.0
 
 
 @pytest.mark.parametrize("name", ["mean", "failures", "reward_stderr", "tokens_mean", "truncated", "pass@1", "mean@4"])

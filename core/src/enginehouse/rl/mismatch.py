@@ -13,10 +13,11 @@ the tokens of `loss_mask`:
 | `mismatch/sequence_ratio` | mean over responses of exp(sum of d): how much likelier the actor finds a response |
 | `mismatch/compared` | part of the tokens looked at that count: those of the weight version that was served |
 
-Rows of another weight version differ because of the weights, not because of the engines, and are left out. Where
-nothing is left to compare, `mismatch/compared` is 0 and the others are missing.
+Rows of another weight version, or of several, differ because of the weights, not because of the engines, and are left
+out. Where nothing is left to compare, `mismatch/compared` is 0 and the others are missing.
 
-Where the actor computes `old_logprobs` anew, all tokens of a step are compared, by `mismatch`. Otherwise nothing is
+Where the actor computes `old_logprobs` anew, all tokens of a step are compared, by `mismatch`, those of older weights
+apart: `mismatch/behind_1/kl` is of rows whose first token is one version behind. Otherwise nothing is
 computed for it: `measured` wraps the loss of a step's first optimizer step, whose forward pass still is by the weights
 that were served. With several mini-batches that is the first mini-batch, rows drawn at random; what later ones compute
 is by other weights, and says nothing about the engines.
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+OF_OLDER = ("mismatch/kl", "mismatch/ratio", "mismatch/sequence_ratio")
+"""Figures of rows of older weights, by how many versions they are behind."""
 RATIO_BOUND = 2.0
 """`mismatch/outside` counts the tokens that one engine finds more than so many times as likely as the other."""
 
@@ -52,15 +55,19 @@ def mismatch(samples: Batch, logprobs: Ragged, version: int) -> dict[str, Mean |
         logprobs: the actor's, by the weights of `version`: float32, aligned with `rollout_logprobs`.
         version: the weight version that was served; rows of others do not count.
     """
-    mask = samples["loss_mask"]
-    compared = mask.values & _drawn_from(samples, version)[mask.row]
-    return _figures(
-        logprobs.values[compared],
-        samples["rollout_logprobs"].values[compared],
-        mask.row[compared],
-        len(samples),
-        int(mask.values.sum()),
-    )
+    mask, drawn = samples["loss_mask"], samples["rollout_logprobs"]
+    tokens = int(mask.values.sum())
+
+    def figures(rows: torch.Tensor) -> dict[str, Mean | Max]:
+        compared = mask.values & rows[mask.row]
+        return _figures(logprobs.values[compared], drawn.values[compared], mask.row[compared], len(samples), tokens)
+
+    found = figures(_drawn_from(samples, version))
+    behind = version - samples["first_version"]
+    for age in sorted(set(behind[behind > 0].tolist())):
+        older = figures(behind == age)
+        found |= {name.replace("/", f"/behind_{age}/"): older[name] for name in OF_OLDER if name in older}
+    return found
 
 
 def measuring(loss: LossSpec, version: int) -> LossSpec:
@@ -107,16 +114,17 @@ class MismatchWarnings:
 
     Args:
         tolerance: largest mean absolute difference, in nats, that nothing is said of: that of the effect check.
+        stale: whether rows of older weights are what the config asks for.
     """
 
-    def __init__(self, tolerance: float):
-        self._tolerance = tolerance
+    def __init__(self, tolerance: float, stale: bool = False):
+        self._tolerance, self._stale = tolerance, stale
         self._said_apart = self._said_uncompared = False
 
     def check(self, step: int, metrics: Mapping[str, float]) -> None:
         """Check a step's metrics."""
         compared = metrics.get("mismatch/compared", 1.0)
-        if compared < 1 and not self._said_uncompared:
+        if compared < 1 and not (self._said_uncompared or self._stale):
             self._said_uncompared = True
             log.warning(
                 "step %d: %.3g%% of its tokens were drawn with other weights than the rollout was last sent, by the "

@@ -75,7 +75,7 @@ class Trainer(Loop):
         self.probe = [tokens[-PROBE_TOKENS:].tolist() for tokens in prompts.all(PROBE_SEQUENCES)["prompt_ids"]]
         self.advantage = resolve(plan.advantage)
         self.version = 0
-        self.warnings = MismatchWarnings(config.weights.effect_tolerance)
+        self.warnings = MismatchWarnings(config.weights.effect_tolerance, bool(config.train.staleness))
         self.stalls = Stalls(groups=config.rollout.samples_per_prompt > 1)
         if plan.resumed:
             self.restore(plan.resumed.loop)
