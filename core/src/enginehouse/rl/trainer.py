@@ -25,7 +25,7 @@ from enginehouse.rl.kl import with_kl_in_reward
 from enginehouse.rl.loop import Loop
 from enginehouse.rl.minibatches import assign_minibatches
 from enginehouse.rl.mismatch import MismatchWarnings, measuring, mismatch
-from enginehouse.rl.placement import Roles, place
+from enginehouse.rl.placement import place
 from enginehouse.rl.rewards.pool import RewardPool
 from enginehouse.rl.samples import sample_metrics, sample_rows, with_rewards
 from enginehouse.rl.sampling import in_order
@@ -52,7 +52,6 @@ class Trainer(Loop):
     """Trains the actor of a plan by reinforcement learning. Arguments as of `Loop`."""
 
     config: Config
-    roles: Roles
     rewards: RewardPool
 
     def __init__(self, plan: Plan, run: RunDirectory, progress: Progress):
@@ -77,11 +76,10 @@ class Trainer(Loop):
     @contextmanager
     def workers(self) -> Iterator[None]:
         with closing(RewardPool.of(self.plan)) as self.rewards, place(self.plan, self.probe) as self.roles:
-            self.actor = self.roles.actor
             yield
 
     def describe(self) -> Mapping[str, Any]:
-        described = self.roles.describe()
+        described = super().describe()
         self.run_directory.record.update(prompts={"used": len(self.prompts.dataset), "too_long": self.dropped})
         for replica in described["rollout"]:
             if endpoint := replica.get("endpoint"):
@@ -187,9 +185,9 @@ class Trainer(Loop):
             The batch; and `kl`, the mean of the term's tokens, where the loss does not measure it.
         """
         kl = self.config.algorithm.kl
-        scored = self.roles.score_by_reference(batch.select(["input_ids", "loss_mask"]), self._outputs())
-        if scored is None:
+        if not self.plan.uses_reference:
             return batch, {}
+        scored = self.roles.score_by_reference(batch.select(["input_ids", "loss_mask"]), self._outputs())
         batch = batch.with_columns(reference_logprobs=scored["logprobs"])
         if kl.place == "loss":
             return batch, {}
