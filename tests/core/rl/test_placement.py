@@ -115,3 +115,11 @@ def test_the_seed_of_a_run_reaches_new_weights(make: Make, started: Started, see
     for spec in specs.values():
         model = next(one for one in spec.args if isinstance(one, ModelSpec))
         assert model.seed == seed
+
+
+def test_a_reference_of_its_own_is_a_group_in_processes_of_its_own(make: Make, started: Started):
+    planned = make("algorithm.kl.coefficient=0.1", "cluster.launcher=ray", "reference.processes=2")
+    with placement.place(planned) as roles:
+        assert list(roles.groups) == ["actor", "reference", "rollout"]
+    assert [list(specs) for specs in started.colocated] == [["actor", "rollout"], ["reference"]]
+    assert started.pools == [[1], [2]]

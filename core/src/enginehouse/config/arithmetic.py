@@ -35,6 +35,10 @@ def check_batches(findings: Findings, config: Config, plugins: PluginManager) ->
     )
     if minibatches > samples:
         findings.refuse(f"{said}, which cannot be cut into {minibatches} minibatches (algorithm.minibatches)")
+    if (config.reference.processes or 0) > samples and config.algorithm.kl.coefficient:
+        findings.refuse(
+            f"{said}, fewer than the {config.reference.processes} processes of the reference (reference.processes)"
+        )
     if processes > samples:
         findings.refuse(f"{said}, fewer than the {processes} processes of the actor (actor.processes)")
     elif processes * minibatches > samples >= minibatches:
@@ -80,6 +84,12 @@ def check_placement(findings: Findings, config: Config, device: str, roles: Mapp
     """
     actor, rollout = config.actor.processes, config.rollout.replicas
     evaluation, apart = "evaluation" in roles, own_processes(roles)
+    if "reference" in apart and config.cluster.launcher == "inline":
+        key = "engine" if config.reference.engine else "processes"
+        findings.refuse(
+            f"reference.{key}: the reference wants processes of its own, and an inline run has one for all roles; "
+            "leave it unset, or set cluster.launcher=ray"
+        )
     if evaluation and config.cluster.launcher == "inline":
         findings.refuse(
             "evaluation.engine wants a process of its own, and an inline run has one for all roles; leave it unset, or "

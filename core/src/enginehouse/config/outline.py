@@ -112,7 +112,14 @@ def _reference(config: Config, reference: RolePlan | None) -> str:
     if not kl.coefficient:
         return "none (algorithm.kl.coefficient is 0)"
     path = config.reference.path or config.model.path
-    what = f"{path}, in the actor's processes" if reference else "the actor's base, without its adapters"
+    if reference is None:
+        what = "the actor's base, without its adapters"
+    elif reference.shares:
+        what = f"{path}, in the actor's processes"
+    else:
+        own = config.reference.engine
+        engine = _engine(own) if own else f"{reference.backend} with the actor's options"
+        what = f"{path}: {_count(reference.processes, 'process')} of {engine}, apart from the actor's"
     return f"{what}; {kl.coefficient:g} times the {kl.estimator} divergence in the {kl.place}"
 
 

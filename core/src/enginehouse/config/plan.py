@@ -30,6 +30,7 @@ from enginehouse.config.arithmetic import (
 from enginehouse.config.backends import (
     check_capabilities,
     check_model,
+    check_processes,
     check_servers,
     check_targets,
     choose_colocation,
@@ -179,7 +180,6 @@ def plan(
     setting = _Setting(config, plugins, config_path, resume, overrides)
     findings, algorithm = setting.findings, config.algorithm
     optimizer_steps = config.train.steps * algorithm.epochs * algorithm.minibatches
-    uses_reference = _uses_reference(config)
 
     train = find_backend(findings, setting.plugins, TrainBackend, config.actor.engine, "actor", setting.device)
     rollout = find_backend(findings, setting.plugins, RolloutBackend, config.rollout.engine, "rollout", setting.device)
@@ -189,7 +189,6 @@ def plan(
     rollout_options = typed_options(
         findings, setting.plugins, rollout, config.rollout.engine, "rollout", config.rollout.replicas
     )
-    adapted = train is not None and capabilities.LORA in train.capabilities and bool(actor_options.get("lora"))
     effect_check_every = check_capabilities(findings, config, rollout)
     actor_runs_in = setting.interpreter(train, config.actor.engine, actor_options, "actor")
     rollout_runs_in = setting.interpreter(rollout, config.rollout.engine, rollout_options, "rollout")
@@ -197,9 +196,9 @@ def plan(
     transport, reason = choose_transport(findings, setting.plugins, config, train, rollout, setting.device, colocated)
     actor = setting.trained_role(config, actor_options, actor_runs_in)
     roles = {"actor": actor}
-    if uses_reference and (config.reference.path or not adapted):
-        path = config.reference.path or config.model.path
-        roles["reference"] = replace(actor, model=setting.model_spec(path), shares="actor", trained=False)
+    reference_backend, reference = setting.reference(config, train, actor, optimizer_steps)
+    if reference:
+        roles["reference"] = reference
     roles["rollout"] = RolePlan(
         kind="rollout",
         backend=config.rollout.engine.backend,
@@ -224,8 +223,10 @@ def plan(
         check_model(findings, evaluator, evaluation.options, model, "evaluation")
         if evaluator is rollout:
             check_servers(findings, rollout, rollout_options, evaluation.options)
-    if uses_reference and config.reference.path:
-        check_model(findings, train, actor_options, setting.reference, "actor", "reference.path")
+    if reference and (config.reference.path or config.reference.engine):
+        read, path_key = (setting.reference_model, "reference.path") if config.reference.path else (model, "model.path")
+        key = "reference" if config.reference.engine else "actor"
+        check_model(findings, reference_backend, reference.options, read, key, path_key)
     check_batches(findings, config, setting.plugins)
     check_placement(findings, config, setting.device, roles)
     limit = check_lengths(findings, config, roles, model)
@@ -261,7 +262,11 @@ def plan(
         advantage_arguments=advantage_arguments,
         loss_arguments=loss_arguments | taken,
         prompt_limit=limit,
-        **setting.common(outline_rl(config, model, rows, roles, apart, reason), directory, (train, rollout, evaluator)),
+        **setting.common(
+            outline_rl(config, model, rows, roles, apart, reason),
+            directory,
+            (train, reference_backend, rollout, evaluator),
+        ),
     )
 
 
@@ -324,7 +329,7 @@ class _Setting:
         extend_path(self.python_path)
         self.device, self.device_reason = pick_device(config.cluster.device)
         self.findings = Findings()
-        self.reference: Mapping[str, Any] = {}
+        self.reference_model: Mapping[str, Any] = {}
 
     def common(self, facts: Facts, directory: Path, backends: Sequence[Backend | None]) -> dict[str, Any]:
         """Fields that every plan has."""
@@ -374,6 +379,41 @@ class _Setting:
             trained=True,
         )
 
+    def reference(
+        self, config: Config, train: TrainBackend | None, actor: RolePlan, optimizer_steps: int
+    ) -> tuple[TrainBackend | None, RolePlan | None]:
+        """Check the reference model of a KL term; without one, or where it is the actor's own base, None as a role.
+
+        Args:
+            train: the actor's backend, which is the reference's unless that has an engine of its own.
+            actor: the actor's role.
+            optimizer_steps: of the run.
+        """
+        findings, reference = self.findings, config.reference
+        engine, given = reference.engine, {name for name, value in reference if value}
+        if not _uses_reference(config):
+            for name in sorted(given):
+                findings.note(f"reference.{name} is set, but algorithm.kl.coefficient is 0: no reference model runs")
+            return train, None
+        adapted = train is not None and capabilities.LORA in train.capabilities and bool(actor.options.get("lora"))
+        if adapted and not given:
+            return train, None
+        processes = reference.processes or actor.processes
+        role = replace(actor, model=self.model_spec(reference.path or config.model.path), trained=False)
+        if engine is None and reference.processes is None:
+            return train, replace(role, shares="actor")
+        if engine is None:
+            check_processes(findings, train, actor.options, processes, "reference.processes")
+            return train, replace(role, processes=processes)
+        record = find_backend(findings, self.plugins, TrainBackend, engine, "reference", self.device)
+        options = typed_options(findings, self.plugins, record, engine, "reference", processes)
+        if "total_steps" in options:  # its schedule is built, though it takes no step of it
+            options["total_steps"] = options["total_steps"] or optimizer_steps
+        interpreter = self.interpreter(record, engine, options, "reference")
+        return record, replace(
+            role, backend=engine.backend, options=options, processes=processes, interpreter=interpreter
+        )
+
     def evaluation(self, config: Config, train: TrainBackend | None) -> tuple[RolloutBackend | None, RolePlan | None]:
         """Check the engine for validations; None twice where it is the rollout. `train` is the actor's backend."""
         findings, engine = self.findings, config.evaluation.engine
@@ -398,7 +438,7 @@ class _Setting:
     def model(self, config: Config | SFTConfig) -> Mapping[str, Any]:
         """Check the model and what goes with it; returns its `config.json`, empty after a problem.
 
-        `reference` is that of a reference model of its own from then on.
+        `reference_model` is that of a reference model of its own from then on.
         """
         model: Mapping[str, Any] = {}
         path = config.model.path
@@ -408,9 +448,7 @@ class _Setting:
                 raise ConfigError(f"data.chat_template is true, but the tokenizer in {path} has no chat template")
         if isinstance(config, Config) and config.reference.path:
             with self.findings.collecting():
-                self.reference = _read_reference(config.reference.path, model)
-            if not config.algorithm.kl.coefficient:
-                self.findings.note("reference.path is set, but algorithm.kl.coefficient is 0: no reference model runs")
+                self.reference_model = _read_reference(config.reference.path, model)
         return model
 
     def run_directory(self, needed: Mapping[str, str | None]) -> Path:
