@@ -167,12 +167,11 @@ class Loop(ABC):
 
     def _run_steps(self) -> None:
         self.run_directory.describe(self.describe())
-        background = capabilities.BACKGROUND_SAVE in self._backend_capabilities()
         self.checkpoint_writer = CheckpointWriter(
-            self.roles.actor,
+            self.roles.trained,
             self.run_directory,
             self.config,
-            background,
+            self._saves_in_background(),
             lambda step, path: self._saved(step, path, "state"),
             self._data,
         )
@@ -197,7 +196,8 @@ class Loop(ABC):
 
     def _load(self, checkpoint: Checkpoint) -> None:
         try:
-            self.roles.actor.load(str(checkpoint.actor))
+            for role, group in self.roles.trained.items():
+                group.load(str(checkpoint.state_of(role)))
         except Exception:
             self.run_directory.checkpoints.newest_step = None  # nobody is told to go on from it
             log.warning(
@@ -294,5 +294,7 @@ class Loop(ABC):
     def _saved(self, step: int, path: Path, what: str) -> None:
         plugins().observe("checkpoint_saved", run=self, step=step, path=str(path), what=what)
 
-    def _backend_capabilities(self) -> frozenset[str]:
-        return plugins().get("train", self.config.actor.engine.backend, elsewhere=True).capabilities
+    def _saves_in_background(self) -> bool:
+        backends = [self.roles.plans[role].backend for role in self.roles.trained]
+        records = [plugins().get("train", backend, elsewhere=True) for backend in backends]
+        return all(capabilities.BACKGROUND_SAVE in record.capabilities for record in records)
