@@ -135,9 +135,9 @@ ATTACHED = 'rollout.engine.options={"endpoint": ["http://127.0.0.1:30000"]}'
 
 def test_servers_that_run_already_are_used_from_where_sglang_is_not_installed(planned):
     attached = planned(ATTACHED)
-    assert attached.interpreters["rollout"].python is None
-    assert not attached.colocated
-    assert attached.gpus_per_replica == 0
+    assert attached.roles["rollout"].interpreter.python is None
+    assert attached.roles["rollout"].shares is None
+    assert attached.roles["rollout"].gpus == 0
     assert "http://127.0.0.1:30000" in dict(attached.facts)["rollout"]
     with pytest.raises(UserError, match="enginehouse runtime create sglang"):
         planned()

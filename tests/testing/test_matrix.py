@@ -130,7 +130,8 @@ def test_a_bad_name_ends_the_command_with_2_before_anything_is_made(tmp_path, mo
 )
 def test_roles_share_processes_where_the_transport_reaches_no_further(own, config, tmp_path, transport, colocated):
     found = planned(own, Combination("torch", "torch", transport), SETTING, config, tmp_path / "run")
-    assert (found.plan.transport, found.plan.colocated) == (transport, colocated)
+    rollout = found.plan.roles["rollout"]
+    assert (rollout.transport, rollout.shares == "actor") == (transport, colocated)
     assert (found.plan.config.actor.processes, found.plan.config.rollout.replicas) == (2, 2)
     assert found.plan.config.train.steps == 3
 

@@ -30,7 +30,7 @@ def test_the_page_shows_the_tables_as_they_stand():
     [
         ("actor_rollout_ref.actor.optim.lr", "actor.engine.options.lr"),
         ("actor_rollout_ref.rollout.gpu_memory_utilization", "rollout.engine.options.native (vllm, sglang)"),
-        ("actor_rollout_ref.ref.log_prob_micro_batch_size", "the reference has the actor's options"),
+        ("actor_rollout_ref.ref.log_prob_micro_batch_size", "the reference has the actor's engine, options"),
         ("trainer.total_epochs", "train.steps"),
         ("algorithm.adv_estimator", "algorithm.advantage.name"),
         ("rollout.n", "rollout.samples_per_prompt"),

@@ -55,8 +55,8 @@ def refusal(make: Callable[..., Any], *overrides: str, kind: type[UserError] = C
 
 def test_a_plan_fills_in_what_depends_on_something_else(make: Callable[..., Plan], project: Project):
     planned = make("algorithm.epochs=2", "algorithm.minibatches=3")
-    assert planned.actor_options["total_steps"] == 10 * 2 * 3
-    assert planned.transport == "inproc"
+    assert planned.roles["actor"].options["total_steps"] == 10 * 2 * 3
+    assert planned.roles["rollout"].transport == "inproc"
     assert planned.reward == "scoring:right"
     assert planned.advantage == "enginehouse.rl.advantages.grpo:grpo"
     assert planned.run_directory == project.root / "runs/one"
@@ -83,7 +83,7 @@ def test_a_plan_says_what_will_happen(make: Callable[..., Plan]):
 
 def test_separate_processes_get_another_transport(make: Callable[..., Plan]):
     planned = make("rollout.placement=separate", "actor.processes=2")
-    assert planned.transport == "shared_memory"
+    assert planned.roles["rollout"].transport == "shared_memory"
 
 
 @pytest.mark.parametrize(
@@ -98,30 +98,30 @@ def test_an_importance_cap_goes_with_logprobs_of_the_actor(make: Callable[..., P
 
 
 def test_roles_share_processes_where_they_can(make: Callable[..., Plan]):
-    assert make().colocated
-    assert make("actor.processes=2", "rollout.replicas=2").colocated
+    assert make().roles["rollout"].shares == "actor"
+    assert make("actor.processes=2", "rollout.replicas=2").roles["rollout"].shares == "actor"
     for override, why in {
         "actor.processes=2": "rollout.replicas is 1, actor.processes 2",
         "rollout.placement=separate": "rollout.placement says so",
         f"rollout.engine.runtime={sys.executable}": "its environment is not the actor's",
     }.items():
         planned = make(override)
-        assert not planned.colocated
+        assert planned.roles["rollout"].shares is None
         assert f"in processes of their own ({why})" in dict(planned.facts)["rollout"]
 
 
 def test_a_plan_says_which_interpreter_each_role_gets_and_why(make: Callable[..., Plan], monkeypatch):
     planned = make()
-    assert {role: one.python for role, one in planned.interpreters.items()} == {"actor": None, "rollout": None}
+    assert {name: role.interpreter.python for name, role in planned.roles.items()} == {"actor": None, "rollout": None}
     said = "actor in this environment (all that the engine needs is installed here); rollout in this environment"
     assert said in dict(planned.facts)["runtimes"]
 
 
 def test_an_interpreter_by_path_has_its_worker_in_a_process_of_its_own(make: Callable[..., Plan]):
     planned = make(f"rollout.engine.runtime={sys.executable}")
-    assert planned.interpreters["rollout"].python == sys.executable
-    assert planned.interpreters["actor"].python is None
-    assert not planned.colocated
+    assert planned.roles["rollout"].interpreter.python == sys.executable
+    assert planned.roles["actor"].interpreter.python is None
+    assert planned.roles["rollout"].shares is None
     assert f"rollout in {sys.executable} (engine.runtime names it)" in dict(planned.facts)["runtimes"]
 
 
@@ -382,18 +382,21 @@ def test_a_transport_that_does_not_reach_is_refused(make: Callable[..., Plan]):
 
 def test_roles_that_may_sit_on_several_hosts_get_a_transport_that_reaches(make: Callable[..., Plan]):
     joined = make("cluster.address=x", "rollout.placement=separate")
-    assert joined.transport == "collective"
+    assert joined.roles["rollout"].transport == "collective"
     assert any("shows only at the start" in note for note in joined.notes)
     sharded = make("cluster.address=x", "rollout.placement=separate", "actor.processes=2")
-    assert sharded.transport == "point_to_point"
+    assert sharded.roles["rollout"].transport == "point_to_point"
     assert "any hosts of a cluster, and 2 processes train" in str(sharded)
     named = make("cluster.address=x", "rollout.placement=separate", "weights.transport=shared_memory")
-    assert named.transport == "shared_memory"
-    assert make("rollout.placement=separate", "weights.transport=point_to_point").transport == "point_to_point"
-    assert make("cluster.address=x", "rollout.placement=colocated").transport == "inproc"
+    assert named.roles["rollout"].transport == "shared_memory"
+    assert (
+        make("rollout.placement=separate", "weights.transport=point_to_point").roles["rollout"].transport
+        == "point_to_point"
+    )
+    assert make("cluster.address=x", "rollout.placement=colocated").roles["rollout"].transport == "inproc"
     two = ("actor.processes=2", "rollout.replicas=2")
     colocated = make("cluster.address=x", "rollout.placement=colocated", *two)
-    assert colocated.transport == "inproc"
+    assert colocated.roles["rollout"].transport == "inproc"
     assert "processes train" not in str(colocated)
 
 
@@ -444,7 +447,7 @@ def limited(project: Project) -> PluginManager:
 def test_what_a_backend_cannot_do_is_switched_off_with_a_note_or_refused(project: Project, limited: PluginManager):
     overrides = ["rollout.engine.backend=limited"]
     planned = plan(load_config(project.save(), overrides), limited)
-    assert planned.effect_check_every == 0
+    assert planned.roles["rollout"].effect_check_every == 0
     assert any("the effect of a weight update is not checked" in note for note in planned.notes)
     assert not any("Mondays" in note for note in planned.notes)
     slow = plan(load_config(project.save(), [*overrides, "rollout.engine.options.max_running=1"]), limited)
@@ -532,7 +535,7 @@ def test_several_problems_are_listed_together(make: Callable[..., Plan]):
 
 def test_a_supervised_plan(make_sft: Callable[..., SFTPlan]):
     planned = make_sft()
-    assert planned.actor_options["total_steps"] == 5
+    assert planned.roles["actor"].options["total_steps"] == 5
     assert "40 demonstrations in demonstrations.jsonl" in planned.render()
 
 
@@ -570,12 +573,11 @@ def test_planning_imports_neither_torch_nor_ray(project: Project):
 
 def test_validations_are_answered_by_the_rollout_unless_an_engine_is_named(make: Callable[..., Plan], project: Project):
     validation = f"data.validation={project.root / 'train.jsonl'}"
-    assert make(validation).evaluation is None
+    assert "evaluation" not in make(validation).roles
     planned = make(validation, "evaluation.engine.backend=torch")
-    assert planned.evaluation is not None
-    assert (planned.evaluation.backend, planned.evaluation.transport) == ("torch", "shared_memory")
-    assert planned.evaluation.effect_checked
-    assert set(planned.interpreters) == {"actor", "rollout", "evaluation"}
+    assert (planned.roles["evaluation"].backend, planned.roles["evaluation"].transport) == ("torch", "shared_memory")
+    assert planned.roles["evaluation"].effect_check_every
+    assert set(planned.roles) == {"actor", "rollout", "evaluation"}
     assert dict(planned.facts)["evaluation"].startswith("1 replica of torch, in a process of its own")
 
 
@@ -623,9 +625,9 @@ def test_an_engine_for_validations_gets_weights_by_another_transport_where_the_r
 ):
     asked = (f"data.validation={project.root / 'train.jsonl'}", "evaluation.engine.backend=torch")
     planned = make(*asked, "weights.transport=inproc")
-    assert (planned.transport, planned.evaluation.transport) == ("inproc", "shared_memory")
+    assert (planned.roles["rollout"].transport, planned.roles["evaluation"].transport) == ("inproc", "shared_memory")
     planned = make(*asked, "rollout.placement=separate", "weights.transport=collective")
-    assert (planned.transport, planned.evaluation.transport) == ("collective", "collective")
+    assert (planned.roles["rollout"].transport, planned.roles["evaluation"].transport) == ("collective", "collective")
 
 
 @pytest.mark.parametrize(
@@ -853,7 +855,7 @@ def test_a_rollout_that_is_moved_out_of_the_actors_processes_is_noted(make: Call
 
 def test_clipping_can_be_off_and_numbers_have_their_plural(make: Callable[..., Plan]):
     planned = make("actor.engine.options.max_grad_norm=.inf", "algorithm.epochs=2", "algorithm.minibatches=3")
-    assert planned.actor_options["max_grad_norm"] == float("inf")
+    assert planned.roles["actor"].options["max_grad_norm"] == float("inf")
     assert "10 steps x 2 epochs x 3 minibatches = 60 optimizer steps" in planned.render()
 
 
@@ -887,3 +889,57 @@ def test_a_secret_of_a_reward_is_named_and_not_held(make: Callable[..., Plan], p
     plan = make(*named)
     assert "sk-12345" not in plan.config.model_dump_json() + plan.render()
     assert from_environment(plan.config.reward.arguments) == {"api_key": "sk-12345"}
+
+
+# The whole text
+
+HERE = "in this environment (all that the engine needs is installed here)"
+CHECKPOINTS = (
+    "note        train.checkpoint_every is 0: state to --resume from is saved when the run is interrupted or fails, "
+    "but not if it is killed outright"
+)
+
+
+def test_a_plan_of_every_role_is_said_line_by_line(make: Callable[..., Plan], project: Project):
+    said = make(
+        "algorithm.kl.coefficient=0.1", "rollout.placement=separate", "rollout.replicas=2", "cluster.address=x",
+        "data.validation=train.jsonl", "evaluation.engine.backend=torch", "weights.transport=collective",
+    ).render()  # fmt: skip
+    assert said.splitlines() == [
+        "model       model: Qwen3ForCausalLM in float32",
+        "actor       1 process of torch",
+        "rollout     2 replicas of torch, in processes of their own (rollout.placement says so)",
+        "evaluation  1 replica of torch, in a process of its own; weights by collective before each validation, their "
+        "effect checked each time",
+        "reference   model, in the actor's processes; 0.1 times the k3 divergence in the loss",
+        f"runtimes    actor {HERE}; rollout {HERE}; evaluation {HERE}",
+        "weights     by collective (weights.transport names it); their effect checked every 50 updates",
+        "reward      scoring:right, in 1 process; one that raises or takes more than 30 s ends the run",
+        "algorithm   grpo advantages, clipped_policy loss",
+        "data        40 prompts in train.jsonl, each drawn 2 times",
+        "a step      8 prompts x 4 samples = 32 samples, at most 256 new tokens, 768 with the longest prompts",
+        "validation  prompts: 40 of train.jsonl, answered greedily: 40 answers before the first step and "
+        "after the last",
+        "the run     10 steps, an optimizer step each",
+        "device      cpu (cluster.device)",
+        f"results     {project.root / 'runs/one'}",
+        "note        all validation prompts of train.jsonl are in train.jsonl too: validation then measures what was "
+        "trained on",
+        CHECKPOINTS,
+    ]
+
+
+def test_a_supervised_plan_is_said_line_by_line(make_sft: Callable[..., SFTPlan], project: Project):
+    planned = make_sft("cluster.address=x", "actor.processes=2")
+    assert list(planned.roles) == ["actor"]
+    assert planned.render().splitlines() == [
+        "model     model: Qwen3ForCausalLM in float32",
+        "actor     2 processes of torch",
+        f"runtimes  actor {HERE}",
+        "data      40 demonstrations in demonstrations.jsonl, each drawn 1 times",
+        "a step    8 rows, at most 256 tokens",
+        "the run   5 steps, an optimizer step each",
+        "device    cpu (cluster.device)",
+        f"results   {project.root / 'runs/warm'}",
+        CHECKPOINTS.replace("note        ", "note      "),
+    ]

@@ -58,7 +58,9 @@ def leave_checkpoint(run: RunDirectory, project: Project, step: int, *overrides:
     (staged / "actor" / ".metadata").write_bytes(b"where what is")
     (staged / "actor" / "__0_0.distcp").write_bytes(bytes(range(256)))
     data = data_digests(config["data"]["train"])
-    return run.checkpoints.publish(staged, Checkpoint(staged, step, 1.5, {"version": step}, config, kind, data))
+    return run.checkpoints.publish(
+        staged, Checkpoint(staged, step, 1.5, {"version": step}, config, kind, data, roles=("actor",))
+    )
 
 
 def refusal(make: Callable[..., Any], *overrides: str) -> str:
@@ -78,7 +80,7 @@ def test_the_newest_checkpoint_is_gone_on_from(resume: Make, run: RunDirectory, 
     assert planned.resumed is not None
     assert (planned.resumed.step, planned.resumed.elapsed_seconds) == (3, 1.5)
     assert planned.resumed.loop == {"version": 3}
-    assert planned.resumed.actor == run.path / "checkpoints" / "step-000003" / "actor"
+    assert planned.resumed.state_of("actor") == run.path / "checkpoints" / "step-000003" / "actor"
     assert f"resumes    after step 3, from {planned.resumed.path}" in planned.render()
 
 

@@ -127,7 +127,7 @@ def test_a_resume_that_was_planned_before_another_one_ran_is_refused(tmp_path: P
     first = RunDirectory.create(tmp_path / "one", "")
     staged = first.checkpoints.stage(3)
     (staged / "actor").mkdir()
-    first.checkpoints.publish(staged, Checkpoint(staged, 3, 1.0, {}, {}, "train"))
+    first.checkpoints.publish(staged, Checkpoint(staged, 3, 1.0, {}, {}, "train", roles=("actor",)))
     first.finish("interrupted")
     checkpoint, _ = newest_checkpoint(first.path)
     assert checkpoint is not None

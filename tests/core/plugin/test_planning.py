@@ -108,7 +108,7 @@ def test_a_transport_that_two_distributions_offer_keeps_its_qualified_name(make,
             """,
         )
     assert "write 'acme-hf:pigeon'" in refused(make, "weights.transport=pigeon")
-    assert make("weights.transport=acme-hf:pigeon").transport == "acme-hf:pigeon"
+    assert make("weights.transport=acme-hf:pigeon").roles["rollout"].transport == "acme-hf:pigeon"
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ class Setting:
         self.published: list[int] = []
         actor: Any = self.actor
         self.writer = CheckpointWriter(
-            actor,
+            {"actor": actor},
             self.run,
             load_config(project.save()),
             background,
@@ -209,3 +209,22 @@ def test_the_last_checkpoint_is_written_unless_it_is_under_way(project: Project,
     setting.writer.write_last(state(last), 5.0)
     assert setting.whole == whole
     assert setting.actor.calls.count("save") == len(whole) - 1
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_each_trained_role_saves_into_a_folder_of_its_name(project: Project, background: bool):
+    run, published = RunDirectory.create("runs/one", ""), []
+    trained: Any = {"actor": Actor(), "critic": Actor()}
+    config = load_config(project.save())
+    writer = CheckpointWriter(trained, run, config, background, lambda step, path: published.append(path))
+    writer.begin(state(3))
+    if background:
+        trained["actor"].write()
+        writer.publish_if_written()  # the critic still writes
+        assert published == []
+        assert trained["actor"].calls == trained["critic"].calls == ["save_in_background"]
+    writer.finish()
+    (place,) = published
+    read = Checkpoint.read(place)
+    assert read.roles == ("actor", "critic")
+    assert all(read.state_of(role).is_dir() for role in read.roles)

@@ -14,7 +14,6 @@ from projects import Project
 from enginehouse.config.load import load_config
 from enginehouse.engines.train import LossSpec
 from enginehouse.errors import EnginehouseError, SaveError
-from enginehouse.plugin import capabilities
 from enginehouse.rl.checkpoint_writer import CheckpointWriter
 from enginehouse.rl.loop import LOST_SECONDS, Loop
 from enginehouse.runs import Progress, RunDirectory
@@ -56,11 +55,9 @@ class OneActor(Loop):
 
     @contextmanager
     def workers(self):
-        self.actor: Any = Actor()
+        self.actor = Actor()
+        self.roles: Any = SimpleNamespace(actor=self.actor, trained={"actor": self.actor}, describe=dict)
         yield
-
-    def describe(self) -> Mapping[str, Any]:
-        return {}
 
     def run_step(self, step: int) -> Mapping[str, float]:
         if step == 3:
@@ -77,8 +74,8 @@ class OneActor(Loop):
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
-    def _backend_capabilities(self) -> frozenset[str]:
-        return frozenset({capabilities.BACKGROUND_SAVE} if self.background else ())
+    def _saves_in_background(self) -> bool:
+        return self.background
 
 
 class NotFinite(EnginehouseError):

@@ -1,35 +1,125 @@
-"""What workers are told when a plan is placed."""
+"""Which workers are started when a plan is placed, what they share, and what they are told."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from projects import Project
 
 from enginehouse.config.load import load_config
-from enginehouse.config.plan import plan
+from enginehouse.config.plan import Plan, plan, plan_sft
+from enginehouse.config.schema import SFTConfig
+from enginehouse.engines.model import ModelSpec
 from enginehouse.plugin import load_plugins
 from enginehouse.rl import placement
 
 
-class Stopped(Exception):
-    """Nothing is started."""
+class Started:
+    """Stands in for what starts processes, and for the groups it would give: nothing is started."""
+
+    def __init__(self) -> None:
+        self.colocated: list[dict[str, Any]] = []
+        self.fleets: dict[str, int] = {}
+        self.pools: list[list[int]] = []
+        self.launched: list[str] = []
+        self.connected: list[tuple[Any, ...]] = []
+
+    def group(self, name: str) -> Any:
+        return SimpleNamespace(
+            name=name,
+            launch=lambda: self.launched.append(name),
+            shutdown=lambda: None,
+            call=lambda method: f"{method} of {name}",
+        )
+
+    def colocate(self, pool: Any, specs: dict[str, Any], **options: Any) -> dict[str, Any]:
+        self.colocated.append(dict(specs))
+        return {name: self.group(name) for name in specs}
+
+    def pool(self, nodes: list[int], **options: Any) -> Any:
+        self.pools.append(nodes)
+        return SimpleNamespace(shutdown=lambda: None)
+
+    def fleet(self, name: str, replicas: int) -> Any:
+        self.fleets[name] = replicas
+        return self.group(name)
+
+    def sync(self, actor: Any, rollout: Any, transport: str, **options: Any) -> Any:
+        self.connected.append((actor.name, rollout.name, transport))
+        return SimpleNamespace(connect=lambda: None, close=lambda: None, catch_up=None)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Started:
+    started = Started()
+
+    class Fleet:
+        """Stands in for `RolloutFleet`, which is told by its class."""
+
+        def __init__(self, spec: Any, replicas: int, *, name: str, **options: Any):
+            vars(self).update(vars(started.fleet(name, replicas)))
+
+    monkeypatch.setattr(placement, "colocate", started.colocate)
+    monkeypatch.setattr(placement, "ResourcePool", started.pool)
+    monkeypatch.setattr(placement, "RolloutFleet", Fleet)
+    monkeypatch.setattr(placement, "WeightSync", started.sync)
+    return started
+
+
+Make = Callable[..., Plan]
+
+
+@pytest.fixture
+def make(project: Project) -> Make:
+    def make(*overrides: str) -> Plan:
+        path = project.save()
+        return plan(load_config(path, ("cluster.launcher=inline", *overrides)), load_plugins(enabled=("torch",)), path)
+
+    return make
+
+
+def test_roles_that_share_processes_are_started_together(make: Make, started: Started):
+    with placement.place(make("algorithm.kl.coefficient=0.1")) as roles:
+        assert roles.describe() == {name: f"describe of {name}" for name in ("actor", "reference", "rollout")}
+        assert list(roles.trained) == ["actor"]
+    assert [list(specs) for specs in started.colocated] == [["actor", "reference", "rollout"]]
+    assert (started.pools, started.fleets, started.launched) == ([[1]], {}, ["rollout"])
+    assert started.connected == [("actor", "rollout", "inproc")]
+
+
+def test_a_rollout_of_its_own_is_a_fleet(make: Make, started: Started):
+    with placement.place(make("rollout.placement=separate")):
+        pass
+    assert [list(specs) for specs in started.colocated] == [["actor"]]
+    assert (started.fleets, started.launched) == ({"rollout": 1}, ["rollout"])
+
+
+def test_a_supervised_run_is_an_actor_without_weight_updates(project: Project, started: Started):
+    path = project.save_sft()
+    config = load_config(path, ("cluster.launcher=inline",), SFTConfig)
+    with placement.place(plan_sft(config, load_plugins(enabled=("torch",)), path)) as roles:
+        assert list(roles.groups) == list(roles.trained) == ["actor"]
+    assert [list(specs) for specs in started.colocated] == [["actor"]]
+    assert started.connected == []
 
 
 @pytest.mark.parametrize("seed", [0, 7, 2**63 - 1])
-def test_the_seed_of_a_run_reaches_new_weights(project: Project, monkeypatch: pytest.MonkeyPatch, seed: int):
-    given = {}
-
-    def stop(pool, specs, **options):
-        given.update(specs)
-        raise Stopped
-
-    monkeypatch.setattr(placement, "colocate", stop)
-    path = project.save()
-    overrides = (f"train.seed={seed}", "cluster.launcher=inline", "algorithm.kl.coefficient=0.1")
-    planned = plan(load_config(path, overrides), load_plugins(enabled=("torch",)), path)
-    with pytest.raises(Stopped), placement.place(planned, ()):
+def test_the_seed_of_a_run_reaches_new_weights(make: Make, started: Started, seed: int):
+    with placement.place(make(f"train.seed={seed}", "algorithm.kl.coefficient=0.1")):
         pass
-    assert given.keys() == {"actor", "reference", "rollout"}
-    for spec in given.values():
-        model = next(one for one in spec.args if hasattr(one, "dtype"))
+    (specs,) = started.colocated
+    assert specs.keys() == {"actor", "reference", "rollout"}
+    for spec in specs.values():
+        model = next(one for one in spec.args if isinstance(one, ModelSpec))
         assert model.seed == seed
+
+
+def test_a_reference_of_its_own_is_a_group_in_processes_of_its_own(make: Make, started: Started):
+    planned = make("algorithm.kl.coefficient=0.1", "cluster.launcher=ray", "reference.processes=2")
+    with placement.place(planned) as roles:
+        assert list(roles.groups) == ["actor", "reference", "rollout"]
+    assert [list(specs) for specs in started.colocated] == [["actor", "rollout"], ["reference"]]
+    assert started.pools == [[1], [2]]

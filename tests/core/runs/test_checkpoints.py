@@ -21,7 +21,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def at(step: int, seconds: float = 0.0) -> Checkpoint:
-    return Checkpoint(Path(), step, seconds, {"row": step}, {"train": {"steps": 9}}, "train")
+    return Checkpoint(Path(), step, seconds, {"row": step}, {"train": {"steps": 9}}, "train", roles=("actor",))
 
 
 def write(run: RunDirectory, step: int, content: str = "weights", seconds: float = 0.0) -> Path:
@@ -56,7 +56,7 @@ def test_a_checkpoint_reads_back_as_it_was_written(run: RunDirectory):
     assert (read.step, read.elapsed_seconds, read.loop, read.config, read.kind) == (
         5, 1.25, {"row": 5}, {"train": {"steps": 9}}, "train"
     )  # fmt: skip
-    assert (read.actor / "weights").read_text() == "weights"
+    assert (read.state_of("actor") / "weights").read_text() == "weights"
 
 
 def test_what_is_being_written_is_no_checkpoint(run: RunDirectory):
@@ -182,3 +182,64 @@ def test_a_trace_that_was_cut_off_within_a_line_is_gone_on_with(run: RunDirector
     assert [e["name"] for e in events] == ["step 1", "step 2", "step 3"]
     assert events[0]["tid"] == events[2]["tid"] != events[1]["tid"]
     assert events[0]["ts"] < 1000e6 < events[1]["ts"]
+
+
+# By role
+
+
+def test_each_role_has_a_folder_of_its_name(run: RunDirectory):
+    staged = run.checkpoints.stage(5)
+    checkpoint = replace(at(5), roles=("actor", "critic"))
+    (staged / "actor").mkdir()
+    with pytest.raises(EnginehouseError, match="the critic's state of step 5 is not at"):
+        run.checkpoints.publish(staged, checkpoint)
+    (staged / "critic").mkdir()
+    place = run.checkpoints.publish(staged, checkpoint)
+    read = Checkpoint.read(place)
+    assert read.roles == ("actor", "critic")
+    assert read.state_of("critic") == place / "critic"
+    (place / "critic").rmdir()
+    with pytest.raises(ValueError, match="critic/ is missing"):
+        Checkpoint.read(place).check_files()
+
+
+BEFORE = """\
+{
+  "format": 2,
+  "step": 5,
+  "elapsed_seconds": 1.5,
+  "loop": {
+    "row": 5
+  },
+  "kind": "train",
+  "config": {
+    "train": {
+      "steps": 9
+    }
+  },
+  "data": {},
+  "files": {
+    "actor/weights": [
+      7,
+      "bdbda1eb6e05adc4800d98e5524fefbc"
+    ]
+  },
+  "digest": "98f069036d9ae5e872f16e608755c3d2"
+}
+"""
+"""`loop.json` as it was written before it named the roles."""
+
+
+def test_a_checkpoint_that_names_no_roles_is_read_by_its_folders(run: RunDirectory):
+    place = run.path / "checkpoints" / "step-000005"
+    (place / "actor").mkdir(parents=True)
+    (place / "actor" / "weights").write_text("weights")
+    (place / "loop.json").write_text(BEFORE)
+    newest, damaged = newest_checkpoint(run.path)
+    assert damaged == {}
+    assert newest is not None
+    assert newest.roles == ("actor",)
+    assert (newest.state_of("actor") / "weights").read_text() == "weights"
+    (place / "actor" / "weights").unlink()
+    (place / "actor").rmdir()
+    assert newest_checkpoint(run.path) == (None, {place: "no role's folder is there"})

@@ -1,7 +1,8 @@
 """Checkpoints of a run: what is in one, which there are, and which is the newest that is whole.
 
-A checkpoint is a directory `checkpoints/step-000100/` of the run directory. It holds `actor/`, which the training
-engine wrote and reads, and `loop.json`: where the loop stood, with which config and data, and the digests of all files.
+A checkpoint is a directory `checkpoints/step-000100/` of the run directory. It holds a folder for each
+role that is trained, by its name, which that role's engine wrote and reads, and `loop.json`: where the loop stood, with
+which config and data, and the digests of all files.
 `enginehouse.checkpoints.store` puts it there, `enginehouse.rl.checkpoint_writer` decides when. A checkpoint is whole if
 all its files are what they were when it was written: every byte is read, before a process starts.
 """
@@ -24,7 +25,6 @@ log = logging.getLogger(__name__)
 CHECKPOINTS = "checkpoints"
 """The directory in a run directory that holds its checkpoints."""
 LOOP_FILE = "loop.json"
-ACTOR = "actor"
 FORMAT = 2
 """Raised when `loop.json` changes so that older code would misread it. The digest of itself
 stays as it is. Format 1 had no digests."""
@@ -50,6 +50,7 @@ class Checkpoint:
         kind: the command that runs such a config, `"train"` or `"sft"`.
         data: digests of the files of training data, by path as the config has it; empty in one of format 1.
         files: size in bytes and digest of each file, by its path in the directory; empty in one of format 1.
+        roles: whose state is in it, each in a folder of its name.
         passed_over: damaged checkpoints of later steps, in whose place this one was taken.
         record: the run's, just before this one was looked for to go on from; another one means that another process
             went on meanwhile.
@@ -63,13 +64,13 @@ class Checkpoint:
     kind: str
     data: Mapping[str, str] = field(default_factory=dict)
     files: Files = field(default_factory=dict)
+    roles: Sequence[str] = ()
     passed_over: Sequence[Path] = ()
     record: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def actor(self) -> Path:
-        """What the actor's engine wrote."""
-        return self.path / ACTOR
+    def state_of(self, role: str) -> Path:
+        """What a role's engine wrote."""
+        return self.path / role
 
     def encoded(self) -> str:
         """The content of `loop.json`, with a digest of itself."""
@@ -81,6 +82,7 @@ class Checkpoint:
             "kind": self.kind,
             "config": self.config,
             "data": self.data,
+            "roles": list(self.roles),
             "files": {name: list(entry) for name, entry in self.files.items()},
         }
         return json.dumps({**content, "digest": _digest(content)}, indent=2) + "\n"
@@ -110,6 +112,7 @@ class Checkpoint:
             path, int(content["step"]), float(content["elapsed_seconds"]), dict(content["loop"]),
             dict(content["config"]), str(content["kind"]), dict(content.get("data", {})),
             {name: (size, digest) for name, (size, digest) in content.get("files", {}).items()},
+            tuple(content["roles"] if "roles" in content else _folders(path)),
         )  # fmt: skip
 
     def check_files(self) -> None:
@@ -118,8 +121,11 @@ class Checkpoint:
         Raises:
             OSError, ValueError: one is not.
         """
-        if not self.actor.is_dir():
-            raise ValueError(f"{ACTOR}/ is missing")
+        if not self.roles:
+            raise ValueError("no role's folder is there")
+        for role in self.roles:
+            if not self.state_of(role).is_dir():
+                raise ValueError(f"{role}/ is missing")
         for name, (size, _) in self.files.items():
             file = self.path / name
             if not file.is_file():
@@ -143,6 +149,11 @@ def files_of(directory: Path) -> dict[str, tuple[int, str]]:
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     digests = file_digests(files, to_disk=True)
     return {file.relative_to(directory).as_posix(): (file.stat().st_size, digests[str(file)]) for file in files}
+
+
+def _folders(directory: Path) -> list[str]:
+    """The roles whose state is in a checkpoint that does not say it: one of an earlier enginehouse."""
+    return sorted(path.name for path in directory.iterdir() if path.is_dir())
 
 
 def _digest(content: Mapping[str, Any]) -> str:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from enginehouse.atomic import move_into_place, write_whole
 from enginehouse.checkpoints import (
-    ACTOR,
     CHECKPOINTS,
     LOOP_FILE,
     Checkpoint,
@@ -60,28 +59,29 @@ class CheckpointStore:
             log.warning("the damaged checkpoint %s is now %s, and can be deleted", path, aside.name)
 
     def stage(self, step: int) -> Path:
-        """Make a new directory, in which the actor's engine is to write `actor/`."""
+        """Make a new directory, in which each trained role's engine is to write a folder of the role's name."""
         staged = self._directory / f".{checkpoint_name(step)}.partial-{uuid.uuid4().hex[:8]}"
         staged.mkdir(parents=True)
         return staged
 
     def publish(self, staged: Path, checkpoint: Checkpoint, files: Files | None = None) -> Path:
-        """Make what was staged, with the actor's state in it, the checkpoint of its step; delete those grown old.
+        """Make what was staged, with the roles' state in it, the checkpoint of its step; delete those grown old.
 
         Args:
             staged: as `stage` made it.
-            checkpoint: what to write beside the actor's state; its path and files are not looked at.
+            checkpoint: what to write beside the roles' state; its path and files are not looked at.
             files: what `files_of` gave of `staged`, where that is done already: it reads every byte. Where it is
                 empty there was no time for that, and none is spent on having the files on disk.
 
         Raises:
-            EnginehouseError: the actor's state is not there: workers and controller do not share a file system.
+            EnginehouseError: a role's state is not there: workers and controller do not share a file system.
         """
-        if not (staged / ACTOR).is_dir():
-            raise EnginehouseError(
-                f"the actor's state of step {checkpoint.step} is not at {staged / ACTOR}, where it was told to write "
-                "it. Do the actor's node and this one share the file system of run.directory? They have to."
-            )
+        for role in checkpoint.roles:
+            if not (staged / role).is_dir():
+                raise EnginehouseError(
+                    f"the {role}'s state of step {checkpoint.step} is not at {staged / role}, where it was told to "
+                    f"write it. Do the {role}'s node and this one share the file system of run.directory? They have to."
+                )
         place = self._directory / checkpoint_name(checkpoint.step)
         files = files_of(staged) if files is None else files
         write_whole(staged / LOOP_FILE, replace(checkpoint, path=place, files=files).encoded())

@@ -18,7 +18,7 @@ from enginehouse.cli.interrupts import Interrupts
 from enginehouse.errors import EnginehouseError
 
 if TYPE_CHECKING:
-    from enginehouse.config.plan import Plan, SFTPlan
+    from enginehouse.config.plan import RunPlan
     from enginehouse.runs import Progress, RunDirectory
     from enginehouse.runs.record import Status
 
@@ -34,7 +34,7 @@ class Trainer(Protocol):
         ...
 
 
-def run_plan(plan: Plan | SFTPlan, build: Callable[[RunDirectory, Progress], Trainer], *, quiet: bool = False) -> None:
+def run_plan(plan: RunPlan, build: Callable[[RunDirectory, Progress], Trainer], *, quiet: bool = False) -> None:
     """Build the trainer, make the run directory, run the plan, and say how it ended.
 
     Args:
@@ -82,11 +82,7 @@ def run_plan(plan: Plan | SFTPlan, build: Callable[[RunDirectory, Progress], Tra
             with progress, ExitStack() as stack:
                 trainer = build(run, progress)
                 run.open()
-                run.record.update(
-                    actor_options=plan.actor_options, rollout_options=getattr(plan, "rollout_options", None)
-                )
-                if evaluation := getattr(plan, "evaluation", None):
-                    run.record.update(evaluation_options=evaluation.options)
+                run.record.update(**{f"{name}_options": role.options for name, role in plan.roles.items()})
                 stack.callback(_trace_calls(run))
                 trainer.run()
         except BaseException as error:

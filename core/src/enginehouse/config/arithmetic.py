@@ -8,12 +8,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.config.device import visible_gpus
+from enginehouse.config.roles import own_processes
 from enginehouse.data.rendering import TokenLimit
 from enginehouse.engines.model import positions
 from enginehouse.plugin import Advantage
 
 if TYPE_CHECKING:
     from enginehouse.config.findings import Findings
+    from enginehouse.config.roles import RolePlan
     from enginehouse.config.schema import Cluster, Config, SFTConfig
     from enginehouse.plugin import PluginManager
 
@@ -33,6 +35,10 @@ def check_batches(findings: Findings, config: Config, plugins: PluginManager) ->
     )
     if minibatches > samples:
         findings.refuse(f"{said}, which cannot be cut into {minibatches} minibatches (algorithm.minibatches)")
+    if (config.reference.processes or 0) > samples and config.algorithm.kl.coefficient:
+        findings.refuse(
+            f"{said}, fewer than the {config.reference.processes} processes of the reference (reference.processes)"
+        )
     if processes > samples:
         findings.refuse(f"{said}, fewer than the {processes} processes of the actor (actor.processes)")
     elif processes * minibatches > samples >= minibatches:
@@ -74,19 +80,21 @@ def check_rows(findings: Findings, config: SFTConfig) -> None:
         )
 
 
-def check_placement(
-    findings: Findings, config: Config, device: str, colocated: bool, gpus_per_replica: int, evaluation_gpus: int
-) -> None:
+def check_placement(findings: Findings, config: Config, device: str, roles: Mapping[str, RolePlan]) -> None:
     """Check that the roles fit beside each other.
 
     Args:
         device: torch device type of the run.
-        colocated: whether the rollout lives in the actor's processes.
-        gpus_per_replica: GPUs of a replica, where it has processes of its own.
-        evaluation_gpus: those of the engine for validations.
+        roles: by name.
     """
     actor, rollout = config.actor.processes, config.rollout.replicas
-    evaluation = int(config.evaluation.engine is not None)
+    evaluation, apart = "evaluation" in roles, own_processes(roles)
+    if "reference" in apart and config.cluster.launcher == "inline":
+        key = "engine" if config.reference.engine else "processes"
+        findings.refuse(
+            f"reference.{key}: the reference wants processes of its own, and an inline run has one for all roles; "
+            "leave it unset, or set cluster.launcher=ray"
+        )
     if evaluation and config.cluster.launcher == "inline":
         findings.refuse(
             "evaluation.engine wants a process of its own, and an inline run has one for all roles; leave it unset, or "
@@ -94,14 +102,14 @@ def check_placement(
         )
     if evaluation and not config.data.validation:
         findings.refuse("evaluation.engine is set, but there is no file to validate on (data.validation)")
-    if colocated and actor != rollout and config.cluster.launcher != "inline":
+    if "rollout" not in apart and actor != rollout and config.cluster.launcher != "inline":
         findings.refuse(
             "rollout.placement is colocated: each replica lives in a process of the actor, so rollout.replicas "
             f"({rollout}) has to equal actor.processes ({actor}); or set rollout.placement=separate"
         )
-    gpus = {"actor": actor, "rollout": 0 if colocated else rollout * gpus_per_replica, "evaluation": evaluation_gpus}
+    gpus = {name: role.processes * role.gpus for name, role in apart.items()}
     check_cluster(findings, config.cluster, max(actor, rollout), gpus, device)
-    check_cores(findings, config.cluster, actor + (0 if colocated else rollout) + evaluation, device)
+    check_cores(findings, config.cluster, sum(role.processes for role in apart.values()), device)
 
 
 def check_cluster(findings: Findings, cluster: Cluster, largest: int, gpus: Mapping[str, int], device: str) -> None:
@@ -154,12 +162,12 @@ def check_evaluation(findings: Findings, config: Config) -> None:
 
 
 def check_lengths(
-    findings: Findings, config: Config, options: Mapping[str, Mapping[str, Any]], model: Mapping[str, Any]
+    findings: Findings, config: Config, roles: Mapping[str, RolePlan], model: Mapping[str, Any]
 ) -> TokenLimit:
     """Check that a response fits into the model and each engine that generates, where limits are known.
 
     Args:
-        options: of the engines, by role.
+        roles: by name.
         model: the model's `config.json`.
 
     Returns:
@@ -171,7 +179,7 @@ def check_lengths(
     key, wanted = "rollout.sampling.max_tokens", config.rollout.sampling.max_tokens
     answers = [(key, wanted, "rollout")]
     if config.data.validation_files():
-        by = "evaluation" if "evaluation" in options else "rollout"
+        by = "evaluation" if "evaluation" in roles else "rollout"
         if config.evaluation.sampling.max_tokens:
             key, wanted = "evaluation.sampling.max_tokens", config.evaluation.sampling.max_tokens
         answers.append((key, wanted, by))
@@ -179,7 +187,7 @@ def check_lengths(
     for key, wanted, role in dict.fromkeys(answers):
         limits = {
             "the model's positions (max_position_embeddings)": positions(model),
-            f"{role}.engine.options.max_model_tokens": options[role].get("max_model_tokens"),
+            f"{role}.engine.options.max_model_tokens": roles[role].options.get("max_model_tokens"),
         }
         known = [(limit, name) for name, limit in limits.items() if isinstance(limit, int)]
         limit, name = min(known, default=(prompt + wanted, ""))

@@ -195,6 +195,23 @@ def typed_options(
     return {} if options is None else options.model_dump()
 
 
+def check_processes(
+    findings: Findings, record: Backend | None, options: Mapping[str, Any], processes: int, key: str
+) -> None:
+    """Check a backend's options against a number of processes that is not the one they were given for.
+
+    Args:
+        options: as `typed_options` gives them.
+        key: config key of the number.
+    """
+    typed = None if record is None else _typed(record, options)
+    if record is not None and typed is not None:
+        try:
+            typed.check(processes)
+        except UserError as error:
+            findings.refuse(f"{key} is {processes}: {error} (options of backend {record.name!r})")
+
+
 def _options_class(record: Backend) -> type[BaseModel] | str:
     """A backend's own class of options, or why there is none."""
     try:

@@ -10,10 +10,9 @@ from enginehouse.config.rows import named
 from enginehouse.runtimes import CURRENT
 
 if TYPE_CHECKING:
-    from enginehouse.config.plan import EvaluationPlan
+    from enginehouse.config.roles import RolePlan
     from enginehouse.config.rows import Rows
     from enginehouse.config.schema import Config, Engine, Model, SFTConfig
-    from enginehouse.runtimes import Interpreter
 
 Facts = list[tuple[str, str]]
 
@@ -22,36 +21,27 @@ def outline_rl(
     config: Config,
     model: Mapping[str, Any],
     rows: Rows,
-    transport: str,
-    effect_check_every: int,
+    roles: Mapping[str, RolePlan],
     apart: str,
-    interpreters: Mapping[str, Interpreter],
-    evaluation: EvaluationPlan | None = None,
-    base_is_reference: bool = False,
+    transport_reason: str,
 ) -> Facts:
     """A reinforcement-learning run.
 
     Args:
         model: the model's `config.json`.
         rows: those of the training files.
-        transport: the transport, and why it.
-        effect_check_every: updates between checks of their effect; 0 for none.
+        roles: by name.
         apart: why the rollout does not live in the actor's processes; empty where it does.
-        interpreters: what each role's workers run under.
-        evaluation: what answers the validation prompts, where that is not the rollout.
-        base_is_reference: whether the reference is the actor's own model without its adapters.
+        transport_reason: why the rollout has the weight transport it has.
     """
-    checked = (
-        f"their effect checked every {effect_check_every} updates" if effect_check_every else "their effect unchecked"
-    )
     return [
         ("model", _model(config.model, model)),
         ("actor", f"{_count(config.actor.processes, 'process')} of {_engine(config.actor.engine)}"),
         ("rollout", _rollout(config, apart)),
-        *([("evaluation", _evaluation(config, evaluation))] if evaluation else []),
-        ("reference", _reference(config, base_is_reference)),
-        ("runtimes", _runtimes(interpreters)),
-        ("weights", f"by {transport}; {checked}"),
+        *([("evaluation", _evaluation(config, roles["evaluation"]))] if "evaluation" in roles else []),
+        ("reference", _reference(config, roles.get("reference"))),
+        ("runtimes", _runtimes(roles)),
+        ("weights", _weights(roles["rollout"], transport_reason)),
         ("reward", _reward(config)),
         ("algorithm", f"{config.algorithm.advantage.name} advantages, {config.algorithm.loss.name} loss"),
         ("data", _prompts(config, rows)),
@@ -62,15 +52,13 @@ def outline_rl(
     ]
 
 
-def outline_sft(
-    config: SFTConfig, model: Mapping[str, Any], rows: int, interpreters: Mapping[str, Interpreter]
-) -> Facts:
-    """A supervised run; `model` is the model's `config.json`, `rows` those of the file, `interpreters` by role."""
+def outline_sft(config: SFTConfig, model: Mapping[str, Any], rows: int, roles: Mapping[str, RolePlan]) -> Facts:
+    """A supervised run; `model` is the model's `config.json`, `rows` those of the file, `roles` by name."""
     each, longest = config.train.rows_per_step, config.data.max_tokens
     return [
         ("model", _model(config.model, model)),
         ("actor", f"{_count(config.actor.processes, 'process')} of {_engine(config.actor.engine)}"),
-        ("runtimes", _runtimes(interpreters)),
+        ("runtimes", _runtimes(roles)),
         ("data", _data(rows, "demonstrations", config.data.train, config.train.steps * each)),
         ("a step", f"{each} rows, at most {each * longest:,} tokens"),
         ("the run", f"{config.train.steps} steps, an optimizer step each"),
@@ -82,11 +70,21 @@ def _model(section: Model, model: Mapping[str, Any]) -> str:
     return f"{section.path}: {', '.join(names)} in {section.dtype}"
 
 
-def _runtimes(interpreters: Mapping[str, Interpreter]) -> str:
+def _runtimes(roles: Mapping[str, RolePlan]) -> str:
+    """What each role runs in; not said of a reference in the actor's processes, which has the actor's engine."""
+    interpreters = {
+        name: role.interpreter for name, role in roles.items() if not (role.kind == "train" and role.shares)
+    }
     return "; ".join(
-        f"{role} in {'this environment' if one.name == CURRENT else one.name} ({one.reason})"
-        for role, one in interpreters.items()
+        f"{name} in {'this environment' if one.name == CURRENT else one.name} ({one.reason})"
+        for name, one in interpreters.items()
     )
+
+
+def _weights(rollout: RolePlan, reason: str) -> str:
+    every = rollout.effect_check_every
+    checked = f"their effect checked every {every} updates" if every else "their effect unchecked"
+    return f"by {rollout.transport} ({reason}); {checked}"
 
 
 def _engine(engine: Engine) -> str:
@@ -101,8 +99,8 @@ def _rollout(config: Config, apart: str) -> str:
     return f"{_count(rollout.replicas, 'replica')} of {_engine(rollout.engine)}, {where}"
 
 
-def _evaluation(config: Config, evaluation: EvaluationPlan) -> str:
-    checked = "checked each time" if evaluation.effect_checked else "unchecked"
+def _evaluation(config: Config, evaluation: RolePlan) -> str:
+    checked = "checked each time" if evaluation.effect_check_every else "unchecked"
     engine = _engine(config.evaluation.engine) if config.evaluation.engine else evaluation.backend
     return (
         f"1 replica of {engine}, in a process of its own; weights by {evaluation.transport} before each "
@@ -110,12 +108,19 @@ def _evaluation(config: Config, evaluation: EvaluationPlan) -> str:
     )
 
 
-def _reference(config: Config, base_is_reference: bool) -> str:
+def _reference(config: Config, reference: RolePlan | None) -> str:
     kl = config.algorithm.kl
     if not kl.coefficient:
         return "none (algorithm.kl.coefficient is 0)"
     path = config.reference.path or config.model.path
-    what = "the actor's base, without its adapters" if base_is_reference else f"{path}, in the actor's processes"
+    if reference is None:
+        what = "the actor's base, without its adapters"
+    elif reference.shares:
+        what = f"{path}, in the actor's processes"
+    else:
+        own = config.reference.engine
+        engine = _engine(own) if own else f"{reference.backend} with the actor's options"
+        what = f"{path}: {_count(reference.processes, 'process')} of {engine}, apart from the actor's"
     return f"{what}; {kl.coefficient:g} times the {kl.estimator} divergence in the {kl.place}"
 
 

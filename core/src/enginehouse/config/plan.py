@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,6 +30,7 @@ from enginehouse.config.arithmetic import (
 from enginehouse.config.backends import (
     check_capabilities,
     check_model,
+    check_processes,
     check_servers,
     check_targets,
     choose_colocation,
@@ -46,10 +47,11 @@ from enginehouse.config.functions import extend_path, find_function
 from enginehouse.config.outline import Facts, outline_rl, outline_sft
 from enginehouse.config.paths import check_run_directory, has_chat_template, read_model
 from enginehouse.config.resume import check_resume
+from enginehouse.config.roles import RolePlan
 from enginehouse.config.rows import check_reward_columns, look_at_demonstrations, look_at_prompts, named
 from enginehouse.config.schema import Config, SFTConfig
 from enginehouse.config.secrets import check_secrets
-from enginehouse.engines.model import Device
+from enginehouse.engines.model import Device, ModelSpec
 from enginehouse.errors import ConfigError, ModelError
 from enginehouse.plugin import (
     Advantage,
@@ -84,24 +86,24 @@ class RunPlan:
     """What plans of every kind of run hold.
 
     Attributes:
+        config: the config it was made from, unchanged.
+        roles: what plays each role, by its name. Those that share processes are built in this order.
         device: torch device type of every engine, `"cpu"` or `"cuda"`.
         run_directory: absolute path.
         python_path: directories that workers import the user's own functions from.
         distributions: distributions of the backends used, for the record of versions.
-        actor_options: the training backend's options, checked and complete, as plain data.
-        interpreters: what each role's workers run under, by role: `"actor"`, `"rollout"`, `"evaluation"`.
         facts: what the run will do, as `(label, sentence)`.
         notes: what the user may not have expected.
         resumed: the checkpoint the run goes on from; None for a run that starts.
         spare_unfinished: `run.overwrite` is not to delete a run that can be gone on with.
     """
 
+    config: Config | SFTConfig
+    roles: Mapping[str, RolePlan]
     device: Device
     run_directory: Path
     python_path: tuple[str, ...]
     distributions: tuple[str, ...]
-    actor_options: dict[str, Any]
-    interpreters: Mapping[str, Interpreter]
     facts: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
     resumed: Checkpoint | None
@@ -115,35 +117,11 @@ class RunPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationPlan:
-    """An engine of its own for validations.
-
-    Attributes:
-        backend: name of a rollout backend.
-        options: its options, as plain data.
-        transport: name of the weight transport.
-        effect_checked: whether the effect of its weights is compared with the trainer's at each validation.
-        gpus: it takes, where the run is on GPUs.
-    """
-
-    backend: str
-    options: dict[str, Any]
-    transport: str
-    effect_checked: bool
-    gpus: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Plan(RunPlan):
-    """A reinforcement-learning run, checked.
+    """A reinforcement-learning run, checked. Its roles are `"actor"`, `"rollout"`, where a model of its own is the
+    reference `"reference"`, and where an engine of its own answers validation prompts `"evaluation"`.
 
     Attributes:
-        config: the config it was made from, unchanged.
-        rollout_options: the rollout backend's options, as plain data.
-        base_is_reference: whether the reference model is the actor's own, without its adapters.
-        colocated: whether the rollout lives in the actor's processes.
-        transport: name of the weight transport.
-        effect_check_every: `weights.effect_check_every`; 0 where the rollout backend cannot score prompts.
         reward: `"module:function"`.
         reward_arguments: as the reward takes them: the member of an `Enum`, where the config has its value.
         advantage: `"module:function"`.
@@ -153,17 +131,10 @@ class Plan(RunPlan):
         old_logprobs: whose logprobs the ratio divides by, `"rollout"` or `"actor"`.
         loss_arguments: as the loss takes them, with those that are taken from elsewhere in the config; without the KL
             term's.
-        evaluation: what answers the validation prompts; None: the rollout.
-        gpus_per_replica: GPUs of a replica in processes of its own, where the run is on GPUs.
         prompt_limit: how long prompts may be.
     """
 
     config: Config
-    rollout_options: dict[str, Any]
-    base_is_reference: bool
-    colocated: bool
-    transport: str
-    effect_check_every: int
     reward: str
     reward_arguments: dict[str, Any]
     advantage: str
@@ -172,22 +143,19 @@ class Plan(RunPlan):
     keep_arguments: dict[str, Any]
     old_logprobs: Literal["rollout", "actor"]
     loss_arguments: dict[str, Any]
-    evaluation: EvaluationPlan | None
-    gpus_per_replica: int
     prompt_limit: TokenLimit
 
     @property
     def uses_reference(self) -> bool:
-        """Whether there is a reference model, on the actor's backend and with its options."""
+        """Whether a KL term compares with a reference: the role of that name, else the actor without its adapters."""
         return _uses_reference(self.config)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SFTPlan(RunPlan):
-    """A supervised run, checked.
+    """A supervised run, checked. Its one role is `"actor"`.
 
     Attributes:
-        config: the config it was made from, unchanged.
         row_limit: how long a demonstration may be.
     """
 
@@ -222,7 +190,6 @@ def plan(
     setting = _Setting(config, plugins, config_path, resume, overrides)
     findings, algorithm = setting.findings, config.algorithm
     optimizer_steps = config.train.steps * algorithm.epochs * algorithm.minibatches
-    uses_reference = _uses_reference(config)
 
     train = find_backend(findings, setting.plugins, TrainBackend, config.actor.engine, "actor", setting.device)
     rollout = find_backend(findings, setting.plugins, RolloutBackend, config.rollout.engine, "rollout", setting.device)
@@ -232,17 +199,31 @@ def plan(
     rollout_options = typed_options(
         findings, setting.plugins, rollout, config.rollout.engine, "rollout", config.rollout.replicas
     )
-    adapted = train is not None and capabilities.LORA in train.capabilities and bool(actor_options.get("lora"))
-    base_is_reference = uses_reference and adapted and not config.reference.path
     effect_check_every = check_capabilities(findings, config, rollout)
-    interpreters = {
-        "actor": setting.interpreter(train, config.actor.engine, actor_options, "actor"),
-        "rollout": setting.interpreter(rollout, config.rollout.engine, rollout_options, "rollout"),
-    }
-    colocated, apart = choose_colocation(findings, config, rollout, interpreters["actor"], interpreters["rollout"])
+    actor_runs_in = setting.interpreter(train, config.actor.engine, actor_options, "actor")
+    rollout_runs_in = setting.interpreter(rollout, config.rollout.engine, rollout_options, "rollout")
+    colocated, apart = choose_colocation(findings, config, rollout, actor_runs_in, rollout_runs_in)
     transport, reason = choose_transport(findings, setting.plugins, config, train, rollout, setting.device, colocated)
-
-    evaluator, evaluation = setting.evaluation(config, train, interpreters)
+    actor = setting.trained_role(config, actor_options, actor_runs_in)
+    roles = {"actor": actor}
+    reference_backend, reference = setting.reference(config, train, actor, optimizer_steps)
+    if reference:
+        roles["reference"] = reference
+    roles["rollout"] = RolePlan(
+        kind="rollout",
+        backend=config.rollout.engine.backend,
+        options=rollout_options,
+        model=actor.model,
+        processes=config.rollout.replicas,
+        shares="actor" if colocated else None,
+        gpus=gpus_of(rollout, rollout_options),
+        interpreter=rollout_runs_in,
+        transport=transport,
+        effect_check_every=effect_check_every,
+    )
+    evaluator, evaluation = setting.evaluation(config, train)
+    if evaluation:
+        roles["evaluation"] = evaluation
 
     model = setting.model(config)
     check_model(findings, train, actor_options, model, "actor")
@@ -252,13 +233,13 @@ def plan(
         check_model(findings, evaluator, evaluation.options, model, "evaluation")
         if evaluator is rollout:
             check_servers(findings, rollout, rollout_options, evaluation.options)
-    if uses_reference and config.reference.path:
-        check_model(findings, train, actor_options, setting.reference, "actor", "reference.path")
+    if reference and (config.reference.path or config.reference.engine):
+        read, path_key = (setting.reference_model, "reference.path") if config.reference.path else (model, "model.path")
+        key = "reference" if config.reference.engine else "actor"
+        check_model(findings, reference_backend, reference.options, read, key, path_key)
     check_batches(findings, config, setting.plugins)
-    gpus = gpus_of(rollout, rollout_options)
-    check_placement(findings, config, setting.device, colocated, gpus, evaluation.gpus if evaluation else 0)
-    generating = {"rollout": rollout_options} | ({"evaluation": evaluation.options} if evaluation else {})
-    limit = check_lengths(findings, config, generating, model)
+    check_placement(findings, config, setting.device, roles)
+    limit = check_lengths(findings, config, roles, model)
     check_evaluation(findings, config)
     rows = look_at_prompts(findings, config, limit, bool(model))
     if config.train.validate_every and not config.data.validation_files():
@@ -287,15 +268,9 @@ def plan(
         }
     )
     findings.raise_problems(setting.source)
-    by = f"{transport} ({reason})"
-    facts = outline_rl(config, model, rows, by, effect_check_every, apart, interpreters, evaluation, base_is_reference)
     return Plan(
         config=config,
-        rollout_options=rollout_options,
-        base_is_reference=base_is_reference,
-        colocated=colocated,
-        transport=transport,
-        effect_check_every=effect_check_every,
+        roles=roles,
         reward=reward,
         reward_arguments=reward_arguments,
         advantage=advantage,
@@ -304,12 +279,12 @@ def plan(
         keep_arguments=keep_arguments,
         old_logprobs=old_logprobs,
         loss_arguments=loss_arguments | taken,
-        evaluation=evaluation,
-        gpus_per_replica=gpus,
         prompt_limit=limit,
-        actor_options=actor_options,
-        interpreters=interpreters,
-        **setting.common(facts, directory, (train, rollout, evaluator)),
+        **setting.common(
+            outline_rl(config, model, rows, roles, apart, reason),
+            directory,
+            (train, reference_backend, rollout, evaluator),
+        ),
     )
 
 
@@ -327,7 +302,8 @@ def plan_sft(
     actor_options = scheduled_options(
         findings, setting.plugins, train, config.actor.engine, processes, config.train.steps
     )
-    interpreters = {"actor": setting.interpreter(train, config.actor.engine, actor_options, "actor")}
+    runs_in = setting.interpreter(train, config.actor.engine, actor_options, "actor")
+    roles = {"actor": setting.trained_role(config, actor_options, runs_in)}
     model = setting.model(config)
     check_model(findings, train, actor_options, model, "actor")
     check_targets(findings, actor_options, config.model.path)
@@ -341,10 +317,9 @@ def plan_sft(
     findings.raise_problems(setting.source)
     return SFTPlan(
         config=config,
+        roles=roles,
         row_limit=limit,
-        actor_options=actor_options,
-        interpreters=interpreters,
-        **setting.common(outline_sft(config, model, rows, interpreters), directory, (train,)),
+        **setting.common(outline_sft(config, model, rows, roles), directory, (train,)),
     )
 
 
@@ -372,7 +347,7 @@ class _Setting:
         extend_path(self.python_path)
         self.device, self.device_reason = pick_device(config.cluster.device)
         self.findings = Findings()
-        self.reference: Mapping[str, Any] = {}
+        self.reference_model: Mapping[str, Any] = {}
 
     def common(self, facts: Facts, directory: Path, backends: Sequence[Backend | None]) -> dict[str, Any]:
         """Fields that every plan has."""
@@ -405,35 +380,83 @@ class _Setting:
             self.findings, self.plugins, record, engine, options, key, self.config.cluster.launcher, self.device
         )
 
-    def evaluation(
-        self, config: Config, train: TrainBackend | None, interpreters: dict[str, Interpreter]
-    ) -> tuple[RolloutBackend | None, EvaluationPlan | None]:
-        """Check the engine for validations, and add its interpreter to the others; None twice where it is the rollout.
+    def model_spec(self, path: str) -> ModelSpec:
+        """What a role that loads the model in `path` is told of it."""
+        model, seed = self.config.model, self.config.train.seed
+        return ModelSpec(os.path.abspath(path), dtype=model.dtype, trust_remote_code=model.trust_remote_code, seed=seed)
+
+    def trained_role(self, config: Config | SFTConfig, options: dict[str, Any], interpreter: Interpreter) -> RolePlan:
+        """The actor."""
+        return RolePlan(
+            kind="train",
+            backend=config.actor.engine.backend,
+            options=options,
+            model=self.model_spec(config.model.path),
+            processes=config.actor.processes,
+            interpreter=interpreter,
+            trained=True,
+        )
+
+    def reference(
+        self, config: Config, train: TrainBackend | None, actor: RolePlan, optimizer_steps: int
+    ) -> tuple[TrainBackend | None, RolePlan | None]:
+        """Check the reference model of a KL term; without one, or where it is the actor's own base, None as a role.
 
         Args:
-            train: the actor's backend.
-            interpreters: by role.
+            train: the actor's backend, which is the reference's unless that has an engine of its own.
+            actor: the actor's role.
+            optimizer_steps: of the run.
         """
+        findings, reference = self.findings, config.reference
+        engine, given = reference.engine, {name for name, value in reference if value}
+        if not _uses_reference(config):
+            for name in sorted(given):
+                findings.note(f"reference.{name} is set, but algorithm.kl.coefficient is 0: no reference model runs")
+            return train, None
+        adapted = train is not None and capabilities.LORA in train.capabilities and bool(actor.options.get("lora"))
+        if adapted and not given:
+            return train, None
+        processes = reference.processes or actor.processes
+        role = replace(actor, model=self.model_spec(reference.path or config.model.path), trained=False)
+        if engine is None and reference.processes is None:
+            return train, replace(role, shares="actor")
+        if engine is None:
+            check_processes(findings, train, actor.options, processes, "reference.processes")
+            return train, replace(role, processes=processes)
+        record = find_backend(findings, self.plugins, TrainBackend, engine, "reference", self.device)
+        options = typed_options(findings, self.plugins, record, engine, "reference", processes)
+        if "total_steps" in options:  # its schedule is built, though it takes no step of it
+            options["total_steps"] = options["total_steps"] or optimizer_steps
+        interpreter = self.interpreter(record, engine, options, "reference")
+        return record, replace(
+            role, backend=engine.backend, options=options, processes=processes, interpreter=interpreter
+        )
+
+    def evaluation(self, config: Config, train: TrainBackend | None) -> tuple[RolloutBackend | None, RolePlan | None]:
+        """Check the engine for validations; None twice where it is the rollout. `train` is the actor's backend."""
         findings, engine = self.findings, config.evaluation.engine
         if engine is None:
             return None, None
         record = find_backend(findings, self.plugins, RolloutBackend, engine, "evaluation", self.device)
         options = typed_options(findings, self.plugins, record, engine, "evaluation", 1)
-        interpreters["evaluation"] = self.interpreter(record, engine, options, "evaluation")
-        return record, EvaluationPlan(
+        interpreter = self.interpreter(record, engine, options, "evaluation")
+        transport, _ = choose_transport(findings, self.plugins, config, train, record, self.device, False, "evaluation")
+        return record, RolePlan(
+            kind="rollout",
             backend=engine.backend,
             options=options,
-            transport=choose_transport(findings, self.plugins, config, train, record, self.device, False, "evaluation")[
-                0
-            ],
-            effect_checked=bool(check_capabilities(findings, config, record, "evaluation")),
+            model=self.model_spec(config.model.path),
+            processes=1,
             gpus=gpus_of(record, options),
+            interpreter=interpreter,
+            transport=transport,
+            effect_check_every=int(check_capabilities(findings, config, record, "evaluation") > 0),
         )
 
     def model(self, config: Config | SFTConfig) -> Mapping[str, Any]:
         """Check the model and what goes with it; returns its `config.json`, empty after a problem.
 
-        `reference` is that of a reference model of its own from then on.
+        `reference_model` is that of a reference model of its own from then on.
         """
         model: Mapping[str, Any] = {}
         path = config.model.path
@@ -443,9 +466,7 @@ class _Setting:
                 raise ConfigError(f"data.chat_template is true, but the tokenizer in {path} has no chat template")
         if isinstance(config, Config) and config.reference.path:
             with self.findings.collecting():
-                self.reference = _read_reference(config.reference.path, model)
-            if not config.algorithm.kl.coefficient:
-                self.findings.note("reference.path is set, but algorithm.kl.coefficient is 0: no reference model runs")
+                self.reference_model = _read_reference(config.reference.path, model)
         return model
 
     def run_directory(self, needed: Mapping[str, str | None]) -> Path:

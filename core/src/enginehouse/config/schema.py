@@ -197,8 +197,18 @@ class Evaluation(Section):
 
 
 class Reference(Section):
-    """The frozen model a KL term holds the policy near to, on the actor's backend. It runs only for a KL term."""
+    """The frozen model a KL term holds the policy near to. It runs only for a KL term."""
 
+    engine: Engine | None = Field(
+        default=None,
+        description="A training backend, in processes of its own; unset: the actor's, with the actor's options",
+    )
+    processes: int | None = Field(
+        default=None,
+        gt=0,
+        description="How many of its own; unset: with an engine of its own as many as the actor's, else it shares the "
+        "actor's",
+    )
     path: str | None = Field(
         default=None, description="Model directory; unset: model.path, of an actor with adapters its own base"
     )

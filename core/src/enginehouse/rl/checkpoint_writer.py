@@ -1,4 +1,4 @@
-"""When and how a loop's checkpoints are written: the actor's state by its engine, the loop's own beside it."""
+"""When and how a loop's checkpoints are written: each trained role's state by its engine, the loop's own beside it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from enginehouse.checkpoints import ACTOR, Checkpoint, Files, files_of
+from enginehouse.checkpoints import Checkpoint, Files, files_of
 from enginehouse.config.resume import kind_of
 from enginehouse.errors import SaveError, first_line
 
@@ -52,7 +52,7 @@ def _free_words(place: Path) -> str:
 
 
 class LoopState(NamedTuple):
-    """Where a loop stands after the update of a step: all that the next step depends on, besides the actor's state.
+    """Where a loop stands after the update of a step: all that the next step depends on, besides the roles' state.
 
     Attributes:
         step: the step.
@@ -64,28 +64,28 @@ class LoopState(NamedTuple):
 
 
 class CheckpointWriter:
-    """Writes a loop's checkpoints. With an engine that saves in the background, training goes on meanwhile, and while
-    what it wrote is read for its digests.
+    """Writes a loop's checkpoints. With engines that save in the background, training goes on meanwhile, and while
+    what they wrote is read for its digests.
 
     Args:
-        actor: the workers whose state is saved.
+        trained: the workers whose state is saved, by role.
         run: the run directory.
         config: the run's config.
-        background: whether the actor's backend declares `background_save`.
+        background: whether every backend of theirs declares `background_save`.
         published: called with step and path of each checkpoint once it is whole.
         data: digests of the training data's files, which go into each checkpoint.
     """
 
     def __init__(
         self,
-        actor: WorkerGroup,
+        trained: Mapping[str, WorkerGroup],
         run: RunDirectory,
         config: Config | SFTConfig,
         background: bool,
         published: Callable[[int, Path], None],
         data: Mapping[str, str] | None = None,
     ):
-        self._actor, self._run, self._config = actor, run, config
+        self._trained, self._run, self._config = trained, run, config
         self._background, self._published, self._data = background, published, data or {}
         self._under_way: tuple[Path, Checkpoint] | None = None
         self._digests: Future[Files] | None = None
@@ -98,12 +98,13 @@ class CheckpointWriter:
             return
         staged, checkpoint = self._staged(state)
         with writing(f"the checkpoint of step {state.step}", staged):
-            self._actor.call("save_in_background", str(staged / ACTOR))
+            for role, group in self._trained.items():
+                group.call("save_in_background", str(staged / role))
         self._under_way = staged, checkpoint
 
     def publish_if_written(self) -> None:
         """Publish the checkpoint under way if it is there, to the last digest; wait for hardly anything."""
-        if self._under_way is not None and (self._under_way[0] / ACTOR).is_dir():
+        if self._under_way is not None and all((self._under_way[0] / role).is_dir() for role in self._trained):
             begun = self._digests is not None
             with self._writing():
                 digests = self._saved(None)
@@ -124,7 +125,7 @@ class CheckpointWriter:
         staged, checkpoint = self._under_way
         until = None if timeout is None else time.monotonic() + timeout
         with self._writing():
-            digests = self._saved(timeout)
+            digests = self._saved(until)
             files = _in_time(digests, until, checkpoint)
             self._under_way = self._digests = None
             self._publish(staged, checkpoint, files)
@@ -141,11 +142,12 @@ class CheckpointWriter:
             self._under_way = self._digests = None
             raise
 
-    def _saved(self, timeout: float | None) -> Future[Files]:
-        """Wait until the engine has moved its part into place, and begin to read it."""
+    def _saved(self, until: float | None) -> Future[Files]:
+        """Wait until each engine has moved its part into place, and begin to read them."""
         assert self._under_way is not None
         if self._digests is None:
-            self._actor.call("finish_save", timeout=timeout)
+            for group in self._trained.values():
+                group.call("finish_save", timeout=_left(until))
             self._digests = _begin_to_read(self._under_way[0])
         return self._digests
 
@@ -161,14 +163,15 @@ class CheckpointWriter:
         except SaveError as error:
             log.warning("%s", first_line(error))
         if self._run.checkpoints.newest_step != state.step:
-            self.write(state, timeout=None if until is None else max(until - time.monotonic(), 0.1))
+            self.write(state, timeout=_left(until))
 
     def write(self, state: LoopState, timeout: float | None = None) -> None:
         """Write a checkpoint and wait for it; `timeout` and errors as those of `finish`."""
         until = None if timeout is None else time.monotonic() + timeout
         staged, checkpoint = self._staged(state)
         with writing(f"the checkpoint of step {state.step}", staged):
-            self._actor.call("save", str(staged / ACTOR), timeout=timeout)
+            for role, group in self._trained.items():
+                group.call("save", str(staged / role), timeout=_left(until))
             self._publish(staged, checkpoint, _in_time(_begin_to_read(staged), until, checkpoint))
 
     def _staged(self, state: LoopState) -> tuple[Path, Checkpoint]:
@@ -176,11 +179,17 @@ class CheckpointWriter:
         staged = self._run.checkpoints.stage(state.step)
         config = self._config.model_dump(mode="json")
         return staged, Checkpoint(
-            staged, state.step, self._run.elapsed_seconds, state.loop, config, kind_of(self._config), self._data
-        )
+            staged, state.step, self._run.elapsed_seconds, state.loop, config, kind_of(self._config), self._data,
+            roles=tuple(self._trained),
+        )  # fmt: skip
 
     def _publish(self, staged: Path, checkpoint: Checkpoint, files: Files) -> None:
         self._published(checkpoint.step, self._run.checkpoints.publish(staged, checkpoint, files))
+
+
+def _left(until: float | None) -> float | None:
+    """Seconds until then, for a call that has to have some."""
+    return None if until is None else max(until - time.monotonic(), 0.1)
 
 
 def _begin_to_read(staged: Path) -> Future[Files]:

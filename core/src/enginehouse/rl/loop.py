@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from enginehouse.controller import WorkerGroup
 from enginehouse.controller.errors import keeps_state
 from enginehouse.controller.future import Future
 from enginehouse.controller.interruption import interrupt_put_off
@@ -24,10 +23,11 @@ from enginehouse.rl.stalls import Stalls
 
 if TYPE_CHECKING:
     from enginehouse.checkpoints import Checkpoint
-    from enginehouse.config.plan import Plan, SFTPlan
+    from enginehouse.config.plan import RunPlan
     from enginehouse.config.schema import Config, SFTConfig
     from enginehouse.data import Batch
     from enginehouse.engines.train import LossSpec
+    from enginehouse.rl.placement import Roles
     from enginehouse.runs import Progress, RunDirectory
 
 log = logging.getLogger(__name__)
@@ -53,11 +53,11 @@ class Loop(ABC):
         trained_step: the last step whose update was begun; the step resumed from before there is one.
     """
 
-    actor: WorkerGroup
+    roles: Roles
     checkpoint_writer: CheckpointWriter
     config: Config | SFTConfig
 
-    def __init__(self, plan: Plan | SFTPlan, run: RunDirectory, progress: Progress):
+    def __init__(self, plan: RunPlan, run: RunDirectory, progress: Progress):
         self.run_directory, self.progress, self.clock = run, progress, run.clock
         self.config = plan.config
         self.steps = plan.config.train.steps
@@ -74,11 +74,11 @@ class Loop(ABC):
 
     @abstractmethod
     def workers(self) -> AbstractContextManager[Any]:
-        """Start the workers, `actor` among them; end them on the way out."""
+        """Start the workers as `roles`; end them on the way out."""
 
-    @abstractmethod
     def describe(self) -> Mapping[str, Any]:
         """What each role runs on, for the run's record; plain data."""
+        return self.roles.describe()
 
     def before_first_step(self) -> None:  # noqa: B027 - a loop may leave it out
         """Called when the workers are up and the actor's state is that of the step resumed from."""
@@ -153,7 +153,7 @@ class Loop(ABC):
         state = LoopState(step, self.state())
         self.trained_step = step
         with interrupt_put_off():  # an update is begun and known to be, or not begun; inline: ended
-            future = self.actor.call("update", batch, loss, minibatches, epochs, first_loss, blocking=False)
+            future = self.roles.actor.call("update", batch, loss, minibatches, epochs, first_loss, blocking=False)
             self._loop_state, self._update = state, (future, metrics)
         return {**metrics, **metric_values(future.result())}
 
@@ -161,18 +161,17 @@ class Loop(ABC):
         """Export the actor's model as a Hugging Face directory; whole or not at all."""
         staged = self.run_directory.model_path(step)
         with writing(f"the model of step {step}", staged):
-            self.actor.call("export_hf", str(staged), timeout=timeout)
+            self.roles.actor.call("export_hf", str(staged), timeout=timeout)
             place = self.run_directory.model_saved(step, staged)
         self._saved(step, place, "model")
 
     def _run_steps(self) -> None:
         self.run_directory.describe(self.describe())
-        background = capabilities.BACKGROUND_SAVE in self._backend_capabilities()
         self.checkpoint_writer = CheckpointWriter(
-            self.actor,
+            self.roles.trained,
             self.run_directory,
             self.config,
-            background,
+            self._saves_in_background(),
             lambda step, path: self._saved(step, path, "state"),
             self._data,
         )
@@ -197,7 +196,8 @@ class Loop(ABC):
 
     def _load(self, checkpoint: Checkpoint) -> None:
         try:
-            self.actor.load(str(checkpoint.actor))
+            for role, group in self.roles.trained.items():
+                group.load(str(checkpoint.state_of(role)))
         except Exception:
             self.run_directory.checkpoints.newest_step = None  # nobody is told to go on from it
             log.warning(
@@ -287,12 +287,14 @@ class Loop(ABC):
         """A warning, unless the error that ended the run says it already."""
         on_disk = (SaveError, OSError)
         same = str(error) == str(ended_by) or (isinstance(error, on_disk) and isinstance(ended_by, on_disk))
-        said_already = isinstance(ended_by, Exception) and (same or self.actor.broken is not None)
+        said_already = isinstance(ended_by, Exception) and (same or self.roles.actor.broken is not None)
         level = logging.INFO if said_already else logging.WARNING
         log.log(level, "no %s of step %d was saved: %s", what, step, first_line(error))
 
     def _saved(self, step: int, path: Path, what: str) -> None:
         plugins().observe("checkpoint_saved", run=self, step=step, path=str(path), what=what)
 
-    def _backend_capabilities(self) -> frozenset[str]:
-        return plugins().get("train", self.config.actor.engine.backend, elsewhere=True).capabilities
+    def _saves_in_background(self) -> bool:
+        backends = [self.roles.plans[role].backend for role in self.roles.trained]
+        records = [plugins().get("train", backend, elsewhere=True) for backend in backends]
+        return all(capabilities.BACKGROUND_SAVE in record.capabilities for record in records)

@@ -1,18 +1,17 @@
-"""Puts the roles of a plan on processes: which groups there are, what they share, and how weights reach the rollout.
+"""Puts the roles of a plan on processes, whatever the run: groups, what they share, and how weights reach the rollout.
 
 A new way of placing roles belongs here; the loop does not change.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from enginehouse.config.roles import own_processes
 from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec, colocate, start_ray
-from enginehouse.engines.model import ModelSpec
 from enginehouse.rl.fleet import RolloutFleet
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
 from enginehouse.rl.sampling import drawn_by_group
@@ -20,59 +19,61 @@ from enginehouse.weights.buckets import BUCKET_BYTES
 from enginehouse.weights.sync import WeightSync
 
 if TYPE_CHECKING:
-    from enginehouse.config.plan import Plan, SFTPlan
-    from enginehouse.config.schema import Cluster
+    from enginehouse.config.plan import RunPlan
+    from enginehouse.config.roles import RolePlan
+    from enginehouse.config.schema import Cluster, Config
     from enginehouse.data import Batch
     from enginehouse.engines.rollout import SamplingParams
     from enginehouse.engines.train import Outputs
-    from enginehouse.runtimes import Interpreter
 
 SHORTEST_START_LIMIT_SECONDS = 300.0
 """A worker that imports its engine on a busy machine takes minutes, however quick its calls are."""
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """What answers validation prompts where that is not the rollout.
-
-    Attributes:
-        fleet: its one replica.
-        transport: name of the weight transport.
-        effect_checked: whether the effect of its weights is compared with the trainer's.
-    """
-
-    fleet: RolloutFleet
-    transport: str
-    effect_checked: bool
-
-
-@dataclass(frozen=True)
 class Roles:
-    """The worker groups of a run.
+    """The roles of a run, started.
 
     Attributes:
-        reference: the model a KL term compares with; None where there is no such term, or `base_is_reference`.
-        base_is_reference: that model is the actor's without its adapters.
+        plans: what was planned for each, by name.
+        groups: what plays it.
+        weights: brings the actor's weights to the rollout; None where nothing generates.
     """
 
-    actor: WorkerGroup
-    rollout: WorkerGroup | RolloutFleet
-    reference: WorkerGroup | None
-    sync: WeightSync
-    evaluation: Evaluation | None = None
-    base_is_reference: bool = False
+    plans: Mapping[str, RolePlan]
+    groups: Mapping[str, WorkerGroup | RolloutFleet]
+    weights: WeightSync | None = None
+
+    @property
+    def actor(self) -> WorkerGroup:
+        """The policy that is trained."""
+        return cast("WorkerGroup", self.groups["actor"])
+
+    @property
+    def trained(self) -> dict[str, WorkerGroup]:
+        """The roles that the loop updates: what they learned is saved."""
+        return {name: cast("WorkerGroup", self.groups[name]) for name, plan in self.plans.items() if plan.trained}
+
+    @property
+    def rollout(self) -> WorkerGroup | RolloutFleet:
+        """What answers the prompts of a step."""
+        return self.groups["rollout"]
+
+    @property
+    def sync(self) -> WeightSync:
+        """As `weights`, of a run in which something generates."""
+        assert self.weights is not None
+        return self.weights
 
     def describe(self) -> dict[str, Any]:
         """For reports: each role's processes and what they run."""
-        groups = {"actor": self.actor, "rollout": self.rollout, "reference": self.reference}
-        described = {name: group.call("describe") for name, group in groups.items() if group is not None}
-        return described | ({"evaluation": self.evaluation.fleet.describe()} if self.evaluation else {})
+        return {name: group.call("describe") for name, group in self.groups.items()}
 
-    def score_by_reference(self, batch: Batch, outputs: Outputs) -> Batch | None:
-        """What the reference gives for `batch`, as `TrainWorker.forward`; None where there is none."""
-        if self.base_is_reference:
-            return self.actor.forward_base(batch, outputs)
-        return None if self.reference is None else self.reference.forward(batch, outputs)
+    def score_by_reference(self, batch: Batch, outputs: Outputs) -> Batch:
+        """What the reference gives for `batch`, as `TrainWorker.forward`: its own role, else the actor's base."""
+        if reference := cast("WorkerGroup | None", self.groups.get("reference")):
+            return reference.forward(batch, outputs)
+        return self.actor.forward_base(batch, outputs)
 
     def generate_each(
         self, batch: Batch, sampling: SamplingParams, seed: int | None = None
@@ -86,10 +87,11 @@ class Roles:
         self, batch: Batch, sampling: SamplingParams, seed: int | None = None
     ) -> Iterator[tuple[range, Batch]]:
         """As `generate_each`, by what answers validation prompts, which first gets the weights that are served."""
-        if self.evaluation is None:
+        if (plan := self.plans.get("evaluation")) is None:
             return self.generate_each(batch, sampling, seed)
-        self.sync.serve_on(self.evaluation.fleet, self.evaluation.transport, check=self.evaluation.effect_checked)
-        return self.evaluation.fleet.generate_each(batch, sampling, seed)
+        fleet = cast("RolloutFleet", self.groups["evaluation"])
+        self.sync.serve_on(fleet, plan.transport or "", check=plan.effect_check_every > 0)
+        return fleet.generate_each(batch, sampling, seed)
 
     def rollout_metrics(self) -> dict[str, float]:
         """What happened to the rollout replicas in a step, where they are a fleet."""
@@ -97,69 +99,65 @@ class Roles:
 
 
 @contextmanager
-def place(plan: Plan, probe: Sequence[Sequence[int]]) -> Iterator[Roles]:
+def place(plan: RunPlan, probe: Sequence[Sequence[int]] = ()) -> Iterator[Roles]:
     """Start every worker of a run; end them all on the way out.
 
     Args:
         plan: the checked config.
         probe: token sequences for the effect check of weight updates.
     """
-    config = plan.config
-    actor = _train_spec(plan, config.actor.engine.backend, config.model.path, plan.actor_options)
-    rollout = WorkerSpec(
-        RolloutWorker, config.rollout.engine.backend, _model_spec(plan, config.model.path), plan.rollout_options
+    with ExitStack() as stack:
+        if plan.config.cluster.launcher == "ray":
+            stack.enter_context(start_ray(plan.config.cluster.address))
+        started: dict[str, WorkerGroup | RolloutFleet] = {}
+        for name, role in own_processes(plan.roles).items():
+            if role.kind == "rollout":
+                started[name] = _fleet(plan, name, stack)
+            else:
+                started |= stack.enter_context(_colocated(plan, name))
+        groups = {name: started[name] for name in plan.roles}
+        for name, role in plan.roles.items():
+            if role.kind == "rollout":
+                groups[name].launch()
+        sync = _connected(plan, groups, probe, stack) if "rollout" in groups else None
+        yield Roles(plan.roles, groups, sync)
+
+
+def _connected(
+    plan: RunPlan,
+    groups: Mapping[str, WorkerGroup | RolloutFleet],
+    probe: Sequence[Sequence[int]],
+    stack: ExitStack,
+) -> WeightSync:
+    """The way of the actor's weights to the rollout, which the stack closes."""
+    config, rollout, role = cast("Config", plan.config), groups["rollout"], plan.roles["rollout"]
+    sync = WeightSync(
+        cast("WorkerGroup", groups["actor"]),
+        rollout,
+        role.transport or "",
+        bucket_bytes=BUCKET_BYTES,
+        timeout=config.cluster.call_timeout_seconds,
+        effect_check_every=role.effect_check_every,
+        effect_tolerance=config.weights.effect_tolerance,
+        probe=[list(map(int, tokens)) for tokens in probe],
     )
-    specs = {"actor": actor}
-    if plan.uses_reference and not plan.base_is_reference:
-        path = config.reference.path or config.model.path
-        specs["reference"] = _train_spec(plan, config.actor.engine.backend, path, plan.actor_options)
-    rollout = _under(plan.interpreters["rollout"], rollout)
-    colocated = plan.colocated
-    if colocated:
-        specs["rollout"] = rollout
-    with ExitStack() as stack:
-        if config.cluster.launcher == "ray":
-            stack.enter_context(start_ray(config.cluster.address))
-        groups = stack.enter_context(_colocated(plan, specs, config.actor.processes))
-        replicas = (
-            groups["rollout"]
-            if colocated
-            else _fleet(plan, rollout, stack, config.rollout.replicas, plan.gpus_per_replica)
-        )
-        replicas.launch()
-        evaluation = _evaluation(plan, stack)
-        sync = WeightSync(
-            groups["actor"],
-            replicas,
-            plan.transport,
-            bucket_bytes=BUCKET_BYTES,
-            timeout=config.cluster.call_timeout_seconds,
-            effect_check_every=plan.effect_check_every,
-            effect_tolerance=config.weights.effect_tolerance,
-            probe=[list(map(int, tokens)) for tokens in probe],
-        )
-        sync.connect()
-        stack.callback(sync.close)
-        if isinstance(replicas, RolloutFleet):
-            replicas.catch_up = sync.catch_up
-        yield Roles(groups["actor"], replicas, groups.get("reference"), sync, evaluation, plan.base_is_reference)
+    sync.connect()
+    stack.callback(sync.close)
+    if isinstance(rollout, RolloutFleet):
+        rollout.catch_up = sync.catch_up
+    return sync
 
 
 @contextmanager
-def place_actor(plan: SFTPlan) -> Iterator[WorkerGroup]:
-    """Start the workers of a supervised run; end them on the way out."""
-    config = plan.config
-    spec = _train_spec(plan, config.actor.engine.backend, config.model.path, plan.actor_options)
-    with ExitStack() as stack:
-        if config.cluster.launcher == "ray":
-            stack.enter_context(start_ray(config.cluster.address))
-        yield stack.enter_context(_colocated(plan, {"actor": spec}, config.actor.processes))["actor"]
-
-
-@contextmanager
-def _colocated(plan: Plan | SFTPlan, specs: dict[str, WorkerSpec], processes: int) -> Iterator[dict[str, WorkerGroup]]:
-    cluster = plan.config.cluster
-    pool = ResourcePool([processes], gpus_per_process=int(plan.device == "cuda"), timeout=_start_seconds(cluster))
+def _colocated(plan: RunPlan, host: str) -> Iterator[dict[str, WorkerGroup]]:
+    """A role that has processes of its own, and those that share them."""
+    cluster, role = plan.config.cluster, plan.roles[host]
+    specs = {name: _spec(one) for name, one in plan.roles.items() if host in (name, one.shares)}
+    pool = ResourcePool(
+        [role.processes],
+        gpus_per_process=role.gpus if plan.device == "cuda" else 0,
+        timeout=_start_seconds(cluster),
+    )
     groups: dict[str, WorkerGroup] = {}
     try:
         groups = colocate(
@@ -180,32 +178,15 @@ def _colocated(plan: Plan | SFTPlan, specs: dict[str, WorkerSpec], processes: in
         pool.shutdown()
 
 
-def _start_seconds(cluster: Cluster) -> float:
-    return max(cluster.call_timeout_seconds, SHORTEST_START_LIMIT_SECONDS)
-
-
-def _evaluation(plan: Plan, stack: ExitStack) -> Evaluation | None:
-    """The engine of its own for validations, launched, if there is to be one."""
-    if (planned := plan.evaluation) is None:
-        return None
-    model = _model_spec(plan, plan.config.model.path)
-    spec = WorkerSpec(RolloutWorker, planned.backend, model, planned.options)
-    fleet = _fleet(plan, _under(plan.interpreters["evaluation"], spec), stack, 1, planned.gpus, "evaluation")
-    fleet.launch()
-    return Evaluation(fleet, planned.transport, planned.effect_checked)
-
-
-def _fleet(
-    plan: Plan, spec: WorkerSpec, stack: ExitStack, replicas: int, gpus: int, name: str = "rollout"
-) -> RolloutFleet:
-    """Replicas in processes of their own, each with so many GPUs where there are any, which the stack ends."""
-    cluster = plan.config.cluster
+def _fleet(plan: RunPlan, name: str, stack: ExitStack) -> RolloutFleet:
+    """Replicas in processes of their own, which the stack ends."""
+    cluster, role = plan.config.cluster, plan.roles[name]
     fleet = RolloutFleet(
-        spec,
-        replicas,
+        _spec(role),
+        role.processes,
         name=name,
         launcher=cluster.launcher,
-        gpus_per_process=gpus if plan.device == "cuda" else 0,
+        gpus_per_process=role.gpus if plan.device == "cuda" else 0,
         timeout=cluster.call_timeout_seconds,
         start_timeout=_start_seconds(cluster),
         seed=plan.config.train.seed,
@@ -216,21 +197,12 @@ def _fleet(
     return fleet
 
 
-def _train_spec(plan: Plan | SFTPlan, backend: str, path: str, options: dict[str, Any]) -> WorkerSpec:
-    spec = WorkerSpec(TrainWorker, backend, _model_spec(plan, path), options)
-    return _under(plan.interpreters["actor"], spec)
+def _start_seconds(cluster: Cluster) -> float:
+    return max(cluster.call_timeout_seconds, SHORTEST_START_LIMIT_SECONDS)
 
 
-def _under(interpreter: Interpreter, spec: WorkerSpec) -> WorkerSpec:
-    """A worker under the interpreter of its role's runtime."""
-    return spec.options(python=interpreter.python, env={**spec.env, **interpreter.env})
-
-
-def _model_spec(plan: Plan | SFTPlan, path: str) -> ModelSpec:
-    model = plan.config.model
-    return ModelSpec(
-        path=os.path.abspath(path),
-        dtype=model.dtype,
-        trust_remote_code=model.trust_remote_code,
-        seed=plan.config.train.seed,
-    )
+def _spec(role: RolePlan) -> WorkerSpec:
+    """A role's worker, under the interpreter of its runtime."""
+    worker = TrainWorker if role.kind == "train" else RolloutWorker
+    spec = WorkerSpec(worker, role.backend, role.model, role.options)
+    return spec.options(python=role.interpreter.python, env={**spec.env, **role.interpreter.env})

@@ -10,7 +10,7 @@ from enginehouse.data.demonstrations import DemonstrationDataset, DemonstrationS
 from enginehouse.data.rendering import load_tokenizer
 from enginehouse.engines.train import LossSpec
 from enginehouse.rl.loop import Loop
-from enginehouse.rl.placement import place_actor
+from enginehouse.rl.placement import place
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import SFTPlan
@@ -41,11 +41,8 @@ class SFTTrainer(Loop):
 
     @contextmanager
     def workers(self) -> Iterator[None]:
-        with place_actor(self.plan) as self.actor:
+        with place(self.plan) as self.roles:
             yield
-
-    def describe(self) -> Mapping[str, Any]:
-        return {"actor": self.actor.call("describe")}
 
     def run_step(self, step: int) -> Mapping[str, float]:
         """One step: the next demonstrations, one update."""

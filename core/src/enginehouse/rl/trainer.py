@@ -28,7 +28,7 @@ from enginehouse.rl.kl import with_kl_in_reward
 from enginehouse.rl.loop import Loop
 from enginehouse.rl.minibatches import assign_minibatches
 from enginehouse.rl.mismatch import MismatchWarnings, measuring, mismatch
-from enginehouse.rl.placement import Roles, place
+from enginehouse.rl.placement import place
 from enginehouse.rl.policy import FleetPolicy
 from enginehouse.rl.rewards.pool import RewardPool
 from enginehouse.rl.rewards.scorer import Scorer
@@ -55,7 +55,6 @@ class Trainer(Loop):
     """Trains the actor of a plan by reinforcement learning. Arguments as of `Loop`."""
 
     config: Config
-    roles: Roles
     rewards: RewardPool
 
     def __init__(self, plan: Plan, run: RunDirectory, progress: Progress):
@@ -88,12 +87,11 @@ class Trainer(Loop):
             event_loop() as self.event_loop,
             self.roles.sync.trainer_in_use(),
         ):
-            self.actor = self.roles.actor
             self.feed = self._feed()
             yield
 
     def describe(self) -> Mapping[str, Any]:
-        described = self.roles.describe()
+        described = super().describe()
         self.run_directory.record.update(prompts={"used": len(self.prompts), "too_long": self.dropped})
         for replica in described["rollout"]:
             if endpoint := replica.get("endpoint"):
@@ -195,9 +193,9 @@ class Trainer(Loop):
             The batch; and `kl`, the mean of the term's tokens, where the loss does not measure it.
         """
         kl = self.config.algorithm.kl
-        scored = self.roles.score_by_reference(batch.select(["input_ids", "loss_mask"]), self._outputs())
-        if scored is None:
+        if not self.plan.uses_reference:
             return batch, {}
+        scored = self.roles.score_by_reference(batch.select(["input_ids", "loss_mask"]), self._outputs())
         batch = batch.with_columns(reference_logprobs=scored["logprobs"])
         if kl.place == "loss":
             return batch, {}

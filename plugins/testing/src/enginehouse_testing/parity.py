@@ -203,7 +203,7 @@ def compare_engines(plan: Plan, prompts: int, tolerance: float | None = None) ->
     )
     chosen = dataset.all(prompts)
     asked = chosen.select(["prompt_ids"]).with_columns(prompt_index=torch.arange(len(chosen)))
-    with place(plan, ()) as roles:
+    with place(plan) as roles:
         said = roles.describe()
         roles.sync.sync(VERSION)
         drawn = sampling_params(sampling, config.rollout.samples_per_prompt)
@@ -212,7 +212,7 @@ def compare_engines(plan: Plan, prompts: int, tolerance: float | None = None) ->
     return ParityReport(
         train=_in_words(said["actor"]),
         rollout=_in_words(said["rollout"]),
-        transport=plan.transport,
+        transport=plan.roles["rollout"].transport or "",
         dtype=config.model.dtype,
         temperature=sampling.temperature,
         tolerance=TOLERANCES[config.model.dtype] if tolerance is None else tolerance,

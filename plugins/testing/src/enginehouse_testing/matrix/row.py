@@ -135,7 +135,7 @@ def described(planned: Planned) -> dict[str, Any]:
     """Fields of a row that follow from its plan."""
     config = planned.plan.config
     layouts = {"actor": str(planned.train), "rollout": f"{planned.rollout.name} x{config.rollout.replicas}"}
-    placement = "colocated" if planned.plan.colocated else "separate"
+    placement = "colocated" if planned.plan.roles["rollout"].shares else "separate"
     return {"layouts": layouts, "placement": placement, "overrides": planned.overrides}
 
 

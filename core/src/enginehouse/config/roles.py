@@ -1,0 +1,47 @@
+"""What plays each role of a run: the part of a plan that says which processes to start, and what runs in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from enginehouse.engines.model import ModelSpec
+    from enginehouse.runtimes import Interpreter
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolePlan:
+    """A role: a model, the engine that runs it, and where.
+
+    Attributes:
+        kind: `"train"` for what computes logprobs and gradients, `"rollout"` for what generates.
+        backend: name of a backend of that kind.
+        options: the backend's options, checked and complete, as plain data.
+        model: what it loads.
+        processes: how many; of a rollout, each is a replica.
+        shares: the role in whose processes it lives; None: in processes of its own.
+        gpus: GPUs of each of its own processes, where the run is on GPUs.
+        interpreter: what its workers run under.
+        trained: whether it has state to save: the loop updates it.
+        transport: name of the weight transport that brings it the actor's weights; None: it keeps its own.
+        effect_check_every: weight updates between comparisons of their effect with the actor; 0 for none.
+    """
+
+    kind: Literal["train", "rollout"]
+    backend: str
+    options: dict[str, Any]
+    model: ModelSpec
+    processes: int
+    shares: str | None = None
+    gpus: int = 1
+    interpreter: Interpreter
+    trained: bool = False
+    transport: str | None = None
+    effect_check_every: int = 0
+
+
+def own_processes(roles: Mapping[str, RolePlan]) -> dict[str, RolePlan]:
+    """The roles that live in processes of their own."""
+    return {name: role for name, role in roles.items() if role.shares is None}
