@@ -289,7 +289,7 @@ class RewardPool:
         batch = next((batch for batch in self._batches if batch.alone or batch.waiting), None)
         if batch is None or process.style is None:
             return
-        if process.style == "async" and not (batch.alone or self._has_one_alone(process)):
+        if process.style == "async" and not (batch.alone or any(self._at_work[n].alone for n in process.outstanding)):
             size = self._concurrency - len(process.outstanding)
         elif process.outstanding:
             return
@@ -299,15 +299,11 @@ class RewardPool:
             worth = SPAN_SECONDS / max(self._seconds_per_row, 1e-9) if self._seconds_per_row is not None else 1
             size = max(1, min(int(worth), math.ceil(len(batch.waiting) / self._size)))
         if rows := {next(self._numbers): row for row in batch.take(size)}:
+            self._at_work |= rows
             try:
                 process.hand_over({number: row.values for number, row in rows.items()})
             except Exception as error:  # they cannot be pickled
                 batch.error = error
-            else:
-                self._at_work |= rows
-
-    def _has_one_alone(self, process: RewardProcess) -> bool:
-        return any(self._at_work[number].alone for number in process.outstanding)
 
     def _wait(self) -> list[RewardProcess]:
         """The processes that say something, or have ended."""
