@@ -307,7 +307,7 @@ class RewardPool:
 
     def _wait(self) -> list[RewardProcess]:
         """The processes that say something, or have ended."""
-        with selectors.DefaultSelector() as selector:
+        with selectors.PollSelector() as selector:  # cheaper to make than one of epoll
             selector.register(self._awake, selectors.EVENT_READ)
             for process in self._processes:
                 events = selectors.EVENT_READ | (selectors.EVENT_WRITE if process.sending else 0)
