@@ -172,3 +172,30 @@ twice_lengths = functools.partial(lengths, scale=2.0)
 async def lengths_later(response, **columns):
     await asyncio.sleep(0)
     return [{"reward": len(one), "calls": len(response)} for one in response]
+
+
+def _waits(response, gates):
+    """Leaves a mark a call; what begins with "wait" goes on once there is a file `go`."""
+    with open(Path(gates, "marks"), "a") as file:
+        file.write(f"{response}\n")
+    while response.startswith("wait") and not Path(gates, "go").exists():
+        time.sleep(0.001)
+    if response.endswith("raise"):
+        raise ValueError("no digits in it")
+    if response.endswith("die"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {"reward": len(response), "pid": os.getpid()}
+
+
+def waits(prompt, response, *, gates, **columns):
+    return _waits(response, gates)
+
+
+async def waits_async(prompt, response, *, gates, **columns):
+    await asyncio.sleep(0)
+    return _waits(response, gates)
+
+
+@batched_reward
+def waits_batched(prompt, response, *, gates, **columns):
+    return [{**_waits(one, gates), "calls": len(response)} for one in response]

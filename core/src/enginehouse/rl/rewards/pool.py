@@ -1,26 +1,40 @@
 """Reward functions, run in a pool of processes with a deadline for each response.
 
-A reward is somebody's own code: it may hang, crash or exit. It runs where that costs a row and not the run.
+A reward is somebody's own code: it may hang, crash or exit. It runs where that costs a row and not the run. A thread of
+the pool's own hands rows out as they come and takes scores in; it alone touches processes and batches.
 """
 
 from __future__ import annotations
 
 import collections
+import itertools
 import logging
 import math
 import os
 import selectors
-import textwrap
+import socket
+import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from enginehouse.config.secrets import from_environment
 from enginehouse.controller.ray_access import ray_access
-from enginehouse.errors import EnginehouseError
+from enginehouse.rl.rewards.batch import (
+    FailurePolicy,
+    Group,
+    RewardError,
+    Row,
+    ScoringBatch,
+    details,
+    printed,
+    put_alone,
+    put_back,
+    said,
+)
 from enginehouse.rl.rewards.process import START_SECONDS, RewardProcess, named_exit
 from enginehouse.rl.rewards.program import (
     CLOSE_SECONDS,
@@ -31,11 +45,12 @@ from enginehouse.rl.rewards.program import (
     Unstartable,
     end_marked,
     overdue,
-    shortened,
 )
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import Plan
+
+__all__ = ["RewardError", "RewardPool", "ScoringBatch"]
 
 log = logging.getLogger(__name__)
 
@@ -52,35 +67,9 @@ TIMEOUTS_AT_FIRST, TIMEOUTS_LATER = 3, 10
 """So many rows a process may time out, none ending in between, before the reward is said to hang on every row: while
 none ever got a score, and once one has, or where all rows may be without one."""
 
-LEAST_FAILURES = 3
-"""So many rows without a score say something of the reward, unless none may be: one or two are single rows."""
 
-
-class RewardError(EnginehouseError):
-    """A reward that raised, returned something else than a finite number, ran out of time, or took its process down."""
-
-
-class _Batch:
-    """How far the scoring of a batch has come.
-
-    Attributes:
-        waiting: numbers of rows that are to be handed out.
-        alone: those of them that are handed out one by one: one of them may have ended its process.
-        blamed: how often a row's process died or was stopped while it had no other row.
-        failures: rows without a score.
-        timeouts: rows that timed out since one ended.
-        until: when to stop after a failure that ends the run, by `time.monotonic()`.
-    """
-
-    def __init__(self, rows: Sequence[Mapping[str, Any]]):
-        self.rows = rows
-        self.scores: dict[int, Score] = {}
-        self.waiting = collections.deque(range(len(rows)))
-        self.alone: collections.deque[int] = collections.deque()
-        self.blamed: collections.Counter[int] = collections.Counter()
-        self.failures: list[tuple[int, Failure]] = []
-        self.timeouts = 0
-        self.until = math.inf
+WAKE_BYTES = 4096
+"""So many calls of who submits are answered at once."""
 
 
 class RewardPool:
@@ -117,18 +106,28 @@ class RewardPool:
         record: Path | None = None,
     ):
         self.function = function
-        self.timeout_seconds = timeout_seconds
-        self.concurrency = concurrency
-        self.on_error = on_error
-        self.max_failures = max_failures
-        self.record = record
+        self._named = f"role reward, method {function}, node {os.uname().nodename}"
+        self._policy = FailurePolicy(self._named, timeout_seconds, on_error, max_failures)
+        self._concurrency = concurrency
+        self._record = record
         self._setup = SetUp(function, dict(arguments or {}), list(python_path), timeout_seconds)
         self._mark = uuid.uuid4().hex
         self._started = 0
         self._failed_starts = 0
         self._seconds_per_row: float | None = None
         self._warned = self._closed = False
-        self._processes = [self._start() for _ in range(processes)]
+        self._submitted: collections.deque[tuple[Group, bool]] = collections.deque()
+        self._lock = threading.Lock()  # nothing is submitted to a pool that was closed
+        self._waker, self._awake = socket.socketpair()
+        self._waker.setblocking(False)
+        self._batches: list[ScoringBatch] = []  # those with rows somebody waits for, the oldest first
+        self._numbers = itertools.count()
+        self._at_work: dict[int, Row] = {}  # by the number a process knows it by
+        self._size = processes
+        self._processes: list[RewardProcess] = []
+        self._fill_up()
+        self._thread = threading.Thread(target=self._serve, name="rewards", daemon=True)
+        self._thread.start()
 
     @classmethod
     def of(cls, plan: Plan) -> RewardPool:
@@ -146,46 +145,134 @@ class RewardPool:
             record=plan.run_directory / "reward_error.txt",
         )
 
-    def score(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
-        """Score rows, in order.
+    def batch(self, expected_rows: int) -> ScoringBatch:
+        """A batch to submit rows to as they come, by any thread; others may be under way.
 
-        After a failure that ends the run, rows are scored for one more deadline: whether one row fails or many decides
-        what there is to do about it.
+        Args:
+            expected_rows: how many there will be: `max_failures` is a share of these.
+        """
+        return ScoringBatch(expected_rows, self._policy, self._put)
+
+    def score(self, rows: Sequence[Mapping[str, Any]]) -> list[Score]:
+        """Score rows, in order, as a batch of their own.
 
         Raises:
             RewardError: a row has no score and `on_error` is `"fail"`; names the row, shows the function's traceback
                 and output. Under either policy: more rows than `max_failures` allows have none, the function cannot be
                 imported in a process of the pool, rows time out one after another, or the pool was closed.
+            ClusterLost: Ray's control service is gone.
         """
-        batch = _Batch(rows)
+        future = self.batch(len(rows)).submit(rows)
         try:
-            for process in list(self._processes):  # what befell them since the last batch
-                if process.exit_code is not None:
-                    self._ended(batch, process)
-                elif process.stopped:
-                    self._replace(process)
-            while len(batch.scores) < len(rows) and time.monotonic() < batch.until:
-                for process in self._processes:
-                    self._hand_out(batch, process)
-                for process in self._wait():
-                    self._take_in(batch, process)
-                for process in list(self._processes):
-                    self._look_at(batch, process)
-                ray_access.look()
-            if batch.failures and self.on_error == "fail":
-                raise self._failed(batch)
-            return [batch.scores[number] for number in range(len(rows))]
-        except BaseException as error:
-            for process in self._processes:
-                if process.outstanding:
-                    process.abandon()  # the next batch begins with another
-            if self._closed and isinstance(error, (OSError, ValueError)):  # its lines and files were closed meanwhile
-                raise self._was_closed() from error
-            raise
+            return future.result()
+        finally:
+            future.cancel()  # should the wait be interrupted
 
     def close(self) -> None:
         """End the processes and what they started, busy or not; takes little more than `CLOSE_SECONDS`."""
-        self._closed = True
+        with self._lock:
+            self._closed = True
+        self._wake()
+        self._thread.join()
+
+    # By any thread
+
+    def _put(self, group: Group, cancelled: bool) -> None:
+        """Bring a group to the thread, or that it was cancelled."""
+        with self._lock:
+            if not self._closed:
+                self._submitted.append((group, cancelled))
+            elif not cancelled:
+                group.future.set_exception(self._was_closed())
+        self._wake()
+
+    def _wake(self) -> None:
+        with suppress(OSError):  # full, and so it wakes anyway; or closed
+            self._waker.send(b".")
+
+    # By the pool's thread
+
+    def _serve(self) -> None:
+        try:
+            while not self._closed:
+                try:
+                    if self._batches:
+                        self._turn()
+                    else:
+                        self._rest()
+                except Exception as error:  # it is nobody's in particular
+                    self._end(list(self._batches), error)
+        finally:
+            with self._lock:
+                self._closed = True
+            self._take_submitted()
+            self._end(list(self._batches), self._was_closed())
+            self._end_processes()
+
+    def _rest(self) -> None:
+        """Wait for rows; then see what befell the processes meanwhile."""
+        self._awake.recv(WAKE_BYTES)
+        self._take_submitted()
+        if self._batches:
+            for process in list(self._processes):
+                if process.exit_code is not None:
+                    self._ended(process)
+                elif process.stopped:
+                    self._blame(process, Failure("was in a process that was stopped"))
+
+    def _turn(self) -> None:
+        """Hand out what can be, and take in what comes within `LOOK_SECONDS`."""
+        self._fill_up()
+        for process in self._processes:
+            self._hand_out(process)
+        for process in self._wait():
+            self._take_in(process)
+        for process in list(self._processes):
+            self._look_at(process)
+        for batch in list(self._batches):
+            if (error := batch.verdict()) is not None:
+                self._end([batch], error)
+            elif not batch.groups:
+                self._batches.remove(batch)
+        ray_access.look()  # for all who wait for scores: they have nobody else to tell them
+
+    def _take_submitted(self) -> None:
+        while self._submitted:
+            group, cancelled = self._submitted.popleft()
+            batch = group.batch
+            if cancelled:
+                batch.drop(group)
+                continue
+            batch.add(group)
+            if batch.groups and batch not in self._batches:
+                self._batches.append(batch)
+
+    def _end(self, batches: Iterable[ScoringBatch], error: Exception) -> None:
+        """End batches, and the processes that are busy with nothing that is wanted: they may hang."""
+        for batch in batches:
+            batch.end(error)
+            self._batches.remove(batch)
+        for process in list(self._processes):
+            if process.outstanding and not any(self._at_work[number].wanted for number in process.outstanding):
+                self._remove(process)
+
+    def _fill_up(self) -> None:
+        """Start the processes that are missing."""
+        while len(self._processes) < self._size:
+            self._started += 1
+            try:
+                self._processes.append(RewardProcess(self._setup, f"{self._mark}/{self._started}/"))
+            except OSError as error:
+                raise RewardError(f"{self._named}: a process for it cannot be started: {error}") from error
+
+    def _remove(self, process: RewardProcess) -> list[Row]:
+        """End a process and what it started; the rows it had."""
+        self._processes.remove(process)
+        rows = [self._at_work.pop(number) for number in process.outstanding]
+        process.end()
+        return rows
+
+    def _end_processes(self) -> None:
         until = time.monotonic() + CLOSE_SECONDS
         for process in self._processes:
             process.ask_to_end()
@@ -194,208 +281,172 @@ class RewardPool:
         end_marked(self._mark)
         for process in self._processes:
             process.close()
+        self._waker.close()
+        self._awake.close()
 
-    def _start(self) -> RewardProcess:
-        self._started += 1
-        try:
-            return RewardProcess(self._setup, f"{self._mark}/{self._started}/")
-        except OSError as error:
-            raise RewardError(f"{self._named()}: a process for it cannot be started: {error}") from error
-
-    def _replace(self, process: RewardProcess) -> None:
-        process.end()
-        if self._closed:
-            raise self._was_closed()
-        self._processes[self._processes.index(process)] = self._start()
-
-    def _hand_out(self, batch: _Batch, process: RewardProcess) -> None:
-        if process.style is None:
+    def _hand_out(self, process: RewardProcess) -> None:
+        """Give a process rows of the oldest batch that has some waiting."""
+        batch = next((batch for batch in self._batches if batch.alone or batch.waiting), None)
+        if batch is None or process.style is None:
             return
-        if process.style == "async" and not batch.alone:
-            size = self.concurrency - len(process.outstanding)
+        if process.style == "async" and not (batch.alone or any(self._at_work[n].alone for n in process.outstanding)):
+            size = self._concurrency - len(process.outstanding)
         elif process.outstanding:
             return
         elif process.style == "batched":
-            size = math.ceil(len(batch.rows) / len(self._processes))
+            size = math.ceil(batch.rows / self._size)
         else:
             worth = SPAN_SECONDS / max(self._seconds_per_row, 1e-9) if self._seconds_per_row is not None else 1
-            size = max(1, min(int(worth), math.ceil(len(batch.waiting) / len(self._processes))))
-        if batch.alone:
-            numbers = [batch.alone.popleft()]
-        else:
-            numbers = [batch.waiting.popleft() for _ in range(min(size, len(batch.waiting)))]
-        if numbers:
-            process.hand_over({number: batch.rows[number] for number in numbers})
+            size = max(1, min(int(worth), math.ceil(len(batch.waiting) / self._size)))
+        if rows := {next(self._numbers): row for row in batch.take(size)}:
+            self._at_work |= rows
+            try:
+                process.hand_over({number: row.values for number, row in rows.items()})
+            except Exception as error:  # they cannot be pickled
+                batch.error = error
 
     def _wait(self) -> list[RewardProcess]:
         """The processes that say something, or have ended."""
-        with selectors.DefaultSelector() as selector:
+        with selectors.PollSelector() as selector:  # cheaper to make than one of epoll
+            selector.register(self._awake, selectors.EVENT_READ)
             for process in self._processes:
                 events = selectors.EVENT_READ | (selectors.EVENT_WRITE if process.sending else 0)
                 selector.register(process.line, events, process)
-            ready = selector.select(LOOK_SECONDS)
-        for key, _ in ready:
-            key.data.send()
-        return [key.data for key, _ in ready]
+            ready = [key.data for key, _ in selector.select(LOOK_SECONDS)]
+        if None in ready:
+            self._awake.recv(WAKE_BYTES)
+            self._take_submitted()
+        processes = [process for process in ready if process is not None]
+        for process in processes:
+            process.send()
+        return processes
 
-    def _take_in(self, batch: _Batch, process: RewardProcess) -> None:
+    def _take_in(self, process: RewardProcess) -> None:
         """Take in what a process says."""
         messages = process.receive()
         if messages is None:
-            self._ended(batch, process)
+            self._ended(process)
             return
         for message in messages:
             if isinstance(message, Unstartable):
-                raise RewardError(f"{self._named()}: it cannot be imported in a process of the pool: {message.why}")
+                raise RewardError(f"{self._named}: it cannot be imported in a process of the pool: {message.why}")
             if isinstance(message, Ready):
                 process.style, self._failed_starts = message.style, 0
                 continue
             for number, result in message.results.items():
                 if process.outstanding.pop(number, None) is None:
                     continue
-                batch.timeouts = 0
+                row = self._at_work.pop(number)
+                row.batch.timeouts = 0
                 if isinstance(result, Failure):
-                    self._fail(batch, number, result)
+                    self._fail(row, result)
                     continue
-                batch.scores[number] = result
+                if row.wanted:
+                    row.batch.score(row, result)
                 took, known = process.seconds_per_answer, self._seconds_per_row
                 self._seconds_per_row = took if known is None else known + 0.1 * (took - known)
 
-    def _look_at(self, batch: _Batch, process: RewardProcess) -> None:
+    def _look_at(self, process: RewardProcess) -> None:
         """See whether a process that said nothing is still there, and in time."""
-        if process not in self._processes:
-            return
         process.bound_output()
         if process.exit_code is not None:  # something it started may hold its line open
-            self._take_in(batch, process)
+            self._take_in(process)
             if process in self._processes:
-                self._ended(batch, process)
+                self._ended(process)
         elif process.deadline is not None and time.monotonic() > process.deadline:
-            self._late(batch, process)
+            self._late(process)
 
-    def _ended(self, batch: _Batch, process: RewardProcess) -> None:
+    def _ended(self, process: RewardProcess) -> None:
         process.wait(time.monotonic() + CLOSE_SECONDS)
-        code, output, starting = named_exit(process.exit_code), process.output(), process.style is None
-        self._replace(process)
-        if starting:
+        code, output = named_exit(process.exit_code), process.output()
+        self._blame(process, Failure(f"took its process down ({code})", output=output))
+        if process.style is None:
             self._count_failed_start(code, output)
-        self._blame(batch, process, Failure(f"took its process down ({code})", output=output))
 
-    def _late(self, batch: _Batch, process: RewardProcess) -> None:
-        stopped, output, starting = process.stopped, process.output(), process.style is None
-        self._replace(process)
+    def _late(self, process: RewardProcess) -> None:
+        stopped, output = process.stopped, process.output()
         if stopped:
-            if starting:
+            self._blame(process, Failure("was in a process that was stopped", output=output))
+            if process.style is None:
                 self._count_failed_start("stopped", output)
-            self._blame(batch, process, Failure("was in a process that was stopped", output=output))
-        elif starting:
+        elif process.style is None:
+            self._remove(process)
             raise RewardError(
-                f"{self._named()}: importing it did not end within {START_SECONDS:g} s in a process of the pool"
-                f"{_printed(output)}"
+                f"{self._named}: importing it did not end within {START_SECONDS:g} s in a process of the pool"
+                f"{printed(output)}"
             )
         else:
-            batch.timeouts += 1
-            self._blame(batch, process, Failure(overdue(self.timeout_seconds), output=output), retry=False)
-            all_may_fail = self.on_error == "zero" and self.max_failures == 1
-            at_first = self._seconds_per_row is None and not all_may_fail
-            limit = TIMEOUTS_AT_FIRST if at_first else TIMEOUTS_LATER
-            if batch.timeouts >= limit * len(self._processes):
-                raise RewardError(
-                    f"{self._named()}: the reward seems to hang on every row: {batch.timeouts} calls one after another "
-                    f"did not return within {self.timeout_seconds:g} s. Call it by hand on a row, or raise "
-                    f"reward.timeout_seconds.{_printed(output)}"
-                )
+            rows = self._blame(process, Failure(overdue(self._policy.timeout_seconds), output=output), retry=False)
+            for batch in {row.batch for row in rows}:
+                self._count_timeout(batch, output)
 
-    def _blame(self, batch: _Batch, process: RewardProcess, failure: Failure, retry: bool = True) -> None:
-        """Find out which row it was that ended a process, or had it ended: it fails, if it is sure to be the one.
+    def _blame(self, process: RewardProcess, failure: Failure, retry: bool = True) -> list[Row]:
+        """End a process and find out which row it was that made it end: it fails, if it is sure to be the one.
 
         Args:
-            process: the process that is no more.
+            process: one that ended, was stopped or is late.
             failure: what is then said of the row.
             retry: whether the row is tried once more before that.
+
+        Returns:
+            The rows it was at work on.
         """
-        rows = list(process.outstanding)
+        rows = self._remove(process)
         if process.style == "single":  # only the first had begun
-            batch.waiting.extendleft(reversed(rows[1:]))
+            put_back(rows[1:])
             rows = rows[:1]
-        if len(rows) == 1 and (batch.blamed[rows[0]] or not retry):
-            self._fail(batch, rows[0], failure)
-            return
+        if len(rows) == 1 and (rows[0].blamed or not retry):
+            self._fail(rows[0], failure)
+            return rows
         if len(rows) == 1:
-            batch.blamed[rows[0]] += 1
-        batch.alone.extend(rows)
+            rows[0].blamed = True
+        put_alone(rows)
+        return rows
 
     def _count_failed_start(self, how: str, output: str) -> None:
         self._failed_starts += 1
         if self._failed_starts >= FAILED_STARTS:
             raise RewardError(
-                f"{self._named()}: the processes of the pool end before they score a row ({how}). Does importing the "
-                f"module exit or crash in a new process?{_printed(output)}"
+                f"{self._named}: the processes of the pool end before they score a row ({how}). Does importing the "
+                f"module exit or crash in a new process?{printed(output)}"
             )
 
-    def _fail(self, batch: _Batch, number: int, failure: Failure) -> None:
-        """Count a row without a score; raise where there are too many."""
-        batch.scores[number] = Score(0.0, {}, failure.what)
-        batch.failures.append((number, failure))
-        if self._too_many(batch, len(batch.rows)):
-            raise self._failed(batch)
-        if self.on_error == "fail":
-            batch.until = min(batch.until, time.monotonic() + self.timeout_seconds)
-        elif not self._warned:
-            self._warned = True
-            self._warn(batch, number, failure)
+    def _count_timeout(self, batch: ScoringBatch, output: str) -> None:
+        batch.timeouts += 1
+        all_may_fail = self._policy.on_error == "zero" and self._policy.max_failures == 1
+        at_first = self._seconds_per_row is None and not all_may_fail
+        limit = TIMEOUTS_AT_FIRST if at_first else TIMEOUTS_LATER
+        if batch.timeouts >= limit * self._size and batch.error is None:
+            batch.error = RewardError(
+                f"{self._named}: the reward seems to hang on every row: {batch.timeouts} calls one after another "
+                f"did not return within {self._policy.timeout_seconds:g} s. Call it by hand on a row, or raise "
+                f"reward.timeout_seconds.{printed(output)}"
+            )
 
-    def _warn(self, batch: _Batch, number: int, failure: Failure) -> None:
+    def _fail(self, row: Row, failure: Failure) -> None:
+        """Count a row without a score."""
+        batch = row.batch
+        if not row.wanted:
+            return
+        batch.fail(row, failure)
+        if self._policy.on_error == "zero" and batch.error is None and not self._warned:
+            self._warned = True
+            self._warn(row, failure)
+        batch.score(row, Score(0.0, {}, failure.what))
+
+    def _warn(self, row: Row, failure: Failure) -> None:
         kept = ""
-        if self.record is not None:
-            text = f"{self._named()}: {_what(batch, number, failure)}.{_details(batch, number, failure)}\n"
+        if self._record is not None:
+            text = f"{self._named}: {said(row, failure)}.{details(row, failure)}\n"
             with suppress(OSError):  # it is no reason to end
-                self.record.write_text(text, encoding="utf-8", errors="replace")
-                kept = f" {self.record} has its traceback and output."
+                self._record.write_text(text, encoding="utf-8", errors="replace")
+                kept = f" {self._record} has its traceback and output."
         log.warning(
             "%s: %s. Such rows are scored 0 (reward.on_error=zero) and counted (reward/failures); said only once.%s",
-            self._named(),
-            _what(batch, number, failure),
+            self._named,
+            said(row, failure),
             kept,
         )
 
-    def _too_many(self, batch: _Batch, rows: int) -> bool:
-        """Whether more of so many rows have no score than can be laid on single ones."""
-        failed = len(batch.failures)
-        return failed > self.max_failures * rows and (failed >= LEAST_FAILURES or self.max_failures == 0)
-
-    def _failed(self, batch: _Batch) -> RewardError:
-        """What ends the run because of rows without a score: single ones, or so many that the reward is to blame."""
-        (number, failure), failed = batch.failures[0], len(batch.failures)
-        tried = len(batch.rows) - len(batch.waiting) - len(batch.alone)
-        what, details = _what(batch, number, failure), _details(batch, number, failure)
-        if self._too_many(batch, tried):
-            return RewardError(
-                f"{self._named()}: {failed} of {tried} rows that were tried got no score, more than "
-                f"reward.max_failures={self.max_failures:g} allows: the reward is at fault, not single rows. Call "
-                f"it by hand on the first of them: {what}.{details}"
-            )
-        others = f" {failed} of the {tried} rows that were tried got no score." if failed > 1 else ""
-        cure = "\nSet reward.on_error=zero to score such rows 0 and go on."
-        return RewardError(f"{self._named()}: {what}.{others}{cure}{details}")
-
     def _was_closed(self) -> RewardError:
-        return RewardError(f"{self._named()}: the pool was closed")
-
-    def _named(self) -> str:
-        return f"role reward, method {self.function}, node {os.uname().nodename}"
-
-
-def _what(batch: _Batch, number: int, failure: Failure) -> str:
-    return f"sample {number} of {len(batch.rows)} {failure.what}"
-
-
-def _details(batch: _Batch, number: int, failure: Failure) -> str:
-    """The row, what it printed and the traceback, on lines of their own."""
-    row = batch.rows[number]
-    text = f"\n  prompt: {shortened(row.get('prompt'))}\n  response: {shortened(row.get('response'))}"
-    return text + _printed(failure.output) + (f"\n{failure.trace.rstrip()}" if failure.trace else "")
-
-
-def _printed(output: str) -> str:
-    return "\n  printed:\n" + textwrap.indent(output, "    ") if output else ""
+        return RewardError(f"{self._named}: the pool was closed")

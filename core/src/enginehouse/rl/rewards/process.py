@@ -106,11 +106,12 @@ class RewardProcess:
 
     def hand_over(self, rows: Mapping[int, Mapping[str, Any]]) -> None:
         """Ask for the scores of rows, by their numbers."""
+        message = framed(Rows(list(rows), list(rows.values())))
         now = time.monotonic()
         if not self.outstanding:
             self._since = now
         self.outstanding |= dict.fromkeys(rows, now)
-        self._outgoing += framed(Rows(list(rows), list(rows.values())))
+        self._outgoing += message
         self.send()
 
     def send(self) -> None:
@@ -151,11 +152,6 @@ class RewardProcess:
         """Throw output away that is longer than anybody reads."""
         if os.fstat(self._output.fileno()).st_size > OUTPUT_LIMIT:
             os.ftruncate(self._output.fileno(), 0)
-
-    def abandon(self) -> None:
-        """Kill it, and forget the rows it has."""
-        self._process.kill()
-        self.outstanding.clear()
 
     def end(self) -> None:
         """End it and all it started, at once."""

@@ -66,7 +66,7 @@ class Unstartable(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows to score, with their numbers in the batch."""
+    """Rows to score, with the numbers they are answered by."""
 
     numbers: Sequence[int]
     rows: Sequence[Mapping[str, Any]]
