@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from enginehouse.controller.errors import ClusterLost
+from enginehouse.controller.ray_access import LOOK_SECONDS
 
 if TYPE_CHECKING:
     from enginehouse.controller.launchers.interface import Pending
 
-
-GLANCE_SECONDS = 0.1
-"""How often the others are looked at by who waits for one of several calls."""
+T = TypeVar("T")
 
 
 class StillRunning(TimeoutError):
@@ -81,6 +82,42 @@ class Future:
         if self._rank is None or self._error is not None:
             self._pending = None
 
+    @property
+    def deadline(self) -> float:
+        """When `result` raises `WorkerTimeout` if the call has not ended, by `time.monotonic`."""
+        pending = self._pending
+        return float("-inf") if pending is None else pending.deadline
+
+    def add_done_callback(self, callback: Callable[[Future], object]) -> None:
+        """Have `callback(self)` called once: when the call has ended on every rank, or failed on one; now, if it has.
+
+        Maybe in another thread, which it must not hold up. That the deadline passed is not told.
+        """
+        pending = self._pending
+        if self._settled or pending is None:
+            callback(self)
+        else:
+            pending.add_done_callback(lambda: callback(self))
+
+    def look(self) -> None:
+        """To be called every `LOOK_SECONDS` by who waits for `add_done_callback`.
+
+        Raises:
+            ClusterLost: Ray is about to end.
+        """
+        if (pending := self._pending) is not None:
+            pending.look()
+
+    def hurry(self) -> None:
+        """To be called by who was interrupted while it waited for `add_done_callback`."""
+        if (pending := self._pending) is not None:
+            pending.hurry()
+
+    @property
+    def calls(self) -> tuple[Future, ...]:
+        """Itself: the calls that are waited for, as of `Gathered`."""
+        return (self,)
+
     def done(self) -> bool:
         """Whether every rank has ended, or the deadline passed: `result` returns or raises at once."""
         pending = self._pending
@@ -90,3 +127,76 @@ class Future:
         """What stands for the result in another call's arguments, where it is one rank's output as it is; else None."""
         pending = self._pending  # none once the call has failed
         return None if self._rank is None or pending is None else pending.reference(self._rank)
+
+
+class Ends(Generic[T]):
+    """The ends of calls in the order in which they come, and what else is put among them. A call costs no thread.
+
+    Calls are added, and ends taken, by one thread.
+    """
+
+    def __init__(self) -> None:
+        self._events: queue.SimpleQueue[Future | T] = queue.SimpleQueue()
+        self._waited: set[Future] = set()
+
+    def add(self, call: Future) -> None:
+        """Wait for a call too."""
+        self._waited.add(call)
+        call.add_done_callback(self._events.put)
+
+    def put(self, event: T) -> None:
+        """Something else has happened. From any thread."""
+        self._events.put(event)
+
+    def next(self, timeout: float | None = None) -> Future | T:
+        """The next call whose `result` returns or raises, each once; or the next event.
+
+        Raises:
+            StillRunning: nothing came in `timeout` seconds.
+            ClusterLost: Ray is about to end.
+        """
+        try:
+            return self._next(float("inf") if timeout is None else time.monotonic() + timeout)
+        except Exception:
+            raise
+        except BaseException:
+            for call in self._waited:
+                call.hurry()
+            raise
+
+    def _next(self, until: float) -> Future | T:
+        while True:
+            late = min(self._waited, key=lambda call: call.deadline, default=None)
+            least = min(until, float("inf") if late is None else late.deadline)
+            with suppress(queue.Empty):
+                event = self._events.get(timeout=min(max(least - time.monotonic(), 0.0), LOOK_SECONDS))
+                if not isinstance(event, Future):
+                    return event
+                if event in self._waited:  # else its deadline had passed before
+                    self._waited.discard(event)
+                    return event
+                continue
+            if late is not None:
+                if late.deadline <= time.monotonic():
+                    self._waited.discard(late)
+                    return late
+                late.look()
+            if time.monotonic() >= until:
+                raise StillRunning("the calls still run")
+
+
+def as_they_end(calls: Iterable[Future], timeout: float | None = None) -> Iterator[Future]:
+    """Each of these calls, once its `result` returns or raises.
+
+    Raises:
+        StillRunning: `timeout` seconds have passed since the first was asked for.
+        ClusterLost: Ray is about to end.
+    """
+    until = None if timeout is None else time.monotonic() + timeout
+    ends: Ends[Future] = Ends()
+    left = 0
+    for call in set(calls):
+        ends.add(call)
+        left += 1
+    for _ in range(left):
+        yield ends.next(None if until is None else max(until - time.monotonic(), 0.0))

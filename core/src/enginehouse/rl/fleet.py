@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec
 from enginehouse.controller.errors import RemoteError
-from enginehouse.controller.future import GLANCE_SECONDS
+from enginehouse.controller.ray_access import LOOK_SECONDS
 from enginehouse.errors import first_line
 from enginehouse.rl.replica import Changed, FleetMetrics, Replica, State, nobody_left
 from enginehouse.rl.sampling import BatchSampling, Events, in_order
@@ -103,6 +103,7 @@ class RolloutFleet:
         self._health_every = health_every
         self._engine_metrics: dict[str, float] = {}
         self._lock = threading.RLock()
+        self._change = threading.Condition(self._lock)
         self._closing = threading.Event()
         self._hurried = False
         self._under_way: list[BatchSampling] = []
@@ -296,12 +297,10 @@ class RolloutFleet:
         """
         self._check_health()
         while not (living := self._living()).members:
-            coming = [replica.restarting for replica in self._replicas if replica.comes_back]
-            if not coming:
+            if not any(replica.comes_back for replica in self._replicas):
                 raise nobody_left(self.name, self._replicas)
-            for thread in coming:  # whoever is first; a restart has deadlines
-                if thread is not None:
-                    thread.join(GLANCE_SECONDS)
+            with self._lock:  # a restart has deadlines
+                self._change.wait(LOOK_SECONDS)
         return living
 
     def confirmed(self, members: Members, version: int) -> None:
@@ -414,6 +413,7 @@ class RolloutFleet:
 
     def _tell(self, change: Changed) -> None:
         with self._lock:
+            self._change.notify_all()
             for batch_sampling in self._under_way:
                 batch_sampling.events.put(change)
 

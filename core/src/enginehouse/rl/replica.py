@@ -13,8 +13,6 @@ from enginehouse.weights.members import Member
 
 if TYPE_CHECKING:
     from enginehouse.controller import WorkerGroup
-    from enginehouse.data import Batch
-    from enginehouse.rl.scheduler import Attempt
 
 State = Literal["serving", "returned", "lost", "out"]
 """Of a replica: takes requests; was started again and lacks weights; is gone, perhaps being started; stays gone."""
@@ -65,16 +63,6 @@ def nobody_left(name: str, replicas: Sequence[Replica]) -> ReplicasLost:
     """The error that no replica of a fleet draws rows any more, and why."""
     deaths = "\n".join(f"- replica {replica.number}: {replica.death or replica.state}" for replica in replicas)
     return ReplicasLost(f"no replica of {name} is left to draw rows:\n{deaths}")
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """A piece's rows came, or an error did."""
-
-    attempt: Attempt
-    member: Member
-    samples: Batch | None = None
-    error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from enginehouse.controller.errors import ControllerError
-from enginehouse.controller.future import GLANCE_SECONDS, StillRunning
+from enginehouse.controller.errors import ClusterLost, ControllerError
+from enginehouse.controller.future import Ends, Future, StillRunning, as_they_end
 from enginehouse.data import Batch
-from enginehouse.rl.replica import Changed, Drawn, FleetMetrics, Replica, Watch, nobody_left
+from enginehouse.rl.replica import Changed, FleetMetrics, Replica, Watch, nobody_left
 from enginehouse.rl.scheduler import Attempt, Piece, PrefixMemory, Scheduler, cut, pieces_each
 from enginehouse.weights.members import Member
 
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
 MOST_TRIES = 3
 """A piece that was lost with so many replicas is taken for their cause."""
 
-Events = queue.SimpleQueue[Drawn | Changed]
+Events = Ends[Changed]
 
 
 class PoisonousRows(ControllerError):
@@ -76,7 +74,8 @@ class BatchSampling:
         self._batch, self._sampling, self._seed = batch, sampling, seed
         self._name, self._replicas, self._patience = name, replicas, patience
         self._is_lost, self._catch_up = is_lost, catch_up
-        self.events: Events = queue.SimpleQueue()
+        self.events: Events = Ends()
+        self._drawing: dict[Future, tuple[Attempt, Member]] = {}
         self.metrics = FleetMetrics()
         self._serving = {replica.number: replica.member for replica in replicas if replica.state == "serving"}
         if not self._serving and not self._somebody_comes_back():
@@ -110,15 +109,20 @@ class BatchSampling:
                 if not (scheduler.done or scheduler.replicas or catching_up or self._somebody_comes_back()):
                     raise nobody_left(self._name, self._replicas)
                 event = self._next()
-                if isinstance(event, Drawn):
-                    if event.samples is not None:
-                        if scheduler.finish(event.attempt):
-                            yield self._finished(event.attempt, event.samples, watch)
+                lost: Member | None
+                if isinstance(event, Future):
+                    attempt, lost = self._drawing.pop(event)
+                    try:
+                        samples = event.result()
+                    except ClusterLost:
+                        raise
+                    except Exception as error:
+                        if not self._is_lost(lost, error):
+                            raise
+                    else:
+                        if scheduler.finish(attempt):
+                            yield self._finished(attempt, samples, watch)
                         continue
-                    assert event.error is not None
-                    if not self._is_lost(event.member, event.error):
-                        raise event.error
-                    lost: Member | None = event.member
                 else:
                     replica = self._replicas[event.number]
                     if event.what == "caught up":
@@ -143,35 +147,29 @@ class BatchSampling:
         return range(attempt.piece.begin, attempt.piece.end), samples.with_columns(seconds=seconds)
 
     def _draw(self, attempt: Attempt) -> None:
-        """Have a replica draw a piece, and put what comes of it among the events."""
-        member, events = self._serving[attempt.replica], self.events
+        """Have a replica draw a piece; its end is among the events."""
+        member = self._serving[attempt.replica]
         part = self._batch.slice(attempt.piece.begin, attempt.piece.end)
-
-        def draw() -> None:
-            try:
-                samples = member.group.call("generate", part, self._sampling, self._seed)
-            except Exception as error:
-                events.put(Drawn(attempt, member, error=error))
-            else:
-                events.put(Drawn(attempt, member, samples))
-
-        threading.Thread(target=draw, name=f"{member.group.name}-piece-{attempt.piece.number}", daemon=True).start()
+        try:
+            call = member.group.call("generate", part, self._sampling, self._seed, blocking=False)
+        except Exception as error:
+            if not self._is_lost(member, error):
+                raise
+            self.events.put(Changed(member.number, "lost"))
+            return
+        self._drawing[call] = attempt, member
+        self.events.add(call)
 
     def _somebody_comes_back(self) -> bool:
         return any(replica.comes_back for replica in self._replicas)
 
-    def _next(self) -> Drawn | Changed:
+    def _next(self) -> Future | Changed:
         """The next event. Every call under way and every restart has a deadline, so that there is one."""
-        try:
-            while True:
-                with contextlib.suppress(queue.Empty):
-                    return self.events.get(timeout=self._patience)
-                if not self._somebody_comes_back():
-                    return self.events.get_nowait()
-        except queue.Empty:
-            raise ControllerError(
-                f"no replica of {self._name} answered, or failed, within {self._patience:g} s"
-            ) from None
+        while True:
+            with contextlib.suppress(StillRunning):
+                return self.events.next(self._patience)
+            if not self._somebody_comes_back():
+                raise ControllerError(f"no replica of {self._name} answered, or failed, within {self._patience:g} s")
 
     def _check_tries(self, pieces: Sequence[Piece]) -> None:
         for piece in pieces:
@@ -200,13 +198,9 @@ def drawn_by_group(
     for begin in range(0, len(batch), size):
         rows = range(begin, min(begin + size, len(batch)))
         part = batch.slice(rows.start, rows.stop)
-        waiting[rows] = group.call("generate", part, sampling, seed, blocking=False)
-    while waiting:
-        for rows in [rows for rows, call in waiting.items() if call.done()]:
-            yield rows, waiting.pop(rows).result()
-        if waiting:
-            with contextlib.suppress(StillRunning):
-                next(iter(waiting.values())).result(GLANCE_SECONDS)
+        waiting[group.call("generate", part, sampling, seed, blocking=False)] = rows
+    for call in as_they_end(waiting):
+        yield waiting[call], call.result()
 
 
 def in_order(pieces: Iterable[tuple[range, Batch]]) -> Batch:

@@ -38,7 +38,7 @@ from enginehouse.controller.errors import (
     WorkerError,
     WorkerTimeout,
 )
-from enginehouse.controller.future import GLANCE_SECONDS, StillRunning
+from enginehouse.controller.future import StillRunning, as_they_end
 from enginehouse.controller.group import WorkerGroup
 from enginehouse.engines.weights import LOOPBACK, TransferPlan, WeightState, WeightSyncError, WeightUpdateAborted
 from enginehouse.errors import first_line
@@ -498,17 +498,21 @@ class WeightSync:
 
 def _await_both(waited: Future | Gathered, other: Future | Gathered) -> Any:
     """The result of `waited`, once `other` has ended as well; an error of either, the one that caused the other."""
-    while True:
+    for _ in as_they_end([*waited.calls, *other.calls]):
+        if other.done():
+            _await_or_cause(other, waited)
         try:
-            result = waited.result(GLANCE_SECONDS)
+            waited.result(0.0)
         except StillRunning:
-            if other.done():
-                _await_or_cause(other, waited)
+            continue
         except Exception as error:
             raise _root_cause(error, other) from error
-        else:
-            _await_or_cause(other, waited)
-            return result
+    try:
+        result = waited.result()
+    except Exception as error:
+        raise _root_cause(error, other) from error
+    _await_or_cause(other, waited)
+    return result
 
 
 def _await_or_cause(future: Future | Gathered, other: Future | Gathered) -> None:

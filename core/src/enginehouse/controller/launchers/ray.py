@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from contextlib import suppress
 from typing import Any
 
@@ -98,7 +99,7 @@ class RayCall:
         except Exception as error:
             failure = self.processes.failed(self, error)
         except BaseException:
-            self.processes.hurry()
+            self.hurry()
             raise
         if failure is not None:
             raise failure  # here, so that its cause stays the worker's traceback and Ray's own error is not shown
@@ -139,6 +140,31 @@ class RayCall:
         """See `Pending.done`."""
         with ray_access:
             return not _running(list(self.refs.values())) or time.monotonic() >= self.deadline
+
+    def add_done_callback(self, callback: Callable[[], object]) -> None:
+        """See `Pending.add_done_callback`. Ray calls back in a thread of its own, with each rank's value."""
+        left, told, lock = len(self.refs), False, threading.Lock()
+
+        def ended(value: futures.Future[Any]) -> None:
+            nonlocal left, told
+            with lock:
+                left -= 1
+                if told or (left and value.exception() is None):
+                    return
+                told = True
+            callback()
+
+        with ray_access:
+            for ref in list(self.refs.values()):
+                ref.future().add_done_callback(ended)
+
+    def look(self) -> None:
+        """See `Pending.look`."""
+        ray_access.check()
+
+    def hurry(self) -> None:
+        """See `Pending.hurry`."""
+        self.processes.hurry()
 
     def reference(self, rank: int) -> Any:
         """What stands for one rank's output: Ray's reference to it, and whose it is."""
