@@ -195,7 +195,7 @@ def as_they_end(calls: Iterable[Future], timeout: float | None = None) -> Iterat
     until = None if timeout is None else time.monotonic() + timeout
     ends: Ends[Future] = Ends()
     left = 0
-    for call in set(calls):
+    for call in dict.fromkeys(calls):
         ends.add(call)
         left += 1
     for _ in range(left):

@@ -200,7 +200,7 @@ def drawn_by_group(
         part = batch.slice(rows.start, rows.stop)
         waiting[group.call("generate", part, sampling, seed, blocking=False)] = rows
     for call in as_they_end(waiting):
-        yield waiting[call], call.result()
+        yield waiting.pop(call), call.result()
 
 
 def in_order(pieces: Iterable[tuple[range, Batch]]) -> Batch:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,11 +175,12 @@ class Gathered:
         places = {call: index for index, call in enumerate(self._calls) if isinstance(call, Future)}
         for index, call in enumerate(self._calls):
             if index not in self._values and (isinstance(call, Exception) or call.done()):
-                self._settle(index, until)
+                with suppress(StillRunning):  # it has ended, and its value is on its way
+                    self._settle(index, until)
         pending = [call for call in self.calls if places[call] not in self._values]
         if pending and timeout is not None and timeout <= 0:
             raise StillRunning(f"the call still runs at {self._members[places[pending[0]]].group.name}")
-        for call in as_they_end(pending, timeout):
+        for call in as_they_end(pending, None if until is None else max(until - time.monotonic(), 0.0)):
             self._settle(places[call], until)
         return self._collected()
 

@@ -22,6 +22,7 @@ The worker methods called here are those of `enginehouse.rl.roles`; any worker c
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 import uuid
@@ -498,21 +499,17 @@ class WeightSync:
 
 def _await_both(waited: Future | Gathered, other: Future | Gathered) -> Any:
     """The result of `waited`, once `other` has ended as well; an error of either, the one that caused the other."""
-    for _ in as_they_end([*waited.calls, *other.calls]):
-        if other.done():
-            _await_or_cause(other, waited)
-        try:
-            waited.result(0.0)
-        except StillRunning:
-            continue
-        except Exception as error:
-            raise _root_cause(error, other) from error
-    try:
-        result = waited.result()
-    except Exception as error:
-        raise _root_cause(error, other) from error
+    for _ in itertools.chain([None], as_they_end([*waited.calls, *other.calls])):
+        for one, another in ((waited, other), (other, waited)):
+            try:
+                one.result(0.0)
+            except StillRunning:
+                pass
+            except Exception as error:
+                raise _root_cause(error, another) from error
+    _await_or_cause(waited, other)
     _await_or_cause(other, waited)
-    return result
+    return waited.result()
 
 
 def _await_or_cause(future: Future | Gathered, other: Future | Gathered) -> None:
