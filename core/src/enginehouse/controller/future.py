@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from enginehouse.controller.errors import ClusterLost
 from enginehouse.controller.ray_access import LOOK_SECONDS
 
 if TYPE_CHECKING:
     from enginehouse.controller.launchers.interface import Pending
-
-T = TypeVar("T")
 
 
 class StillRunning(TimeoutError):
@@ -67,6 +66,39 @@ class Future:
         finally:
             self._lock.release()
 
+    def __await__(self) -> Generator[Any, None, Any]:
+        """`result` for who runs on an event loop, which goes on meanwhile. No thread waits.
+
+        Raises:
+            ControllerError: as `result`.
+        """
+        return self._awaited().__await__()
+
+    async def _awaited(self) -> Any:
+        pending = self._pending
+        if self._settled or pending is None:
+            return self.result()
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[bool] = loop.create_future()
+
+        def settle(well: bool) -> None:
+            if not ended.done():
+                ended.set_result(well)
+
+        def tell(well: bool) -> None:
+            with suppress(RuntimeError):  # the loop was closed: nobody waits any more
+                loop.call_soon_threadsafe(settle, well)
+
+        pending.add_done_callback(tell)
+        while not ended.done() and (left := pending.deadline - time.monotonic()) > 0:
+            await asyncio.wait([ended], timeout=min(left, LOOK_SECONDS))
+            if not ended.done():
+                pending.look()
+        if ended.done() and ended.result():
+            return self.result()
+        # what went wrong takes seconds to find out
+        return await loop.run_in_executor(None, self.result)
+
     def _settle(self, timeout: float | None) -> None:
         assert self._pending is not None
         assert self._finish is not None
@@ -97,7 +129,7 @@ class Future:
         if self._settled or pending is None:
             callback(self)
         else:
-            pending.add_done_callback(lambda: callback(self))
+            pending.add_done_callback(lambda well: callback(self))
 
     def look(self) -> None:
         """To be called every `LOOK_SECONDS` by who waits for `add_done_callback`.
@@ -129,74 +161,42 @@ class Future:
         return None if self._rank is None or pending is None else pending.reference(self._rank)
 
 
-class Ends(Generic[T]):
-    """The ends of calls in the order in which they come, and what else is put among them. A call costs no thread.
-
-    Calls are added, and ends taken, by one thread.
-    """
-
-    def __init__(self) -> None:
-        self._events: queue.SimpleQueue[Future | T] = queue.SimpleQueue()
-        self._waited: set[Future] = set()
-
-    def add(self, call: Future) -> None:
-        """Wait for a call too."""
-        self._waited.add(call)
-        call.add_done_callback(self._events.put)
-
-    def put(self, event: T) -> None:
-        """Something else has happened. From any thread."""
-        self._events.put(event)
-
-    def next(self, timeout: float | None = None) -> Future | T:
-        """The next call whose `result` returns or raises, each once; or the next event.
-
-        Raises:
-            StillRunning: nothing came in `timeout` seconds.
-            ClusterLost: Ray is about to end.
-        """
-        try:
-            return self._next(float("inf") if timeout is None else time.monotonic() + timeout)
-        except Exception:
-            raise
-        except BaseException:
-            for call in self._waited:
-                call.hurry()
-            raise
-
-    def _next(self, until: float) -> Future | T:
-        while True:
-            late = min(self._waited, key=lambda call: call.deadline, default=None)
-            least = min(until, float("inf") if late is None else late.deadline)
-            with suppress(queue.Empty):
-                event = self._events.get(timeout=min(max(least - time.monotonic(), 0.0), LOOK_SECONDS))
-                if not isinstance(event, Future):
-                    return event
-                if event in self._waited:  # else its deadline had passed before
-                    self._waited.discard(event)
-                    return event
-                continue
-            if late is not None:
-                if late.deadline <= time.monotonic():
-                    self._waited.discard(late)
-                    return late
-                late.look()
-            if time.monotonic() >= until:
-                raise StillRunning("the calls still run")
-
-
 def as_they_end(calls: Iterable[Future], timeout: float | None = None) -> Iterator[Future]:
-    """Each of these calls, once its `result` returns or raises.
+    """Each of these calls, once its `result` returns or raises. A call costs no thread.
 
     Raises:
         StillRunning: `timeout` seconds have passed since the first was asked for.
         ClusterLost: Ray is about to end.
     """
-    until = None if timeout is None else time.monotonic() + timeout
-    ends: Ends[Future] = Ends()
-    left = 0
-    for call in dict.fromkeys(calls):
-        ends.add(call)
-        left += 1
-    for _ in range(left):
-        yield ends.next(None if until is None else max(until - time.monotonic(), 0.0))
+    until = float("inf") if timeout is None else time.monotonic() + timeout
+    ends: queue.SimpleQueue[Future] = queue.SimpleQueue()
+    waited = dict.fromkeys(calls)
+    for call in waited:
+        call.add_done_callback(ends.put)
+    while waited:
+        try:
+            call = _next_end(ends, waited, until)
+        except Exception:
+            raise
+        except BaseException:
+            for call in waited:
+                call.hurry()
+            raise
+        del waited[call]
+        yield call
+
+
+def _next_end(ends: queue.SimpleQueue[Future], waited: Mapping[Future, None], until: float) -> Future:
+    while True:
+        late = min(waited, key=lambda call: call.deadline)
+        left = min(until, late.deadline) - time.monotonic()
+        with suppress(queue.Empty):
+            call = ends.get(timeout=min(max(left, 0.0), LOOK_SECONDS))
+            if call in waited:  # else its deadline had passed before
+                return call
+            continue
+        if late.deadline <= time.monotonic():
+            return late
+        late.look()
+        if time.monotonic() >= until:
+            raise StillRunning("the calls still run")

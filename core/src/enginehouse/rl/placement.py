@@ -15,7 +15,6 @@ from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec, coloca
 from enginehouse.engines.model import ModelSpec
 from enginehouse.rl.fleet import RolloutFleet
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
-from enginehouse.rl.sampling import drawn_by_group
 from enginehouse.weights.buckets import BUCKET_BYTES
 from enginehouse.weights.sync import WeightSync
 
@@ -56,7 +55,7 @@ class Roles:
     """
 
     actor: WorkerGroup
-    rollout: WorkerGroup | RolloutFleet
+    rollout: RolloutFleet
     reference: WorkerGroup | None
     sync: WeightSync
     evaluation: Evaluation | None = None
@@ -64,8 +63,9 @@ class Roles:
 
     def describe(self) -> dict[str, Any]:
         """For reports: each role's processes and what they run."""
-        groups = {"actor": self.actor, "rollout": self.rollout, "reference": self.reference}
-        described = {name: group.call("describe") for name, group in groups.items() if group is not None}
+        described = {"actor": self.actor.call("describe"), "rollout": self.rollout.describe()}
+        if self.reference is not None:
+            described["reference"] = self.reference.call("describe")
         return described | ({"evaluation": self.evaluation.fleet.describe()} if self.evaluation else {})
 
     def score_by_reference(self, batch: Batch, outputs: Outputs) -> Batch | None:
@@ -76,15 +76,13 @@ class Roles:
 
     def generate_each(
         self, batch: Batch, sampling: SamplingParams, seed: int | None = None
-    ) -> Iterator[tuple[range, Batch]]:
-        """Draw samples wherever the rollout is, and hand them over as they come; see `RolloutFleet.generate_each`."""
-        if isinstance(self.rollout, RolloutFleet):
-            return self.rollout.generate_each(batch, sampling, seed)
-        return drawn_by_group(self.rollout, batch, sampling, seed)
+    ) -> Iterator[tuple[Sequence[int], Batch]]:
+        """Draw samples, and hand them over as they come; see `RolloutFleet.generate_each`."""
+        return self.rollout.generate_each(batch, sampling, seed)
 
     def validate_each(
         self, batch: Batch, sampling: SamplingParams, seed: int | None = None
-    ) -> Iterator[tuple[range, Batch]]:
+    ) -> Iterator[tuple[Sequence[int], Batch]]:
         """As `generate_each`, by what answers validation prompts, which first gets the weights that are served."""
         if self.evaluation is None:
             return self.generate_each(batch, sampling, seed)
@@ -92,8 +90,8 @@ class Roles:
         return self.evaluation.fleet.generate_each(batch, sampling, seed)
 
     def rollout_metrics(self) -> dict[str, float]:
-        """What happened to the rollout replicas in a step, where they are a fleet."""
-        return self.rollout.metrics() if isinstance(self.rollout, RolloutFleet) else {}
+        """What happened to the rollout replicas in a step."""
+        return self.rollout.metrics()
 
 
 @contextmanager
@@ -122,10 +120,11 @@ def place(plan: Plan, probe: Sequence[Sequence[int]]) -> Iterator[Roles]:
             stack.enter_context(start_ray(config.cluster.address))
         groups = stack.enter_context(_colocated(plan, specs, config.actor.processes))
         replicas = (
-            groups["rollout"]
+            RolloutFleet.over(groups["rollout"])
             if colocated
-            else _fleet(plan, rollout, stack, config.rollout.replicas, plan.gpus_per_replica)
+            else _fleet(plan, rollout, config.rollout.replicas, plan.gpus_per_replica)
         )
+        stack.callback(replicas.shutdown)
         replicas.launch()
         evaluation = _evaluation(plan, stack)
         sync = WeightSync(
@@ -140,8 +139,7 @@ def place(plan: Plan, probe: Sequence[Sequence[int]]) -> Iterator[Roles]:
         )
         sync.connect()
         stack.callback(sync.close)
-        if isinstance(replicas, RolloutFleet):
-            replicas.catch_up = sync.catch_up
+        replicas.catch_up = sync.catch_up
         yield Roles(groups["actor"], replicas, groups.get("reference"), sync, evaluation, plan.base_is_reference)
 
 
@@ -190,17 +188,18 @@ def _evaluation(plan: Plan, stack: ExitStack) -> Evaluation | None:
         return None
     model = _model_spec(plan, plan.config.model.path)
     spec = WorkerSpec(RolloutWorker, planned.backend, model, planned.options)
-    fleet = _fleet(plan, _under(plan.interpreters["evaluation"], spec), stack, 1, planned.gpus, "evaluation")
+    fleet = _fleet(plan, _under(plan.interpreters["evaluation"], spec), 1, planned.gpus, "evaluation")
+    stack.callback(fleet.shutdown)
     fleet.launch()
     return Evaluation(fleet, planned.transport, planned.effect_checked)
 
 
 def _fleet(
-    plan: Plan, spec: WorkerSpec, stack: ExitStack, replicas: int, gpus: int, name: str = "rollout"
+    plan: Plan, spec: WorkerSpec, replicas: int, gpus: int, name: str = "rollout"
 ) -> RolloutFleet:
-    """Replicas in processes of their own, each with so many GPUs where there are any, which the stack ends."""
+    """Replicas in processes of their own, each with so many GPUs where there are any."""
     cluster = plan.config.cluster
-    fleet = RolloutFleet(
+    return RolloutFleet(
         spec,
         replicas,
         name=name,
@@ -212,8 +211,6 @@ def _fleet(
         device=plan.device,
         threads=cluster.threads_per_process,
     )
-    stack.callback(fleet.shutdown)
-    return fleet
 
 
 def _train_spec(plan: Plan | SFTPlan, backend: str, path: str, options: dict[str, Any]) -> WorkerSpec:

@@ -6,7 +6,7 @@ What runs where is decided elsewhere (`enginehouse.rl.placement`), what an algor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from enginehouse.data.rendering import load_tokenizer
 from enginehouse.engines.train import LossSpec, metric_values
 from enginehouse.plugin import plugins
 from enginehouse.plugin.records import resolve
-from enginehouse.rl.generation import outputs_as_sampled, sampling_params, step_seed
+from enginehouse.rl.generation import in_order, outputs_as_sampled, sampling_params, step_seed
 from enginehouse.rl.kl import with_kl_in_reward
 from enginehouse.rl.loop import Loop
 from enginehouse.rl.minibatches import assign_minibatches
@@ -28,7 +28,6 @@ from enginehouse.rl.mismatch import MismatchWarnings, measuring, mismatch
 from enginehouse.rl.placement import Roles, place
 from enginehouse.rl.rewards.pool import RewardPool
 from enginehouse.rl.samples import sample_metrics, sample_rows, with_rewards
-from enginehouse.rl.sampling import in_order
 from enginehouse.rl.stalls import Stalls
 from enginehouse.rl.validation import Validation
 
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from enginehouse.engines.train import Outputs
     from enginehouse.runs import Progress, RunDirectory
 
-Draw = Callable[["Batch", "SamplingParams", int], Iterator[tuple[range, "Batch"]]]
+Draw = Callable[["Batch", "SamplingParams", int], Iterator[tuple[Sequence[int], "Batch"]]]
 """Draws samples by somebody; `Roles.generate_each` is one."""
 
 PROBE_SEQUENCES, PROBE_TOKENS = 4, 32

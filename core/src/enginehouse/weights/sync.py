@@ -59,7 +59,7 @@ errors say more than its time-out. So long they are also given to say that they 
 
 
 class Replicas(Protocol):
-    """Rollout replicas, which may come and go; `enginehouse.rl.fleet` has those of which each can be lost alone."""
+    """Rollout replicas, which may come and go; those of `enginehouse.rl.fleet`."""
 
     name: str
 
@@ -74,25 +74,6 @@ class Replicas(Protocol):
     def confirmed(self, members: Members, version: int) -> None:
         """Let `members`, without those lost since, answer with `version`, which they were verified to serve."""
         ...
-
-
-class ColocatedReplicas:
-    """`Replicas` that are the ranks of one group: always the same.
-
-    Args:
-        group: workers with the methods of `RolloutWorker`.
-    """
-
-    def __init__(self, group: WorkerGroup):
-        self.name = group.name
-        self._members = Ranks(group)
-
-    def members(self) -> Members:
-        """See `Replicas`."""
-        return self._members
-
-    def confirmed(self, members: Members, version: int) -> None:
-        """Nothing is noted: a group answers, or is lost, as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +105,7 @@ class WeightSync:
 
     Args:
         train: workers with the methods of `TrainWorker`.
-        rollout: workers with the methods of `RolloutWorker`, one a replica; or replicas that can be lost one by one.
+        rollout: replicas of workers with the methods of `RolloutWorker`.
         transport: name of a weight transport, or `"module:Class"`.
         bucket_bytes: most bytes to travel at once, but for larger parameters.
         timeout: seconds any stage of an update may take.
@@ -137,7 +118,7 @@ class WeightSync:
     def __init__(
         self,
         train: WorkerGroup,
-        rollout: WorkerGroup | Replicas,
+        rollout: Replicas,
         transport: str,
         *,
         bucket_bytes: int,
@@ -147,7 +128,7 @@ class WeightSync:
         probe: Sequence[Sequence[int]] | None = None,
     ):
         self._train = Ranks(train)
-        self._replicas: Replicas = ColocatedReplicas(rollout) if isinstance(rollout, WorkerGroup) else rollout
+        self._replicas = rollout
         self._receivers: Members | None = None  # of the connection there is, or was last
         self._served: tuple[int, Mapping[str, str]] | None = None  # version, checksum of each parameter
         self._transport = transport

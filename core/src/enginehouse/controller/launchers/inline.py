@@ -61,9 +61,9 @@ class InlineCall:
         """See `Pending.done`."""
         return self._result.done()
 
-    def add_done_callback(self, callback: Callable[[], object]) -> None:
+    def add_done_callback(self, callback: Callable[[bool], object]) -> None:
         """See `Pending.add_done_callback`."""
-        self._result.add_done_callback(lambda _: callback())
+        self._result.add_done_callback(lambda result: callback(not result.cancelled() and not result.exception()))
 
     def look(self) -> None:
         """Nothing can be lost but this process."""

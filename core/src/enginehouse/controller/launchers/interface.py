@@ -80,8 +80,11 @@ class Pending(Protocol):
         """Whether every rank has ended, or the deadline passed."""
         ...
 
-    def add_done_callback(self, callback: Callable[[], object]) -> None:
-        """Call back once: when every rank has ended, or one has failed; at once if that is so. From any thread."""
+    def add_done_callback(self, callback: Callable[[bool], object]) -> None:
+        """Call back once: when every rank has ended, or one has failed; at once if that is so. From any thread.
+
+        `callback` is told whether all ended well.
+        """
         ...
 
     def look(self) -> None:

@@ -141,18 +141,19 @@ class RayCall:
         with ray_access:
             return not _running(list(self.refs.values())) or time.monotonic() >= self.deadline
 
-    def add_done_callback(self, callback: Callable[[], object]) -> None:
+    def add_done_callback(self, callback: Callable[[bool], object]) -> None:
         """See `Pending.add_done_callback`. Ray calls back in a thread of its own, with each rank's value."""
         left, told, lock = len(self.refs), False, threading.Lock()
 
         def ended(value: futures.Future[Any]) -> None:
             nonlocal left, told
+            well = value.exception() is None
             with lock:
                 left -= 1
-                if told or (left and value.exception() is None):
+                if told or (left and well):
                     return
                 told = True
-            callback()
+            callback(well)
 
         with ray_access:
             for ref in list(self.refs.values()):
