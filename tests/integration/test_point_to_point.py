@@ -66,7 +66,14 @@ def trained(layout, model, replicas) -> Iterator[tuple[WorkerGroup, WeightSync]]
         pool = ResourcePool([processes])
         stack.callback(pool.shutdown)
         actor = stack.enter_context(WorkerGroup(pool, spec, name="actor", timeout=PATIENCE, start_timeout=PATIENCE))
-        sync = WeightSync(actor, RolloutFleet.over(replicas), "point_to_point", bucket_bytes=SMALL_BUCKETS, timeout=PATIENCE, probe=PROBE)
+        sync = WeightSync(
+            actor,
+            RolloutFleet.over(replicas),
+            "point_to_point",
+            bucket_bytes=SMALL_BUCKETS,
+            timeout=PATIENCE,
+            probe=PROBE,
+        )
         sync.connect()
         stack.callback(sync.close)
         yield actor, sync

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import pytest
 
 from enginehouse.controller import Future, StillRunning
 from enginehouse.controller.errors import ClusterLost
-from enginehouse.controller.future import Ends, as_they_end
+from enginehouse.controller.future import as_they_end
 
 
 class FakePending:
@@ -23,6 +24,7 @@ class FakePending:
         self.hurried = False
 
     def wait(self, limit=None):
+        self.waited_by = threading.current_thread()
         return [self]
 
     def done(self):
@@ -41,27 +43,23 @@ class FakePending:
     def hurry(self):
         self.hurried = True
 
-    def end(self):
+    def end(self, well=True):
         for callback in self.callbacks:
-            callback()
+            callback(well)
 
 
 def future(pending: FakePending) -> Future:
     return Future(pending, lambda outputs: outputs[0])
 
 
-def test_ends_come_in_order_from_other_threads_and_events_among_them():
+def test_calls_come_as_they_end_in_other_threads():
     first, second = FakePending(), FakePending()
-    ends: Ends[str] = Ends()
     calls = {pending: future(pending) for pending in (first, second)}
-    for call in calls.values():
-        ends.add(call)
-    second.end()
-    ends.put("something else")
+    ends = as_they_end(calls.values())
+    threading.Timer(0.01, second.end).start()
+    assert next(ends) is calls[second]
     threading.Timer(0.01, first.end).start()
-    assert [ends.next(), ends.next(), ends.next()] == [calls[second], "something else", calls[first]]
-    with pytest.raises(StillRunning):
-        ends.next(0.0)
+    assert list(ends) == [calls[first]]
 
 
 def test_a_call_whose_deadline_passed_is_given_once():
@@ -84,3 +82,47 @@ def test_who_is_interrupted_hurries_what_still_runs():
     with pytest.raises(KeyboardInterrupt):
         next(as_they_end([future(running)]))
     assert running.hurried
+
+
+# Awaited
+
+
+def awaited(pending: FakePending, meanwhile: Callable[[], object]):
+    async def wait():
+        asyncio.get_running_loop().call_later(0.01, meanwhile)
+        return await future(pending)
+
+    return asyncio.run(wait())
+
+
+def test_an_event_loop_goes_on_while_a_call_is_awaited():
+    pending = FakePending()
+    assert awaited(pending, lambda: threading.Thread(target=pending.end).start()) is pending
+    assert pending.waited_by is threading.current_thread()
+
+
+@pytest.mark.parametrize("failed", [True, False], ids=["failed", "late"])
+def test_what_went_wrong_is_found_out_off_the_loop(failed):
+    """Which may take seconds: it is asked of the other processes."""
+    pending = FakePending(seconds=3600.0 if failed else 0.02)
+    assert awaited(pending, lambda: pending.end(well=False) if failed else None) is pending
+    assert pending.waited_by is not threading.current_thread()
+
+
+def test_who_awaits_hears_that_the_cluster_is_lost():
+    with pytest.raises(ClusterLost, match="gone"):
+        awaited(FakePending(lost=ClusterLost("gone")), lambda: None)
+
+
+def test_a_call_that_ends_when_nobody_awaits_it_any_more_hurts_nobody():
+    pending = FakePending()
+
+    async def give_up():
+        async def wait():
+            return await future(pending)
+
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(wait(), 0.01)
+
+    asyncio.run(give_up())
+    pending.end()

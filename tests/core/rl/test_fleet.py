@@ -210,7 +210,9 @@ def test_a_request_that_is_refused_costs_the_others_nothing_and_names_the_worker
 
 
 def test_requests_and_answers_travel_as_arrays():
-    requests = [GenerateRequest(str(row), [row] * row, SamplingParams(n=2, seed=row % 2 or None)) for row in range(1, 5)]
+    requests = [
+        GenerateRequest(str(row), [row] * row, SamplingParams(n=2, seed=row % 2 or None)) for row in range(1, 5)
+    ]
     packed = Requests.pack(requests, [request.id for request in requests])
     assert packed.tokens.tolist() == [1, 2, 2, 3, 3, 3, 4, 4, 4, 4]
     assert len(packed.sampling) == 1

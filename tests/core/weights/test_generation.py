@@ -75,9 +75,13 @@ def one(token):
 )
 def test_samples_that_are_not_those_asked_for_join_no_prompt(results, said):
     requests = make_requests(Ragged.from_list([[1, 2], [3]]), SamplingParams(n=2), None, "r")
-    with pytest.raises(EnginehouseError) as caught:
+
+    def check():
         for request, result in zip(requests, results):
             check_result(request, GenerateResult(*result), "mine 1.0 (rollout rank 0)")
+
+    with pytest.raises(EnginehouseError) as caught:
+        check()
     assert said in str(caught.value)
     assert str(caught.value).startswith("mine 1.0 (rollout rank 0)")
 

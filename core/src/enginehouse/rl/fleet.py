@@ -89,6 +89,9 @@ class RolloutFleet:
     """
 
     catch_up: Callable[[Members], None] | None = None
+    _start_timeout: float | None = None
+    _ranks: Ranks | None = None
+    _pool: ResourcePool | None = None
 
     def __init__(
         self,
@@ -109,7 +112,8 @@ class RolloutFleet:
     ):
         self._set(name, samples_in_flight, apart=launcher != "inline")
         self._start_timeout, self._most_restarts, self._health_every = start_timeout, restarts, health_every
-        self._pool = ResourcePool([replicas], gpus_per_process=gpus_per_process, timeout=start_timeout, name=name)
+        places = ResourcePool([replicas], gpus_per_process=gpus_per_process, timeout=start_timeout, name=name)
+        self._pool = places
 
         def start(number: int, pool: ResourcePool) -> Replica:
             own = WorkerSpec(spec.cls, *spec.args, **spec.kwargs, replica=number)
@@ -127,7 +131,7 @@ class RolloutFleet:
             return replica
 
         try:
-            _at_once([partial(start, number, pool) for number, pool in enumerate(self._pool.split(replicas))])
+            _at_once([partial(start, number, pool) for number, pool in enumerate(places.split(replicas))])
         except BaseException:
             self.shutdown()
             raise
@@ -148,7 +152,6 @@ class RolloutFleet:
         self.name = name
         self._apart = apart  # whether each replica may die alone
         self._limit = samples_in_flight
-        self._start_timeout: float | None = None
         self._engine_metrics: dict[str, float] = {}
         self._lock = threading.RLock()
         self._change = threading.Condition(self._lock)
@@ -164,8 +167,6 @@ class RolloutFleet:
         self._seconds: dict[int, float] = {}  # what the watch said when metrics were last asked for
         self._version: int | None = None  # newest that was verified; None before the first update
         self._replicas: list[Replica] = []
-        self._ranks: Ranks | None = None
-        self._pool: ResourcePool | None = None
 
     # What it is
 
@@ -313,8 +314,10 @@ class RolloutFleet:
                 if isinstance(ended := came.get(), BaseException):
                     raise ended
                 left -= len(ended)
-                flights = {row: flight for row, flight in sorted(ended, key=lambda one: one[0])}
-                samples = assemble([requests[row] for row in flights], [one.result.result() for one in flights.values()])
+                flights = dict(sorted(ended, key=lambda one: one[0]))
+                samples = assemble(
+                    [requests[row] for row in flights], [one.result.result() for one in flights.values()]
+                )
                 busy = [self._watch.until_now(one.replica) - before[one.replica] for one in flights.values()]
                 yield list(flights), samples.with_columns(seconds=torch.tensor(busy).repeat_interleave(sampling.n))
         except GeneratorExit:

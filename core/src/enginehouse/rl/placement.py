@@ -194,9 +194,7 @@ def _evaluation(plan: Plan, stack: ExitStack) -> Evaluation | None:
     return Evaluation(fleet, planned.transport, planned.effect_checked)
 
 
-def _fleet(
-    plan: Plan, spec: WorkerSpec, replicas: int, gpus: int, name: str = "rollout"
-) -> RolloutFleet:
+def _fleet(plan: Plan, spec: WorkerSpec, replicas: int, gpus: int, name: str = "rollout") -> RolloutFleet:
     """Replicas in processes of their own, each with so many GPUs where there are any."""
     cluster = plan.config.cluster
     return RolloutFleet(

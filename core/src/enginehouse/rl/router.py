@@ -153,9 +153,9 @@ class Router:
             if attempts or aborted or (self._scheduler.load(number) and member not in self._calls):
                 self._draw(member, attempts, aborted)
         self._note()
-        if self._scheduler.waiting and not self._catch_up() and not self._serving:
-            if not any(replica.is_started for replica in self._replicas):
-                self._fail(list(self._flights), nobody_left(self._name, self._replicas))
+        nobody = self._scheduler.waiting and not self._catch_up() and not self._serving
+        if nobody and not any(replica.is_started for replica in self._replicas):
+            self._fail(list(self._flights), nobody_left(self._name, self._replicas))
 
     def _follow(self) -> None:
         """Give nothing more to replicas that were lost, and something to those that serve again."""
@@ -225,11 +225,10 @@ class Router:
             if self._serving.get(member.number) == member:  # else they are drawn by another
                 self._take(member, answer)
                 await self._refused(member, answer)
-        finally:
-            self._calls[member].discard(call)
-            if not self._calls[member]:
-                del self._calls[member]
-            self._soon()
+        self._calls[member].discard(call)
+        if not self._calls[member]:
+            del self._calls[member]
+        self._soon()
 
     def _take(self, member: Member, answer: Answer) -> None:
         """Hand over what was drawn; it counts, whatever becomes of the replica that drew it."""
@@ -238,9 +237,7 @@ class Router:
             self._replicas[member.number].restarts = 0
             if number is not None and (flight := self._flight(number)) is not None:
                 flight.replica = member.number
-                flight.result.set_result(
-                    GenerateResult(flight.request.id, result.completions, result.prompt_logprobs)
-                )
+                flight.result.set_result(GenerateResult(flight.request.id, result.completions, result.prompt_logprobs))
         self._note()
 
     def _finished(self, member: Member, name: str) -> int | None:
