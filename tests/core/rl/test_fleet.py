@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -192,6 +195,15 @@ def test_who_stops_iterating_ends_what_is_under_way(group, over):
     assert rows == [0]
     pieces.close()
     assert len(draw(over)) == 3 * len(PROMPTS)
+    while group.go() != [0]:
+        pass
+
+
+def test_who_is_interrupted_while_it_waits_gets_out(group, over):
+    batch = Batch({"prompt_ids": Ragged.from_list([[LONG, 4]]), "prompt_index": torch.arange(1)})
+    threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        draw(over, batch=batch)
     while group.go() != [0]:
         pass
 
