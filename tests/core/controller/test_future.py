@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from enginehouse.controller import Future, StillRunning
+from enginehouse.controller import Future
 from enginehouse.controller.errors import ClusterLost
 from enginehouse.controller.future import as_they_end
 

@@ -45,6 +45,21 @@ class FakeGroup:
         self.out[0].set_exception(WorkerDied(f"{self.name} died"))
 
 
+class Asked:
+    """A request whose `result` is awaited."""
+
+    def __init__(self, router, number, name, token):
+        self.result = asyncio.get_running_loop().create_future()
+        self.flight = router.submit(number, GenerateRequest(name, [token], SamplingParams()), self.ended)
+        self.forget = lambda: router.forget(self.flight)
+
+    def ended(self, flight):
+        if isinstance(flight.outcome, Exception):
+            self.result.set_exception(flight.outcome)
+        else:
+            self.result.set_result(flight.outcome)
+
+
 class House:
     """Two replicas; one that dies stays gone, unless a test brings it back."""
 
@@ -72,10 +87,7 @@ class House:
         self.router.wake()
 
     def submit(self, count=1):
-        return [
-            self.router.submit(next(self.numbers), GenerateRequest(f"mine-{number}", [3 + number], SamplingParams()))
-            for number in range(count)
-        ]
+        return [Asked(self.router, next(self.numbers), f"mine-{number}", 3 + number) for number in range(count)]
 
     async def until(self, holds):
         async with asyncio.timeout(10.0):
@@ -222,8 +234,8 @@ async def test_a_request_nobody_waits_for_is_aborted_where_it_is_and_forgotten_w
     (group,) = house.groups
     held, waiting, wanted = house.submit(3)
     await house.until(lambda: group.calls)
-    waiting.result.cancel()
-    held.result.cancel()
+    waiting.forget()
+    held.forget()
     await house.until(lambda: group.aborted == ["fleet-0"])
     group.answer()  # the older call is released
     group.answer("fleet-0")

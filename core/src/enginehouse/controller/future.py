@@ -80,6 +80,7 @@ class Future:
             return self.result()
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[bool] = loop.create_future()
+        timer: asyncio.Handle
 
         def settle(well: bool) -> None:
             if not ended.done():
@@ -89,12 +90,27 @@ class Future:
             with suppress(RuntimeError):  # the loop was closed: nobody waits any more
                 loop.call_soon_threadsafe(settle, well)
 
-        pending.add_done_callback(tell)
-        while not ended.done() and (left := pending.deadline - time.monotonic()) > 0:
-            await asyncio.wait([ended], timeout=min(left, LOOK_SECONDS))
-            if not ended.done():
+        def look() -> None:
+            nonlocal timer
+            try:
                 pending.look()
-        if ended.done() and ended.result():
+            except Exception as error:
+                if not ended.done():
+                    ended.set_exception(error)
+            else:
+                late = pending.deadline <= time.monotonic()
+                timer = loop.call_soon(settle, False) if late else look_later()
+
+        def look_later() -> asyncio.TimerHandle:
+            return loop.call_later(min(max(pending.deadline - time.monotonic(), 0.0), LOOK_SECONDS), look)
+
+        timer = look_later()
+        pending.add_done_callback(tell)
+        try:
+            well = await ended
+        finally:
+            timer.cancel()
+        if well:
             return self.result()
         # what went wrong takes seconds to find out
         return await loop.run_in_executor(None, self.result)

@@ -109,13 +109,13 @@ class Answer:
 
     def unpack(self) -> Iterator[GenerateResult]:
         """The results; their tokens and logprobs are views of this answer's."""
-        offsets = [0, *np.cumsum(self.lengths).tolist()]
-        versions = self.versions.tolist()
-        completions = (
-            Completion(self.tokens[begin:end], self.logprobs[begin:end], REASONS[reason], first, last)  # type: ignore[arg-type]
-            for (begin, end), reason, (first, last) in zip(
-                itertools.pairwise(offsets), self.reasons.tolist(), versions, strict=True
-            )
+        bounds = [slice(*pair) for pair in itertools.pairwise([0, *np.cumsum(self.lengths).tolist()])]
+        completions = map(
+            Completion,
+            map(self.tokens.__getitem__, bounds),
+            map(self.logprobs.__getitem__, bounds),
+            map(REASONS.__getitem__, self.reasons.tolist()),
+            *self.versions.T.tolist(),
         )
         for name, count in zip(self.ids, self.counts, strict=True):
             drawn = tuple(itertools.islice(completions, count))

@@ -268,9 +268,17 @@ class RolloutFleet:
             PoisonousRows: it took several replicas with it.
             WorkerError: a replica that lives failed, or its engine refused the request.
         """
-        return await self._submit(request).result
+        ended = asyncio.Event()
+        router = self._routed()
+        flight = router.submit(next(self._numbers), request, lambda _: ended.set())
+        try:
+            await ended.wait()
+        finally:
+            router.forget(flight)
+        return _outcome(flight)
 
-    def _submit(self, request: GenerateRequest) -> Flight:
+    def _routed(self) -> Router:
+        """What takes requests of the running event loop to replicas."""
         loop = asyncio.get_running_loop()
         router = self._router
         if router is None or router.loop is not loop:
@@ -288,7 +296,7 @@ class RolloutFleet:
                 is_lost=self.is_lost,
                 catch_up=self._begin_to_catch_up,
             )
-        return router.submit(next(self._numbers), request)
+        return router
 
     def generate_each(
         self, batch: Batch, sampling: SamplingParams, seed: int | None = None
@@ -305,21 +313,21 @@ class RolloutFleet:
         """
         requests = seeded_requests(batch, sampling, seed, self.name)
         before = {replica.number: self._watch.until_now(replica.number) for replica in self._replicas}
-        came: queue.SimpleQueue[list[tuple[int, Flight]] | BaseException] = queue.SimpleQueue()
+        came: queue.SimpleQueue[dict[int, Flight] | Exception] = queue.SimpleQueue()
         if not (left := len(requests)):
             return
-        drawing = self._loop.submit(self._draw_all(requests, came))
+        drawing = self._loop.submit(self._draw_all(requests, came.put))
         try:
             while left:
-                if isinstance(ended := came.get(), BaseException):
+                if isinstance(ended := came.get(), Exception):
                     raise ended
                 left -= len(ended)
-                flights = dict(sorted(ended, key=lambda one: one[0]))
-                samples = assemble(
-                    [requests[row] for row in flights], [one.result.result() for one in flights.values()]
-                )
-                busy = [self._watch.until_now(one.replica) - before[one.replica] for one in flights.values()]
-                yield list(flights), samples.with_columns(seconds=torch.tensor(busy).repeat_interleave(sampling.n))
+                rows = sorted(ended)
+                samples = assemble([requests[row] for row in rows], [_outcome(ended[row]) for row in rows])
+                busy = [
+                    self._watch.until_now(number) - before[number] for number in (ended[row].replica for row in rows)
+                ]
+                yield rows, samples.with_columns(seconds=torch.tensor(busy).repeat_interleave(sampling.n))
         except GeneratorExit:
             raise
         except BaseException as error:
@@ -331,35 +339,33 @@ class RolloutFleet:
             if left:
                 drawing.cancel()
 
-    async def _draw_all(self, requests: Sequence[GenerateRequest], came: queue.SimpleQueue[Any]) -> None:
-        """Draw requests, and put those that end in one turn of the loop together, by their places."""
-        ended: list[tuple[int, Flight]] = []
-        flights: list[Flight] = []
+    async def _draw_all(
+        self, requests: Sequence[GenerateRequest], hand_over: Callable[[dict[int, Flight] | Exception], None]
+    ) -> None:
+        """Draw requests, and hand those over together that end in one turn of the loop, by their places."""
+        loop, flights, ended, over = asyncio.get_running_loop(), list[Flight](), dict[int, Flight](), asyncio.Event()
 
-        def note(row: int, result: asyncio.Future[GenerateResult]) -> None:
-            if result.cancelled():
-                return
-            if (error := result.exception()) is not None:
-                came.put(error)
-                return
+        def note(row: int, flight: Flight) -> None:
             if not ended:
-                asyncio.get_running_loop().call_soon(hand_over)
-            ended.append((row, flights[row]))
+                loop.call_soon(tell)
+            ended[row] = flight
 
-        def hand_over() -> None:
-            came.put(ended.copy())
+        def tell() -> None:
+            hand_over(ended.copy())
             ended.clear()
+            if all(flight.outcome is not None for flight in flights):
+                over.set()
 
         try:
+            router = self._routed()
             for row, request in enumerate(requests):
-                flights.append(flight := self._submit(request))
-                flight.result.add_done_callback(partial(note, row))
-            await asyncio.wait([flight.result for flight in flights])
+                flights.append(router.submit(next(self._numbers), request, partial(note, row)))
+            await over.wait()
         except Exception as error:
-            came.put(error)
+            hand_over(error)
         finally:
             for flight in flights:
-                flight.result.cancel()
+                router.forget(flight)
 
     # Weights; see `enginehouse.weights.sync.Replicas`
 
@@ -557,6 +563,13 @@ class RolloutFleet:
         for replica in replicas:
             if (thread := replica.restarting) is not None:
                 thread.join(max(until - time.monotonic(), 0.0))
+
+
+def _outcome(flight: Flight) -> GenerateResult:
+    if isinstance(flight.outcome, Exception):
+        raise flight.outcome
+    assert flight.outcome is not None
+    return flight.outcome
 
 
 def _at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:

@@ -160,6 +160,8 @@ def flat(rows: Sequence[Sequence[float]], dtype: type) -> np.ndarray:
     """All rows end to end; a row is a list, an array or a tensor in host memory."""
     if rows and isinstance(rows[0], list):
         return np.fromiter(itertools.chain.from_iterable(rows), dtype)
+    if rows and isinstance(rows[0], np.ndarray):
+        return np.concatenate(rows).astype(dtype, copy=False)
     return np.concatenate([np.asarray(row, dtype) for row in rows]) if rows else np.empty(0, dtype)
 
 

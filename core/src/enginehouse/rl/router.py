@@ -40,15 +40,17 @@ class Flight:
     """A request under way.
 
     Attributes:
-        name: what the replicas call it: a caller's ids may be those of another caller too.
+        number: which it is.
         request: as it was asked for.
-        result: what comes of it. Who cancels it ends the request.
-        replica: who drew it, once it is drawn.
+        ended: called with this once it has ended, unless nobody waits for it any more (`Router.forget`).
+        outcome: what came of it.
+        replica: who drew it.
     """
 
-    name: str
+    number: int
     request: GenerateRequest
-    result: asyncio.Future[GenerateResult]
+    ended: Callable[[Flight], object]
+    outcome: GenerateResult | Exception | None = None
     replica: int = -1
 
 
@@ -102,10 +104,10 @@ class Router:
         """Whether nothing is under way."""
         return self._scheduler.done
 
-    def submit(self, number: int, request: GenerateRequest) -> Flight:
+    def submit(self, number: int, request: GenerateRequest, ended: Callable[[Flight], object]) -> Flight:
         """Have a request drawn; those of one turn of the loop go to a replica as one call, in their order.
 
-        Its `result` raises:
+        Its `outcome` may be:
             ReplicasLost: naming each replica's death.
             PoisonousRows: it took several replicas with it.
             WorkerError: a replica that lives failed, or the engine refused it.
@@ -113,16 +115,27 @@ class Router:
         Args:
             number: larger than that of any request before.
             request: what to draw.
+            ended: called with what is returned, once it has ended.
         """
         if self._forgets and self._scheduler.done:
             self._memory.forget()
-        flight = Flight(f"{self._name}-{number}", request, self.loop.create_future())
-        self._flights[number] = flight
+        flight = self._flights[number] = Flight(number, request, ended)
         seen = prefixes(np.asarray(request.prompt_ids, np.int64)) if len(self._replicas) > 1 else ()
         self._scheduler.add(Entry(number, request.sampling.n, seen))
-        flight.result.add_done_callback(lambda result: self._forget(number) if result.cancelled() else None)
         self._soon()
         return flight
+
+    def forget(self, flight: Flight) -> None:
+        """Nobody waits for a request any more: it ends, wherever it is."""
+        if self._flights.pop(flight.number, None) is None:
+            return
+        if (attempt := self._scheduler.drop(flight.number)) is not None:
+            self._aborted.setdefault(attempt.replica, []).append(self._named(flight.number))
+        self._soon()
+
+    def _named(self, number: int) -> str:
+        """What replicas call a request: a caller's ids may be those of another caller too."""
+        return f"{self._name}-{number}"
 
     def wake(self) -> None:
         """Something has happened to a replica. From any thread."""
@@ -197,11 +210,10 @@ class Router:
         metrics.queued = max(metrics.queued, scheduler.waiting_samples)
 
     def _draw(self, member: Member, attempts: Sequence[Attempt], aborted: Sequence[str]) -> None:
-        flights = [self._flights[attempt.entry.number] for attempt in attempts]
-        self._held[member.number].update(
-            (flight.name, attempt) for flight, attempt in zip(flights, attempts, strict=True)
-        )
-        requests = Requests.pack([flight.request for flight in flights], [flight.name for flight in flights])
+        numbers = [attempt.entry.number for attempt in attempts]
+        names = list(map(self._named, numbers))
+        self._held[member.number].update(zip(names, attempts, strict=True))
+        requests = Requests.pack([self._flights[number].request for number in numbers], names)
         rank = self._replicas[member.number].rank
         call: Future | Exception
         try:
@@ -235,9 +247,9 @@ class Router:
         for result in answer.unpack():
             number = self._finished(member, result.id)
             self._replicas[member.number].restarts = 0
-            if number is not None and (flight := self._flight(number)) is not None:
+            if number is not None and (flight := self._flights.get(number)) is not None:
                 flight.replica = member.number
-                flight.result.set_result(GenerateResult(flight.request.id, result.completions, result.prompt_logprobs))
+                self._end(number, GenerateResult(flight.request.id, result.completions, result.prompt_logprobs))
         self._note()
 
     def _finished(self, member: Member, name: str) -> int | None:
@@ -277,20 +289,7 @@ class Router:
             self._end(number, error)
         self._note()
 
-    def _end(self, number: int, error: Exception) -> None:
-        if (flight := self._flight(number)) is not None:
-            flight.result.set_exception(error)
-
-    def _flight(self, number: int) -> Flight | None:
-        """The request, which is under way no more; None: nobody waits for it."""
-        flight = self._flights.pop(number, None)
-        if flight is None or flight.result.done():
-            return None
-        return flight
-
-    def _forget(self, number: int) -> None:
-        """Nobody waits for a request any more."""
-        flight = self._flights.pop(number, None)
-        if flight is not None and (attempt := self._scheduler.drop(number)) is not None:
-            self._aborted.setdefault(attempt.replica, []).append(flight.name)
-        self._soon()
+    def _end(self, number: int, outcome: GenerateResult | Exception) -> None:
+        if (flight := self._flights.pop(number, None)) is not None:  # else nobody waits for it
+            flight.outcome = outcome
+            flight.ended(flight)

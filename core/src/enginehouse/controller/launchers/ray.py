@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import psutil
@@ -74,6 +75,7 @@ class RayCall:
         self.deadline = time.monotonic() + timeout if deadline is None else deadline
         self.rows = rows or {}
         self.harmless = harmless
+        self._came: list[Any] | None = None  # what the ranks returned, where Ray brought it to a callback
 
     def wait(self, limit: float | None = None) -> list[Any]:
         """See `Pending.wait`: the happy path is one `ray.get`; looking into it starts when that fails."""
@@ -116,6 +118,9 @@ class RayCall:
         """What the ranks returned; past the deadline, what is there by now, and time to bring it here."""
         import ray
 
+        if self._came is not None:
+            came, self._came = self._came, None
+            return came
         refs = list(self.refs.values())
         until = time.monotonic() + (left if limit is None else min(limit, left))
         while (left := until - time.monotonic()) > LOOK_SECONDS:
@@ -143,21 +148,24 @@ class RayCall:
 
     def add_done_callback(self, callback: Callable[[bool], object]) -> None:
         """See `Pending.add_done_callback`. Ray calls back in a thread of its own, with each rank's value."""
-        left, told, lock = len(self.refs), False, threading.Lock()
+        came: dict[int, Any] = {}
+        told, lock = False, threading.Lock()
 
-        def ended(value: futures.Future[Any]) -> None:
-            nonlocal left, told
-            well = value.exception() is None
+        def ended(rank: int, value: futures.Future[Any]) -> None:
+            nonlocal told
+            if well := value.exception() is None:
+                came[rank] = value.result()
             with lock:
-                left -= 1
-                if told or (left and well):
+                if told or (well and len(came) < len(self.refs)):
                     return
                 told = True
+            if well:
+                self._came = [came[rank] for rank in self.refs]
             callback(well)
 
         with ray_access:
-            for ref in list(self.refs.values()):
-                ref.future().add_done_callback(ended)
+            for rank, ref in self.refs.items():
+                ref.future().add_done_callback(partial(ended, rank))
 
     def look(self) -> None:
         """See `Pending.look`."""
