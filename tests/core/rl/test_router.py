@@ -54,10 +54,11 @@ class Asked:
         self.forget = lambda: router.forget(self.flight)
 
     def ended(self, flight):
-        if isinstance(flight.outcome, Exception):
-            self.result.set_exception(flight.outcome)
+        if flight.error is not None:
+            self.result.set_exception(flight.error)
         else:
-            self.result.set_result(flight.outcome)
+            answer, place = flight.answer
+            self.result.set_result(answer.result(place, flight.request.id))
 
 
 class House:

@@ -28,7 +28,8 @@ from enginehouse.controller.errors import ControllerError, RemoteError
 from enginehouse.controller.launchers.event_loop import EventLoop
 from enginehouse.controller.ray_access import LOOK_SECONDS
 from enginehouse.errors import first_line
-from enginehouse.rl.generation import assemble, seeded_requests
+from enginehouse.rl.columns import Answer
+from enginehouse.rl.generation import seeded_requests
 from enginehouse.rl.replica import FLEET, FleetMetrics, Replica, State, Watch, nobody_left
 from enginehouse.rl.router import Flight, Router
 from enginehouse.rl.scheduler import PrefixMemory
@@ -275,7 +276,8 @@ class RolloutFleet:
             await ended.wait()
         finally:
             router.forget(flight)
-        return _outcome(flight)
+        answer, place = _drawn(flight)
+        return answer.result(place, request.id)
 
     def _routed(self) -> Router:
         """What takes requests of the running event loop to replicas."""
@@ -322,12 +324,16 @@ class RolloutFleet:
                 if isinstance(ended := came.get(), Exception):
                     raise ended
                 left -= len(ended)
-                rows = sorted(ended)
-                samples = assemble([requests[row] for row in rows], [_outcome(ended[row]) for row in rows])
-                busy = [
-                    self._watch.until_now(number) - before[number] for number in (ended[row].replica for row in rows)
-                ]
-                yield rows, samples.with_columns(seconds=torch.tensor(busy).repeat_interleave(sampling.n))
+                pieces: dict[int, tuple[Answer, list[int], list[int]]] = {}  # of each answer, rows and their places
+                for row in sorted(ended):
+                    answer, place = _drawn(ended[row])
+                    _, rows, places = pieces.setdefault(id(answer), (answer, [], []))
+                    rows.append(row)
+                    places.append(place)
+                for answer, rows, places in pieces.values():
+                    number = ended[rows[0]].replica
+                    busy = torch.full((len(rows) * sampling.n,), self._watch.until_now(number) - before[number])
+                    yield rows, answer.samples([requests[row] for row in rows], places).with_columns(seconds=busy)
         except GeneratorExit:
             raise
         except BaseException as error:
@@ -353,7 +359,7 @@ class RolloutFleet:
         def tell() -> None:
             hand_over(ended.copy())
             ended.clear()
-            if all(flight.outcome is not None for flight in flights):
+            if all(flight.answer or flight.error for flight in flights):
                 over.set()
 
         try:
@@ -565,11 +571,11 @@ class RolloutFleet:
                 thread.join(max(until - time.monotonic(), 0.0))
 
 
-def _outcome(flight: Flight) -> GenerateResult:
-    if isinstance(flight.outcome, Exception):
-        raise flight.outcome
-    assert flight.outcome is not None
-    return flight.outcome
+def _drawn(flight: Flight) -> tuple[Answer, int]:
+    if flight.answer is None:
+        assert flight.error is not None
+        raise flight.error
+    return flight.answer
 
 
 def _at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:

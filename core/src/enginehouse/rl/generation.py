@@ -12,10 +12,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from enginehouse.data import Batch, Ragged
-from enginehouse.engines.rollout import Completion, GenerateRequest, GenerateResult, SamplingParams
+from enginehouse.engines.rollout import GenerateRequest, GenerateResult, SamplingParams
 from enginehouse.engines.train import Outputs
 from enginehouse.errors import EnginehouseError
 
@@ -117,52 +116,6 @@ def check_result(request: GenerateRequest, result: GenerateResult, engine: str) 
                 f"as completion {number} of request {request.id!r}; see the check 'logprobs' of "
                 "`enginehouse certify`"
             )
-
-
-def assemble(requests: Sequence[GenerateRequest], results: Sequence[GenerateResult]) -> Batch:
-    """Samples as a batch: in the order of the requests, and the samples of a request in theirs.
-
-    Args:
-        requests: what was asked for.
-        results: what came, one for each request, as `check_result` wants them.
-
-    Returns:
-        `input_ids` ragged int64 (prompt and response), `loss_mask` ragged bool (true on the response),
-        `rollout_logprobs` ragged float32 (0 on the prompt), `finish_reason` objects, and `weight_version` int64
-        `(rows,)`, the version the last token was drawn from.
-    """
-    completions: list[Completion] = [completion for result in results for completion in result.completions]
-    prompts: list[np.ndarray] = []
-    for request, result in zip(requests, results, strict=True):
-        prompts += [np.asarray(request.prompt_ids, dtype=np.int64)] * len(result.completions)
-    lengths = np.empty((len(completions), 2), dtype=np.int64)
-    lengths[:, 0] = [len(prompt) for prompt in prompts]
-    lengths[:, 1] = [len(completion.token_ids) for completion in completions]
-    response = np.repeat(np.tile([False, True], len(completions)), lengths.reshape(-1))
-    tokens = np.empty(len(response), dtype=np.int64)
-    tokens[~response] = np.concatenate(prompts) if prompts else ()
-    tokens[response] = flat([completion.token_ids for completion in completions], np.int64)
-    logprobs = np.zeros(len(response), dtype=np.float32)
-    logprobs[response] = flat([completion.logprobs for completion in completions], np.float32)
-    input_ids = Ragged.from_lengths(torch.from_numpy(tokens), lengths.sum(1))
-    return Batch(
-        {
-            "input_ids": input_ids,
-            "loss_mask": input_ids.like(torch.from_numpy(response)),
-            "rollout_logprobs": input_ids.like(torch.from_numpy(logprobs)),
-            "finish_reason": [completion.finish_reason for completion in completions],
-            "weight_version": torch.tensor([completion.last_version for completion in completions], dtype=torch.int64),
-        }
-    )
-
-
-def flat(rows: Sequence[Sequence[float]], dtype: type) -> np.ndarray:
-    """All rows end to end; a row is a list, an array or a tensor in host memory."""
-    if rows and isinstance(rows[0], list):
-        return np.fromiter(itertools.chain.from_iterable(rows), dtype)
-    if rows and isinstance(rows[0], np.ndarray):
-        return np.concatenate(rows).astype(dtype, copy=False)
-    return np.concatenate([np.asarray(row, dtype) for row in rows]) if rows else np.empty(0, dtype)
 
 
 def in_order(pieces: Iterable[tuple[Sequence[int], Batch]]) -> Batch:

@@ -40,9 +40,9 @@ from enginehouse.errors import EnginehouseError
 from enginehouse.plugin import Backend, PluginError, capabilities, plugins, resolve
 from enginehouse.plugin.references import lacking
 from enginehouse.plugin.requirements import installed_versions
-from enginehouse.rl.columns import Answer, Requests
+from enginehouse.rl.columns import Answer, Requests, assemble
 from enginehouse.rl.drawing import Drawing
-from enginehouse.rl.generation import assemble, make_requests, seeded_requests
+from enginehouse.rl.generation import make_requests, seeded_requests
 from enginehouse.runtimes import CURRENT, RUNTIME_VARIABLE
 from enginehouse.weights.receiver import WeightReceiver
 from enginehouse.weights.transports.ends import address_of, weights_for
@@ -300,7 +300,7 @@ class RolloutWorker(Worker):
             seed: same seed, same weights: same samples. None draws afresh.
 
         Returns:
-            `n` rows for each row of `batch`, next to each other: the columns of `assemble`, and `seconds` float32
+            `n` rows for each row of `batch`, next to each other: the columns of `Answer.samples`, and `seconds` float32
             `(rows,)`, how long this replica took for its share. The columns of `batch` are not returned. All of it
             was drawn from verified weights: what was not is drawn anew.
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from enginehouse.controller.errors import ClusterLost, ControllerError
-from enginehouse.engines.rollout import GenerateResult
 from enginehouse.rl.columns import Answer, Requests
 from enginehouse.rl.replica import FLEET, Replica, Watch, nobody_left
 from enginehouse.rl.scheduler import Attempt, Entry, PrefixMemory, Scheduler, prefixes
@@ -43,15 +42,17 @@ class Flight:
         number: which it is.
         request: as it was asked for.
         ended: called with this once it has ended, unless nobody waits for it any more (`Router.forget`).
-        outcome: what came of it.
+        answer: what it came in, and its place there, once it is drawn.
         replica: who drew it.
+        error: what went wrong.
     """
 
     number: int
     request: GenerateRequest
     ended: Callable[[Flight], object]
-    outcome: GenerateResult | Exception | None = None
+    answer: tuple[Answer, int] | None = None
     replica: int = -1
+    error: Exception | None = None
 
 
 class Router:
@@ -107,7 +108,7 @@ class Router:
     def submit(self, number: int, request: GenerateRequest, ended: Callable[[Flight], object]) -> Flight:
         """Have a request drawn; those of one turn of the loop go to a replica as one call, in their order.
 
-        Its `outcome` may be:
+        Its `error` may be:
             ReplicasLost: naming each replica's death.
             PoisonousRows: it took several replicas with it.
             WorkerError: a replica that lives failed, or the engine refused it.
@@ -244,12 +245,12 @@ class Router:
 
     def _take(self, member: Member, answer: Answer) -> None:
         """Hand over what was drawn; it counts, whatever becomes of the replica that drew it."""
-        for result in answer.unpack():
-            number = self._finished(member, result.id)
+        for place, name in enumerate(answer.ids):
+            number = self._finished(member, name)
             self._replicas[member.number].restarts = 0
-            if number is not None and (flight := self._flights.get(number)) is not None:
-                flight.replica = member.number
-                self._end(number, GenerateResult(flight.request.id, result.completions, result.prompt_logprobs))
+            if number is not None and (flight := self._flights.pop(number, None)) is not None:
+                flight.answer, flight.replica = (answer, place), member.number
+                flight.ended(flight)
         self._note()
 
     def _finished(self, member: Member, name: str) -> int | None:
@@ -289,7 +290,7 @@ class Router:
             self._end(number, error)
         self._note()
 
-    def _end(self, number: int, outcome: GenerateResult | Exception) -> None:
+    def _end(self, number: int, error: Exception) -> None:
         if (flight := self._flights.pop(number, None)) is not None:  # else nobody waits for it
-            flight.outcome = outcome
+            flight.error = error
             flight.ended(flight)
