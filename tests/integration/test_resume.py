@@ -93,7 +93,7 @@ def resumed(start: Start, command: str, name: str, *overrides: str, **options: A
 
 def figures(run: RunProcess) -> list[dict[str, Any]]:
     """What the steps computed: their metrics without what a clock measured and what was sent when."""
-    left_out = ("time/", "busy/", "weights/", "elapsed_seconds", "tokens_per_second")
+    left_out = ("time/", "busy/", "rollout/", "weights/", "elapsed_seconds", "tokens_per_second")
     return [{name: value for name, value in row.items() if not name.startswith(left_out)} for row in run.metrics]
 
 
