@@ -141,6 +141,7 @@ def placed(
     from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec, start_ray
     from enginehouse.engines.model import ModelSpec
     from enginehouse.plugin import plugins, resolve
+    from enginehouse.rl.fleet import RolloutFleet
     from enginehouse.weights.sync import WeightSync
 
     record = plugins().get("rollout", rollout, elsewhere=True)
@@ -165,7 +166,7 @@ def placed(
             )
         groups["rollout"].launch()
         sync = WeightSync(
-            groups["actor"], groups["rollout"], transport, timeout=TIMEOUT_SECONDS, probe=PROBE,
+            groups["actor"], RolloutFleet.over(groups["rollout"]), transport, timeout=TIMEOUT_SECONDS, probe=PROBE,
             effect_check_every=10**9, **bucket_options(bucket_mib),
         )  # fmt: skip
         sync.connect()

@@ -14,6 +14,7 @@ from enginehouse.data import Batch, Ragged
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.train import LossSpec
 from enginehouse.plugin import plugins
+from enginehouse.rl.fleet import RolloutFleet
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
 from enginehouse.runtimes import choose_runtime
 from enginehouse.weights.checksums import checksum
@@ -65,7 +66,14 @@ def trained(layout, model, replicas) -> Iterator[tuple[WorkerGroup, WeightSync]]
         pool = ResourcePool([processes])
         stack.callback(pool.shutdown)
         actor = stack.enter_context(WorkerGroup(pool, spec, name="actor", timeout=PATIENCE, start_timeout=PATIENCE))
-        sync = WeightSync(actor, replicas, "point_to_point", bucket_bytes=SMALL_BUCKETS, timeout=PATIENCE, probe=PROBE)
+        sync = WeightSync(
+            actor,
+            RolloutFleet.over(replicas),
+            "point_to_point",
+            bucket_bytes=SMALL_BUCKETS,
+            timeout=PATIENCE,
+            probe=PROBE,
+        )
         sync.connect()
         stack.callback(sync.close)
         yield actor, sync

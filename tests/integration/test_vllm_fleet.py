@@ -28,6 +28,7 @@ from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.train import LossSpec
 from enginehouse.plugin import plugins
 from enginehouse.rl.fleet import RolloutFleet
+from enginehouse.rl.generation import in_order
 from enginehouse.rl.replica import ReplicasLost
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
 from enginehouse.runtimes import choose_runtime
@@ -118,7 +119,7 @@ class House:
         self.version = self.sync.sync(next(self.numbers)).version
 
     def draw(self) -> Batch:
-        return self.fleet.generate(PROMPTS, DRAWN, seed=3)
+        return in_order(self.fleet.generate_each(PROMPTS, DRAWN, seed=3))
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[tuple[Future[Batch], Callable[[], None]]]:
@@ -237,7 +238,7 @@ def test_a_replica_killed_with_work_loses_no_sample_and_returns_at_the_version_s
     assert states[0] == states[1]
     assert states[1].version == house.version
     house.actor.export_hf(str(tmp_path))
-    answers = fleet.generate(PROMPTS, GREEDY)  # each replica has a row of it from the start
+    answers = in_order(fleet.generate_each(PROMPTS, GREEDY))  # each replica has a row of it from the start
     assert [answers["input_ids"][row].tolist() for row in range(len(PROMPTS))] == continued(tmp_path)
     assert continued(tmp_path) != continued(tiny_model(hidden=128))
     house.train()  # the next version goes to both again

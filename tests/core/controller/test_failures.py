@@ -24,6 +24,7 @@ from enginehouse.controller import (
     merge_resource_pools,
     unwrap_user_error,
 )
+from enginehouse.controller.future import as_they_end
 from enginehouse.errors import ModelError
 
 
@@ -103,6 +104,19 @@ def test_a_hang_is_reported_with_the_function_it_hangs_in(trouble):
     assert list(error.stacks) == [1], "rank 0 is not late"
     with pytest.raises(GroupClosed, match="'hang_on' did not end"):
         trouble.fine()
+
+
+def test_calls_are_given_when_a_rank_fails_and_when_their_deadline_passes(launch):
+    failing, hanging = (launch(Trouble, name=name) for name in ("failing", "hanging"))
+    late = hanging.call("hang_on", 1, timeout=3, blocking=False)
+    failed = failing.call("raise_on", 1, others_hang=True, blocking=False)
+    ends = as_they_end([late, failed])
+    assert next(ends) is failed
+    with pytest.raises(RemoteError, match="bad value on rank 1"):
+        failed.result()
+    assert next(ends) is late
+    with pytest.raises(WorkerTimeout, match="in hang_for_ever"):
+        late.result()
 
 
 def test_a_hanging_coroutine_is_reported_with_what_it_awaits(trouble):

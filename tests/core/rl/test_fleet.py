@@ -1,17 +1,26 @@
-"""A fleet in this process: one replica, with the interface and the samples of a worker group."""
+"""A fleet in this process, over one replica of the torch engine, or over engines that do as they are told."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+import threading
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 
-from enginehouse.controller import RemoteError, WorkerGroup, WorkerSpec
+from enginehouse.controller import RemoteError, WorkerGroup, WorkerSpec, register
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.model import ModelSpec
-from enginehouse.engines.rollout import SamplingParams
+from enginehouse.engines.rollout import GenerateRequest, SamplingParams
+from enginehouse.errors import EnginehouseError
+from enginehouse.rl.columns import Requests
 from enginehouse.rl.fleet import RolloutFleet
+from enginehouse.rl.generation import in_order
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
-from enginehouse.rl.sampling import drawn_by_group, in_order
 from enginehouse.weights.sync import WeightSync
 from enginehouse_testing.models import tiny_model
 
@@ -19,11 +28,54 @@ PROMPTS = Batch(
     {"prompt_ids": Ragged.from_list([[3, 4, 5], [6, 7], [8], [9, 10, 11, 12]]), "prompt_index": torch.arange(4)}
 )
 SAMPLING = SamplingParams(n=3, max_tokens=5)
+LONG = 13
+"""A prompt that begins with this token is answered once it is let go, or aborted."""
+
+
+class ToldWorker(RolloutWorker):
+    @register
+    async def launch(self):
+        name = await super().launch()
+        self.held, generate, abort = {}, self.engine.generate, self.engine.abort
+
+        async def told(request):
+            if request.prompt_ids[:1] == [LONG]:
+                go = self.held[request.id] = asyncio.get_running_loop().create_future()
+                reason = await go
+                del self.held[request.id]
+                result = await generate(request)
+                return replace(result, completions=[replace(one, finish_reason=reason) for one in result.completions])
+            return await generate(request)
+
+        async def end(ids=None):
+            self.let_go("abort", ids)
+            await abort(ids)
+
+        self.engine.generate, self.engine.abort = told, end
+        return name
+
+    def let_go(self, reason="stop", ids=None):
+        for name in list(self.held) if ids is None else ids:
+            if name in self.held and not self.held[name].done():
+                self.held[name].set_result(reason)
+
+    @register
+    async def go(self):
+        self.let_go()
+        return len(self.held)
+
+
+def long(name="long") -> GenerateRequest:
+    return GenerateRequest(name, [LONG, 4], SAMPLING)
+
+
+def short(name="short") -> GenerateRequest:
+    return GenerateRequest(name, [3, 4], SAMPLING)
 
 
 @pytest.fixture(scope="module")
 def spec():
-    return WorkerSpec(RolloutWorker, "torch", ModelSpec(tiny_model()), {})
+    return WorkerSpec(ToldWorker, "torch", ModelSpec(tiny_model()), {})
 
 
 @pytest.fixture(scope="module")
@@ -34,61 +86,175 @@ def fleet(spec):
     opened.shutdown()
 
 
-def test_samples_have_the_rows_and_columns_of_a_worker_group(fleet, spec):
-    with WorkerGroup(None, spec, name="rollout", launcher="inline") as group:
-        group.launch()
-        expected = group.generate(PROMPTS, SAMPLING, seed=4)
-    drawn = fleet.generate(PROMPTS, SAMPLING, seed=4)
-    assert set(drawn.columns) == set(expected.columns)
-    assert torch.equal(drawn["input_ids"].values, expected["input_ids"].values)
-    assert torch.equal(drawn["input_ids"].offsets, expected["input_ids"].offsets)
-    assert drawn["seconds"].dtype == expected["seconds"].dtype
-    assert drawn["seconds"].min() > 0
+@pytest.fixture(scope="module")
+def group(spec):
+    with WorkerGroup(None, spec, name="rollout", launcher="inline") as opened:
+        opened.launch()
+        yield opened
 
 
-def test_what_is_handed_over_piece_by_piece_is_all_of_it(fleet, spec):
-    sampling = SamplingParams(n=2, max_tokens=64)
-    with WorkerGroup(None, spec, name="rollout", launcher="inline") as group:
-        group.launch()
-        expected = group.generate(PROMPTS, sampling, seed=4)
-        for pieces in (
-            list(fleet.generate_each(PROMPTS, sampling, seed=4)),
-            list(drawn_by_group(group, PROMPTS, sampling, seed=4)),
-        ):
-            assert sorted(row for rows, _ in pieces for row in rows) == list(range(len(PROMPTS)))
-            assert len(pieces) == len(PROMPTS)
-            assert all(len(samples) == len(rows) * sampling.n for rows, samples in pieces)
-            for name in ("input_ids", "loss_mask"):
-                assert torch.equal(in_order(pieces)[name].values, expected[name].values)
-                assert torch.equal(in_order(reversed(pieces))[name].offsets, expected[name].offsets)
+@pytest.fixture
+def over(group):
+    opened = RolloutFleet.over(group)
+    yield opened
+    opened.shutdown()
+
+
+def draw(fleet: RolloutFleet, sampling: SamplingParams = SAMPLING, batch: Batch = PROMPTS) -> Batch:
+    return in_order(fleet.generate_each(batch, sampling, seed=4))
+
+
+def test_samples_have_the_rows_and_columns_of_a_worker_group(fleet, over, group):
+    expected = group.generate(PROMPTS, SAMPLING, seed=4)
+    for drawn in (draw(over), draw(fleet)):  # the other is given a prompt at a time
+        assert set(drawn.columns) == set(expected.columns)
+        for name in ("input_ids", "loss_mask"):
+            assert torch.equal(drawn[name].values, expected[name].values)
+            assert torch.equal(drawn[name].offsets, expected[name].offsets)
+        assert drawn["seconds"].dtype == expected["seconds"].dtype
+        assert drawn["seconds"].min() > 0
+    assert torch.equal(draw(over)["rollout_logprobs"].values, expected["rollout_logprobs"].values)
+
+
+def test_what_is_handed_over_as_it_ends_is_all_of_it(fleet, group):
+    pieces = list(fleet.generate_each(PROMPTS, SAMPLING, seed=4))
+    assert [list(rows) for rows, _ in pieces] == [[0], [1], [2], [3]]
+    assert all(len(samples) == SAMPLING.n for _, samples in pieces)
+    expected = group.generate(PROMPTS, SAMPLING, seed=4)
+    for came in (pieces, pieces[::-1]):
+        assert torch.equal(in_order(came)["input_ids"].values, expected["input_ids"].values)
+        assert torch.equal(in_order(came)["input_ids"].offsets, expected["input_ids"].offsets)
 
 
 def test_no_prompts_give_no_samples(fleet):
-    assert len(fleet.generate(PROMPTS.slice(0, 0), SAMPLING, seed=4)) == 0
     assert list(fleet.generate_each(PROMPTS.slice(0, 0), SAMPLING, seed=4)) == []
+
+
+def test_requests_of_one_turn_go_as_one_call(group, over, monkeypatch):
+    calls = []
+    call = group.execute_rank_async
+
+    def counted(rank, method, requests, aborted):
+        calls.append(len(requests.ids))
+        return call(rank, method, requests, aborted)
+
+    monkeypatch.setattr(group, "execute_rank_async", counted)
+
+    async def draw_all():
+        requests = [GenerateRequest("mine", [3, row], SAMPLING) for row in range(3, 8)]
+        return await asyncio.gather(*map(over.generate, requests))
+
+    results = asyncio.run(draw_all())
+    assert calls[0] == 5
+    assert not any(calls[1:])
+    assert {result.id for result in results} == {"mine"}
+    for result in results:
+        assert [type(one.token_ids) for one in result.completions] == [np.ndarray] * SAMPLING.n
+
+
+def test_a_long_request_does_not_hold_up_a_short_one(group, over):
+    async def draw_both():
+        first, second = asyncio.create_task(over.generate(long())), asyncio.create_task(over.generate(short()))
+        drawn = [await second, await over.generate(short("later"))]
+        assert not first.done()
+        group.go()
+        return [await first, *drawn]
+
+    assert [result.id for result in asyncio.run(draw_both())] == ["long", "short", "later"]
+
+
+def test_who_is_cancelled_ends_the_request_at_the_replica(group, over):
+    async def cancel():
+        first = asyncio.create_task(over.generate(long()))
+        await over.generate(short())
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        while not over._router.idle:  # which it is once the replica has said that it ended
+            await asyncio.sleep(0)
+        assert group.go() == [0]
+        return await over.generate(short("after"))
+
+    assert asyncio.run(cancel()).id == "after"
+
+
+def test_a_request_that_is_aborted_at_the_worker_ends_with_what_it_had(group, over):
+    async def abort():
+        first = asyncio.create_task(over.generate(long()))
+        await over.generate(short())
+        group.abort()
+        return await first
+
+    assert {one.finish_reason for one in asyncio.run(abort()).completions} == {"abort"}
+
+
+def test_who_stops_iterating_ends_what_is_under_way(group, over):
+    batch = Batch({"prompt_ids": Ragged.from_list([[3, 4], [LONG, 4]]), "prompt_index": torch.arange(2)})
+    pieces = over.generate_each(batch, SAMPLING, seed=4)
+    rows, _ = next(pieces)
+    assert rows == [0]
+    pieces.close()
+    assert len(draw(over)) == 3 * len(PROMPTS)
+    while group.go() != [0]:
+        pass
+
+
+def test_who_is_interrupted_while_it_waits_gets_out(group, over):
+    batch = Batch({"prompt_ids": Ragged.from_list([[LONG, 4]]), "prompt_index": torch.arange(1)})
+    threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        draw(over, batch=batch)
+    while group.go() != [0]:
+        pass
+
+
+def test_a_request_that_is_refused_costs_the_others_nothing_and_names_the_worker(over):
+    async def draw_both():
+        requests = [GenerateRequest("good", [3, 4], SAMPLING), GenerateRequest("bad", [], SAMPLING)]
+        return await asyncio.gather(*map(over.generate, requests), return_exceptions=True)
+
+    good, bad = asyncio.run(draw_both())
+    assert len(good.completions) == SAMPLING.n
+    assert isinstance(bad, RemoteError)
+    assert str(bad).startswith("rollout rank 0 ")
+    assert "empty prompt" in str(bad)
+    assert isinstance(bad.cause, EnginehouseError)
+
+
+def test_requests_and_answers_travel_as_arrays():
+    requests = [
+        GenerateRequest(str(row), [row] * row, SamplingParams(n=2, seed=row % 2 or None)) for row in range(1, 5)
+    ]
+    packed = Requests.pack(requests, [request.id for request in requests])
+    assert packed.tokens.tolist() == [1, 2, 2, 3, 3, 3, 4, 4, 4, 4]
+    assert len(packed.sampling) == 1
+    assert list(packed.unpack()) == requests
 
 
 def test_figures_are_told_once(fleet):
     fleet.metrics()
-    fleet.generate(PROMPTS, SAMPLING, seed=4)
+    draw(fleet)
     figures = fleet.metrics()
     assert figures["rollout/replicas"] == 1
     assert figures["rollout/queued"] == 9  # a prompt of three samples at a time
     assert figures["rollout/busy_seconds"] > 0
     assert 0 < figures["rollout/utilisation"] <= 1
-    assert fleet.metrics()["rollout/queued"] == 0
+    figures = fleet.metrics()
+    assert figures["rollout/queued"] == figures["rollout/busy_seconds"] == 0
 
 
-def test_weights_reach_it_and_an_error_of_its_worker_names_it(fleet, spec):
+def test_weights_reach_it_and_an_error_of_its_worker_names_it(fleet):
     train = WorkerSpec(TrainWorker, "torch", ModelSpec(tiny_model()), {"lr": 0.05})
     with WorkerGroup(None, train, name="actor", launcher="inline") as actor:
         sync = WeightSync(actor, fleet, "inproc", bucket_bytes=4096, timeout=30.0, probe=[[3, 4, 5]])
         sync.connect()
         assert sync.sync(1).effect < 1e-4
-        assert set(fleet.generate(PROMPTS, SAMPLING, seed=4)["weight_version"].tolist()) == {1}
+        assert set(draw(fleet)["weight_version"].tolist()) == {1}
         sync.close()
     with pytest.raises(KeyError, match="prompt_ids"):
-        fleet.generate(PROMPTS.drop(["prompt_ids"]), SAMPLING, seed=4)
-    with pytest.raises(RemoteError, match=r"^rollout-0 rank 0 .*'generate' raised .*prompt_index"):
-        fleet.generate(PROMPTS.drop(["prompt_index"]), SAMPLING, seed=4)
+        draw(fleet, batch=PROMPTS.drop(["prompt_ids"]))
+    with pytest.raises(EnginehouseError, match="prompt_index"):
+        draw(fleet, batch=PROMPTS.drop(["prompt_index"]))
+    with pytest.raises(RemoteError, match=r"^rollout-0 rank 0 .*'generate' raised .*max_tokens -1"):
+        draw(fleet, SamplingParams(max_tokens=-1))
     assert fleet.states == ["serving"]

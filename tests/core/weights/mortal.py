@@ -45,21 +45,21 @@ class MortalRolloutWorker(RolloutWorker):
             raise RuntimeError("the engine does not start")
         return await super().launch()
 
-    @register(dispatch="dp", collect="concat")
-    async def generate(self, batch, sampling, seed=None):
+    @register
+    async def draw(self, requests, aborted=()):
         self.ill = self.ill or self.marked("ill")
         if self.ill:
             raise RuntimeError("the engine is dead")
         if self.marked("angry"):
             raise ValueError("such rows I do not draw")
-        samples = await super().generate(batch, sampling, seed)
+        answer = await super().draw(requests, aborted)
         self.die_if_told("generate")  # drawn, and lost
         go = Path(os.environ[MARKS], "go")
         while self.marked("wait", take=False) and not go.exists():
             await asyncio.sleep(0.02)
         if self.marked("tell"):
             go.touch()
-        return samples
+        return answer
 
     @register(urgent=True)
     async def receive_weights(self, version, deadline_seconds, pause="wait"):

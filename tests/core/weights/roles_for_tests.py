@@ -13,6 +13,7 @@ from enginehouse.data import Batch, Ragged
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.train import LossSpec, Outputs
+from enginehouse.rl.fleet import RolloutFleet
 from enginehouse.rl.minibatches import assign_minibatches
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
 from enginehouse.weights.sync import WeightSync
@@ -60,7 +61,7 @@ class House:
     def connect(self, **options) -> WeightSync:
         """A connected weight sync."""
         given = {"bucket_bytes": SMALL_BUCKETS, "timeout": SECONDS, "probe": PROBE} | options
-        sync = WeightSync(self.actor, self.rollout, self.transport, **given)
+        sync = WeightSync(self.actor, RolloutFleet.over(self.rollout), self.transport, **given)
         self.syncs.append(sync)
         sync.connect()
         return sync

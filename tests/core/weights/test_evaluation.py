@@ -12,6 +12,7 @@ from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.weights import WeightSyncError
 from enginehouse.rl.fleet import RolloutFleet
+from enginehouse.rl.generation import in_order
 from enginehouse.rl.roles import RolloutWorker
 from enginehouse_testing.models import tiny_model
 
@@ -46,7 +47,8 @@ def test_it_serves_what_the_rollout_serves_at_each_validation(house, evaluation)
         sync.serve_on(evaluation, "shared_memory")
         (theirs,), (ours,) = house.rollout.weight_state(), evaluation.weight_state()
         assert (ours.version, ours.checksums) == (version, theirs.checksums)
-        drawn, expected = (one.generate(PROMPTS, SAMPLING, seed=3) for one in (evaluation, house.rollout))
+        drawn = in_order(evaluation.generate_each(PROMPTS, SAMPLING, seed=3))
+        expected = house.rollout.generate(PROMPTS, SAMPLING, seed=3)
         assert drawn["input_ids"].values.tolist() == expected["input_ids"].values.tolist()
     house.train()
     sync.sync(5)

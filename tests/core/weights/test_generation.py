@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from enginehouse.data import Ragged
 from enginehouse.engines.rollout import Completion, GenerateResult, SamplingParams
 from enginehouse.errors import EnginehouseError
-from enginehouse.rl.generation import assemble, make_requests, row_seeds
+from enginehouse.rl.columns import assemble
+from enginehouse.rl.generation import check_result, make_requests, row_seeds
 
 tokens = st.lists(st.integers(0, 99), max_size=5)
 completions = st.tuples(tokens, st.sampled_from(["stop", "length", "abort"]), st.integers(0, 9))
@@ -44,7 +45,7 @@ def test_samples_are_prompt_and_response_token_by_token(rows, form):
         )
         for request, (_, drawn) in zip(requests, rows, strict=True)
     ]
-    samples = assemble(requests, results, "an engine")
+    samples = assemble(requests, results)
     flat = [(prompt, ids, why, v) for prompt, drawn in rows for ids, why, v in drawn]
     assert len(samples) == len(flat)
     for row, (prompt, ids, why, version) in enumerate(flat):
@@ -75,8 +76,13 @@ def one(token):
 )
 def test_samples_that_are_not_those_asked_for_join_no_prompt(results, said):
     requests = make_requests(Ragged.from_list([[1, 2], [3]]), SamplingParams(n=2), None, "r")
+
+    def check():
+        for request, result in zip(requests, results):
+            check_result(request, GenerateResult(*result), "mine 1.0 (rollout rank 0)")
+
     with pytest.raises(EnginehouseError) as caught:
-        assemble(requests, [GenerateResult(*result) for result in results], "mine 1.0 (rollout rank 0)")
+        check()
     assert said in str(caught.value)
     assert str(caught.value).startswith("mine 1.0 (rollout rank 0)")
 

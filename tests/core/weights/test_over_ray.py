@@ -13,6 +13,8 @@ from enginehouse.controller import StillRunning, start_ray
 from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.train import LossSpec
 from enginehouse.engines.weights import WeightSyncError
+from enginehouse.rl.fleet import RolloutFleet
+from enginehouse.rl.generation import in_order
 from enginehouse.weights.transports.segment import Segment
 
 from . import faults
@@ -78,13 +80,22 @@ def test_two_replicas_serve_what_was_sent_and_a_corrupted_bucket_at_one_stops_bo
     assert not segments[0].exists()
 
 
-def test_samples_do_not_depend_on_the_number_of_replicas(separate):
+def test_samples_do_not_depend_on_the_number_of_replicas(separate, monkeypatch):
     with open_house("inproc") as one:
         alone = one.rollout.generate(PROMPTS, SAMPLING, seed=3)
     with open_house("inproc", train=faults.DriftingTrainWorker, launcher="ray", processes=2, env=ENV) as two:
         # colocated: each of two trainers sends to the replica in its process
         shared = two.rollout.generate(PROMPTS, SAMPLING, seed=3)
         assert torch.equal(shared["input_ids"].values, alone["input_ids"].values)
+        ranks, call = [], two.rollout.execute_rank_async
+        monkeypatch.setattr(
+            two.rollout, "execute_rank_async", lambda rank, *args: ranks.append(rank) or call(rank, *args)
+        )
+        fleet = RolloutFleet.over(two.rollout)
+        drawn = in_order(fleet.generate_each(PROMPTS, SAMPLING, seed=3))
+        assert torch.equal(drawn["input_ids"].values, alone["input_ids"].values)
+        assert set(ranks) == {0, 1}
+        fleet.shutdown()
         uneven = DEMONSTRATIONS.slice(0, 3)  # two rows at one rank, one at the other: three minibatches for both
         apart = dealt(3, batch=uneven)
         assert two.actor.update(apart, LossSpec("supervised"), minibatches=3)["optimizer_steps"] == 3

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.controller.errors import ClusterLost
+from enginehouse.controller.ray_access import LOOK_SECONDS
 
 if TYPE_CHECKING:
     from enginehouse.controller.launchers.interface import Pending
-
-
-GLANCE_SECONDS = 0.1
-"""How often the others are looked at by who waits for one of several calls."""
 
 
 class StillRunning(TimeoutError):
@@ -66,6 +66,55 @@ class Future:
         finally:
             self._lock.release()
 
+    def __await__(self) -> Generator[Any, None, Any]:
+        """`result` for who runs on an event loop, which goes on meanwhile. No thread waits.
+
+        Raises:
+            ControllerError: as `result`.
+        """
+        return self._awaited().__await__()
+
+    async def _awaited(self) -> Any:
+        pending = self._pending
+        if self._settled or pending is None:
+            return self.result()
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[bool] = loop.create_future()
+        timer: asyncio.Handle
+
+        def settle(well: bool) -> None:
+            if not ended.done():
+                ended.set_result(well)
+
+        def tell(well: bool) -> None:
+            with suppress(RuntimeError):  # the loop was closed: nobody waits any more
+                loop.call_soon_threadsafe(settle, well)
+
+        def look() -> None:
+            nonlocal timer
+            try:
+                pending.look()
+            except Exception as error:
+                if not ended.done():
+                    ended.set_exception(error)
+            else:
+                late = pending.deadline <= time.monotonic()
+                timer = loop.call_soon(settle, False) if late else look_later()
+
+        def look_later() -> asyncio.TimerHandle:
+            return loop.call_later(min(max(pending.deadline - time.monotonic(), 0.0), LOOK_SECONDS), look)
+
+        timer = look_later()
+        pending.add_done_callback(tell)
+        try:
+            well = await ended
+        finally:
+            timer.cancel()
+        if well:
+            return self.result()
+        # what went wrong takes seconds to find out
+        return await loop.run_in_executor(None, self.result)
+
     def _settle(self, timeout: float | None) -> None:
         assert self._pending is not None
         assert self._finish is not None
@@ -81,6 +130,42 @@ class Future:
         if self._rank is None or self._error is not None:
             self._pending = None
 
+    @property
+    def deadline(self) -> float:
+        """When `result` raises `WorkerTimeout` if the call has not ended, by `time.monotonic`."""
+        pending = self._pending
+        return float("-inf") if pending is None else pending.deadline
+
+    def add_done_callback(self, callback: Callable[[Future], object]) -> None:
+        """Have `callback(self)` called once: when the call has ended on every rank, or failed on one; now, if it has.
+
+        Maybe in another thread, which it must not hold up. That the deadline passed is not told.
+        """
+        pending = self._pending
+        if self._settled or pending is None:
+            callback(self)
+        else:
+            pending.add_done_callback(lambda well: callback(self))
+
+    def look(self) -> None:
+        """To be called every `LOOK_SECONDS` by who waits for `add_done_callback`.
+
+        Raises:
+            ClusterLost: Ray is about to end.
+        """
+        if (pending := self._pending) is not None:
+            pending.look()
+
+    def hurry(self) -> None:
+        """To be called by who was interrupted while it waited for `add_done_callback`."""
+        if (pending := self._pending) is not None:
+            pending.hurry()
+
+    @property
+    def calls(self) -> tuple[Future, ...]:
+        """Itself: the calls that are waited for, as of `Gathered`."""
+        return (self,)
+
     def done(self) -> bool:
         """Whether every rank has ended, or the deadline passed: `result` returns or raises at once."""
         pending = self._pending
@@ -90,3 +175,44 @@ class Future:
         """What stands for the result in another call's arguments, where it is one rank's output as it is; else None."""
         pending = self._pending  # none once the call has failed
         return None if self._rank is None or pending is None else pending.reference(self._rank)
+
+
+def as_they_end(calls: Iterable[Future], timeout: float | None = None) -> Iterator[Future]:
+    """Each of these calls, once its `result` returns or raises. A call costs no thread.
+
+    Raises:
+        StillRunning: `timeout` seconds have passed since the first was asked for.
+        ClusterLost: Ray is about to end.
+    """
+    until = float("inf") if timeout is None else time.monotonic() + timeout
+    ends: queue.SimpleQueue[Future] = queue.SimpleQueue()
+    waited = dict.fromkeys(calls)
+    for call in waited:
+        call.add_done_callback(ends.put)
+    while waited:
+        try:
+            call = _next_end(ends, waited, until)
+        except Exception:
+            raise
+        except BaseException:
+            for call in waited:
+                call.hurry()
+            raise
+        del waited[call]
+        yield call
+
+
+def _next_end(ends: queue.SimpleQueue[Future], waited: Mapping[Future, None], until: float) -> Future:
+    while True:
+        late = min(waited, key=lambda call: call.deadline)
+        left = min(until, late.deadline) - time.monotonic()
+        with suppress(queue.Empty):
+            call = ends.get(timeout=min(max(left, 0.0), LOOK_SECONDS))
+            if call in waited:  # else its deadline had passed before
+                return call
+            continue
+        if late.deadline <= time.monotonic():
+            return late
+        late.look()
+        if time.monotonic() >= until:
+            raise StillRunning("the calls still run")

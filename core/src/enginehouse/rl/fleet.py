@@ -1,42 +1,51 @@
-"""Several rollout replicas, each a process that may die alone, behind the interface of one worker group.
+"""The rollout, whatever it is: replicas that may die one by one, or the ranks of a group, which share a fate.
 
-Rows go to the replica with the least to do. A replica that dies, or whose engine does, loses nothing but time: what it
-held is drawn by others, it is started again in the background, and it answers again once it serves, verified, the
+Requests go to the replica with the least to do. A replica that dies, or whose engine does, loses nothing but time: what
+it held is drawn by others, it is started again in the background, and it answers again once it serves, verified, the
 version that the others serve. The samples are those of an undisturbed run up to rounding, since they depend on seed and
 row alone: which rows an engine computes together depends on time, and turns the last bit of a logprob, now and then a
 token with it.
 
-How rows are drawn is `enginehouse.rl.sampling`; how weights reach a replica, `enginehouse.weights.sync`.
+How requests are routed is `enginehouse.rl.router`; how weights reach a replica, `enginehouse.weights.sync`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec
-from enginehouse.controller.errors import RemoteError
-from enginehouse.controller.future import GLANCE_SECONDS
+from enginehouse.controller.errors import ControllerError, RemoteError
+from enginehouse.controller.launchers.event_loop import EventLoop
+from enginehouse.controller.ray_access import LOOK_SECONDS
 from enginehouse.errors import first_line
-from enginehouse.rl.replica import Changed, FleetMetrics, Replica, State, nobody_left
-from enginehouse.rl.sampling import BatchSampling, Events, in_order
+from enginehouse.rl.columns import Answer
+from enginehouse.rl.generation import seeded_requests
+from enginehouse.rl.replica import FLEET, FleetMetrics, Replica, State, Watch, nobody_left
+from enginehouse.rl.router import Flight, Router
 from enginehouse.rl.scheduler import PrefixMemory
-from enginehouse.weights.members import Member, Members
-from enginehouse.weights.sync import MOST_GRACE_SECONDS
+from enginehouse.weights.members import Member, Members, Ranks
 
 if TYPE_CHECKING:
     from enginehouse.data import Batch
     from enginehouse.engines.model import Device
-    from enginehouse.engines.rollout import Health, SamplingParams
+    from enginehouse.engines.rollout import GenerateRequest, GenerateResult, Health, SamplingParams
 
 log = logging.getLogger(__name__)
 
 SAMPLES_IN_FLIGHT = 512
 """Most completions a replica is given at once: enough to fill an engine's batches; the rest goes to who is free."""
+ALL_IN_FLIGHT = 2**31
+"""For ranks that share a fate: nothing is gained by holding back."""
 RESTARTS = 3
 """How often a replica is started again without having drawn anything in between."""
 HEALTH_EVERY_SECONDS = 15.0
@@ -50,7 +59,10 @@ RESTART_END_SECONDS = 3.0
 
 
 class RolloutFleet:
-    """Replicas of a rollout engine. `launch` must come before anything else.
+    """Replicas of a rollout engine, in processes of their own; `over`: in those of a group. `launch` must come before
+    anything else.
+
+    Requests are awaited on one event loop, whichever that is; another may be used once none is under way.
 
     Args:
         spec: of a `RolloutWorker`, or a worker with its methods and its argument `replica`.
@@ -58,7 +70,7 @@ class RolloutFleet:
         name: the role, for messages; a replica's group is called `name-number`.
         launcher: `"ray"`, or `"inline"` with one replica, which is never restarted.
         gpus_per_process: reserved for each replica.
-        timeout: seconds a replica may take for a piece of the rows, or for any other call.
+        timeout: seconds a replica with requests under way may say nothing, or take for any other call.
         start_timeout: seconds until a replica's process, and then its engine, must be there.
         seed: the run's base seed.
         device: `"cpu"` or `"cuda"`.
@@ -78,6 +90,9 @@ class RolloutFleet:
     """
 
     catch_up: Callable[[Members], None] | None = None
+    _start_timeout: float | None = None
+    _ranks: Ranks | None = None
+    _pool: ResourcePool | None = None
 
     def __init__(
         self,
@@ -96,21 +111,10 @@ class RolloutFleet:
         restarts: int = RESTARTS,
         health_every: float = HEALTH_EVERY_SECONDS,
     ):
-        self.name = name
-        self._inline = launcher == "inline"
-        self._timeout, self._start_timeout = timeout, start_timeout
-        self._limit, self._most_restarts = samples_in_flight, restarts
-        self._health_every = health_every
-        self._engine_metrics: dict[str, float] = {}
-        self._lock = threading.RLock()
-        self._closing = threading.Event()
-        self._hurried = False
-        self._under_way: list[BatchSampling] = []
-        self._memory = PrefixMemory()
-        self._metrics = FleetMetrics()
-        self._version: int | None = None  # newest that was verified; None before the first update
-        self._replicas: list[Replica] = []
-        self._pool = ResourcePool([replicas], gpus_per_process=gpus_per_process, timeout=start_timeout, name=name)
+        self._set(name, samples_in_flight, apart=launcher != "inline")
+        self._start_timeout, self._most_restarts, self._health_every = start_timeout, restarts, health_every
+        places = ResourcePool([replicas], gpus_per_process=gpus_per_process, timeout=start_timeout, name=name)
+        self._pool = places
 
         def start(number: int, pool: ResourcePool) -> Replica:
             own = WorkerSpec(spec.cls, *spec.args, **spec.kwargs, replica=number)
@@ -128,10 +132,42 @@ class RolloutFleet:
             return replica
 
         try:
-            _at_once([partial(start, number, pool) for number, pool in enumerate(self._pool.split(replicas))])
+            _at_once([partial(start, number, pool) for number, pool in enumerate(places.split(replicas))])
         except BaseException:
             self.shutdown()
             raise
+
+    @classmethod
+    def over(cls, group: WorkerGroup) -> RolloutFleet:
+        """The ranks of a group of `RolloutWorker`s, each a replica. What ends one ends all: none is started again.
+
+        Whoever made the group shuts it down.
+        """
+        fleet = cls.__new__(cls)
+        fleet._set(group.name, ALL_IN_FLIGHT, apart=False)
+        fleet._ranks = Ranks(group)
+        fleet._replicas = [Replica(rank, group, rank) for rank in range(group.world_size)]
+        return fleet
+
+    def _set(self, name: str, samples_in_flight: int, apart: bool) -> None:
+        self.name = name
+        self._apart = apart  # whether each replica may die alone
+        self._limit = samples_in_flight
+        self._engine_metrics: dict[str, float] = {}
+        self._lock = threading.RLock()
+        self._change = threading.Condition(self._lock)
+        self._closing = threading.Event()
+        self._hurried = False
+        self._catching_up = False
+        self._router: Router | None = None
+        self._numbers = itertools.count()
+        self._loop = EventLoop()
+        self._memory = PrefixMemory()
+        self._metrics = FleetMetrics()
+        self._watch = Watch()
+        self._seconds: dict[int, float] = {}  # what the watch said when metrics were last asked for
+        self._version: int | None = None  # newest that was verified; None before the first update
+        self._replicas: list[Replica] = []
 
     # What it is
 
@@ -143,7 +179,7 @@ class RolloutFleet:
     @property
     def pids(self) -> list[int]:
         """Each replica's process id, on its node."""
-        return [replica.group.pids[0] for replica in self._replicas]
+        return [replica.group.pids[replica.rank] for replica in self._replicas]
 
     @property
     def states(self) -> list[State]:
@@ -164,18 +200,22 @@ class RolloutFleet:
     def metrics(self) -> dict[str, float]:
         """Figures since they were last asked for, all named `rollout/...`.
 
-        `restarts` of replicas, `retries` of pieces; `replicas` that serve; `busy_seconds` of a replica on average and
-        the share of the time of `generate` that is (`utilisation`); `queued`, most samples that waited for a replica.
-        And the engines' own, as of when they last said how they are.
+        `restarts` of replicas, `retries` of requests; `replicas` that serve; `busy_seconds` of a replica on average and
+        the share of the time with requests under way that is (`utilisation`); `queued`, most samples that waited for a
+        replica. And the engines' own, as of when they last said how they are.
         """
         with self._lock:
             metrics, self._metrics = self._metrics, FleetMetrics()
+            numbers = (FLEET, *(replica.number for replica in self._replicas))
+            before, self._seconds = self._seconds, {number: self._watch.until_now(number) for number in numbers}
+        seconds = {number: self._seconds[number] - before.get(number, 0.0) for number in numbers}
+        busy = sum(seconds[replica.number] for replica in self._replicas) / self.world_size
         return {
             "rollout/replicas": float(sum(replica.state == "serving" for replica in self._replicas)),
             "rollout/restarts": float(metrics.restarts),
             "rollout/retries": float(metrics.retries),
-            "rollout/busy_seconds": metrics.busy_seconds / self.world_size,
-            "rollout/utilisation": metrics.busy_seconds / self.world_size / max(metrics.seconds, 1e-9),
+            "rollout/busy_seconds": busy,
+            "rollout/utilisation": busy / max(seconds[FLEET], 1e-9),
             "rollout/queued": float(metrics.queued),
             **self._engine_metrics,
         }
@@ -189,7 +229,7 @@ class RolloutFleet:
             Each engine's name and version.
         """
         engines = self._call_all(self._living(), "launch", timeout=self._start_timeout)
-        if not self._inline:
+        if self._apart:
             threading.Thread(target=self._look_after, name=f"{self.name}-health", daemon=True).start()
         return engines
 
@@ -199,11 +239,8 @@ class RolloutFleet:
         """Call a method, registered with the mode `one_to_all`, on every replica that lives; see `WorkerGroup.call`.
 
         Returns:
-            One result a replica, in their order; a `Gathered` if not blocking. `generate` always blocks, and returns
-            what it returns.
+            One result a replica, in their order; what `Members.call` returns if not blocking.
         """
-        if method == "generate":
-            return self.generate(*args, **kwargs)
         if method == "describe":
             return self.describe()
         gathered = self._living().call(method, *args, timeout=timeout, **kwargs)
@@ -222,69 +259,119 @@ class RolloutFleet:
 
     # Drawing
 
-    def generate(self, batch: Batch, sampling: SamplingParams, seed: int | None = None) -> Batch:
-        """Draw `sampling.n` completions of each row's prompt; see `RolloutWorker.generate`.
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Draw a request, by the replica with the least to do, near what that saw before; again, where it is lost.
 
-        Returns:
-            All of `generate_each`, in the order of `batch`.
-
-        Raises:
-            ControllerError: as `generate_each`.
-        """
-        if not len(batch):
-            serving = next((replica for replica in self._replicas if replica.state == "serving"), None)
-            if serving is None:
-                raise nobody_left(self.name, self._replicas)
-            return serving.group.call("generate", batch, sampling, seed)
-        return in_order(self.generate_each(batch, sampling, seed))
-
-    def generate_each(
-        self, batch: Batch, sampling: SamplingParams, seed: int | None = None
-    ) -> Iterator[tuple[range, Batch]]:
-        """Draw as `generate` does, and hand over what is done while the rest is still drawn.
-
-        What is handed over counts, whatever becomes of the replica that drew it. Who stops iterating leaves what is
-        under way to end by itself.
-
-        Yields:
-            Rows of `batch` that were drawn together, and their samples: those of each row next to each other. In the
-            order in which they come; all rows, each once. `seconds` is how long the replica that drew them had had
-            anything to do by then, in this call.
+        Cancelling it ends the request. Completions hold arrays.
 
         Raises:
             ReplicasLost: naming each replica's death.
-            PoisonousRows: rows that took several replicas with them.
-            WorkerError: a replica that lives failed.
+            PoisonousRows: it took several replicas with it.
+            WorkerError: a replica that lives failed, or its engine refused the request.
         """
-        if not len(batch):
-            return
-        batch_sampling = None
+        ended = asyncio.Event()
+        router = self._routed()
+        flight = router.submit(next(self._numbers), request, lambda _: ended.set())
         try:
-            batch_sampling = BatchSampling(
-                batch,
-                sampling,
-                seed,
-                name=self.name,
-                replicas=self._replicas,
-                memory=self._memory,
+            await ended.wait()
+        finally:
+            router.forget(flight)
+        answer, place = _drawn(flight)
+        return answer.result(place, request.id)
+
+    def _routed(self) -> Router:
+        """What takes requests of the running event loop to replicas."""
+        loop = asyncio.get_running_loop()
+        router = self._router
+        if router is None or router.loop is not loop:
+            if router is not None and not router.idle and not router.loop.is_closed():
+                raise ControllerError(f"requests to {self.name} are under way on another event loop")
+            router = self._router = Router(
+                loop,
+                self.name,
+                self._replicas,
                 limit=self._limit,
-                patience=None if self._inline else self._timeout + HEALTH_SECONDS + MOST_GRACE_SECONDS,
+                memory=self._memory,
+                metrics=lambda: self._metrics,
+                watch=self._watch,
+                forgets=not self._apart,
                 is_lost=self.is_lost,
                 catch_up=self._begin_to_catch_up,
             )
-            with self._lock:
-                self._under_way.append(batch_sampling)
-            yield from batch_sampling.pieces()
+        return router
+
+    def generate_each(
+        self, batch: Batch, sampling: SamplingParams, seed: int | None = None
+    ) -> Iterator[tuple[Sequence[int], Batch]]:
+        """Draw `sampling.n` completions of each row's prompt, for who has no event loop; see `RolloutWorker.generate`.
+
+        Yields:
+            Rows of `batch` that were drawn, and their samples: those of each row next to each other. In the order in
+            which they end; all rows, each once. `seconds` is how long the replica that drew them had had anything to
+            do by then, in this call.
+
+        Raises:
+            ControllerError: as `generate`.
+        """
+        requests = seeded_requests(batch, sampling, seed, self.name)
+        before = {replica.number: self._watch.until_now(replica.number) for replica in self._replicas}
+        came: queue.SimpleQueue[dict[int, Flight] | Exception] = queue.SimpleQueue()
+        if not (left := len(requests)):
+            return
+        drawing = self._loop.submit(self._draw_all(requests, came.put))
+        try:
+            while left:
+                if isinstance(ended := came.get(), Exception):
+                    raise ended
+                left -= len(ended)
+                pieces: dict[int, tuple[Answer, list[int], list[int]]] = {}  # of each answer, rows and their places
+                for row in sorted(ended):
+                    answer, place = _drawn(ended[row])
+                    _, rows, places = pieces.setdefault(id(answer), (answer, [], []))
+                    rows.append(row)
+                    places.append(place)
+                for answer, rows, places in pieces.values():
+                    number = ended[rows[0]].replica
+                    busy = torch.full((len(rows) * sampling.n,), self._watch.until_now(number) - before[number])
+                    yield rows, answer.samples([requests[row] for row in rows], places).with_columns(seconds=busy)
         except GeneratorExit:
             raise
-        except BaseException:
+        except BaseException as error:
             self._hurried = True  # whatever still runs in the replicas is of no use
+            if not isinstance(error, Exception) and self._router is not None:
+                self._router.hurry()
             raise
         finally:
-            if batch_sampling is not None:
-                with self._lock:
-                    self._under_way.remove(batch_sampling)
-                    self._metrics.add(batch_sampling.metrics)
+            if left:
+                drawing.cancel()
+
+    async def _draw_all(
+        self, requests: Sequence[GenerateRequest], hand_over: Callable[[dict[int, Flight] | Exception], None]
+    ) -> None:
+        """Draw requests, and hand those over together that end in one turn of the loop, by their places."""
+        loop, flights, ended, over = asyncio.get_running_loop(), list[Flight](), dict[int, Flight](), asyncio.Event()
+
+        def note(row: int, flight: Flight) -> None:
+            if not ended:
+                loop.call_soon(tell)
+            ended[row] = flight
+
+        def tell() -> None:
+            hand_over(ended.copy())
+            ended.clear()
+            if all(flight.answer or flight.error for flight in flights):
+                over.set()
+
+        try:
+            router = self._routed()
+            for row, request in enumerate(requests):
+                flights.append(router.submit(next(self._numbers), request, partial(note, row)))
+            await over.wait()
+        except Exception as error:
+            hand_over(error)
+        finally:
+            for flight in flights:
+                router.forget(flight)
 
     # Weights; see `enginehouse.weights.sync.Replicas`
 
@@ -294,14 +381,14 @@ class RolloutFleet:
         Raises:
             ReplicasLost: there are none, and none is being started again.
         """
+        if self._ranks is not None:
+            return self._ranks
         self._check_health()
         while not (living := self._living()).members:
-            coming = [replica.restarting for replica in self._replicas if replica.comes_back]
-            if not coming:
+            if not any(replica.comes_back for replica in self._replicas):
                 raise nobody_left(self.name, self._replicas)
-            for thread in coming:  # whoever is first; a restart has deadlines
-                if thread is not None:
-                    thread.join(GLANCE_SECONDS)
+            with self._lock:  # a restart has deadlines
+                self._change.wait(LOOK_SECONDS)
         return living
 
     def confirmed(self, members: Members, version: int) -> None:
@@ -319,18 +406,21 @@ class RolloutFleet:
             for replica in self._replicas:  # started again while the first version was on its way to the others
                 if replica.state == "serving" and replica.version != version:
                     replica.state = "returned"
+        self._tell()
 
     def _living(self) -> Members:
+        if self._ranks is not None:
+            return self._ranks
         with self._lock:
             members = [replica.member for replica in self._replicas if replica.state in ("serving", "returned")]
         return Members(self.name, members, self.is_lost)
 
-    def _begin_to_catch_up(self, events: Events) -> bool:
+    def _begin_to_catch_up(self) -> bool:
         """Bring a replica that came back to the version served, in the background; False if there is nothing to do."""
         catch_up = self.catch_up
         ready = [replica for replica in self._replicas if replica.state == "returned" and not replica.waits]
-        if catch_up is None or not ready:
-            return False
+        if self._catching_up or catch_up is None or not ready:
+            return self._catching_up
         replica, member = ready[0], ready[0].member
 
         def bring() -> None:
@@ -340,8 +430,10 @@ class RolloutFleet:
                 replica.waits = True
                 log.warning("%s waits for the next weight update: %s", member.group.name, error)
             finally:
-                events.put(Changed(member.number, "caught up"))
+                self._catching_up = False
+                self._tell()
 
+        self._catching_up = True
         threading.Thread(target=bring, name=f"{member.group.name}-weights", daemon=True).start()
         return True
 
@@ -355,7 +447,7 @@ class RolloutFleet:
         replica = self._replicas[member.number]
         if replica.incarnation != member.incarnation:
             return True
-        if error is None or self._inline or self._closing.is_set():
+        if error is None or not self._apart or self._closing.is_set():
             return False
         if member.group.broken is None:
             if not isinstance(error, RemoteError):
@@ -378,7 +470,7 @@ class RolloutFleet:
 
     def _check_health(self) -> None:
         """Ask every living replica whether it lives."""
-        if self._inline:
+        if not self._apart:
             return
         living = self._living()
         call = living.call("health", timeout=HEALTH_SECONDS, leave_out_lost=True)
@@ -410,12 +502,14 @@ class RolloutFleet:
                     target=self._restart, args=(replica,), name=f"{replica.group.name}-restart", daemon=True
                 )
                 replica.restarting.start()
-        self._tell(Changed(replica.number, "lost"))
+        self._tell()
 
-    def _tell(self, change: Changed) -> None:
+    def _tell(self) -> None:
+        """Something has happened to a replica."""
         with self._lock:
-            for batch_sampling in self._under_way:
-                batch_sampling.events.put(change)
+            self._change.notify_all()
+        if self._router is not None:
+            self._router.wake()
 
     def _restart(self, replica: Replica) -> None:
         """Start a replica again, as often as it may be."""
@@ -426,7 +520,7 @@ class RolloutFleet:
                     "at last: %s", replica.group.name, replica.restarts, replica.death,
                 )  # fmt: skip
                 replica.state = "out"
-                self._tell(Changed(replica.number, "lost"))
+                self._tell()
                 return
             replica.restarts += 1
             with self._lock:
@@ -446,14 +540,17 @@ class RolloutFleet:
                 replica.state = "returned" if self._version is not None else "serving"
             seconds = time.perf_counter() - begun
             log.info("%s is back after %.1f s, without weights yet", replica.group.name, seconds)
-            self._tell(Changed(replica.number, "returned"))
+            self._tell()
             return
 
     # Ending
 
     def shutdown(self, timeout: float = SHUTDOWN_SECONDS) -> None:
-        """End every replica, at once. May be called again."""
+        """End every replica, at once; those of a group are not this one's to end. May be called again."""
         self._closing.set()
+        self._loop.stop()
+        if self._ranks is not None:
+            return
         if self._hurried:
             timeout = min(timeout, HURRIED_SHUTDOWN_SECONDS)
         with self._lock:
@@ -462,7 +559,8 @@ class RolloutFleet:
             _at_once([partial(replica.group.shutdown, timeout) for replica in replicas])
             self._wait_for_restarts(replicas, RESTART_END_SECONDS)
         finally:
-            self._pool.shutdown()
+            if self._pool is not None:
+                self._pool.shutdown()
         self._wait_for_restarts(replicas, RESTART_END_SECONDS)  # without a place they fail
 
     def _wait_for_restarts(self, replicas: Sequence[Replica], seconds: float) -> None:
@@ -471,6 +569,13 @@ class RolloutFleet:
         for replica in replicas:
             if (thread := replica.restarting) is not None:
                 thread.join(max(until - time.monotonic(), 0.0))
+
+
+def _drawn(flight: Flight) -> tuple[Answer, int]:
+    if flight.answer is None:
+        assert flight.error is not None
+        raise flight.error
+    return flight.answer
 
 
 def _at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:

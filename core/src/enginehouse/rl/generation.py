@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from enginehouse.data import Batch, Ragged
-from enginehouse.engines.rollout import Completion, GenerateRequest, GenerateResult, SamplingParams
+from enginehouse.engines.rollout import GenerateRequest, GenerateResult, SamplingParams
 from enginehouse.engines.train import Outputs
 from enginehouse.errors import EnginehouseError
 
@@ -63,6 +62,22 @@ def row_seed(seed: int, row: int) -> int:
     return row_seeds(seed, np.array([row]))[0]
 
 
+def seeded_requests(batch: Batch, sampling: SamplingParams, seed: int | None, name: str) -> list[GenerateRequest]:
+    """One request a row of `prompt_ids`; with a seed each has one of its own, by the row's `prompt_index`.
+
+    Raises:
+        EnginehouseError: there is a seed, and no such column.
+    """
+    seeds = None
+    if seed is not None:
+        if "prompt_index" not in batch:
+            raise EnginehouseError(
+                "generate with a seed needs a column 'prompt_index' with each row's number in the whole batch"
+            )
+        seeds = row_seeds(seed, batch.tensor("prompt_index").numpy())
+    return make_requests(batch.ragged("prompt_ids"), sampling, seeds, name)
+
+
 def make_requests(
     prompts: Ragged, sampling: SamplingParams, seeds: Sequence[int] | None, name: str
 ) -> list[GenerateRequest]:
@@ -86,64 +101,38 @@ def make_requests(
     ]
 
 
-def assemble(requests: Sequence[GenerateRequest], results: Sequence[GenerateResult], engine: str) -> Batch:
-    """Samples as a batch: in the order of the requests, and the samples of a request in theirs.
-
-    Args:
-        requests: what was asked for.
-        results: what came, one for each request.
-        engine: names who was asked, for messages.
-
-    Returns:
-        `input_ids` ragged int64 (prompt and response), `loss_mask` ragged bool (true on the response),
-        `rollout_logprobs` ragged float32 (0 on the prompt), `finish_reason` objects, and `weight_version` int64
-        `(rows,)`, the version the last token was drawn from.
+def check_result(request: GenerateRequest, result: GenerateResult, engine: str) -> None:
+    """Refuse a result that is not the request's: which row a sample belongs to, and with it its prompt, reward and
+    group, is told by its place alone.
 
     Raises:
-        EnginehouseError: a result is of another request, has other than `n` completions, or logprobs for other than
-            its tokens. Which row a sample belongs to, and with it its prompt, reward and group, is told by its place
-            alone.
+        EnginehouseError: `engine` returned a result of another request, other than `n` completions, or logprobs for
+            other than their tokens.
     """
-    for request, result in zip(requests, results, strict=True):
-        if result.id != request.id or len(result.completions) != request.sampling.n:
+    if result.id != request.id or len(result.completions) != request.sampling.n:
+        raise EnginehouseError(
+            f"{engine} was asked for {request.sampling.n} completion(s) of request {request.id!r} and returned "
+            f"{len(result.completions)} of request {result.id!r}; see the check 'samples' of `enginehouse certify`"
+        )
+    for number, completion in enumerate(result.completions):
+        if len(completion.logprobs) != len(completion.token_ids):
             raise EnginehouseError(
-                f"{engine} was asked for {request.sampling.n} completion(s) of request {request.id!r} and returned "
-                f"{len(result.completions)} of request {result.id!r}; see the check 'samples' of `enginehouse certify`"
+                f"{engine} returned {len(completion.token_ids)} tokens with {len(completion.logprobs)} logprobs "
+                f"as completion {number} of request {request.id!r}; see the check 'logprobs' of "
+                "`enginehouse certify`"
             )
-        for number, completion in enumerate(result.completions):
-            if len(completion.logprobs) != len(completion.token_ids):
-                raise EnginehouseError(
-                    f"{engine} returned {len(completion.token_ids)} tokens with {len(completion.logprobs)} logprobs "
-                    f"as completion {number} of request {request.id!r}; see the check 'logprobs' of "
-                    "`enginehouse certify`"
-                )
-    completions: list[Completion] = [completion for result in results for completion in result.completions]
-    prompts: list[np.ndarray] = []
-    for request, result in zip(requests, results, strict=True):
-        prompts += [np.asarray(request.prompt_ids, dtype=np.int64)] * len(result.completions)
-    lengths = np.empty((len(completions), 2), dtype=np.int64)
-    lengths[:, 0] = [len(prompt) for prompt in prompts]
-    lengths[:, 1] = [len(completion.token_ids) for completion in completions]
-    response = np.repeat(np.tile([False, True], len(completions)), lengths.reshape(-1))
-    tokens = np.empty(len(response), dtype=np.int64)
-    tokens[~response] = np.concatenate(prompts) if prompts else ()
-    tokens[response] = _flat([completion.token_ids for completion in completions], np.int64)
-    logprobs = np.zeros(len(response), dtype=np.float32)
-    logprobs[response] = _flat([completion.logprobs for completion in completions], np.float32)
-    input_ids = Ragged.from_lengths(torch.from_numpy(tokens), lengths.sum(1))
-    return Batch(
-        {
-            "input_ids": input_ids,
-            "loss_mask": input_ids.like(torch.from_numpy(response)),
-            "rollout_logprobs": input_ids.like(torch.from_numpy(logprobs)),
-            "finish_reason": [completion.finish_reason for completion in completions],
-            "weight_version": torch.tensor([completion.last_version for completion in completions], dtype=torch.int64),
-        }
-    )
 
 
-def _flat(rows: Sequence[Sequence[float]], dtype: type) -> np.ndarray:
-    """All rows end to end; a row is a list, an array or a tensor in host memory."""
-    if rows and isinstance(rows[0], list):
-        return np.fromiter(itertools.chain.from_iterable(rows), dtype)
-    return np.concatenate([np.asarray(row, dtype) for row in rows]) if rows else np.empty(0, dtype)
+def in_order(pieces: Iterable[tuple[Sequence[int], Batch]]) -> Batch:
+    """The samples of at least one piece, those of each row next to each other, as rows of the batch follow each other.
+
+    Args:
+        pieces: rows and their samples, as many for each.
+    """
+    came = list(pieces)
+    rows = np.concatenate([np.asarray(part, np.int64) for part, _ in came])
+    samples = Batch.concat([drawn for _, drawn in came])
+    if (np.diff(rows) > 0).all():
+        return samples
+    each = len(samples) // len(rows)
+    return samples.take((np.argsort(rows)[:, None] * each + np.arange(each)).ravel())

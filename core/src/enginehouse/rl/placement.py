@@ -14,7 +14,6 @@ from enginehouse.config.roles import own_processes
 from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec, colocate, start_ray
 from enginehouse.rl.fleet import RolloutFleet
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
-from enginehouse.rl.sampling import drawn_by_group
 from enginehouse.weights.buckets import BUCKET_BYTES
 from enginehouse.weights.sync import WeightSync
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from enginehouse.config.roles import RolePlan
     from enginehouse.config.schema import Cluster, Config
     from enginehouse.data import Batch
-    from enginehouse.engines.rollout import SamplingParams
     from enginehouse.engines.train import Outputs
 
 SHORTEST_START_LIMIT_SECONDS = 300.0
@@ -36,28 +34,30 @@ class Roles:
 
     Attributes:
         plans: what was planned for each, by name.
-        groups: what plays it.
+        groups: what plays those that compute.
+        fleets: what plays those that generate.
         weights: brings the actor's weights to the rollout; None where nothing generates.
     """
 
     plans: Mapping[str, RolePlan]
-    groups: Mapping[str, WorkerGroup | RolloutFleet]
+    groups: Mapping[str, WorkerGroup]
+    fleets: Mapping[str, RolloutFleet]
     weights: WeightSync | None = None
 
     @property
     def actor(self) -> WorkerGroup:
         """The policy that is trained."""
-        return cast("WorkerGroup", self.groups["actor"])
+        return self.groups["actor"]
 
     @property
     def trained(self) -> dict[str, WorkerGroup]:
         """The roles that the loop updates: what they learned is saved."""
-        return {name: cast("WorkerGroup", self.groups[name]) for name, plan in self.plans.items() if plan.trained}
+        return {name: self.groups[name] for name, plan in self.plans.items() if plan.trained}
 
     @property
-    def rollout(self) -> WorkerGroup | RolloutFleet:
+    def rollout(self) -> RolloutFleet:
         """What answers the prompts of a step."""
-        return self.groups["rollout"]
+        return self.fleets["rollout"]
 
     @property
     def sync(self) -> WeightSync:
@@ -67,35 +67,22 @@ class Roles:
 
     def describe(self) -> dict[str, Any]:
         """For reports: each role's processes and what they run."""
-        return {name: group.call("describe") for name, group in self.groups.items()}
+        parts: dict[str, WorkerGroup | RolloutFleet] = {**self.groups, **self.fleets}
+        return {name: parts[name].call("describe") for name in self.plans}
 
     def score_by_reference(self, batch: Batch, outputs: Outputs) -> Batch:
         """What the reference gives for `batch`, as `TrainWorker.forward`: its own role, else the actor's base."""
-        if reference := cast("WorkerGroup | None", self.groups.get("reference")):
+        if reference := self.groups.get("reference"):
             return reference.forward(batch, outputs)
         return self.actor.forward_base(batch, outputs)
 
-    def generate_each(
-        self, batch: Batch, sampling: SamplingParams, seed: int | None = None
-    ) -> Iterator[tuple[range, Batch]]:
-        """Draw samples wherever the rollout is, and hand them over as they come; see `RolloutFleet.generate_each`."""
-        if isinstance(self.rollout, RolloutFleet):
-            return self.rollout.generate_each(batch, sampling, seed)
-        return drawn_by_group(self.rollout, batch, sampling, seed)
-
-    def validate_each(
-        self, batch: Batch, sampling: SamplingParams, seed: int | None = None
-    ) -> Iterator[tuple[range, Batch]]:
-        """As `generate_each`, by what answers validation prompts, which first gets the weights that are served."""
+    def evaluating(self) -> RolloutFleet:
+        """What answers validation prompts, once it serves what the rollout does."""
         if (plan := self.plans.get("evaluation")) is None:
-            return self.generate_each(batch, sampling, seed)
-        fleet = cast("RolloutFleet", self.groups["evaluation"])
+            return self.rollout
+        fleet = self.fleets["evaluation"]
         self.sync.serve_on(fleet, plan.transport or "", check=plan.effect_check_every > 0)
-        return fleet.generate_each(batch, sampling, seed)
-
-    def rollout_metrics(self) -> dict[str, float]:
-        """What happened to the rollout replicas in a step, where they are a fleet."""
-        return self.rollout.metrics() if isinstance(self.rollout, RolloutFleet) else {}
+        return fleet
 
 
 @contextmanager
@@ -109,30 +96,35 @@ def place(plan: RunPlan, probe: Sequence[Sequence[int]] = ()) -> Iterator[Roles]
     with ExitStack() as stack:
         if plan.config.cluster.launcher == "ray":
             stack.enter_context(start_ray(plan.config.cluster.address))
-        started: dict[str, WorkerGroup | RolloutFleet] = {}
+        started: dict[str, WorkerGroup] = {}
+        fleets: dict[str, RolloutFleet] = {}
         for name, role in own_processes(plan.roles).items():
             if role.kind == "rollout":
-                started[name] = _fleet(plan, name, stack)
+                fleets[name] = _fleet(plan, name)
+                stack.callback(fleets[name].shutdown)
             else:
                 started |= stack.enter_context(_colocated(plan, name))
-        groups = {name: started[name] for name in plan.roles}
         for name, role in plan.roles.items():
-            if role.kind == "rollout":
-                groups[name].launch()
-        sync = _connected(plan, groups, probe, stack) if "rollout" in groups else None
-        yield Roles(plan.roles, groups, sync)
+            if role.kind == "rollout" and name in started:
+                fleets[name] = RolloutFleet.over(started.pop(name))
+                stack.callback(fleets[name].shutdown)
+        for fleet in fleets.values():
+            fleet.launch()
+        sync = _connected(plan, started["actor"], fleets["rollout"], probe, stack) if "rollout" in fleets else None
+        yield Roles(plan.roles, started, fleets, sync)
 
 
 def _connected(
     plan: RunPlan,
-    groups: Mapping[str, WorkerGroup | RolloutFleet],
+    actor: WorkerGroup,
+    rollout: RolloutFleet,
     probe: Sequence[Sequence[int]],
     stack: ExitStack,
 ) -> WeightSync:
     """The way of the actor's weights to the rollout, which the stack closes."""
-    config, rollout, role = cast("Config", plan.config), groups["rollout"], plan.roles["rollout"]
+    config, role = cast("Config", plan.config), plan.roles["rollout"]
     sync = WeightSync(
-        cast("WorkerGroup", groups["actor"]),
+        actor,
         rollout,
         role.transport or "",
         bucket_bytes=BUCKET_BYTES,
@@ -143,8 +135,7 @@ def _connected(
     )
     sync.connect()
     stack.callback(sync.close)
-    if isinstance(rollout, RolloutFleet):
-        rollout.catch_up = sync.catch_up
+    rollout.catch_up = sync.catch_up
     return sync
 
 
@@ -178,10 +169,10 @@ def _colocated(plan: RunPlan, host: str) -> Iterator[dict[str, WorkerGroup]]:
         pool.shutdown()
 
 
-def _fleet(plan: RunPlan, name: str, stack: ExitStack) -> RolloutFleet:
-    """Replicas in processes of their own, which the stack ends."""
+def _fleet(plan: RunPlan, name: str) -> RolloutFleet:
+    """Replicas in processes of their own."""
     cluster, role = plan.config.cluster, plan.roles[name]
-    fleet = RolloutFleet(
+    return RolloutFleet(
         _spec(role),
         role.processes,
         name=name,
@@ -193,8 +184,6 @@ def _fleet(plan: RunPlan, name: str, stack: ExitStack) -> RolloutFleet:
         device=plan.device,
         threads=cluster.threads_per_process,
     )
-    stack.callback(fleet.shutdown)
-    return fleet
 
 
 def _start_seconds(cluster: Cluster) -> float:

@@ -13,8 +13,6 @@ from enginehouse.weights.members import Member
 
 if TYPE_CHECKING:
     from enginehouse.controller import WorkerGroup
-    from enginehouse.data import Batch
-    from enginehouse.rl.scheduler import Attempt
 
 State = Literal["serving", "returned", "lost", "out"]
 """Of a replica: takes requests; was started again and lacks weights; is gone, perhaps being started; stays gone."""
@@ -30,7 +28,8 @@ class Replica:
 
     Attributes:
         number: which it is.
-        group: its group of one process.
+        group: the group it is in.
+        rank: its rank there.
         incarnation: counts its processes, from 0.
         state: what it is good for.
         restarts: begun since it last drew something.
@@ -42,6 +41,7 @@ class Replica:
 
     number: int
     group: WorkerGroup
+    rank: int = 0
     incarnation: int = 0
     state: State = "serving"
     restarts: int = 0
@@ -56,6 +56,11 @@ class Replica:
         return self.state in ("lost", "returned") and self.restarting is not None and self.restarting.is_alive()
 
     @property
+    def is_started(self) -> bool:
+        """Whether it is being started again."""
+        return self.state == "lost" and self.restarting is not None and self.restarting.is_alive()
+
+    @property
     def member(self) -> Member:
         """Its process of this moment."""
         return Member(self.number, self.incarnation, self.group)
@@ -67,45 +72,28 @@ def nobody_left(name: str, replicas: Sequence[Replica]) -> ReplicasLost:
     return ReplicasLost(f"no replica of {name} is left to draw rows:\n{deaths}")
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """A piece's rows came, or an error did."""
-
-    attempt: Attempt
-    member: Member
-    samples: Batch | None = None
-    error: Exception | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Changed:
-    """Something happened to a replica."""
-
-    number: int
-    what: Literal["lost", "returned", "caught up"]
-
-
 @dataclass(slots=True)
 class FleetMetrics:
-    """What a fleet counted since its metrics were last read."""
+    """What a fleet counted since its metrics were last read.
+
+    Attributes:
+        restarts: of replicas.
+        retries: of requests.
+        queued: most samples that waited for a replica.
+    """
 
     restarts: int = 0
     retries: int = 0
-    busy_seconds: float = 0.0
-    seconds: float = 0.0
     queued: int = 0
 
-    def add(self, batch: FleetMetrics) -> None:
-        """Take in those of a batch that was drawn."""
-        self.retries += batch.retries
-        self.busy_seconds += batch.busy_seconds
-        self.seconds += batch.seconds
-        self.queued = max(self.queued, batch.queued)
+
+FLEET = -1
+"""In a `Watch`: the fleet, which has something to do as long as a request is under way."""
 
 
 @dataclass(slots=True)
 class Watch:
-    """How long each replica had something to do."""
+    """How long each replica, and the fleet, had something to do."""
 
     begun: dict[int, float] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from enginehouse.controller import Worker, register
+from enginehouse.controller.launchers.failure import WorkerFailure
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import ModelSpec
@@ -39,7 +40,9 @@ from enginehouse.errors import EnginehouseError
 from enginehouse.plugin import Backend, PluginError, capabilities, plugins, resolve
 from enginehouse.plugin.references import lacking
 from enginehouse.plugin.requirements import installed_versions
-from enginehouse.rl.generation import assemble, make_requests, row_seeds
+from enginehouse.rl.columns import Answer, Requests, assemble
+from enginehouse.rl.drawing import Drawing
+from enginehouse.rl.generation import make_requests, seeded_requests
 from enginehouse.runtimes import CURRENT, RUNTIME_VARIABLE
 from enginehouse.weights.receiver import WeightReceiver
 from enginehouse.weights.transports.ends import address_of, weights_for
@@ -253,6 +256,7 @@ class RolloutWorker(Worker):
         self._endpoint: str | None = None
         self._calls = 0
         self._weights: WeightReceiver | None = None
+        self._drawing: Drawing | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
 
     @register
@@ -268,6 +272,7 @@ class RolloutWorker(Worker):
         if endpoint.url:
             log.info("OpenAI clients are answered at %s", endpoint.url)
         self._weights = WeightReceiver(self.engine, str(self.context), self._thread)
+        self._drawing = Drawing(self.engine, self._weights, f"{self._name} ({self.context})")
         return endpoint.engine
 
     @property
@@ -276,6 +281,13 @@ class RolloutWorker(Worker):
         if self._weights is None:
             raise EnginehouseError(f"{self.context} was used before it was launched")
         return self._weights
+
+    @property
+    def drawing(self) -> Drawing:
+        """The requests under way here."""
+        if self._drawing is None:
+            raise EnginehouseError(f"{self.context} was used before it was launched")
+        return self._drawing
 
     @register(dispatch="dp", collect="concat")
     async def generate(self, batch: Batch, sampling: SamplingParams, seed: int | None = None) -> Batch:
@@ -288,7 +300,7 @@ class RolloutWorker(Worker):
             seed: same seed, same weights: same samples. None draws afresh.
 
         Returns:
-            `n` rows for each row of `batch`, next to each other: the columns of `assemble`, and `seconds` float32
+            `n` rows for each row of `batch`, next to each other: the columns of `Answer.samples`, and `seconds` float32
             `(rows,)`, how long this replica took for its share. The columns of `batch` are not returned. All of it
             was drawn from verified weights: what was not is drawn anew.
 
@@ -296,23 +308,35 @@ class RolloutWorker(Worker):
             EnginehouseError: the engine's results are not those of the requests.
         """
         begun = time.perf_counter()
-        await self.weights.serving.wait()
-        seeds = None
-        if seed is not None:
-            if "prompt_index" not in batch:
-                raise EnginehouseError(
-                    "generate with a seed needs a column 'prompt_index' with each row's number in the whole batch"
-                )
-            seeds = row_seeds(seed, batch.tensor("prompt_index").numpy())
         self._calls += 1
-        requests = make_requests(batch.ragged("prompt_ids"), sampling, seeds, f"{self.replica}-{self._calls}")
-        results = await asyncio.gather(*(self.engine.generate(request) for request in requests))
-        while again := await self.weights.unverified(results):
-            drawn = await asyncio.gather(*(self.engine.generate(requests[number]) for number in again))
-            for number, result in zip(again, drawn, strict=True):
-                results[number] = result
-        samples = assemble(requests, results, f"{self._name} ({self.context})")
+        requests = seeded_requests(batch, sampling, seed, f"{self.replica}-{self._calls}")
+        results = await asyncio.gather(*map(self.drawing.begin, requests))
+        samples = assemble(requests, results)
         return samples.with_columns(seconds=torch.full((len(samples),), time.perf_counter() - begun))
+
+    @register
+    async def draw(self, requests: Requests, aborted: Sequence[str] = ()) -> Answer:
+        """Take up requests, and hand out what ended since this was called last: at least one, if any is under way.
+
+        So one call is enough to hand over and to collect. A further one releases it: it answers with what there is,
+        maybe nothing.
+
+        Args:
+            requests: to be drawn from verified weights, as by `generate`; may be none.
+            aborted: ids of requests that are to end with what they have.
+        """
+        self.drawing.hand_over(list(requests.unpack()))
+        if aborted:
+            await self.drawing.abort(aborted)
+        drawn, failures, context = [], {}, self.context
+        for task in await self.drawing.ended():
+            if task.cancelled() or (error := task.exception()) is None:
+                drawn.append(task.result())
+                continue
+            failures[task.get_name()] = WorkerFailure.of(
+                error, context.role, context.rank, context.node, os.getpid(), "generate", ()
+            )
+        return Answer.pack(drawn, failures)
 
     @register(urgent=True)
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[Sequence[float]]:
@@ -396,7 +420,7 @@ class RolloutWorker(Worker):
     @register(urgent=True)
     async def abort(self, ids: Sequence[str] | None = None) -> None:
         """See `RolloutEngine.abort`."""
-        await self.engine.abort(ids)
+        await self.drawing.abort(ids)
 
     @register
     async def sleep(self, tags: tuple[str, ...] = ALL) -> None:

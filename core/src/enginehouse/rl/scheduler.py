@@ -1,25 +1,16 @@
-"""Which rollout replica draws which rows: bookkeeping alone, without processes, clocks or threads.
+"""Which rollout replica draws which request: bookkeeping alone, without processes, clocks or threads.
 
-A batch is cut into pieces of consecutive rows. Each piece is drawn once: what a replica held when it was lost waits
-again, and an answer that comes after all from a replica that was taken for lost does not count.
+Requests may come at any time. Each is drawn once: what a replica held when it was lost waits again, and an answer that
+comes after all from a replica that was taken for lost does not count.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
-FEWEST_PIECES = 4
-"""Into how many pieces a replica's share is cut at least, where there are rows enough: a slower one then gets fewer."""
-MOST_PIECES = 16
-"""And at most: a worker takes twice as many calls at once."""
-TOKENS_A_PIECE = 16
-"""Between them there is a piece for so many tokens of the longest completion. A piece costs a millisecond or two, and
-so many tokens take longer; the more pieces, the sooner the first samples are there."""
 
 PREFIX_TOKENS = (1024, 512, 256, 128, 64, 32)
 """Lengths at which the beginning of a prompt is remembered: engines keep caches of whole prefixes."""
@@ -28,58 +19,27 @@ REMEMBERED_PREFIXES = 8192
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Consecutive rows that are drawn together.
+class Entry:
+    """What the scheduler knows of a request.
 
     Attributes:
-        number: its place among the pieces.
-        begin: its first row.
-        end: the row after its last.
+        number: which it is.
         samples: completions it asks for.
-        prefixes: what stands for its first prompt and the prompt's beginnings, longest first.
+        prefixes: what stands for its prompt and the prompt's beginnings, longest first.
     """
 
     number: int
-    begin: int
-    end: int
     samples: int
     prefixes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A piece given to a replica; another try is another attempt."""
+    """A request given to a replica; another try is another attempt."""
 
     number: int
     replica: int
-    piece: Piece
-
-
-def pieces_each(max_tokens: int, fewest: int = FEWEST_PIECES) -> int:
-    """Into how many pieces a replica's share is cut, where completions have at most so many tokens."""
-    return min(max(max_tokens // TOKENS_A_PIECE, fewest), MOST_PIECES)
-
-
-def cut(
-    prompts: Sequence[np.ndarray], samples_each: int, replicas: int, limit: int, pieces: int = FEWEST_PIECES
-) -> list[Piece]:
-    """Cut rows into pieces, of one size but for the last.
-
-    Args:
-        prompts: each row's token ids.
-        samples_each: completions a row.
-        replicas: how many there are to draw them.
-        limit: most completions a replica is given at once: several pieces, where they have more than a row.
-        pieces: how many a replica's share is, and how many it may hold, where there are rows enough; `pieces_each`.
-    """
-    rows = len(prompts)
-    size = max(1, min(-(-rows // (pieces * replicas)), limit // (pieces * max(samples_each, 1))))
-    starts = range(0, rows, size)
-    return [
-        Piece(number, begin, min(begin + size, rows), (min(begin + size, rows) - begin) * samples_each,
-              prefixes(prompts[begin]))
-        for number, begin in enumerate(starts)
-    ]  # fmt: skip
+    entry: Entry
 
 
 def prefixes(tokens: np.ndarray) -> tuple[int, ...]:
@@ -93,17 +53,17 @@ class PrefixMemory:
 
     def __init__(self) -> None:
         self._seen: OrderedDict[int, int] = OrderedDict()
-        self._lock = threading.Lock()  # caches are dropped in another thread than rows are drawn in
+        self._lock = threading.Lock()  # caches are dropped in another thread than requests are given out in
 
-    def replica(self, piece: Piece) -> int | None:
-        """The replica that saw the longest of the piece's prefixes; None if there is none."""
+    def replica(self, entry: Entry) -> int | None:
+        """The replica that saw the longest of the prompt's prefixes; None if there is none."""
         with self._lock:
-            return next((self._seen[prefix] for prefix in piece.prefixes if prefix in self._seen), None)
+            return next((self._seen[prefix] for prefix in entry.prefixes if prefix in self._seen), None)
 
-    def remember(self, piece: Piece, replica: int) -> None:
-        """The piece goes to `replica`."""
+    def remember(self, entry: Entry, replica: int) -> None:
+        """The request goes to `replica`."""
         with self._lock:
-            for prefix in reversed(piece.prefixes):
+            for prefix in reversed(entry.prefixes):
                 self._seen[prefix] = replica
                 self._seen.move_to_end(prefix)
             while len(self._seen) > REMEMBERED_PREFIXES:
@@ -117,92 +77,113 @@ class PrefixMemory:
 
 
 class Scheduler:
-    """Assigns pieces to replicas that come and go.
+    """Assigns requests to replicas that come and go.
 
     Args:
-        pieces: what is to be drawn.
-        limit: most completions a replica is given at once; one that has nothing is given a piece of any size.
+        limit: most completions a replica is given at once; one that has nothing is given a request of any size.
         memory: which replica saw which prefix.
     """
 
-    def __init__(self, pieces: Iterable[Piece], limit: int, memory: PrefixMemory | None = None):
-        self._waiting = deque(pieces)
+    def __init__(self, limit: int, memory: PrefixMemory | None = None):
+        self._waiting: deque[Entry] = deque()
         self._limit = limit
         self._memory = memory or PrefixMemory()
-        self._running: dict[int, dict[int, Attempt]] = {}  # by replica and attempt
-        self._tries: dict[int, int] = {piece.number: 0 for piece in self._waiting}
+        self._running: dict[int, dict[int, Attempt]] = {}  # by replica and request
+        self._loads: dict[int, int] = {}
+        self._tries: dict[int, int] = {}
         self._attempts = 0
-        self._unfinished = len(self._waiting)
-        self.retries = 0
 
     @property
     def done(self) -> bool:
-        """Whether every piece was drawn."""
-        return self._unfinished == 0
+        """Whether every request was drawn."""
+        return not self._tries
 
     @property
     def waiting(self) -> int:
-        """Pieces no replica has."""
+        """Requests no replica has."""
         return len(self._waiting)
 
     @property
     def waiting_samples(self) -> int:
         """Completions no replica has been asked for."""
-        return sum(piece.samples for piece in self._waiting)
+        return sum(entry.samples for entry in self._waiting)
 
     @property
     def replicas(self) -> tuple[int, ...]:
-        """Who takes pieces."""
+        """Who takes requests."""
         return tuple(self._running)
 
-    def tries(self, piece: Piece) -> int:
-        """How often a piece was given to a replica."""
-        return self._tries[piece.number]
+    def add(self, entry: Entry) -> None:
+        """A request waits to be drawn, behind the others."""
+        self._tries[entry.number] = 0
+        self._waiting.append(entry)
+
+    def drop(self, number: int) -> Attempt | None:
+        """A request is not to be drawn any more: forget it if it waits, else return who has it; None: nobody."""
+        for held in self._running.values():
+            if number in held:
+                return held[number]
+        self._waiting = deque(entry for entry in self._waiting if entry.number != number)
+        self._tries.pop(number, None)
+        return None
+
+    def tries(self, number: int) -> int:
+        """How often a request was given to a replica."""
+        return self._tries[number]
 
     def join(self, replica: int) -> None:
-        """A replica takes pieces from now on."""
+        """A replica takes requests from now on."""
         self._running.setdefault(replica, {})
+        self._loads.setdefault(replica, 0)
 
-    def leave(self, replica: int) -> list[Piece]:
+    def leave(self, replica: int) -> list[Entry]:
         """A replica is lost; what it held waits again, before the rest, and is returned."""
-        held = [attempt.piece for attempt in self._running.pop(replica, {}).values()]
+        held = [attempt.entry for attempt in self._running.pop(replica, {}).values()]
+        self._loads.pop(replica, None)
         self._waiting.extendleft(reversed(held))
         self._memory.forget(replica)
-        self.retries += len(held)
         return held
 
     def assign(self) -> list[Attempt]:
         """Give what waits to those that have room; returns what was given."""
         attempts = []
         while self._waiting and (replica := self._choose(self._waiting[0])) is not None:
-            piece = self._waiting.popleft()
-            attempt = Attempt(self._attempts, replica, piece)
+            entry = self._waiting.popleft()
+            attempt = Attempt(self._attempts, replica, entry)
             self._attempts += 1
-            self._tries[piece.number] += 1
-            self._running[replica][attempt.number] = attempt
-            self._memory.remember(piece, replica)
+            self._tries[entry.number] += 1
+            self._running[replica][entry.number] = attempt
+            self._loads[replica] += entry.samples
+            self._memory.remember(entry, replica)
             attempts.append(attempt)
         return attempts
 
     def finish(self, attempt: Attempt) -> bool:
         """A replica answered. False if that no longer counts: it was taken for lost before."""
-        if self._running.get(attempt.replica, {}).pop(attempt.number, None) is None:
+        held = self._running.get(attempt.replica, {})
+        if held.get(attempt.entry.number) != attempt:
             return False
-        self._unfinished -= 1
+        del held[attempt.entry.number]
+        self._loads[attempt.replica] -= attempt.entry.samples
+        del self._tries[attempt.entry.number]
         return True
+
+    def held(self, replica: int) -> list[Attempt]:
+        """What a replica was given and has not answered."""
+        return list(self._running.get(replica, {}).values())
 
     def load(self, replica: int) -> int:
         """Completions a replica has been given and not answered."""
-        return sum(attempt.piece.samples for attempt in self._running[replica].values())
+        return self._loads[replica]
 
-    def _choose(self, piece: Piece) -> int | None:
-        """The replica that saw the piece's prefix, if that is not busier than the others by more than a piece."""
-        loads = {replica: self.load(replica) for replica in self._running}
-        free = [r for r, load in loads.items() if not load or load + piece.samples <= self._limit]
+    def _choose(self, entry: Entry) -> int | None:
+        """The replica that saw the prompt's prefix, if that is not busier than the others by more than a request."""
+        loads = self._loads
+        free = [r for r, load in loads.items() if not load or load + entry.samples <= self._limit]
         if not free:
             return None
         least = min(free, key=loads.__getitem__)
-        seen_by = self._memory.replica(piece)
-        if seen_by in free and loads[seen_by] <= loads[least] + piece.samples:
+        seen_by = self._memory.replica(entry) if len(free) > 1 else None
+        if seen_by in free and loads[seen_by] <= loads[least] + entry.samples:
             return seen_by
         return least

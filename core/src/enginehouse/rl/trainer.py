@@ -141,7 +141,7 @@ class Trainer(Loop):
                 **measured,
                 **divergence,
                 **self.feed.metrics(),
-                **self.roles.rollout_metrics(),
+                **self.rollout_metrics(),
                 "tokens": float(samples["input_ids"].tokens),
             }
             loss, first_loss = self.loss(), None
@@ -258,6 +258,11 @@ class Trainer(Loop):
         self.run_directory.log_validation(step, metrics)
         self.progress.validated(step, metrics, validation.how)
         plugins().observe("validated", run=self, step=step, metrics=metrics)
+
+    def rollout_metrics(self) -> dict[str, float]:
+        """What happened to the rollout replicas since this was asked for last."""
+        metrics = self.roles.rollout.metrics()
+        return metrics | {"busy/generate": metrics["rollout/busy_seconds"]}
 
     def _feed(self) -> Feed:
         """The feed of this run's samples."""

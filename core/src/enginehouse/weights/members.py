@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from enginehouse.controller.errors import GroupClosed
-from enginehouse.controller.future import GLANCE_SECONDS, Future, StillRunning
+from enginehouse.controller.future import Future, StillRunning, as_they_end
 from enginehouse.controller.group import WorkerGroup
 from enginehouse.engines.weights import WeightUpdateAborted
 
@@ -154,9 +155,14 @@ class Gathered:
         self._aborted: Exception | None = None  # an error that says only that there is another one
         self._last_lost: Exception | None = None
 
+    @property
+    def calls(self) -> tuple[Future, ...]:
+        """Those that were sent."""
+        return tuple(call for call in self._calls if isinstance(call, Future))
+
     def done(self) -> bool:
         """Whether every call has ended."""
-        return all(isinstance(call, Exception) or call.done() for call in self._calls)
+        return all(call.done() for call in self.calls)
 
     def result(self, timeout: float | None = None) -> list[Any]:
         """Wait for all; an error of one is raised at once, though others still run.
@@ -166,34 +172,27 @@ class Gathered:
             WorkerError: a call failed.
         """
         until = None if timeout is None else time.monotonic() + timeout
-        while True:
-            pending = [index for index in range(len(self._calls)) if index not in self._values]
-            for index in pending:
-                self._settle(index)
-            pending = [index for index in pending if index not in self._values]
-            if not pending:
-                return self._collected()
-            left = GLANCE_SECONDS if until is None else min(GLANCE_SECONDS, until - time.monotonic())
-            if left <= 0:
-                raise StillRunning(f"the call still runs at {self._members[pending[0]].group.name}")
-            call = self._calls[pending[0]]
-            assert isinstance(call, Future)
-            try:  # every call has a deadline of its own, so this ends
-                call.result(left)
-            except Exception:  # what it is, `_settle` finds
-                continue
+        places = {call: index for index, call in enumerate(self._calls) if isinstance(call, Future)}
+        for index, call in enumerate(self._calls):
+            if index not in self._values and (isinstance(call, Exception) or call.done()):
+                with suppress(StillRunning):  # it has ended, and its value is on its way
+                    self._settle(index, until)
+        pending = [call for call in self.calls if places[call] not in self._values]
+        if pending and timeout is not None and timeout <= 0:
+            raise StillRunning(f"the call still runs at {self._members[places[pending[0]]].group.name}")
+        for call in as_they_end(pending, None if until is None else max(until - time.monotonic(), 0.0)):
+            self._settle(places[call], until)
+        return self._collected()
 
-    def _settle(self, index: int) -> None:
+    def _settle(self, index: int, until: float | None) -> None:
         """Take a result that is there; raise an error, unless it is one that may be left out."""
         call = self._calls[index]
-        if isinstance(call, Future) and not call.done():
-            return
         try:
             if isinstance(call, Exception):
                 raise call
-            (self._values[index],) = call.result()
-        except StillRunning:  # another thread is taking it
-            return
+            (self._values[index],) = call.result(None if until is None else max(until - time.monotonic(), 0.0))
+        except StillRunning:
+            raise
         except Exception as error:
             lost = self._is_lost(self._members[index], error)
             if isinstance(getattr(error, "cause", error), WeightUpdateAborted):

@@ -40,6 +40,7 @@ class WeightReceiver:
     Attributes:
         serving: set while requests may be answered. Clear during an update: from the pause to the end of the
             verification, also where the engine itself has already been resumed to be verified.
+        version: the last that was verified.
 
     An engine that is paused scores nothing, so it is resumed before it was verified, and goes on with what waits inside
     it. What it draws meanwhile is kept back (`unverified`).
@@ -56,6 +57,7 @@ class WeightReceiver:
         self._committed: int | None = None  # version committed and not yet verified
         self._unverified: set[int] = set()  # versions committed and not, or never, verified
         self._aborted = -1
+        self.version = 0
         self.serving = asyncio.Event()
         self.serving.set()
 
@@ -154,7 +156,7 @@ class WeightReceiver:
         """
         if version != self._committed:
             raise WeightSyncError(f"{self._where} has not committed version {version}")
-        self._committed = None
+        self._committed, self.version = None, version
         self._unverified.discard(version)
         self.serving.set()
 

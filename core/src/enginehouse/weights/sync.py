@@ -22,6 +22,7 @@ The worker methods called here are those of `enginehouse.rl.roles`; any worker c
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -39,7 +40,7 @@ from enginehouse.controller.errors import (
     WorkerError,
     WorkerTimeout,
 )
-from enginehouse.controller.future import GLANCE_SECONDS, StillRunning
+from enginehouse.controller.future import StillRunning, as_they_end
 from enginehouse.controller.group import WorkerGroup
 from enginehouse.engines.weights import LOOPBACK, TransferPlan, WeightState, WeightSyncError, WeightUpdateAborted
 from enginehouse.errors import first_line
@@ -60,7 +61,7 @@ errors say more than its time-out. So long they are also given to say that they 
 
 
 class Replicas(Protocol):
-    """Rollout replicas, which may come and go; `enginehouse.rl.fleet` has those of which each can be lost alone."""
+    """Rollout replicas, which may come and go; those of `enginehouse.rl.fleet`."""
 
     name: str
 
@@ -75,25 +76,6 @@ class Replicas(Protocol):
     def confirmed(self, members: Members, version: int) -> None:
         """Let `members`, without those lost since, answer with `version`, which they were verified to serve."""
         ...
-
-
-class ColocatedReplicas:
-    """`Replicas` that are the ranks of one group: always the same.
-
-    Args:
-        group: workers with the methods of `RolloutWorker`.
-    """
-
-    def __init__(self, group: WorkerGroup):
-        self.name = group.name
-        self._members = Ranks(group)
-
-    def members(self) -> Members:
-        """See `Replicas`."""
-        return self._members
-
-    def confirmed(self, members: Members, version: int) -> None:
-        """Nothing is noted: a group answers, or is lost, as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +107,7 @@ class WeightSync:
 
     Args:
         train: workers with the methods of `TrainWorker`.
-        rollout: workers with the methods of `RolloutWorker`, one a replica; or replicas that can be lost one by one.
+        rollout: replicas of workers with the methods of `RolloutWorker`.
         transport: name of a weight transport, or `"module:Class"`.
         bucket_bytes: most bytes to travel at once, but for larger parameters.
         timeout: seconds any stage of an update may take.
@@ -138,7 +120,7 @@ class WeightSync:
     def __init__(
         self,
         train: WorkerGroup,
-        rollout: WorkerGroup | Replicas,
+        rollout: Replicas,
         transport: str,
         *,
         bucket_bytes: int,
@@ -148,7 +130,7 @@ class WeightSync:
         probe: Sequence[Sequence[int]] | None = None,
     ):
         self._train = Ranks(train)
-        self._replicas: Replicas = ColocatedReplicas(rollout) if isinstance(rollout, WorkerGroup) else rollout
+        self._replicas = rollout
         self._receivers: Members | None = None  # of the connection there is, or was last
         self._served: tuple[int, Mapping[str, str]] | None = None  # version, checksum of each parameter
         self._transport = transport
@@ -519,17 +501,17 @@ class WeightSync:
 
 def _await_both(waited: Future | Gathered, other: Future | Gathered) -> Any:
     """The result of `waited`, once `other` has ended as well; an error of either, the one that caused the other."""
-    while True:
-        try:
-            result = waited.result(GLANCE_SECONDS)
-        except StillRunning:
-            if other.done():
-                _await_or_cause(other, waited)
-        except Exception as error:
-            raise _root_cause(error, other) from error
-        else:
-            _await_or_cause(other, waited)
-            return result
+    for _ in itertools.chain([None], as_they_end([*waited.calls, *other.calls])):
+        for one, another in ((waited, other), (other, waited)):
+            try:
+                one.result(0.0)
+            except StillRunning:
+                pass
+            except Exception as error:
+                raise _root_cause(error, another) from error
+    _await_or_cause(waited, other)
+    _await_or_cause(other, waited)
+    return waited.result()
 
 
 def _await_or_cause(future: Future | Gathered, other: Future | Gathered) -> None:

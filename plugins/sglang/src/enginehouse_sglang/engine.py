@@ -41,6 +41,9 @@ from enginehouse_sglang.weights import SGLangWeights
 LOOK_SECONDS = 0.2
 """How often a server that starts is asked whether it answers; and after which rows that are to end are named again."""
 
+MOST_CONNECTIONS = 256
+"""About how many connections the requests of one turn open: a process may have a thousand files open."""
+
 LONGEST_LOOK_SECONDS = 5.0
 """Of the time after which they are named again, which doubles."""
 
@@ -67,8 +70,9 @@ class SGLangRollout:
 
     What it adds to the contract:
 
-    * Requests that come in one turn of the event loop with the same sampling parameters (but for the seed) travel
-      together, and are answered together: each call of the run is one request to SGLang, however many rows it has.
+    * A request is one to SGLang, with a row for each of its samples, and ends by itself. Of more than
+      `MOST_CONNECTIONS` that come in one turn of the event loop, some with the same sampling parameters (but for the
+      seed) travel together, and are answered together.
     * `pause("keep")` and a weight update: kept sequences go on with keys and values computed anew from the new weights.
     * With a server that ran already, a pause holds what others ask of it too, and does not end it.
     * A server that dies ends the replica: requests not finished raise `SGLangFailed`, as does every later call.
@@ -231,7 +235,7 @@ class SGLangRollout:
             asyncio.get_running_loop().call_soon(self._hand_over)
 
     def _hand_over(self) -> None:
-        """Ask SGLang for what has come in this turn, in as few requests as there are ways of sampling."""
+        """Ask SGLang for what has come in this turn."""
         self._scheduled = False
         if self._paused:
             return
@@ -239,9 +243,11 @@ class SGLangRollout:
         for call in self._new:
             groups.setdefault(replace(call.request.sampling, seed=None), []).append(call)
             call.sent = True
+        together = -(-len(self._new) // MOST_CONNECTIONS)
         self._new.clear()
         for sampling, calls in groups.items():
-            self._do(self._serve(sampling, calls))
+            for begin in range(0, len(calls), together):
+                self._do(self._serve(sampling, calls[begin : begin + together]))
 
     def _do(self, work: Awaitable[Any]) -> None:
         self._tasks.add(task := asyncio.ensure_future(work))  # type: ignore[arg-type]
@@ -288,7 +294,7 @@ class SGLangRollout:
     async def abort(self, ids: Sequence[str] | None = None) -> None:
         """See the protocol; requests that wait are ended too, with no tokens.
 
-        A request that travels with others (see the class) stops at once, and is answered with them.
+        One that travels with others (see the class) stops at once, and is answered with them.
         """
         _ = self.server
         calls = [call for call in self._calls.values() if ids is None or call.request.id in ids]

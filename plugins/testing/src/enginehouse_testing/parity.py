@@ -19,7 +19,7 @@ from enginehouse.data.prompts import PromptDataset
 from enginehouse.data.rendering import load_tokenizer
 from enginehouse.engines.train import metric_values
 from enginehouse.errors import EnginehouseError
-from enginehouse.rl.generation import outputs_as_sampled, sampling_params, step_seed
+from enginehouse.rl.generation import in_order, outputs_as_sampled, sampling_params, step_seed
 from enginehouse.rl.mismatch import mismatch
 from enginehouse.rl.placement import place
 from enginehouse.runs.jsonlines import finite
@@ -207,7 +207,7 @@ def compare_engines(plan: Plan, prompts: int, tolerance: float | None = None) ->
         said = roles.describe()
         roles.sync.sync(VERSION)
         drawn = sampling_params(sampling, config.rollout.samples_per_prompt)
-        samples = roles.rollout.generate(asked, drawn, seed=step_seed(config.train.seed, 0))
+        samples = in_order(roles.rollout.generate_each(asked, drawn, seed=step_seed(config.train.seed, 0)))
         scored = roles.actor.forward(samples.select(["input_ids", "loss_mask"]), outputs_as_sampled(sampling))
     return ParityReport(
         train=_in_words(said["actor"]),

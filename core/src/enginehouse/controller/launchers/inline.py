@@ -33,6 +33,8 @@ from enginehouse.errors import first_line
 class InlineCall:
     """A call in this process: ended already if sync, a future of the event loop if async."""
 
+    deadline = float("inf")
+
     def __init__(
         self, result: futures.Future[Any], keep: bool, origin: str | None, failed: Callable[[Exception], WorkerError]
     ):
@@ -58,6 +60,16 @@ class InlineCall:
     def done(self) -> bool:
         """See `Pending.done`."""
         return self._result.done()
+
+    def add_done_callback(self, callback: Callable[[bool], object]) -> None:
+        """See `Pending.add_done_callback`."""
+        self._result.add_done_callback(lambda result: callback(not result.cancelled() and not result.exception()))
+
+    def look(self) -> None:
+        """Nothing can be lost but this process."""
+
+    def hurry(self) -> None:
+        """There is nothing to hurry: this process ends by itself."""
 
     def reference(self, rank: int) -> Any:
         """There is nothing to refer to: the value is here."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -59,7 +59,13 @@ class LaunchOptions:
 
 
 class Pending(Protocol):
-    """A call on its way."""
+    """A call on its way.
+
+    Attributes:
+        deadline: when it must have ended, by `time.monotonic`.
+    """
+
+    deadline: float
 
     def wait(self, limit: float | None = None) -> list[Any]:
         """Outputs, one a rank (None for ranks that were not called or whose results are not collected).
@@ -72,6 +78,25 @@ class Pending(Protocol):
 
     def done(self) -> bool:
         """Whether every rank has ended, or the deadline passed."""
+        ...
+
+    def add_done_callback(self, callback: Callable[[bool], object]) -> None:
+        """Call back once: when every rank has ended, or one has failed; at once if that is so. From any thread.
+
+        `callback` is told whether all ended well.
+        """
+        ...
+
+    def look(self) -> None:
+        """See that what is to answer is still there.
+
+        Raises:
+            ClusterLost: Ray is about to end.
+        """
+        ...
+
+    def hurry(self) -> None:
+        """Who waited was interrupted: the processes may not get to an orderly end in the usual time."""
         ...
 
     def reference(self, rank: int) -> Any:

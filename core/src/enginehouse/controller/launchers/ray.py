@@ -8,7 +8,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import psutil
@@ -73,6 +75,7 @@ class RayCall:
         self.deadline = time.monotonic() + timeout if deadline is None else deadline
         self.rows = rows or {}
         self.harmless = harmless
+        self._came: list[Any] | None = None  # what the ranks returned, where Ray brought it to a callback
 
     def wait(self, limit: float | None = None) -> list[Any]:
         """See `Pending.wait`: the happy path is one `ray.get`; looking into it starts when that fails."""
@@ -98,7 +101,7 @@ class RayCall:
         except Exception as error:
             failure = self.processes.failed(self, error)
         except BaseException:
-            self.processes.hurry()
+            self.hurry()
             raise
         if failure is not None:
             raise failure  # here, so that its cause stays the worker's traceback and Ray's own error is not shown
@@ -115,6 +118,9 @@ class RayCall:
         """What the ranks returned; past the deadline, what is there by now, and time to bring it here."""
         import ray
 
+        if self._came is not None:
+            came, self._came = self._came, None
+            return came
         refs = list(self.refs.values())
         until = time.monotonic() + (left if limit is None else min(limit, left))
         while (left := until - time.monotonic()) > LOOK_SECONDS:
@@ -139,6 +145,35 @@ class RayCall:
         """See `Pending.done`."""
         with ray_access:
             return not _running(list(self.refs.values())) or time.monotonic() >= self.deadline
+
+    def add_done_callback(self, callback: Callable[[bool], object]) -> None:
+        """See `Pending.add_done_callback`. Ray calls back in a thread of its own, with each rank's value."""
+        came: dict[int, Any] = {}
+        told, lock = False, threading.Lock()
+
+        def ended(rank: int, value: futures.Future[Any]) -> None:
+            nonlocal told
+            if well := value.exception() is None:
+                came[rank] = value.result()
+            with lock:
+                if told or (well and len(came) < len(self.refs)):
+                    return
+                told = True
+            if well:
+                self._came = [came[rank] for rank in self.refs]
+            callback(well)
+
+        with ray_access:
+            for rank, ref in self.refs.items():
+                ref.future().add_done_callback(partial(ended, rank))
+
+    def look(self) -> None:
+        """See `Pending.look`."""
+        ray_access.check()
+
+    def hurry(self) -> None:
+        """See `Pending.hurry`."""
+        self.processes.hurry()
 
     def reference(self, rank: int) -> Any:
         """What stands for one rank's output: Ray's reference to it, and whose it is."""

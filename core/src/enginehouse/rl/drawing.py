@@ -1,0 +1,126 @@
+"""The requests under way at one worker: taken up as they come, answered as they end, from verified weights alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from enginehouse.engines.rollout import Completion, GenerateRequest, GenerateResult, RolloutEngine
+from enginehouse.rl.generation import check_result
+from enginehouse.weights.receiver import WeightReceiver
+
+GATHERED_SECONDS = 0.01
+"""How long what has ended waits for what ends just after it, so that both go into one answer."""
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request under way.
+
+    Attributes:
+        task: draws it.
+        waits: whether it waits here, for weights to be verified.
+        aborted: whether it is to end.
+    """
+
+    task: asyncio.Task[GenerateResult]
+    waits: bool = False
+    aborted: bool = False
+
+
+class Drawing:
+    """Draws requests by an engine. All methods run on the engine's event loop.
+
+    Args:
+        engine: a launched rollout engine.
+        weights: its end of weight updates.
+        where: names the engine and its worker in messages.
+    """
+
+    def __init__(self, engine: RolloutEngine, weights: WeightReceiver, where: str):
+        self._engine = engine
+        self._weights = weights
+        self._where = where
+        self._requests: dict[str, _Request] = {}
+        self._handed: set[asyncio.Task[GenerateResult]] = set()  # those whose ends are answers
+        self._ended: list[asyncio.Task[GenerateResult]] = []
+        self._due = False
+        self._asking: asyncio.Future[None] | None = None
+
+    def begin(self, request: GenerateRequest) -> asyncio.Task[GenerateResult]:
+        """Draw a request; requests begun in one turn of the loop reach the engine together, in their order.
+
+        The task raises:
+            EnginehouseError: the engine does not draw it, or gave something else than was asked for.
+        """
+        task = asyncio.get_running_loop().create_task(self._draw(request), name=request.id)
+        self._requests[request.id] = _Request(task)
+        return task
+
+    async def _draw(self, request: GenerateRequest) -> GenerateResult:
+        state = self._requests[request.id]
+        try:
+            while not state.aborted:
+                state.waits = True
+                await self._weights.serving.wait()
+                state.waits = False
+                result = await self._engine.generate(request)
+                check_result(request, result, self._where)
+                state.waits = True
+                if not await self._weights.unverified([result]):
+                    return result
+        except asyncio.CancelledError:
+            if not state.aborted:
+                raise
+        finally:
+            del self._requests[request.id]
+        version = self._weights.version
+        return GenerateResult(request.id, (Completion((), (), "abort", version, version),) * request.sampling.n)
+
+    async def abort(self, ids: Sequence[str] | None = None) -> None:
+        """See `RolloutEngine.abort`; those that the engine has not got end too."""
+        for name in list(self._requests) if ids is None else ids:
+            if (state := self._requests.get(name)) is not None:
+                state.aborted = True
+                if state.waits:
+                    state.task.cancel()
+        await self._engine.abort(ids)
+
+    def hand_over(self, requests: Sequence[GenerateRequest]) -> None:
+        """Draw requests whose ends are to be asked for (`ended`)."""
+        for request in requests:
+            task = self.begin(request)
+            self._handed.add(task)
+            task.add_done_callback(self._note)
+
+    async def ended(self) -> list[asyncio.Task[GenerateResult]]:
+        """Those that were handed over and have ended since this was asked last: at least one, if any is under way.
+
+        Who asks again while this waits releases it: it returns what there is.
+        """
+        self._release()
+        if self._handed and not self._due:
+            asking = self._asking = asyncio.get_running_loop().create_future()
+            await asking
+            if self._asking is asking:
+                self._asking = None
+        ended, self._ended, self._due = self._ended, [], False
+        return ended
+
+    def _note(self, task: asyncio.Task[GenerateResult]) -> None:
+        self._handed.discard(task)
+        self._ended.append(task)
+        if not self._handed:
+            self._answer()
+        elif len(self._ended) == 1:
+            asyncio.get_running_loop().call_later(GATHERED_SECONDS, self._answer)
+
+    def _answer(self) -> None:
+        if self._ended:
+            self._due = True
+            self._release()
+
+    def _release(self) -> None:
+        if self._asking is not None and not self._asking.done():
+            self._asking.set_result(None)

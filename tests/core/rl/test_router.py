@@ -1,0 +1,256 @@
+"""Requests on their way to replicas that answer, fall ill and die as a test says. No processes, no engines."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+
+import pytest
+
+from enginehouse.controller.errors import ClusterLost, RemoteError, WorkerDied
+from enginehouse.controller.launchers.failure import WorkerFailure
+from enginehouse.engines.rollout import Completion, GenerateRequest, GenerateResult, SamplingParams
+from enginehouse.rl.columns import Answer
+from enginehouse.rl.replica import FleetMetrics, Replica, ReplicasLost, Watch
+from enginehouse.rl.router import MOST_TRIES, PoisonousRows, Router
+from enginehouse.rl.scheduler import PrefixMemory
+
+
+class FakeGroup:
+    """One replica, which has what it was asked for in `asked`, and says nothing by itself."""
+
+    def __init__(self, number):
+        self.name = f"rollout-{number}"
+        self.asked, self.aborted, self.calls = [], [], []
+
+    def execute_rank_async(self, rank, method, requests, aborted):
+        assert (rank, method) == (0, "draw")
+        self.asked += [request.id for request in requests.unpack()]
+        self.aborted += aborted
+        self.calls.append(asyncio.get_running_loop().create_future())
+        return self.calls[-1]
+
+    @property
+    def out(self):
+        return [call for call in self.calls if not call.done()]
+
+    def answer(self, *names, **failures):
+        drawn = [GenerateResult(name, (Completion([7], [-1.0], "stop", 1, 1),)) for name in names]
+        failed = {name: WorkerFailure.of(error, self.name, 0, "here", 1, "generate", ()) for name, error in
+                  {name.replace("_", "-"): error for name, error in failures.items()}.items()}  # fmt: skip
+        self.out[0].set_result(Answer.pack(drawn, failed))
+
+    def die(self):
+        self.out[0].set_exception(WorkerDied(f"{self.name} died"))
+
+
+class Asked:
+    """A request whose `result` is awaited."""
+
+    def __init__(self, router, number, name, token):
+        self.result = asyncio.get_running_loop().create_future()
+        self.flight = router.submit(number, GenerateRequest(name, [token], SamplingParams()), self.ended)
+        self.forget = lambda: router.forget(self.flight)
+
+    def ended(self, flight):
+        if flight.error is not None:
+            self.result.set_exception(flight.error)
+        else:
+            answer, place = flight.answer
+            self.result.set_result(answer.result(place, flight.request.id))
+
+
+class House:
+    """Two replicas; one that dies stays gone, unless a test brings it back."""
+
+    def __init__(self, replicas=2, limit=4):
+        self.groups = [FakeGroup(number) for number in range(replicas)]
+        self.replicas = [Replica(number, group) for number, group in enumerate(self.groups)]
+        self.metrics, self.ill, self.numbers = FleetMetrics(), set(), itertools.count()
+        self.router = Router(
+            asyncio.get_running_loop(), "fleet", self.replicas, limit=limit, memory=PrefixMemory(),
+            metrics=lambda: self.metrics, watch=Watch(), forgets=False, is_lost=self.is_lost, catch_up=lambda: False,
+        )  # fmt: skip
+
+    def is_lost(self, member, error):
+        replica = self.replicas[member.number]
+        if replica.incarnation != member.incarnation:
+            return True
+        if error is None or not (isinstance(error, WorkerDied) or member.number in self.ill):
+            return False
+        replica.incarnation, replica.state, replica.death = replica.incarnation + 1, "lost", str(error)
+        return True
+
+    def bring_back(self, number):
+        self.ill.discard(number)
+        self.replicas[number].state = "serving"
+        self.router.wake()
+
+    def submit(self, count=1):
+        return [Asked(self.router, next(self.numbers), f"mine-{number}", 3 + number) for number in range(count)]
+
+    async def until(self, holds):
+        async with asyncio.timeout(10.0):
+            while not holds():
+                await asyncio.sleep(0)
+
+
+def with_house(**options):
+    """Run a test on an event loop, with a house."""
+
+    def decorate(test):
+        def run():
+            async def main():
+                await test(House(**options))
+
+            asyncio.run(main())
+
+        run.__name__, run.__doc__ = test.__name__, test.__doc__
+        return run
+
+    return decorate
+
+
+@with_house(replicas=1)
+async def test_one_call_hands_over_what_came_in_a_turn_and_one_collects(house):
+    (group,) = house.groups
+    flights = house.submit(3)
+    await house.until(lambda: group.calls)
+    assert group.asked == ["fleet-0", "fleet-1", "fleet-2"]
+    group.answer("fleet-1")
+    await house.until(lambda: len(group.calls) == 2)
+    assert [flight.result.done() for flight in flights] == [False, True, False]
+    assert flights[1].result.result().id == "mine-1"
+    assert group.asked[3:] == []
+    group.answer("fleet-2", "fleet-0")
+    await house.until(lambda: house.router.idle and not group.out)
+    assert len(group.calls) == 2
+
+
+@with_house()
+async def test_what_a_lost_replica_had_is_drawn_by_another_and_each_once(house):
+    first, second = house.groups
+    flights = house.submit(6)
+    await house.until(lambda: first.calls and second.calls)
+    late = first.out[0]
+    second.die()
+    await house.until(lambda: house.replicas[1].state == "lost" and len(first.asked) == 4)
+    assert house.metrics.retries == 3
+    assert set(second.asked[:1]) <= set(first.asked)  # as many as it may hold
+    first.answer(*first.asked)
+    await house.until(lambda: len(first.asked) == 6)
+    first.answer(*first.asked)
+    results = await asyncio.gather(*(flight.result for flight in flights))
+    assert sorted(result.id for result in results) == [f"mine-{number}" for number in range(6)]
+    assert sorted(first.asked) == [f"fleet-{number}" for number in range(6)]
+    assert late.done()
+    assert house.router.idle
+
+
+@with_house()
+async def test_an_answer_of_a_process_that_was_given_up_does_not_count(house):
+    first, second = house.groups
+    (flight,) = house.submit(1)
+    await house.until(lambda: first.calls)
+    house.replicas[0].incarnation += 1
+    house.replicas[0].state = "lost"
+    house.router.wake()
+    await house.until(lambda: second.calls)
+    first.answer("fleet-0")
+    await house.until(lambda: not first.out)
+    await asyncio.sleep(0)
+    assert not flight.result.done()
+    second.answer("fleet-0")
+    assert (await flight.result).id == "mine-0"
+
+
+@with_house()
+async def test_a_request_that_failed_since_the_engine_is_dead_goes_to_another(house):
+    first, second = house.groups
+    flights = house.submit(2)
+    await house.until(lambda: first.calls and second.calls)
+    house.ill.add(0)
+    first.answer(fleet_0=RuntimeError("the engine is dead"))
+    await house.until(lambda: len(second.asked) == 2)
+    second.answer("fleet-0", "fleet-1")
+    assert len(await asyncio.gather(*(flight.result for flight in flights))) == 2
+
+
+@with_house(replicas=1)
+async def test_a_request_that_failed_by_itself_is_its_callers(house):
+    (group,) = house.groups
+    flights = house.submit(2)
+    await house.until(lambda: group.calls)
+    group.answer("fleet-1", fleet_0=ValueError("such rows I do not draw"))
+    assert (await flights[1].result).id == "mine-1"
+    with pytest.raises(RemoteError, match=r"rollout-0 rank 0 .*such rows I do not draw"):
+        await flights[0].result
+    await house.until(lambda: house.router.idle)
+
+
+@with_house(replicas=1)
+async def test_requests_that_take_replica_after_replica_with_them_are_named(house):
+    (group,) = house.groups
+    poison, good = house.submit(2)
+    await house.until(lambda: group.calls)
+    group.answer("fleet-1")
+    await good.result
+    for tried in range(MOST_TRIES):
+        await house.until(lambda: group.out)
+        assert group.asked.count("fleet-0") == tried + 1
+        group.die()
+        await house.until(lambda: house.replicas[0].state == "lost")
+        house.bring_back(0)
+    with pytest.raises(PoisonousRows, match=r"(?s)requests 'mine-0' were lost .* 3 times.*rollout-0 died"):
+        await poison.result
+    assert house.router.idle
+
+
+@with_house()
+async def test_when_nobody_is_left_each_death_is_named(house):
+    flights = house.submit(2)
+    await house.until(lambda: all(group.calls for group in house.groups))
+    for group in house.groups:
+        group.die()
+    for flight in flights:
+        with pytest.raises(ReplicasLost, match=r"(?s)replica 0: rollout-0 died.*replica 1: rollout-1 died"):
+            await flight.result
+
+
+@with_house(limit=1)
+async def test_a_replica_that_serves_again_takes_what_waits(house):
+    first, second = house.groups
+    house.submit(3)
+    await house.until(lambda: first.calls and second.calls)
+    second.die()
+    await house.until(lambda: house.replicas[1].state == "lost")
+    threading.Thread(target=house.bring_back, args=(1,)).start()
+    await house.until(lambda: second.asked == ["fleet-1", "fleet-1"])
+    assert house.metrics.queued >= 1
+
+
+@with_house(replicas=1, limit=1)
+async def test_a_request_nobody_waits_for_is_aborted_where_it_is_and_forgotten_where_it_waits(house):
+    (group,) = house.groups
+    held, waiting, wanted = house.submit(3)
+    await house.until(lambda: group.calls)
+    waiting.forget()
+    held.forget()
+    await house.until(lambda: group.aborted == ["fleet-0"])
+    group.answer()  # the older call is released
+    group.answer("fleet-0")
+    await house.until(lambda: group.asked == ["fleet-0", "fleet-2"])
+    group.answer("fleet-2")
+    assert (await wanted.result).id == "mine-2"
+    assert house.router.idle
+
+
+@with_house()
+async def test_a_cluster_that_is_lost_ends_all(house):
+    flights = house.submit(2)
+    await house.until(lambda: all(group.calls for group in house.groups))
+    house.groups[0].out[0].set_exception(ClusterLost("gone"))
+    for flight in flights:
+        with pytest.raises(ClusterLost):
+            await flight.result
