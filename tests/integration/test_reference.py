@@ -33,7 +33,9 @@ def logprobs(house: Path, *overrides: str) -> torch.Tensor:
     batch = Batch({"input_ids": rows, "loss_mask": rows.like(torch.ones(rows.tokens, dtype=torch.bool))})
     with place(plan(loaded, configure_plugins(), config)) as roles:
         scored = roles.score_by_reference(batch, Outputs())
+        policy = roles.actor.forward(batch, Outputs())
         assert len(roles.groups["reference"].pids) == (loaded.reference.processes or 1)
+    assert (scored["logprobs"].values - policy["logprobs"].values).abs().max() > 0.01  # it is another model
     return scored["logprobs"].values
 
 
@@ -59,4 +61,5 @@ def test_a_run_with_a_kl_term_and_a_reference_apart(train: Start):
     assert lines[0]["kl"] == pytest.approx(0, abs=1e-5)  # the actor still is the reference
     assert math.isfinite(lines[-1]["kl"])
     assert lines[-1]["kl"] > lines[0]["kl"]
+    assert lines[-1]["kl"] > 1e-6  # more than rounding: the policy moved and the reference did not
     assert len({run.pid("actor"), run.pid("reference", 0), run.pid("reference", 1)}) == 3

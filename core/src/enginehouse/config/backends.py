@@ -186,10 +186,7 @@ def typed_options(
     options, problems = check(schema, engine.options, prefix=f"{key}.engine.options", instead=instead)
     findings.problems += [ConfigError(f"{problem} (options of backend {record.name!r})") for problem in problems]
     if isinstance(options, EngineOptions):
-        try:
-            options.check(processes)
-        except UserError as error:
-            findings.refuse(f"{key}.engine.options: {error} (options of backend {record.name!r})")
+        _check_processes(findings, record, options, processes, f"{key}.engine.options")
         for surprise in options.surprises():
             findings.note(f"{key}.engine.options: {surprise}")
     return {} if options is None else options.model_dump()
@@ -204,12 +201,16 @@ def check_processes(
         options: as `typed_options` gives them.
         key: config key of the number.
     """
-    typed = None if record is None else _typed(record, options)
-    if record is not None and typed is not None:
-        try:
-            typed.check(processes)
-        except UserError as error:
-            findings.refuse(f"{key} is {processes}: {error} (options of backend {record.name!r})")
+    if record is not None and (typed := _typed(record, options)) is not None:
+        _check_processes(findings, record, typed, processes, f"{key} is {processes}")
+
+
+def _check_processes(findings: Findings, record: Backend, options: EngineOptions, processes: int, said: str) -> None:
+    """Check options against a number of processes; a refusal begins with `said`."""
+    try:
+        options.check(processes)
+    except UserError as error:
+        findings.refuse(f"{said}: {error} (options of backend {record.name!r})")
 
 
 def _options_class(record: Backend) -> type[BaseModel] | str:

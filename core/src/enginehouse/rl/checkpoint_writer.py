@@ -147,7 +147,7 @@ class CheckpointWriter:
         assert self._under_way is not None
         if self._digests is None:
             for group in self._trained.values():
-                group.call("finish_save", timeout=_left(until))
+                group.call("finish_save", timeout=seconds_left(until))
             self._digests = _begin_to_read(self._under_way[0])
         return self._digests
 
@@ -163,7 +163,7 @@ class CheckpointWriter:
         except SaveError as error:
             log.warning("%s", first_line(error))
         if self._run.checkpoints.newest_step != state.step:
-            self.write(state, timeout=_left(until))
+            self.write(state, timeout=seconds_left(until))
 
     def write(self, state: LoopState, timeout: float | None = None) -> None:
         """Write a checkpoint and wait for it; `timeout` and errors as those of `finish`."""
@@ -171,7 +171,7 @@ class CheckpointWriter:
         staged, checkpoint = self._staged(state)
         with writing(f"the checkpoint of step {state.step}", staged):
             for role, group in self._trained.items():
-                group.call("save", str(staged / role), timeout=_left(until))
+                group.call("save", str(staged / role), timeout=seconds_left(until))
             self._publish(staged, checkpoint, _in_time(_begin_to_read(staged), until, checkpoint))
 
     def _staged(self, state: LoopState) -> tuple[Path, Checkpoint]:
@@ -187,8 +187,8 @@ class CheckpointWriter:
         self._published(checkpoint.step, self._run.checkpoints.publish(staged, checkpoint, files))
 
 
-def _left(until: float | None) -> float | None:
-    """Seconds until then, for a call that has to have some."""
+def seconds_left(until: float | None) -> float | None:
+    """Seconds until then, by `time.monotonic()`, for a call that has to have some; None: no limit."""
     return None if until is None else max(until - time.monotonic(), 0.1)
 
 

@@ -18,7 +18,7 @@ from enginehouse.data.digests import data_digests
 from enginehouse.engines.train import metric_values
 from enginehouse.errors import SaveError, first_line
 from enginehouse.plugin import capabilities, plugins
-from enginehouse.rl.checkpoint_writer import CheckpointWriter, LoopState, writing
+from enginehouse.rl.checkpoint_writer import CheckpointWriter, LoopState, seconds_left, writing
 from enginehouse.rl.stalls import Stalls
 
 if TYPE_CHECKING:
@@ -256,16 +256,12 @@ class Loop(ABC):
         if (state := self._loop_state) is None or self._update is None:
             return
         until, step = None if seconds is None else time.monotonic() + seconds, state.step
-
-        def left() -> float | None:
-            return None if until is None else max(until - time.monotonic(), 0.1)
-
         future, metrics = self._update
         try:
-            metrics = {**metrics, **metric_values(future.result(left()))}
+            metrics = {**metrics, **metric_values(future.result(seconds_left(until)))}
         except Exception as error:
             self._say_unsaved("state", step, error, ended_by)
-            self._save_under_way(None if until is None else left(), ended_by)
+            self._save_under_way(seconds_left(until), ended_by)
             return
 
         def log_metrics() -> None:
@@ -274,9 +270,9 @@ class Loop(ABC):
         parts: dict[str, Callable[[], object]] = {}
         if self.run_directory.last_step != step:
             parts["metrics"] = log_metrics
-        parts["checkpoint"] = lambda: self.checkpoint_writer.write_last(state, left())
+        parts["checkpoint"] = lambda: self.checkpoint_writer.write_last(state, seconds_left(until))
         if self.run_directory.saved_step != step:
-            parts["model"] = lambda: self.save(step, timeout=left())
+            parts["model"] = lambda: self.save(step, timeout=seconds_left(until))
         for what, save in parts.items():
             try:
                 save()
