@@ -31,6 +31,7 @@ def compared(differences: np.ndarray, versions=(1,) * SAMPLES) -> Parity:
             "input_ids": ids,
             "loss_mask": ids.like(drawn),
             "rollout_logprobs": ids.like(rollout),
+            "first_version": torch.tensor(versions),
             "weight_version": torch.tensor(versions),
         }
     )

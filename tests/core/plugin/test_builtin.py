@@ -7,14 +7,14 @@ import inspect
 
 import pytest
 
-from enginehouse.plugin import load_plugins, resolve
+from enginehouse.plugin import KINDS, load_plugins, resolve
 from enginehouse.plugin.builtin import BUILTIN
 
 PROVIDED = [one for one in load_plugins(enabled=[]).providers() if one.plugin.internal]
 
 
 def test_core_declares_these_and_no_others():
-    names = {kind: [] for kind in ("train", "rollout", "transport", "dispatch_mode", "advantage", "loss", "reward")}
+    names = {kind.kind: [] for kind in KINDS}
     for provided in PROVIDED:
         names[provided.record.kind].append(provided.record.name)
     assert names == {
@@ -25,6 +25,7 @@ def test_core_declares_these_and_no_others():
         "advantage": ["grpo", "rloo"],
         "loss": ["clipped_policy", "supervised", "weighted_logprob"],
         "reward": ["exact_match"],
+        "filter": ["mixed_rewards"],
     }
 
 

@@ -57,10 +57,14 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
     started = Started()
 
     class Fleet:
-        """Stands in for `RolloutFleet`, which is told by its class."""
+        """Stands in for `RolloutFleet`."""
 
         def __init__(self, spec: Any, replicas: int, *, name: str, **options: Any):
             vars(self).update(vars(started.fleet(name, replicas)))
+
+        @staticmethod
+        def over(group: Any) -> Any:
+            return group
 
     monkeypatch.setattr(placement, "colocate", started.colocate)
     monkeypatch.setattr(placement, "ResourcePool", started.pool)
@@ -120,6 +124,6 @@ def test_the_seed_of_a_run_reaches_new_weights(make: Make, started: Started, see
 def test_a_reference_of_its_own_is_a_group_in_processes_of_its_own(make: Make, started: Started):
     planned = make("algorithm.kl.coefficient=0.1", "cluster.launcher=ray", "reference.processes=2")
     with placement.place(planned) as roles:
-        assert list(roles.groups) == ["actor", "reference", "rollout"]
+        assert list(roles.groups) == ["actor", "reference"]
     assert [list(specs) for specs in started.colocated] == [["actor", "rollout"], ["reference"]]
     assert started.pools == [[1], [2]]

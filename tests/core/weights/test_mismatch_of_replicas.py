@@ -59,7 +59,8 @@ def test_a_replica_that_lies_about_its_version_is_seen_where_updates_are_not_che
         for version in (1, 2):
             sync.sync(version)
             samples = house.rollout.generate(PROMPTS, SAMPLING, seed=version).drop(["finish_reason"])
-            samples = samples.with_columns(weight_version=samples["weight_version"] * 0 + version)  # the lie
+            lie = samples["weight_version"] * 0 + version
+            samples = samples.with_columns(first_version=lie, weight_version=lie)
             seen.append(metric_values(house.actor.update(samples, SUPERVISED, 1, 1, measuring(SUPERVISED, version))))
         assert seen[0]["mismatch/absolute_mean"] < SAME
         assert seen[1]["mismatch/absolute_mean"] > 100 * SAME

@@ -130,8 +130,8 @@ class Answer:
 
         Returns:
             `input_ids` ragged int64 (prompt and response), `loss_mask` ragged bool (true on the response),
-            `rollout_logprobs` ragged float32 (0 on the prompt), `finish_reason` objects, and `weight_version` int64
-            `(rows,)`, the version the last token was drawn from.
+            `rollout_logprobs` ragged float32 (0 on the prompt), `finish_reason` objects, and `first_version` and
+            `weight_version`, each int64 `(rows,)`, the versions the first and the last token were drawn from.
         """
         counts = np.diff(self.firsts)[list(places)]
         chosen = _ranges(self.firsts[list(places)], counts)
@@ -153,6 +153,7 @@ class Answer:
                 "loss_mask": input_ids.like(torch.from_numpy(response)),
                 "rollout_logprobs": input_ids.like(torch.from_numpy(logprobs)),
                 "finish_reason": [REASONS[reason] for reason in self.reasons[chosen].tolist()],
+                "first_version": torch.from_numpy(self.versions[chosen, 0]),
                 "weight_version": torch.from_numpy(self.versions[chosen, 1]),
             }
         )

@@ -51,7 +51,7 @@ def mismatch(samples: Batch, logprobs: Ragged, version: int) -> dict[str, Mean |
     """Compare a step's samples with the actor's logprobs of them.
 
     Args:
-        samples: `loss_mask`, `rollout_logprobs` and `weight_version`, as the rollout returned them.
+        samples: `loss_mask`, `rollout_logprobs`, `first_version` and `weight_version`, as the rollout returned them.
         logprobs: the actor's, by the weights of `version`: float32, aligned with `rollout_logprobs`.
         version: the weight version that was served; rows of others do not count.
     """
@@ -83,7 +83,8 @@ def measured(view: TokenView, *, loss: str, arguments: Mapping[str, Any], versio
     """Compute a loss, compare the logprobs it is computed from with the rollout's, and report the mean `entropy`.
 
     Args:
-        view: what `loss` needs; columns `rollout_logprobs` float32 `(tokens,)` and `weight_version` int64 `(rows,)`.
+        view: what `loss` needs; columns `rollout_logprobs` float32 `(tokens,)`, `first_version` and `weight_version` int64
+            `(rows,)`.
         loss: a registered name or `"module:function"`.
         arguments: its keyword arguments.
         version: the weight version the logprobs are computed with; rows of others do not count.

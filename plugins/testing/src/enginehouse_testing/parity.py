@@ -97,7 +97,8 @@ class Parity:
         """Compare samples with the training engine's logprobs.
 
         Args:
-            samples: `input_ids`, `loss_mask`, `rollout_logprobs`, `weight_version`, as the rollout returned them.
+            samples: `input_ids`, `loss_mask`, `rollout_logprobs`, `first_version`, `weight_version`, as the rollout
+                returned them.
             logprobs: the training engine's, float32, aligned with `input_ids`.
             version: the weight version both are to be of.
 
