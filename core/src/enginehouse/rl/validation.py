@@ -93,7 +93,7 @@ class Validation:
         """The metrics of a validation.
 
         Args:
-            samples: `sampling.n` adjacent rows a prompt, scored by `with_rewards`.
+            samples: `sampling.n` adjacent rows a prompt, as of `batch_of`.
         """
         each = self.sampling.n
         rewards = samples["reward"].double().view(-1, each)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from enginehouse.errors import EnginehouseError
@@ -92,7 +93,7 @@ class ScoringBatch:
         error: what ended the batch, or is about to.
     """
 
-    def __init__(self, expected_rows: int, policy: FailurePolicy, put: Callable[[Group, bool], None]):
+    def __init__(self, expected_rows: int, policy: FailurePolicy, put: Callable[[Sequence[Group], bool], None]):
         self.rows = expected_rows
         self.groups: set[Group] = set()
         self.waiting: collections.deque[Row] = collections.deque()
@@ -112,10 +113,19 @@ class ScoringBatch:
             A future of their scores, in order; it raises as `RewardPool.score`. Where it is cancelled, those rows are
             not scored that no process has yet.
         """
-        group = Group(self, rows)
-        self._put(group, False)
-        group.future.add_done_callback(lambda future: self._put(group, True) if future.cancelled() else None)
-        return group.future
+        return self.submit_all([rows])[0]
+
+    def submit_all(self, groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[Future[list[Score]]]:
+        """`submit` of each; the pool is woken once for all."""
+        submitted = [Group(self, rows) for rows in groups]
+        self._put(submitted, False)
+        for group in submitted:
+            group.future.add_done_callback(partial(self._cancelled, group))
+        return [group.future for group in submitted]
+
+    def _cancelled(self, group: Group, future: Future[list[Score]]) -> None:
+        if future.cancelled():
+            self._put([group], True)
 
     def add(self, group: Group) -> None:
         """Take in rows that were submitted."""

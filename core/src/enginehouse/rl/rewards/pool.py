@@ -177,13 +177,14 @@ class RewardPool:
 
     # By any thread
 
-    def _put(self, group: Group, cancelled: bool) -> None:
-        """Bring a group to the thread, or that it was cancelled."""
+    def _put(self, groups: Sequence[Group], cancelled: bool) -> None:
+        """Bring groups to the thread, or that they were cancelled."""
         with self._lock:
             if not self._closed:
-                self._submitted.append((group, cancelled))
+                self._submitted.extend((group, cancelled) for group in groups)
             elif not cancelled:
-                group.future.set_exception(self._was_closed())
+                for group in groups:
+                    group.future.set_exception(self._was_closed())
         self._wake()
 
     def _wake(self) -> None:
