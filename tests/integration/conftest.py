@@ -98,13 +98,21 @@ def assert_rose(run: RunProcess) -> None:
     assert run.record["status"] == "finished"
 
 
+def installed(house: Path, name: str, source: str) -> Path:
+    """Installs a plugin of one module into a directory of its own, to be put on a run's path."""
+    site = house / f"site-{name}"
+    info = site / f"{name}-0.1.0.dist-info"
+    info.mkdir(parents=True)
+    (site / f"{name}.py").write_text(source)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text(f"[enginehouse]\n{name.replace('_', '-')} = {name}\n")
+    return site
+
+
 @pytest.fixture(scope="session")
 def faulty_transports(house: Path) -> dict[str, str]:
     """Installs the plugin of `project/faulty_transports.py`; returns the environment in which it is found."""
-    site = house / "site"
-    info = site / "faulty_transports-0.1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty-transports\nVersion: 0.1.0\n")
-    (info / "entry_points.txt").write_text("[enginehouse]\nfaulty-transports = faulty_transports\n")
-    shutil.move(house / "faulty_transports.py", site)
+    module = house / "faulty_transports.py"
+    site = installed(house, "faulty_transports", module.read_text())
+    module.unlink()
     return {"PYTHONPATH": os.pathsep.join([str(site), str(REPOSITORY / "tests" / "core")])}

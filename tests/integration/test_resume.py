@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .conftest import QUICKSTART, SMALL, Start
+from .conftest import QUICKSTART, SMALL, Start, installed
 from .run_process import RunProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # each runs several programs one after the other
@@ -49,7 +51,7 @@ TASK = (
     *SMALL,
     "reward.function=rewards:varied",
     f"train.steps={STEPS}",
-    "train.samples_every=2",
+    "train.samples_every=1",
     "train.validate_every=2",
     "data.validation=held_out.jsonl",
 )
@@ -62,12 +64,7 @@ Ends = Callable[..., dict[str, str]]
 @pytest.fixture(scope="module")
 def ends(house: Path) -> Ends:
     """Gives the environment of a run that ends itself: `ends(5, "update", "SIGKILL")`."""
-    site = house / "ending-site"
-    info = site / "ending-0.1.0.dist-info"
-    info.mkdir(parents=True)
-    (site / "ending.py").write_text(ENDING)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ending\nVersion: 0.1.0\n")
-    (info / "entry_points.txt").write_text("[enginehouse]\nending = ending\n")
+    site = installed(house, "ending", ENDING)
     return lambda number, method, signal: {"PYTHONPATH": str(site), "TEST_ENDING": f"{number} {method} {signal}"}
 
 
@@ -114,6 +111,13 @@ def said(run: RunProcess) -> dict[str, str]:
     return {path.name: path.read_text() for path in (run.directory / "samples").iterdir()}
 
 
+def trained(run: RunProcess) -> Counter[str]:
+    """How many samples of each prompt were trained on."""
+    files = [path for path in (run.directory / "samples").iterdir() if "validation" not in path.name]
+    rows = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+    return Counter(row["prompt"] for row in rows)
+
+
 def steps_drawn(run: RunProcess) -> list[str]:
     return [span["name"] for span in run.spans if span["name"].startswith("step ")]
 
@@ -146,6 +150,22 @@ def test_a_killed_run_goes_on_exactly_where_its_checkpoint_was_taken(start: Star
     assert run.record["earlier"][0]["status"] == "killed"
     assert_the_same(run, straight)
     assert steps_drawn(run) == [f"step {step}" for step in range(1, STEPS + 1)]
+
+
+def test_a_killed_run_with_generation_ahead_loses_no_task_and_trains_none_twice(
+    start: Start, ends: Ends, straight: RunProcess
+):
+    name = "killed-ahead"
+    ahead = (*TASK, "rollout.placement=separate", "train.staleness=2")
+    task = (*ahead, "train.checkpoint_every=3", f"run.directory=runs/{name}")
+    ended_early(start("train", *task, name=name, env=ends(6, "update", "SIGKILL")), -9)
+    run = finished(resumed(start, "train", name, *ahead))
+    assert run.record["resumed_after"] == 3
+    assert [row["step"] for row in run.metrics] == list(range(1, STEPS + 1))
+    assert trained(run) == trained(straight)
+    assert set(trained(run).values()) == {4}
+    ages = [row["staleness/max"] for row in run.metrics]
+    assert 0 < max(ages) <= 2
 
 
 def test_a_killed_run_goes_on_with_two_processes_for_one(start: Start, ends: Ends, straight: RunProcess):

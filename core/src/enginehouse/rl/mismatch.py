@@ -83,8 +83,8 @@ def measured(view: TokenView, *, loss: str, arguments: Mapping[str, Any], versio
     """Compute a loss, compare the logprobs it is computed from with the rollout's, and report the mean `entropy`.
 
     Args:
-        view: what `loss` needs; columns `rollout_logprobs` float32 `(tokens,)`, `first_version` and `weight_version` int64
-            `(rows,)`.
+        view: what `loss` needs; columns `rollout_logprobs` float32 `(tokens,)`, `first_version` and `weight_version`
+            int64 `(rows,)`.
         loss: a registered name or `"module:function"`.
         arguments: its keyword arguments.
         version: the weight version the logprobs are computed with; rows of others do not count.

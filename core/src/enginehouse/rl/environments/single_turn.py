@@ -10,7 +10,7 @@ import numpy as np
 from enginehouse.engines.environment import Episode
 
 if TYPE_CHECKING:
-    from enginehouse.engines.environment import EpisodeContext, Policy, Task
+    from enginehouse.engines.environment import EpisodeContext, Policy, Score, Task
     from enginehouse.engines.rollout import Completion
 
 
@@ -32,22 +32,19 @@ class SingleTurn:
             ]
         )
         return [
-            Episode(
-                tokens=np.concatenate([prompt, np.asarray(one.token_ids, dtype=np.int64)]),
-                mask=np.arange(len(prompt) + len(one.token_ids)) >= len(prompt),
-                logprobs=np.concatenate([np.zeros(len(prompt), np.float32), np.asarray(one.logprobs, np.float32)]),
-                versions=versions_of(one, len(prompt)),
-                score=score,
-                prompt=task.prompt,
-                response=response,
-                finish=one.finish_reason,
-            )
+            episode(task.prompt, prompt, one, response, score)
             for one, response, score in zip(completions, responses, scores, strict=True)
         ]
 
 
-def versions_of(completion: Completion, before: int) -> np.ndarray:
-    """Weight version of each token, after `before` given ones; of all but the last the oldest it may be."""
-    versions = np.full(before + len(completion.token_ids), completion.first_version, dtype=np.int64)
-    versions[len(versions) - 1 :] = completion.last_version
-    return versions
+def episode(text: str, prompt: np.ndarray, completion: Completion, response: str, score: Score) -> Episode:
+    """A prompt and its answer. Of each token but the last, the version is the oldest it may be."""
+    given = len(prompt)
+    length = given + len(completion.token_ids)
+    tokens, mask, logprobs = np.empty(length, np.int64), np.zeros(length, np.bool_), np.zeros(length, np.float32)
+    tokens[:given], tokens[given:] = prompt, completion.token_ids
+    mask[given:] = True
+    logprobs[given:] = completion.logprobs
+    versions = np.full(length, completion.first_version, dtype=np.int64)
+    versions[length - 1 :] = completion.last_version
+    return Episode(tokens, mask, logprobs, versions, score, text, response, completion.finish_reason)
