@@ -12,6 +12,7 @@ import pytest
 from projects import Project
 
 from enginehouse.config.load import load_config
+from enginehouse.controller import Balanced
 from enginehouse.engines.train import LossSpec
 from enginehouse.errors import EnginehouseError, SaveError
 from enginehouse.rl.checkpoint_writer import CheckpointWriter
@@ -32,6 +33,7 @@ class Actor:
     def call(self, method: str, *arguments: Any, timeout: float | None = None, blocking: bool = True) -> Any:
         self.calls.append(method)
         if method == "update":
+            assert isinstance(arguments[0], Balanced), "shares of an update are of as many tokens, not of as many rows"
             return SimpleNamespace(result=self.updated)
         if method == "finish_save":
             return None

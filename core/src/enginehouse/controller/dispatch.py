@@ -149,7 +149,7 @@ def dp(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[Call | None]:
 
 
 def _deal(values: Sequence[Any], shards: int) -> list[np.ndarray] | None:
-    """The rows of each shard where one of the arguments is `Balanced`, else None."""
+    """The rows of each of several shards where one of the arguments is `Balanced`, else None."""
     asked = [value for value in values if isinstance(value, Balanced)]
     if not asked:
         return None
@@ -157,6 +157,8 @@ def _deal(values: Sequence[Any], shards: int) -> list[np.ndarray] | None:
         raise DispatchError("one argument of a call can be Balanced: the other batches are dealt as it is")
     if not is_splittable(asked[0].batch):
         raise DispatchError(f"Balanced goes around a batch, not {type(asked[0].batch).__name__}")
+    if shards == 1:
+        return None
     from enginehouse.data import balance
 
     return balance(asked[0].batch.lengths(asked[0].by), shards)

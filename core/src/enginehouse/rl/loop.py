@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from enginehouse.controller import Balanced
 from enginehouse.controller.errors import keeps_state
 from enginehouse.controller.future import Future
 from enginehouse.controller.interruption import interrupt_put_off
@@ -153,7 +154,8 @@ class Loop(ABC):
         state = LoopState(step, self.state())
         self.trained_step = step
         with interrupt_put_off():  # an update is begun and known to be, or not begun; inline: ended
-            future = self.roles.actor.call("update", batch, loss, minibatches, epochs, first_loss, blocking=False)
+            dealt = Balanced(batch, by="input_ids")
+            future = self.roles.actor.call("update", dealt, loss, minibatches, epochs, first_loss, blocking=False)
             self._loop_state, self._update = state, (future, metrics)
         return {**metrics, **metric_values(future.result())}
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from enginehouse.config.roles import own_processes
-from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec, colocate, start_ray
+from enginehouse.controller import Balanced, ResourcePool, WorkerGroup, WorkerSpec, colocate, start_ray
 from enginehouse.rl.fleet import RolloutFleet
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
 from enginehouse.weights.buckets import BUCKET_BYTES
@@ -72,9 +72,10 @@ class Roles:
 
     def score_by_reference(self, batch: Batch, outputs: Outputs) -> Batch:
         """What the reference gives for `batch`, as `TrainWorker.forward`: its own role, else the actor's base."""
+        dealt = Balanced(batch, by="input_ids")
         if reference := self.groups.get("reference"):
-            return reference.forward(batch, outputs)
-        return self.actor.forward_base(batch, outputs)
+            return reference.forward(dealt, outputs)
+        return self.actor.forward_base(dealt, outputs)
 
     def evaluating(self) -> RolloutFleet:
         """What answers validation prompts, once it serves what the rollout does."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from enginehouse.config.plan import REWARD_GETS
 from enginehouse.config.rows import check_reward_columns, columns_of, named
+from enginehouse.controller import Balanced
 from enginehouse.controller.launchers.event_loop import event_loop
 from enginehouse.data.prompts import PromptDataset, PromptSampler
 from enginehouse.data.rendering import load_tokenizer
@@ -183,7 +184,8 @@ class Trainer(Loop):
         if self.plan.old_logprobs == "rollout":
             return samples["rollout_logprobs"], {}
         outputs = replace(self._outputs(entropy=True), entropy_gradient=False)
-        scored = self.roles.actor.forward(samples.select(["input_ids", "loss_mask"]), outputs)
+        dealt = Balanced(samples.select(["input_ids", "loss_mask"]), by="input_ids")
+        scored = self.roles.actor.forward(dealt, outputs)
         return scored["logprobs"], {"entropy": scored["entropy"].values[samples["loss_mask"].values].mean().item()}
 
     def with_reference(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
