@@ -17,8 +17,9 @@ from enginehouse.data.prompts import PromptSampler
 from enginehouse.engines.environment import Episode, Group
 from enginehouse.errors import DataError
 from enginehouse.rl.episodes import batch_of, tasks_of
-from enginehouse.rl.feed import MOST_REFUSED, DrawnInVain, Feed, played
+from enginehouse.rl.feed import MOST_REFUSED, REASONS, DrawnInVain, Feed, played
 from enginehouse.rl.filters.mixed_rewards import mixed_rewards
+from enginehouse.rl.player import EpisodeFailed, Player
 from enginehouse.rl.rewards.program import Score
 from enginehouse.rl.schedule import Schedule
 from enginehouse.rl.tasks import Tasks
@@ -53,10 +54,19 @@ def episode(reward, version=1, tokens=(5, 6), prompt=(1, 2)):
     )
 
 
-class Stage:
-    """Plays tasks that end, with two episodes of given rewards, when `end` is called."""
+class Nothing:
+    """A policy of which nothing is asked."""
 
-    def __init__(self, groups, staleness=0, extra=0, keep=None, state=None):
+    def branch(self, name):
+        return self
+
+
+class Stage:
+    """Plays tasks that end, with two episodes of given rewards, when `end` is called; `alone`: each by itself."""
+
+    def __init__(
+        self, groups, staleness=0, extra=0, keep=None, state=None, on_failure="fail", seconds=None, alone=False
+    ):
         self.loops = event_loop()
         self.loop = self.loops.__enter__()
         self.tasks = Tasks(PromptSampler(Rows(), groups, seed=3))
@@ -66,33 +76,48 @@ class Stage:
         self.begun, self.cancelled = [], []
         self.endings, self.versions = {}, {}
         self.changed = threading.Condition()
-        self.feed = Feed(self.loop, self.tasks, self.play, self.schedule, scorer=self.score, samples=2, keep=keep)
+        self.alone, self.late = alone, 0.0
+        self.player = Player(self, lambda task: Nothing(), self.score, 2, on_failure, seconds)
+        self.feed = Feed(self.loop, self.tasks, self.player, self.schedule, keep)
 
     async def score(self, rows):
         return [Score(row, {}) for row in rows]
 
-    async def play(self, task, context):
-        ending = asyncio.get_running_loop().create_future()
+    async def run(self, task, policy, context):
         with self.changed:
-            self.begun.append(task.serial)
-            self.versions[task.serial] = self.feed.version
-            self.endings[task.serial] = ending
-            self.changed.notify_all()
-        try:
-            rewards = await ending
-        except asyncio.CancelledError:
-            self.cancelled.append(task.serial)
-            raise
-        if isinstance(rewards, Exception):
-            raise rewards
-        scores = await context.score(rewards)
+            if task.serial not in self.begun:
+                self.begun.append(task.serial)
+                self.versions[task.serial] = self.feed.version
+        if self.alone:
+            return await context.each(lambda index, policy: self.one(task, index))
+        scores = await context.score(await self.ending(task.serial, task.serial))
         return [episode(score.reward) for score in scores]
 
-    def end(self, serial, rewards=(0.0, 1.0)):
+    async def one(self, task, index):
+        await self.ending(task.serial, (task.serial, index))
+        return episode(float(index))
+
+    async def ending(self, serial, key):
         with self.changed:
-            assert self.changed.wait_for(lambda: serial in self.endings, 10)
-        ending = self.endings[serial]
-        self.loop.call(lambda: ending.done() or ending.set_result(rewards))  # it may have been given up
+            ending = self.endings[key] = asyncio.get_running_loop().create_future()
+            self.changed.notify_all()
+        try:
+            return await ending
+        except asyncio.CancelledError:
+            self.cancelled.append(serial)
+            raise
+
+    def end(self, key, rewards=(0.0, 1.0)):
+        """End a task, or an episode, with rewards or an error."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: key in self.endings, 10)
+
+        def end():
+            ending = self.endings[key]
+            if not ending.done():  # it may have been given up
+                ending.set_exception(rewards) if isinstance(rewards, BaseException) else ending.set_result(rewards)
+
+        self.loop.call(end)
 
     def wait_for(self, serials):
         with self.changed:
@@ -103,7 +128,8 @@ class Stage:
 
     def dropped(self):
         """Tasks that were counted as not trained on since this was asked for last."""
-        return sum(count for name, count in self.feed.metrics().items() if name != "feed/under_way")
+        metrics = self.feed.metrics()
+        return sum(metrics[f"feed/{reason}"] for reason in REASONS)
 
     def step(self, version, left, ends=()):
         """A step for which groups end meanwhile, in this order; returns their serial numbers."""
@@ -140,9 +166,7 @@ def test_with_staleness_1_the_next_groups_are_drawn_while_a_step_trains():
         stage.wait_for([4, 5])
         assert stage.step(3, 2, ends=[4, 5]) == [4, 5]
         assert stage.begun == [0, 1, 2, 3, 4, 5]  # no more than the run trains on
-        assert stage.feed.metrics() == {
-            "feed/under_way": 0.0, "feed/refused": 0.0, "feed/stale": 0.0, "feed/left_over": 0.0
-        }  # fmt: skip
+        assert set(stage.feed.metrics().values()) == {0.0}
 
 
 def test_others_are_drawn_for_groups_that_a_filter_refuses():
@@ -185,8 +209,10 @@ def test_what_a_task_raises_is_raised_where_its_group_is_waited_for():
     with Stage(2) as stage:
         ended = threading.Thread(target=lambda: [stage.end(0), stage.end(1, ValueError("the game is broken"))])
         ended.start()
-        with pytest.raises(ValueError, match="the game is broken"):
+        said = r"task 1 \(prompt 'prompt \d'\) failed: ValueError: the game is broken"
+        with pytest.raises(EpisodeFailed, match=said) as failed:
             stage.step(1, 2)
+        assert isinstance(failed.value.__cause__, ValueError)
         ended.join()
 
 
@@ -256,10 +282,7 @@ def test_all_of_some_tasks_are_played_as_they_end():
     with Stage(1) as stage:
         tasks = tasks_of(Rows().rows(range(3)), range(3))
 
-        async def context_free(task):
-            return await stage.play(task, stage)
-
-        groups = played(stage.loop, tasks, context_free)
+        groups = played(stage.loop, tasks, stage.player.play)
         ended = threading.Thread(target=lambda: [stage.end(serial) for serial in (2, 0, 1)])
         ended.start()
         assert [group.task.serial for group in groups] == [2, 0, 1]

@@ -16,7 +16,7 @@ from enginehouse.engines.rollout import Completion, SamplingParams
 from enginehouse.errors import ConfigError
 from enginehouse.rl.environments.single_turn import SingleTurn
 from enginehouse.rl.episodes import batch_of, tasks_of
-from enginehouse.rl.feed import Context
+from enginehouse.rl.player import Player
 from enginehouse.rl.rewards.program import Score
 from enginehouse.rl.rewards.scorer import Scorer
 from enginehouse.rl.samples import reward_figures, sample_metrics, sample_rows
@@ -70,8 +70,8 @@ def scored(pool: Pool) -> Batch:
 
     async def play() -> list[Group]:
         policy: Any = Answers()
-        context = Context(2, Scorer(pool, 4))  # type: ignore[arg-type]
-        return [Group(task, await SingleTurn().run(task, policy, context)) for task in tasks_of(prompts, range(2))]
+        player = Player(SingleTurn(), lambda task: policy, Scorer(pool, 4), 2)  # type: ignore[arg-type]
+        return [Group(task, await player.play(task)) for task in tasks_of(prompts, range(2))]
 
     return batch_of(asyncio.run(play()))
 
