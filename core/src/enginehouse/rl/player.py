@@ -171,7 +171,7 @@ class Player:
         self._warned.add(reason)
         traced, self._traced = reason in self._traced, self._traced | {reason}
         log.warning(
-            "%s failed (rollout.on_failure=%s): %s. Others of this step that fail are counted alone",
+            "%s failed (rollout.on_failure=%s): %s. Later ones of this step are counted only",
             what,
             self.on_failure,
             in_words(error).splitlines()[0],
@@ -215,8 +215,9 @@ class Context:
             for one in playing:
                 one.cancel()
             self.deadline.go_on()
-        left = (self._masked(one) if isinstance(one, _GivenUp) else one for one in made)
-        return [one for one in left if one is not None]
+        if self.player.on_failure == "mask":
+            return [self._masked() if isinstance(one, _GivenUp) else one for one in made]
+        return [one for one in made if not isinstance(one, _GivenUp)]
 
     async def _one(self, play: Callable[[int, Policy], Awaitable[Episode]], index: int) -> Episode | _GivenUp:
         async def make(number: int, deadline: Deadline) -> Episode:
@@ -230,13 +231,11 @@ class Context:
                 raise
             return given_up
 
-    def _masked(self, given_up: _GivenUp) -> Episode | None:
+    def _masked(self) -> Episode:
         """What stands in the place of an episode that failed."""
-        if self.player.on_failure != "mask":
-            return None
-        tokens, why = self.task.prompt_ids, given_up.__cause__
+        tokens = self.task.prompt_ids
         nothing = [0] * len(tokens)
-        score = program.Score(0.0, {}, "" if why is None else in_words(why).splitlines()[0])
+        score = program.Score(0.0, {})
         return Episode(tokens, [False] * len(tokens), nothing, nothing, score, self.task.prompt, "", "failed")
 
 
