@@ -581,6 +581,14 @@ def test_validations_are_answered_by_the_rollout_unless_an_engine_is_named(make:
     assert dict(planned.facts)["evaluation"].startswith("1 replica of torch, in a process of its own")
 
 
+def test_a_plan_says_what_becomes_of_an_episode_that_fails(make: Callable[..., Plan]):
+    assert "schedule" not in dict(make().facts)
+    said = dict(make("rollout.on_failure=drop", "rollout.episode_seconds=30").facts)["schedule"]
+    assert said == "an episode that raises or takes more than 30 s is left out"
+    said = dict(make("rollout.episode_seconds=1.5").facts)["schedule"]
+    assert said == "an episode that raises or takes more than 1.5 s ends the run"
+
+
 def test_a_plan_says_what_is_validated_how_and_how_often(make: Callable[..., Plan], project: Project):
     project.write_rows("more.jsonl", [{"prompt": "1+1=", "answer": "2", "kind": "easy"}] * 3)
     said = dict(make("data.validation=train.jsonl", "train.validate_every=5").facts)["validation"]

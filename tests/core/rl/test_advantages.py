@@ -86,6 +86,15 @@ def test_a_group_of_equal_rewards_credits_nothing(reward, size, groups, advantag
     assert found[-2] < 0 < found[-1]
 
 
+@pytest.mark.parametrize("advantage", [grpo, rloo])
+def test_a_masked_row_counts_in_its_group_and_is_credited_with_nothing(advantage):
+    batch = make_batch([1.0, 0.0, 0.5], [0, 0, 0])
+    mask = batch["loss_mask"]
+    masked = advantage(batch.with_columns(loss_mask=mask.like(mask.values & (mask.row != 1))))
+    whole = advantage(batch)["advantages"]
+    assert torch.equal(masked["advantages"].values, torch.where(mask.row != 1, whole.values, 0))
+
+
 @given(st.sampled_from([100.1, -57.3, 1e4]), st.integers(2, 16))
 def test_grpo_of_large_rewards_is_exact(offset, size):
     rewards = torch.tensor([offset + number / 8 for number in range(size)]).tolist()

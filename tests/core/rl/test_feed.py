@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -17,13 +18,17 @@ from enginehouse.data.prompts import PromptSampler
 from enginehouse.engines.environment import Episode, Group
 from enginehouse.errors import DataError
 from enginehouse.rl.episodes import batch_of, tasks_of
-from enginehouse.rl.feed import MOST_REFUSED, DrawnInVain, Feed, played
+from enginehouse.rl.feed import MOST_REFUSED, REASONS, DrawnInVain, Feed, played
 from enginehouse.rl.filters.mixed_rewards import mixed_rewards
+from enginehouse.rl.player import MOST_RETRIES, EpisodeFailed, Player
 from enginehouse.rl.rewards.program import Score
+from enginehouse.rl.router import PoisonousRows
 from enginehouse.rl.schedule import Schedule
 from enginehouse.rl.tasks import Tasks
 
 ROWS = 7
+SECONDS = 5.0
+"""Longest time for an episode, on a clock that a test moves."""
 
 
 class Rows:
@@ -53,10 +58,19 @@ def episode(reward, version=1, tokens=(5, 6), prompt=(1, 2)):
     )
 
 
-class Stage:
-    """Plays tasks that end, with two episodes of given rewards, when `end` is called."""
+class Nothing:
+    """A policy of which nothing is asked."""
 
-    def __init__(self, groups, staleness=0, extra=0, keep=None, state=None):
+    def branch(self, name):
+        return self
+
+
+class Stage:
+    """Plays tasks that end, with two episodes of given rewards, when `end` is called; `alone`: each by itself."""
+
+    def __init__(
+        self, groups, staleness=0, extra=0, keep=None, state=None, on_failure="fail", seconds=None, alone=False
+    ):
         self.loops = event_loop()
         self.loop = self.loops.__enter__()
         self.tasks = Tasks(PromptSampler(Rows(), groups, seed=3))
@@ -66,44 +80,72 @@ class Stage:
         self.begun, self.cancelled = [], []
         self.endings, self.versions = {}, {}
         self.changed = threading.Condition()
-        self.feed = Feed(self.loop, self.tasks, self.play, self.schedule, scorer=self.score, samples=2, keep=keep)
+        self.alone, self.now, self.failures = alone, 0.0, Counter()
+        self.loop.call(lambda: setattr(asyncio.get_running_loop(), "time", lambda: self.now))
+        self.player = Player(self, lambda task: Nothing(), self.score, 2, on_failure, seconds)
+        self.feed = Feed(self.loop, self.tasks, self.player, self.schedule, keep)
 
     async def score(self, rows):
         return [Score(row, {}) for row in rows]
 
-    async def play(self, task, context):
-        ending = asyncio.get_running_loop().create_future()
+    async def run(self, task, policy, context):
         with self.changed:
-            self.begun.append(task.serial)
-            self.versions[task.serial] = self.feed.version
-            self.endings[task.serial] = ending
-            self.changed.notify_all()
-        try:
-            rewards = await ending
-        except asyncio.CancelledError:
-            self.cancelled.append(task.serial)
-            raise
-        if isinstance(rewards, Exception):
-            raise rewards
-        scores = await context.score(rewards)
+            if task.serial not in self.begun:
+                self.begun.append(task.serial)
+                self.versions[task.serial] = self.feed.version
+        if self.alone:
+            return await context.each(lambda index, policy: self.one(task, index))
+        scores = await context.score(await self.ending(task.serial, task.serial))
         return [episode(score.reward) for score in scores]
 
-    def end(self, serial, rewards=(0.0, 1.0)):
+    async def one(self, task, index):
+        await self.ending(task.serial, (task.serial, index))
+        return episode(float(index))
+
+    async def ending(self, serial, key):
         with self.changed:
-            assert self.changed.wait_for(lambda: serial in self.endings, 10)
-        ending = self.endings[serial]
-        self.loop.call(lambda: ending.done() or ending.set_result(rewards))  # it may have been given up
+            ending = self.endings[key] = asyncio.get_running_loop().create_future()
+            self.changed.notify_all()
+        try:
+            return await ending
+        except asyncio.CancelledError:
+            self.cancelled.append(serial)
+            raise
+
+    def end(self, key, rewards=(0.0, 1.0)):
+        """End a task, or an episode, with rewards or an error."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: key in self.endings, 10)
+
+        def end():
+            ending = self.endings[key]
+            if not ending.done():  # it may have been given up
+                ending.set_exception(rewards) if isinstance(rewards, BaseException) else ending.set_result(rewards)
+
+        self.loop.call(end)
+
+    def open_ones(self):
+        """What may be ended."""
+        return self.loop.call(lambda: [key for key, ending in self.endings.items() if not ending.done()])
+
+    def may_fail(self, keys):
+        """Whether these may fail once more without ending the run; they are taken to do so."""
+        allowed = self.player.on_failure != "retry" or all(self.failures[key] < MOST_RETRIES for key in keys)
+        self.failures.update(keys if allowed else ())
+        return allowed
+
+    def pass_time(self, seconds):
+        """Let the loop's clock, which stands still else, go on."""
+        self.loop.call(lambda: setattr(self, "now", self.now + seconds))
 
     def wait_for(self, serials):
         with self.changed:
             assert self.changed.wait_for(lambda: set(serials) <= set(self.begun), 10)
 
-    def under_way(self):
-        return self.loop.call(lambda: sorted(set(self.schedule.under_way) & set(self.endings)))
-
     def dropped(self):
         """Tasks that were counted as not trained on since this was asked for last."""
-        return sum(count for name, count in self.feed.metrics().items() if name != "feed/under_way")
+        metrics = self.feed.metrics()
+        return sum(metrics[f"feed/{reason}"] for reason in REASONS)
 
     def step(self, version, left, ends=()):
         """A step for which groups end meanwhile, in this order; returns their serial numbers."""
@@ -140,9 +182,7 @@ def test_with_staleness_1_the_next_groups_are_drawn_while_a_step_trains():
         stage.wait_for([4, 5])
         assert stage.step(3, 2, ends=[4, 5]) == [4, 5]
         assert stage.begun == [0, 1, 2, 3, 4, 5]  # no more than the run trains on
-        assert stage.feed.metrics() == {
-            "feed/under_way": 0.0, "feed/refused": 0.0, "feed/stale": 0.0, "feed/left_over": 0.0
-        }  # fmt: skip
+        assert set(stage.feed.metrics().values()) == {0.0}
 
 
 def test_others_are_drawn_for_groups_that_a_filter_refuses():
@@ -185,8 +225,10 @@ def test_what_a_task_raises_is_raised_where_its_group_is_waited_for():
     with Stage(2) as stage:
         ended = threading.Thread(target=lambda: [stage.end(0), stage.end(1, ValueError("the game is broken"))])
         ended.start()
-        with pytest.raises(ValueError, match="the game is broken"):
+        said = r"task 1 \(prompt 'prompt \d'\) failed: ValueError: the game is broken"
+        with pytest.raises(EpisodeFailed, match=said) as failed:
             stage.step(1, 2)
+        assert isinstance(failed.value.__cause__, ValueError)
         ended.join()
 
 
@@ -218,27 +260,47 @@ def test_a_state_without_tasks_to_draw_again_is_one_of_before():
         tasks.restore({"prompts": tasks.state([])["prompts"], "again": [99]})
 
 
-@settings(deadline=None, max_examples=50)
-@given(groups=st.integers(1, 3), staleness=st.integers(0, 2), extra=st.integers(0, 2), seed=st.integers())
-def test_no_token_is_too_old_and_no_task_is_lost_or_doubled(groups, staleness, extra, seed):
-    """For any interleaving of ends, refusals, updates and resumes."""
+FAILURES = (ValueError("it broke"), PoisonousRows("lost again and again"))
+BY_POLICY = st.sampled_from(["fail", "retry", "drop", "drop_group", "mask"])
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    groups=st.integers(1, 3),
+    staleness=st.integers(0, 2),
+    extra=st.integers(0, 2),
+    on_failure=BY_POLICY,
+    alone=st.booleans(),
+    seed=st.integers(),
+)
+def test_no_token_is_too_old_and_no_task_is_lost_or_doubled(groups, staleness, extra, on_failure, alone, seed):
+    """For any interleaving of ends, refusals, failures, updates and resumes."""
     chance, steps, trained, dropped, state = random.Random(seed), 5, [], 0.0, None
-    stage = Stage(groups, staleness, extra, mixed_rewards)
+    setting = (groups, staleness, extra, mixed_rewards)
+    stage = Stage(*setting, on_failure=on_failure, seconds=SECONDS, alone=alone)
     try:
         for version in range(1, steps + 1):
             if version > 1 and chance.random() < 0.2:  # killed after the update of the step before
                 dropped += stage.dropped()
                 stage.__exit__(None, None, None)
-                stage = Stage(groups, staleness, extra, mixed_rewards, state)
-            taken, refusals = [], 3
+                stage = Stage(*setting, state, on_failure, SECONDS, alone)
+            taken, bad_ends, late = [], 3, 1
             left = (steps - version + 1) * groups
             waiting = threading.Thread(target=lambda: taken.extend(stage.step(version, left)))  # noqa: B023
             waiting.start()
             while waiting.is_alive():
-                if open_ones := [serial for serial in stage.under_way() if not stage.endings[serial].done()]:
-                    refused = refusals > 0 and chance.random() < 0.3
-                    refusals -= refused
-                    stage.end(chance.choice(open_ones), (1.0, 1.0) if refused else (0.0, 1.0))
+                if open_ones := stage.open_ones():
+                    bad = bad_ends > 0 and chance.random() < 0.3
+                    bad_ends -= bad
+                    key = chance.choice(open_ones)
+                    failing = bad and on_failure != "fail" and chance.random() < 0.7
+                    if failing and stage.may_fail([key]):
+                        stage.end(key, chance.choice(FAILURES))
+                    elif failing and late and stage.may_fail(open_ones):
+                        late -= 1
+                        stage.pass_time(SECONDS)
+                    else:
+                        stage.end(key, (1.0, 1.0) if bad else (0.0, 1.0))
                 waiting.join(0.001)
             assert len(taken) == groups
             assert all(version - stage.versions[serial] <= staleness for serial in taken)
@@ -252,14 +314,76 @@ def test_no_token_is_too_old_and_no_task_is_lost_or_doubled(groups, staleness, e
         stage.__exit__(None, None, None)
 
 
+@pytest.mark.parametrize("on_failure", ["drop", "drop_group", "mask"])
+def test_another_task_is_drawn_for_one_that_failed(on_failure):
+    with Stage(2, on_failure=on_failure, seconds=SECONDS) as stage:
+        ended = threading.Thread(
+            target=lambda: [stage.end(0, ValueError("it broke")), stage.end(2), stage.pass_time(SECONDS), stage.end(3)]
+        )
+        ended.start()
+        list(stage.feed.draw(1, 2))
+        assert [group.task.serial for group in stage.feed.take()] == [2, 3]
+        ended.join()
+        metrics = stage.feed.metrics()
+        assert {name: value for name, value in metrics.items() if value} == {
+            "feed/dropped": 2.0, "feed/failed_error": 2.0, "feed/failed_time": 2.0
+        }  # fmt: skip
+        assert set(stage.feed.metrics().values()) == {0.0}
+
+
+def test_a_group_is_trained_on_with_the_episodes_that_are_left():
+    with Stage(1, on_failure="drop", alone=True) as stage:
+        ended = threading.Thread(target=lambda: [stage.end((0, 1)), stage.end((0, 0), PoisonousRows("lost"))])
+        ended.start()
+        list(stage.feed.draw(1, 1))
+        (group,) = stage.feed.take()
+        assert [episode.score.reward for episode in group.episodes] == [1.0]
+        assert stage.feed.metrics()["feed/failed_replica"] == 1.0
+        ended.join()
+
+
+def test_tasks_that_all_fail_end_the_run_and_say_what_failed_last():
+    with Stage(1, on_failure="drop") as stage:
+        broken = [ValueError(f"broken {number}") for number in range(MOST_REFUSED)]
+        ended = threading.Thread(target=lambda: [stage.end(serial, error) for serial, error in enumerate(broken)])
+        ended.start()
+        said = r"^10 groups one after another were dropped \(rollout.on_failure\), as they failed; at last: .*broken 9$"
+        with pytest.raises(DrawnInVain, match=said) as error:
+            stage.step(1, 5)
+        assert error.value.__cause__ is broken[-1]
+        ended.join()
+
+
+def test_refused_and_failed_groups_count_together_as_drawn_in_vain():
+    with Stage(1, keep=mixed_rewards, on_failure="drop") as stage:
+        ends = [(0.5, 0.5), ValueError("broken")] * (MOST_REFUSED // 2)
+        ended = threading.Thread(target=lambda: [stage.end(serial, how) for serial, how in enumerate(ends)])
+        ended.start()
+        with pytest.raises(
+            DrawnInVain, match=r"rollout.keep refused 5 groups.*; 5 groups one after another were dropped"
+        ):
+            stage.step(1, 5)
+        ended.join()
+
+
+def test_an_environment_that_makes_no_episodes_ends_the_run():
+    class Nobody:
+        async def run(self, task, policy, context):
+            return []
+
+    with Stage(1) as stage:
+        player = Player(Nobody(), lambda task: Nothing(), stage.score, 2)
+        feed = Feed(stage.loop, stage.tasks, player, stage.schedule)
+        list(feed.draw(1, 1))
+        with pytest.raises(DrawnInVain, match="the environment returned no episode"):
+            feed.take()
+
+
 def test_all_of_some_tasks_are_played_as_they_end():
     with Stage(1) as stage:
         tasks = tasks_of(Rows().rows(range(3)), range(3))
 
-        async def context_free(task):
-            return await stage.play(task, stage)
-
-        groups = played(stage.loop, tasks, context_free)
+        groups = played(stage.loop, tasks, stage.player.play)
         ended = threading.Thread(target=lambda: [stage.end(serial) for serial in (2, 0, 1)])
         ended.start()
         assert [group.task.serial for group in groups] == [2, 0, 1]

@@ -139,6 +139,26 @@ def test_a_view_without_counted_tokens_weighs_nothing():
         assert (value.total.item(), value.weight) == (0.0, 0.0)
 
 
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_a_row_without_counted_tokens_changes_nothing(aggregation):
+    """As of an episode that failed, masked: wherever it lies, and whatever else is in its micro-batch."""
+    view = make_view(lengths=(3, 4, 5))
+    silent = view.row == 1
+    view.columns["loss_mask"][silent] = False
+    rest = TokenView(
+        {name: values[~silent] for name, values in view.outputs.items()},
+        {name: values[~silent] for name, values in view.columns.items()},
+        view.row[~silent].clamp(max=1),
+        2,
+    )
+    with_row, without = (
+        clipped_policy(one, aggregation=aggregation, max_tokens=8, kl_coefficient=0.1, importance_cap=1.5)
+        for one in (view, rest)
+    )
+    assert with_row.total.item() == pytest.approx(without.total.item(), rel=1e-6)
+    assert (with_row.weight, with_row.metrics) == (without.weight, without.metrics)
+
+
 def test_weighted_logprob_reproduces_any_policy_gradient():
     """Given the clipped loss's own gradient as weights, it yields the same gradient."""
     view = make_view()

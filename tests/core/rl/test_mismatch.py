@@ -160,6 +160,21 @@ def test_a_row_of_two_versions_counts_by_its_oldest_token(step):
     assert found["mismatch/compared"] < by_hand(step)["mismatch/compared"]
 
 
+def test_a_row_without_a_token_of_the_policys_is_of_no_age(step):
+    """As of an episode that failed, masked: it has no version."""
+    samples, logprobs = step
+    mask = samples["loss_mask"]
+    masked = samples.with_columns(
+        loss_mask=mask.like(mask.values & (mask.row != 3)),
+        first_version=torch.tensor([*VERSIONS[:3], -1]),
+        weight_version=torch.tensor([*VERSIONS[:3], -1]),
+    )
+    found = metric_values(mismatch(masked, logprobs, VERSION))
+    assert {name.split("/")[1] for name in found if "behind" in name} == {"behind_1"}
+    assert of_the_served(found) == pytest.approx(by_hand(step, (0, 1, 2)), rel=1e-6)
+    assert metric_values(measure((masked, logprobs), [0, 1, 2, 3]).metrics) == pytest.approx(of_the_served(found))
+
+
 def test_where_nothing_can_be_compared_no_figure_is_made_up(step):
     samples, logprobs = step
     assert of_the_served(metric_values(mismatch(samples, logprobs, VERSION + 1))) == {"mismatch/compared": 0.0}

@@ -11,17 +11,27 @@ from typing import Any
 import pytest
 
 from enginehouse.data import Batch, Ragged
-from enginehouse.engines.environment import Group
+from enginehouse.engines.environment import Episode, Group
 from enginehouse.engines.rollout import Completion, SamplingParams
 from enginehouse.errors import ConfigError
+from enginehouse.rl.advantages.grpo import grpo
+from enginehouse.rl.advantages.rloo import rloo
 from enginehouse.rl.environments.single_turn import SingleTurn
 from enginehouse.rl.episodes import batch_of, tasks_of
-from enginehouse.rl.feed import Context
+from enginehouse.rl.player import Player
 from enginehouse.rl.rewards.program import Score
 from enginehouse.rl.rewards.scorer import Scorer
 from enginehouse.rl.samples import reward_figures, sample_metrics, sample_rows
 
 CHAT = [{"role": "user", "content": "one?"}]
+PROMPTS = Batch(
+    {
+        "prompt_ids": Ragged.from_list([[1, 2], [1, 2]]),
+        "prompt": ["<one?>", "two?"],
+        "messages": [CHAT, None],
+        "columns": [{"answer": "a"}, {"answer": "b"}],
+    }
+)
 
 
 class Pool:
@@ -59,19 +69,11 @@ class Answers:
 
 def scored(pool: Pool) -> Batch:
     """Two samples for each of two prompts, each of two prompt tokens and one response token."""
-    prompts = Batch(
-        {
-            "prompt_ids": Ragged.from_list([[1, 2], [1, 2]]),
-            "prompt": ["<one?>", "two?"],
-            "messages": [CHAT, None],
-            "columns": [{"answer": "a"}, {"answer": "b"}],
-        }
-    )
 
     async def play() -> list[Group]:
         policy: Any = Answers()
-        context = Context(2, Scorer(pool, 4))  # type: ignore[arg-type]
-        return [Group(task, await SingleTurn().run(task, policy, context)) for task in tasks_of(prompts, range(2))]
+        player = Player(SingleTurn(), lambda task: policy, Scorer(pool, 4), 2)  # type: ignore[arg-type]
+        return [Group(task, await player.play(task)) for task in tasks_of(PROMPTS, range(2))]
 
     return batch_of(asyncio.run(play()))
 
@@ -123,6 +125,34 @@ def test_samples_are_rows_of_prompt_and_response_with_their_versions():
     metrics = sample_metrics(samples, 3)
     assert metrics["staleness/max"] == 1.0  # the one token a sample has is its last
     assert metrics["weights/version"] == 2.0
+
+
+def test_an_episode_that_failed_counts_by_its_reward_alone():
+    """As the policy `mask` leaves it: in the mean and the spread of its group, not as a response or a version."""
+    task = tasks_of(PROMPTS, [5, 6])[0]
+    made = [
+        Episode([1, 2, token], [False, False, True], [0, 0, -0.5], [0, 0, version], Score(reward, {}), finish="stop")
+        for token, version, reward in ((10, 2, 1.0), (11, 3, 0.5))
+    ]
+    masked = Episode([1, 2], [False] * 2, [0] * 2, [0] * 2, Score(0.0, {}), "two?", "", "failed")
+    whole, fewer = (sample_metrics(batch_of([Group(task, one)]), 3) for one in ([*made, masked], made))
+    assert whole.pop("reward/mean") == 0.5
+    assert whole.pop("reward/min") == 0.0
+    assert whole.pop("reward/std") == pytest.approx((1 / 6) ** 0.5)
+    assert whole == {name: fewer[name] for name in whole}
+    assert (whole["weights/version"], whole["staleness/max"], whole["response/stopped"]) == (2.0, 1.0, 1.0)
+    alone = sample_metrics(batch_of([Group(task, [masked])]), 3)
+    assert {name.split("/")[0] for name in alone} == {"reward"}
+    row = sample_rows(batch_of([Group(task, [masked])]))[0]
+    assert (row["finish_reason"], row["response"], row["tokens"]) == ("failed", "", 0)
+
+
+def test_groups_need_not_be_of_one_size():
+    tasks = tasks_of(PROMPTS, [0, 1])
+    one = Episode([1, 2, 9], [False, False, True], [0, 0, -1], [0, 0, 1], Score(1.0, {}))
+    batch = batch_of([Group(tasks[0], [one] * 3), Group(tasks[1], [one])])
+    assert batch["group"].tolist() == [0, 0, 0, 1]
+    assert rloo(batch)["advantages"].values.tolist() == grpo(batch)["advantages"].values.tolist() == [0.0] * 12
 
 
 @pytest.mark.parametrize("name", ["mean", "failures", "reward_stderr", "tokens_mean", "truncated", "pass@1", "mean@4"])

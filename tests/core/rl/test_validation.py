@@ -14,7 +14,9 @@ from enginehouse.config.schema import Config
 from enginehouse.data import Batch, Ragged
 from enginehouse.data.prompts import PromptDataset
 from enginehouse.errors import DataError
+from enginehouse.rl.episodes import batch_of
 from enginehouse.rl.validation import MOST_VALUES, Validation, pass_at
+from enginehouse.runs.validations import Validations
 from enginehouse_testing.models import char_tokenizer
 
 
@@ -85,7 +87,7 @@ def test_figures_of_single_answers(tmp_path):
     validation = made(tmp_path, "v.jsonl")
     assert validation is not None
     samples = answered([1.0, 0.0, 0.5, 0.5], [1, 2, 3, 6], ["stop", "length", "stop", "length"])
-    figures = validation.figures(samples)
+    figures = validation.figures(samples, range(len(samples)))
     error = torch.tensor([1.0, 0.0, 0.5, 0.5]).std().item() / 2
     assert figures == {
         "validation/reward": 0.5,
@@ -93,6 +95,7 @@ def test_figures_of_single_answers(tmp_path):
         "validation/tokens_mean": 3.0,
         "validation/truncated": 0.5,
         "validation/failures": 0.0,
+        "validation/dropped": 0.0,
     }
 
 
@@ -101,7 +104,7 @@ def test_several_answers_have_mean_at_k_and_pass_at_k(tmp_path):
     evaluation = {"samples_per_prompt": 3, "pass_threshold": 0.6, "sampling": {"temperature": 1.0}}
     validation = made(tmp_path, "v.jsonl", evaluation)
     assert validation is not None
-    figures = validation.figures(answered([0.5, 0.6, 0.0, 0.5, 0.5, 0.5], [1] * 6, ["stop"] * 6))
+    figures = validation.figures(answered([0.5, 0.6, 0.0, 0.5, 0.5, 0.5], [1] * 6, ["stop"] * 6), range(2))
     assert figures["validation/mean@3"] == figures["validation/reward"] == pytest.approx(2.6 / 6)
     assert {name: value for name, value in figures.items() if "pass@" in name} == {
         "validation/pass@1": pytest.approx(1 / 6),
@@ -125,7 +128,7 @@ def test_files_and_the_values_of_a_column_have_figures_of_their_own(tmp_path):
     assert validation is not None
     samples = answered([1.0, 0.0, 0.0, 0.25], [1] * 4, ["stop"] * 4)
     samples = samples.with_columns(reward_figures=[{}, {"format": 0.5}, {}, {"format": 1.0}])
-    figures = validation.figures(samples)
+    figures = validation.figures(samples, range(len(samples)))
     assert (figures["validation/aime/format"], figures["validation/gsm/format"]) == (0.5, 1.0)
     assert {name: value for name, value in figures.items() if name.endswith("/reward")} == {
         "validation/aime/reward": pytest.approx(1 / 3),
@@ -134,13 +137,45 @@ def test_files_and_the_values_of_a_column_have_figures_of_their_own(tmp_path):
         "validation/gsm/reward": 0.25,
         "validation/gsm/7/reward": 0.25,
     }
-    rows = validation.rows(samples)
+    rows = validation.rows(samples, range(4))
     assert [(row["file"], row["row"], row["reward"]) for row in rows] == [
         ("a.jsonl", 0, 1.0),
         ("a.jsonl", 1, 0.0),
         ("a.jsonl", 2, 0.0),
         ("b.jsonl", 0, 0.25),
     ]
+
+
+def test_figures_are_of_the_prompts_that_were_answered_and_the_others_are_named(tmp_path, caplog):
+    write(tmp_path, "a.jsonl", [{"kind": "x"}, {"kind": "y"}, {"kind": "x"}])
+    write(tmp_path, "b.jsonl", [{"kind": "x"}])
+    validation = made(tmp_path, {"a": "a.jsonl", "b": "b.jsonl"}, {"by": "kind", "samples_per_prompt": 2})
+    assert validation is not None
+    samples = answered([1.0, 0.0, 0.0, 0.0], [1] * 4, ["stop"] * 4)  # of rows 0 and 2 of the first
+    figures = validation.figures(samples, [0, 2])
+    assert {name: value for name, value in figures.items() if name.endswith(("/reward", "/dropped"))} == {
+        "validation/a/reward": 0.25,
+        "validation/a/dropped": 1.0,
+        "validation/a/x/reward": 0.25,
+        "validation/b/dropped": 1.0,
+    }
+    assert [(row["file"], row["row"]) for row in validation.rows(samples, [0, 2])] == [("a.jsonl", 0)] * 2 + [
+        ("a.jsonl", 2)
+    ] * 2
+    validation.warn_of_dropped(3, [0, 2])
+    assert "step 3: 2 of 4 prompts are left out" in caplog.text
+    assert "row 1 of a.jsonl, row 0 of b.jsonl" in caplog.text
+
+
+def test_a_validation_of_which_nothing_was_answered_says_so(tmp_path):
+    write(tmp_path, "v.jsonl", [{}] * 2)
+    validation = made(tmp_path, "v.jsonl")
+    assert validation is not None
+    figures = validation.figures(batch_of([]), [])
+    assert figures == {"validation/dropped": 2.0}
+    taken = Validations()
+    taken.add(1, figures)
+    assert taken.lines() == ["validation at step 1: dropped 2.000"]
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,16 @@ def _step(config: Config) -> str:
     )
 
 
+_FAILING = {
+    "fail": "ends the run",
+    "retry": "is made again, twice at most",
+    "drop": "is left out",
+    "drop_group": "is left out with its group",
+    "mask": "has reward 0 and is not trained on",
+}
+"""What `rollout.on_failure` says."""
+
+
 def _schedule(config: Config) -> str:
     """What is drawn beside what a step needs; empty where nothing is."""
     groups, ahead, rollout = config.train.prompts_per_step, config.train.staleness, config.rollout
@@ -170,6 +180,9 @@ def _schedule(config: Config) -> str:
         )
     if rollout.keep:
         said.append(f"others are drawn for prompts whose responses {rollout.keep.name} refuses")
+    if rollout.on_failure != "fail" or rollout.episode_seconds is not None:
+        late = f" or takes more than {rollout.episode_seconds:g} s" if rollout.episode_seconds is not None else ""
+        said.append(f"an episode that raises{late} {_FAILING[rollout.on_failure]}")
     return "; ".join(said)
 
 

@@ -130,6 +130,9 @@ class Filter(Section):
     )
 
 
+OnFailure = Literal["fail", "retry", "drop", "drop_group", "mask"]
+
+
 class Rollout(Section):
     """The engine that generates."""
 
@@ -150,6 +153,18 @@ class Rollout(Section):
         default=0,
         ge=0,
         description="Prompts begun beyond those that a step needs, which trains on those that are answered first",
+    )
+    on_failure: OnFailure = Field(
+        default="fail",
+        description="What an episode does that raises, takes too long or is lost with its replicas: end the run; be "
+        "made again (twice, then end the run); be left out; be left out with its whole group; or stay as its prompt, "
+        "with reward 0 and not trained on. A group without an episode left is dropped and another prompt drawn",
+    )
+    episode_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        description="Longest time for making an episode, or those of a prompt where they are made together, with all "
+        "that it waits for; unset: any",
     )
 
 

@@ -176,19 +176,19 @@ def unwrap_user_error(error: BaseException | None) -> UserError | None:
 
     The command line exits with code 2 and the `UserError`'s message where there is one, else with code 1.
     """
-    behind = list(_behind(error))
-    if any(isinstance(one, SaveError) for one in behind):
+    errors = list(behind(error))
+    if any(isinstance(one, SaveError) for one in errors):
         return None
-    return next((one for one in behind if isinstance(one, UserError)), None)
+    return next((one for one in errors if isinstance(one, UserError)), None)
 
 
 def keeps_state(error: BaseException | None) -> bool:
     """Whether the actor's state is worth saving after an error: nothing behind it says that it is not."""
-    return all(getattr(one, "keeps_state", True) for one in _behind(error))
+    return all(getattr(one, "keeps_state", True) for one in behind(error))
 
 
-def _behind(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what caused it, here and on a worker."""
+def behind(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what caused it, here and on a worker; of a group of errors each."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -198,3 +198,5 @@ def _behind(error: BaseException | None) -> Iterator[BaseException]:
         seen.add(id(current))
         yield current
         waiting += [current.__cause__, getattr(current, "cause", None)]
+        if isinstance(current, BaseExceptionGroup):
+            waiting += current.exceptions

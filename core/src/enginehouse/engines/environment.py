@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -55,6 +55,10 @@ class Policy(Protocol):
         """`n` continuations of the same tokens, for the price of one prompt."""
         ...
 
+    def branch(self, name: str) -> Policy:
+        """The same model with other seeds: they depend on this policy's and on `name`, not on what others draw."""
+        ...
+
 
 class Score(Protocol):
     """The reward of a row."""
@@ -92,6 +96,24 @@ class EpisodeContext(Protocol):
         """
         ...
 
+    async def each(self, play: Callable[[int, Policy], Awaitable[Episode]]) -> Sequence[Episode]:
+        """Play `samples` episodes by themselves, all at once: one that fails does not end the others.
+
+        Each has `rollout.episode_seconds` to itself, and one that fails is dealt with as `rollout.on_failure` says.
+        With `mask` its place has the prompt alone, no token of it chosen, and a reward of 0 that counts in its group.
+
+        Args:
+            play: makes an episode, given its number and what it is to ask for tokens: the seeds of that depend on the
+                number, and on how often the episode was tried, not on time.
+
+        Returns:
+            Those that are left, in the order of their numbers; at least one.
+
+        Raises:
+            Exception: the group is dropped, or the run ends: to be left alone.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Episode:
@@ -106,7 +128,7 @@ class Episode:
         score: its reward.
         prompt: what was asked, as text, for people.
         response: what came of it, as text, for people.
-        finish: why it ended: `"stop"`, `"length"`, or a word of the environment's.
+        finish: why it ended: `"stop"`, `"length"`, or a word of the environment's; `"failed"`: it could not be made.
     """
 
     tokens: Sequence[int] | np.ndarray
@@ -128,7 +150,11 @@ class Group:
 
 
 class Environment(Protocol):
-    """Makes the episodes of a task, which are judged against each other. Any number of calls run at once."""
+    """Makes the episodes of a task, which are judged against each other. Any number of calls run at once.
+
+    Where `run` raises, or takes longer than `rollout.episode_seconds`, all its episodes have failed, and
+    `rollout.on_failure` says what becomes of the task. `EpisodeContext.each` has them fail one by one.
+    """
 
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
         """Play a task.
@@ -139,6 +165,6 @@ class Environment(Protocol):
             context: how many episodes are wanted, and the reward.
 
         Returns:
-            `context.samples` episodes, in an order that does not depend on time.
+            `context.samples` episodes, or those that `context.each` left, in an order that does not depend on time.
         """
         ...

@@ -39,6 +39,7 @@ def batch_of(groups: Sequence[Group]) -> Batch:
     episodes = [episode for group in groups for episode in group.episodes]
     lengths = torch.tensor([len(episode.tokens) for episode in episodes], dtype=torch.int64)
     tokens = Ragged.from_lengths(torch.from_numpy(_flat([one.tokens for one in episodes], np.int64)), lengths)
+    sizes = np.array([len(group.episodes) for group in groups], np.int64)
     mask = _flat([one.mask for one in episodes], np.bool_)
     versions = _flat([one.versions for one in episodes], np.int64)
     row = tokens.row.numpy()[mask]
@@ -52,7 +53,7 @@ def batch_of(groups: Sequence[Group]) -> Batch:
             "loss_mask": tokens.like(torch.from_numpy(mask)),
             "rollout_logprobs": tokens.like(torch.from_numpy(_flat([one.logprobs for one in episodes], np.float32))),
             "reward": torch.tensor([one.score.reward for one in episodes], dtype=torch.float32),
-            "group": torch.from_numpy(np.repeat(np.arange(len(groups)), [len(group.episodes) for group in groups])),
+            "group": torch.from_numpy(np.repeat(np.arange(len(groups)), sizes)),
             "first_version": torch.from_numpy(oldest),
             "weight_version": torch.from_numpy(newest),
             "finish_reason": [one.finish for one in episodes],

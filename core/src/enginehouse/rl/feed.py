@@ -10,46 +10,30 @@ import asyncio
 import queue
 import statistics
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.controller.launchers.event_loop import EventLoop
 from enginehouse.engines.environment import Group
 from enginehouse.errors import EnginehouseError
+from enginehouse.rl.player import in_words
 from enginehouse.rl.schedule import Schedule
 
 if TYPE_CHECKING:
-    from enginehouse.engines.environment import Episode, Score, Task
+    from enginehouse.engines.environment import Episode, Task
+    from enginehouse.rl.player import Player
     from enginehouse.rl.tasks import Tasks
 
 MOST_REFUSED = 10
-"""So many times the groups of a step may be refused by a filter, one after another, before the feed gives up."""
-
-Scorer = Callable[[Sequence[Mapping[str, Any]]], Awaitable[Sequence["Score"]]]
-"""Scores rows; the pool's."""
-
-
-REASONS = ("refused", "stale", "left_over")
-"""Why a group is not trained on: a filter refused it; it grew too old; it was one more than needed."""
+"""So many times the groups of a step may be refused by a filter or dropped, one after another, before the feed gives
+up."""
+REASONS = ("refused", "dropped", "stale", "left_over")
+"""Why a group is not trained on: a filter refused it; no episode of it was left, by the failure policy; it grew too
+old; it was one more than needed."""
 
 
 class DrawnInVain(EnginehouseError):
-    """A filter keeps none of the groups."""
-
-
-@dataclass(slots=True)
-class Context:
-    """Implements `enginehouse.engines.environment.EpisodeContext`."""
-
-    samples: int
-    scorer: Scorer
-    scoring: Callable[[], None] = lambda: None
-
-    async def score(self, rows: Sequence[Mapping[str, Any]]) -> Sequence[Score]:
-        """See the protocol."""
-        self.scoring()
-        return await self.scorer(rows)
+    """None of the groups is trained on: a filter keeps none, or all fail."""
 
 
 class Feed:
@@ -58,10 +42,9 @@ class Feed:
     Args:
         loop: where tasks are played; nothing else may hold it up.
         tasks: where they come from.
-        play: makes a task's episodes.
+        player: makes their episodes.
         schedule: how many groups are begun, and which are taken.
         keep: which groups are trained on; the others are counted and forgotten. None: all.
-        samples: episodes of a group, for progress.
 
     Attributes:
         version: of the weights that trainer and rollout have, as of the last `draw`.
@@ -71,21 +54,18 @@ class Feed:
         self,
         loop: EventLoop,
         tasks: Tasks,
-        play: Callable[[Task, Context], Awaitable[Sequence[Episode]]],
+        player: Player,
         schedule: Schedule,
-        *,
-        scorer: Scorer,
-        samples: int,
         keep: Callable[[Group], bool] | None = None,
     ):
-        self._loop, self._tasks, self._play, self._schedule = loop, tasks, play, schedule
-        self._scorer, self._samples, self._keep = scorer, samples, keep
+        self._loop, self._tasks, self._player, self._schedule = loop, tasks, player, schedule
+        self._samples, self._keep = player.samples, keep
         self._playing: dict[int, asyncio.Task[None]] = {}
         self._drawing: set[int] = set()  # of those that play: those that have not begun to be scored
         self._ended: dict[int, Group] = {}
         self._error: BaseException | None = None
         self.version = self._wanted = self._left = 0
-        self._refused: list[Group] = []  # one after another, since one was kept
+        self._in_vain: list[Group] = []  # refused or dropped, one after another, since one was kept
         self._counts: Counter[str] = Counter()
         self._told: queue.SimpleQueue[int | list[Group] | BaseException | None] = queue.SimpleQueue()
 
@@ -103,7 +83,8 @@ class Feed:
             scored or not.
 
         Raises:
-            DrawnInVain: the filter refuses group after group.
+            DrawnInVain: the filter refuses group after group, or they fail.
+            EnginehouseError: what else ended the feed; see `Player.play`.
         """
         missing = self._loop.call(self._begin_step, version, left)
         while (told := self._told.get()) is not None:
@@ -126,7 +107,8 @@ class Feed:
         return self._loop.call(lambda: self._tasks.state(self._schedule.under_way))
 
     def metrics(self) -> dict[str, float]:
-        """Groups that were not trained on since this was asked for last, by reason, and how many are under way."""
+        """Groups that were not trained on since this was asked for last, by reason, and how many are under way; and how
+        many episodes failed (`Player.metrics`)."""
         return self._loop.call(self._metrics)
 
     def close(self) -> None:
@@ -176,9 +158,8 @@ class Feed:
         """Make a group, and see what becomes of it."""
         serial = task.serial
         try:
-            episodes = await self._play(task, Context(self._samples, self._scorer, lambda: self._drawn(serial)))
-            group = Group(task, episodes)
-            kept = self._keep is None or self._keep(group)
+            group = Group(task, await self._player.play(task, lambda: self._drawn(serial)))
+            kept = len(group.episodes) > 0 and (self._keep is None or self._keep(group))
         except asyncio.CancelledError:
             raise
         except BaseException as error:
@@ -187,7 +168,7 @@ class Feed:
         else:
             self._forget(serial)
             if kept:
-                self._refused.clear()
+                self._in_vain.clear()
                 self._ended[serial] = group
                 self._schedule.end(serial)
             else:
@@ -208,11 +189,11 @@ class Feed:
         self._playing.pop(serial, None)
 
     def _refuse(self, group: Group) -> None:
-        self._counts["refused"] += 1
+        self._counts["refused" if group.episodes else "dropped"] += 1
         self._schedule.give_up(group.task.serial)
-        self._refused.append(group)
-        if len(self._refused) >= MOST_REFUSED * self._schedule.groups:
-            self._fail(DrawnInVain(_in_vain(self._refused)))
+        self._in_vain.append(group)
+        if len(self._in_vain) >= MOST_REFUSED * self._schedule.groups:
+            self._fail(_drawn_in_vain(self._in_vain, self._player.last))
 
     def _give_up(self, serials: Sequence[int], reason: str) -> None:
         for serial in serials:
@@ -234,7 +215,8 @@ class Feed:
     def _metrics(self) -> dict[str, float]:
         counts, self._counts = self._counts, Counter()
         under_way = float(len(self._schedule.under_way))
-        return {"feed/under_way": under_way} | {f"feed/{reason}": float(counts[reason]) for reason in REASONS}
+        figures = {reason: float(counts[reason]) for reason in REASONS} | self._player.metrics()
+        return {"feed/under_way": under_way} | {f"feed/{name}": value for name, value in figures.items()}
 
 
 def played(
@@ -266,12 +248,22 @@ def played(
         playing.cancel()
 
 
-def _in_vain(groups: Sequence[Group]) -> str:
-    rewards = [[episode.score.reward for episode in group.episodes] for group in groups]
-    alike = sum(len(set(of_group)) == 1 for of_group in rewards)
-    every = [reward for of_group in rewards for reward in of_group]
-    return (
-        f"rollout.keep refused {len(groups)} groups one after another. In {alike} of them all rewards are equal; their "
-        f"rewards are {min(every):g} to {max(every):g}, {statistics.fmean(every):.3g} on average. Are the prompts too "
-        "easy or too hard, or the temperature too low? More samples_per_prompt make differences likelier"
-    )
+def _drawn_in_vain(groups: Sequence[Group], last: BaseException | None) -> DrawnInVain:
+    """The error that none of some groups is trained on, given what failed last."""
+    refused, said = [group for group in groups if group.episodes], []
+    if refused:
+        rewards = [[episode.score.reward for episode in group.episodes] for group in refused]
+        alike = sum(len(set(of_group)) == 1 for of_group in rewards)
+        every = [reward for of_group in rewards for reward in of_group]
+        said.append(
+            f"rollout.keep refused {len(refused)} groups one after another. In {alike} of them all rewards are equal; "
+            f"their rewards are {min(every):g} to {max(every):g}, {statistics.fmean(every):.3g} on average. Are the "
+            "prompts too easy or too hard, or the temperature too low? More samples_per_prompt make differences "
+            "likelier"
+        )
+    if dropped := len(groups) - len(refused):
+        why = "the environment returned no episode" if last is None else f"at last: {in_words(last)}"
+        said.append(f"{dropped} groups one after another were dropped (rollout.on_failure), as they failed; {why}")
+    error = DrawnInVain("; ".join(said))
+    error.__cause__ = last if dropped else None
+    return error

@@ -44,8 +44,13 @@ class FleetPolicy:
         result = await self._fleet.generate(GenerateRequest(f"{self._name}-{number}", tokens, sampling))
         return result.completions
 
+    def branch(self, name: str) -> FleetPolicy:
+        """See the protocol."""
+        return FleetPolicy(self._fleet, self.tokenizer, self._sampling, f"{self._name}-{name}", self._mixed(name))
+
     def _seed_of(self, number: int) -> int:
-        if not number:
-            return self._seed
-        mixed = hashlib.blake2b(f"{self._seed} {number}".encode(), digest_size=4).digest()
+        return self._mixed(number) if number else self._seed
+
+    def _mixed(self, what: object) -> int:
+        mixed = hashlib.blake2b(f"{self._seed} {what}".encode(), digest_size=4).digest()
         return int.from_bytes(mixed, "little") >> 1

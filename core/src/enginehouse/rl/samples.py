@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from enginehouse.engines.environment import Score
 
 
-RESERVED = ("mean", "std", "max", "min", "groups_all_equal", "failures", "reward_stderr", "tokens_mean", "truncated")
+RESERVED = (
+    *("mean", "std", "max", "min", "groups_all_equal", "failures"),
+    *("reward_stderr", "tokens_mean", "truncated", "dropped"),
+)
 """Names under `reward/` or `validation/` that are the run's own, so that no figure of a reward may have them."""
 RESERVED_BEGINNINGS = ("mean@", "pass@")
 """What names under `validation/` that are the run's own begin with."""
@@ -78,25 +81,33 @@ def reward_figures(samples: Batch, prefix: str) -> dict[str, float]:
 def sample_metrics(samples: Batch, version: int) -> dict[str, float]:
     """Figures of a step's samples: rewards, lengths in tokens, share that ended by itself, weight versions.
 
+    Rows without a token of the policy's, as of an episode that failed, count in `reward/...` alone.
+
     Args:
         version: of the trainer's weights: `staleness/...` is how many versions a sample's first token is behind.
     """
-    behind = (version - samples["first_version"]).float()
-    reward, lengths = samples["reward"], response_lengths(samples).float()
+    reward, drawn = samples["reward"], samples["weight_version"] >= 0
     _, group = samples["group"].unique(return_inverse=True)
     best = torch.full((int(group.max()) + 1,), -torch.inf).scatter_reduce_(0, group, reward, "amax")
     worst = torch.full_like(best, torch.inf).scatter_reduce_(0, group, reward, "amin")
-    return {
+    figures = {
         "reward/mean": reward.mean().item(),
         "reward/std": reward.std(correction=0).item(),
         "reward/max": reward.max().item(),
         "reward/min": reward.min().item(),
         "reward/groups_all_equal": (best == worst).float().mean().item(),
         **reward_figures(samples, "reward"),
+    }
+    if not drawn.any():
+        return figures
+    lengths = response_lengths(samples)[drawn].float()
+    stopped = torch.tensor([reason == "stop" for reason in samples["finish_reason"]])[drawn]
+    behind = (version - samples["first_version"][drawn]).float()
+    return figures | {
         "response/tokens_mean": lengths.mean().item(),
         "response/tokens_max": lengths.max().item(),
-        "response/stopped": sum(reason == "stop" for reason in samples["finish_reason"]) / len(samples),
-        "weights/version": float(samples["weight_version"].min()),
+        "response/stopped": stopped.float().mean().item(),
+        "weights/version": float(samples["weight_version"][drawn].min()),
         "staleness/mean": behind.mean().item(),
         "staleness/max": behind.max().item(),
     }

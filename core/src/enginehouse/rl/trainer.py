@@ -6,7 +6,7 @@ What runs where is decided elsewhere (`enginehouse.rl.placement`), what an algor
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,13 +23,14 @@ from enginehouse.plugin import plugins
 from enginehouse.plugin.records import resolve
 from enginehouse.rl.environments.single_turn import SingleTurn
 from enginehouse.rl.episodes import batch_of, tasks_of
-from enginehouse.rl.feed import Context, Feed, played
+from enginehouse.rl.feed import Feed, played
 from enginehouse.rl.generation import outputs_as_sampled, row_seed, sampling_params, step_seed
 from enginehouse.rl.kl import with_kl_in_reward
 from enginehouse.rl.loop import Loop
 from enginehouse.rl.minibatches import assign_minibatches
 from enginehouse.rl.mismatch import MismatchWarnings, measuring, mismatch
 from enginehouse.rl.placement import place
+from enginehouse.rl.player import Player
 from enginehouse.rl.policy import FleetPolicy
 from enginehouse.rl.rewards.pool import RewardPool
 from enginehouse.rl.rewards.scorer import Scorer
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from enginehouse.config.plan import Plan
     from enginehouse.config.schema import Config
     from enginehouse.data import Batch, Ragged
-    from enginehouse.engines.environment import Episode, Task
+    from enginehouse.engines.environment import Policy, Task
     from enginehouse.engines.train import Outputs
     from enginehouse.runs import Progress, RunDirectory
 
@@ -239,24 +240,24 @@ class Trainer(Loop):
         if validation is None:
             return
         with self.clock.phase("validate"):
-            fleet = self.roles.evaluating()
+            fleet, each = self.roles.evaluating(), validation.sampling.n
             tasks = tasks_of(validation.prompts, range(len(validation.prompts)))
             seed = step_seed(self.config.train.seed, (1 << 31) + step)
 
-            def play(task: Task, context: Context) -> Awaitable[Sequence[Episode]]:
+            def policy_of(task: Task) -> Policy:
                 name, drawn_from = f"validation-{step}-{task.serial}", row_seed(seed, task.serial)
-                policy = FleetPolicy(fleet, self.tokenizer, validation.sampling, name, drawn_from)
-                return self.environment.run(task, policy, context)
+                return FleetPolicy(fleet, self.tokenizer, validation.sampling, name, drawn_from)
 
-            context = Context(validation.sampling.n, Scorer(self.rewards, len(tasks) * validation.sampling.n))
-            groups = played(self.event_loop, tasks, partial(play, context=context))
-            total = len(tasks) * context.samples
+            groups = played(self.event_loop, tasks, self._player(policy_of, each, len(tasks)).play)
             with self.roles.sync.trainer_idle():
-                ended = list(self.progress.counted(groups, "samples", total, lambda group: len(group.episodes)))
-        samples = batch_of(sorted(ended, key=lambda group: group.task.serial))
-        metrics = validation.figures(samples)
+                parts = self.progress.counted(groups, "samples", len(tasks) * each, lambda group: len(group.episodes))
+                whole = [group for group in parts if len(group.episodes) == each]
+        whole.sort(key=lambda group: group.task.serial)
+        samples, answered = batch_of(whole), [group.task.serial for group in whole]
+        validation.warn_of_dropped(step, answered)
+        metrics = validation.figures(samples, answered)
         if self.config.train.samples_every:
-            self.run_directory.write_samples(step, validation.rows(samples), "validation")
+            self.run_directory.write_samples(step, validation.rows(samples, answered), "validation")
         self.run_directory.log_validation(step, metrics)
         self.progress.validated(step, metrics, validation.how)
         plugins().observe("validated", run=self, step=step, metrics=metrics)
@@ -272,22 +273,23 @@ class Trainer(Loop):
         groups, seed = config.train.prompts_per_step, config.train.seed
         sampling = sampling_params(config.rollout.sampling, config.rollout.samples_per_prompt)
 
-        def play(task: Task, context: Context) -> Awaitable[Sequence[Episode]]:
+        def policy_of(task: Task) -> Policy:
             step, row = divmod(task.serial, groups)  # in which it is drawn if nothing comes between
-            policy = FleetPolicy(
-                fleet, self.tokenizer, sampling, f"task-{task.serial}", row_seed(step_seed(seed, step + 1), row)
-            )
-            return self.environment.run(task, policy, context)
+            drawn_from = row_seed(step_seed(seed, step + 1), row)
+            return FleetPolicy(fleet, self.tokenizer, sampling, f"task-{task.serial}", drawn_from)
 
         return Feed(
             self.event_loop,
             self.tasks,
-            play,
+            self._player(policy_of, sampling.n, groups),
             Schedule(groups, config.train.staleness, config.rollout.extra_groups),
-            scorer=Scorer(self.rewards, groups * sampling.n),
-            samples=sampling.n,
-            keep=self.keep,
+            self.keep,
         )
+
+    def _player(self, policy_of: Callable[[Task], Policy], samples: int, tasks: int) -> Player:
+        """Plays tasks, so many of which are judged together by the rewards they lack."""
+        rollout, scorer = self.config.rollout, Scorer(self.rewards, tasks * samples)
+        return Player(self.environment, policy_of, scorer, samples, rollout.on_failure, rollout.episode_seconds)
 
     # What is written
 

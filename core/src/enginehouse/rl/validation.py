@@ -8,12 +8,15 @@
 | `pass@k`, k = 1, 2, 4, ... K | chance that one of k responses passes: Chen et al. 2021 (Codex), equation 1 |
 | `tokens_mean` | length of a response |
 | `truncated` | share of responses that were cut at `max_tokens` |
+| `dropped` | prompts that the others are not of, as responses could not be made (`rollout.on_failure`) |
 
 Where `evaluation.by` names a column, `VALUE/reward` and so on are of the rows that have that value in it.
 """
 
 from __future__ import annotations
 
+import bisect
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +26,7 @@ import numpy as np
 import torch
 
 from enginehouse.data import Batch
-from enginehouse.errors import DataError
+from enginehouse.errors import DataError, listed
 from enginehouse.rl.generation import sampling_params
 from enginehouse.rl.samples import response_lengths, reward_figures, sample_rows
 
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
     from enginehouse.config.schema import Config
     from enginehouse.data.prompts import PromptDataset
     from enginehouse.engines.rollout import SamplingParams
+
+log = logging.getLogger(__name__)
 
 MOST_VALUES = 50
 """Most values of the column `evaluation.by`: each has figures of its own."""
@@ -89,11 +94,12 @@ class Validation:
             values=values,
         )
 
-    def figures(self, samples: Batch) -> dict[str, float]:
+    def figures(self, samples: Batch, answered: Sequence[int]) -> dict[str, float]:
         """The metrics of a validation.
 
         Args:
             samples: `sampling.n` adjacent rows a prompt, as of `batch_of`.
+            answered: the numbers of their prompts, ascending.
         """
         each = self.sampling.n
         rewards = samples["reward"].double().view(-1, each)
@@ -102,30 +108,50 @@ class Validation:
         found: dict[str, float] = {}
         first = 0
         for name, _, count in self.files:
-            rows = slice(first, first + count)
+            begin, end = bisect.bisect_left(answered, first), bisect.bisect_left(answered, first + count)
+            rows = slice(begin, end)
             prefix = f"validation/{name}" if name else "validation"
-            found |= self._of_rewards(prefix, rewards[rows])
-            found |= {
-                f"{prefix}/tokens_mean": lengths[rows].mean().item(),
-                f"{prefix}/truncated": cut[rows].mean().item(),
-            }
-            found |= reward_figures(samples.slice(first * each, (first + count) * each), prefix)
+            if begin < end:
+                found |= self._of_rewards(prefix, rewards[rows])
+                found |= {
+                    f"{prefix}/tokens_mean": lengths[rows].mean().item(),
+                    f"{prefix}/truncated": cut[rows].mean().item(),
+                }
+                found |= reward_figures(samples.slice(begin * each, end * each), prefix)
+            found[f"{prefix}/dropped"] = float(count - (end - begin))
             if self.values is not None:
-                here = np.array(self.values[rows])
+                here = np.array([self.values[number] for number in answered[rows]])
                 for value in sorted(set(here.tolist())):
                     chosen = torch.from_numpy(here == value)
                     found |= self._of_rewards(f"{prefix}/{value}", rewards[rows][chosen])
             first += count
         return found
 
-    def rows(self, samples: Batch) -> list[dict[str, Any]]:
-        """What the model said, a plain row a sample, with the file and the row of its prompt."""
-        paths = [path for _, path, count in self.files for _ in range(count)]
-        numbers = self.prompts["row"].tolist()
+    def warn_of_dropped(self, step: int, answered: Sequence[int]) -> None:
+        """Name the prompts that figures are not of."""
+        if dropped := sorted(set(range(len(self.prompts))).difference(answered)):
+            paths, numbers = self._paths(), self.prompts["row"].tolist()
+            log.warning(
+                "validation at step %d: %d of %d prompts are left out of its figures, as their episodes failed: %s",
+                step,
+                len(dropped),
+                len(self.prompts),
+                listed([f"row {numbers[prompt]} of {paths[prompt]}" for prompt in dropped]),
+            )
+
+    def rows(self, samples: Batch, answered: Sequence[int]) -> list[dict[str, Any]]:
+        """What the model said, a plain row a sample, with the file and the row of its prompt. Arguments as of
+        `figures`."""
+        paths, numbers = self._paths(), self.prompts["row"].tolist()
+        prompts = [number for number in answered for _ in range(self.sampling.n)]
         return [
-            {"file": paths[sample // self.sampling.n], "row": numbers[sample // self.sampling.n], **row}
-            for sample, row in enumerate(sample_rows(samples))
+            {"file": paths[prompt], "row": numbers[prompt], **row}
+            for prompt, row in zip(prompts, sample_rows(samples), strict=True)
         ]
+
+    def _paths(self) -> list[str]:
+        """The file of each prompt."""
+        return [path for _, path, count in self.files for _ in range(count)]
 
     def _of_rewards(self, prefix: str, rewards: torch.Tensor) -> dict[str, float]:
         """Figures of rewards, float64 `(prompts, samples)`."""

@@ -11,6 +11,8 @@ BEST_MARGIN = 2.0
 """Standard errors that a validation has to lie below the best one: the best of several was lucky as well."""
 
 REWARD, ERROR = "reward", "reward_stderr"
+COUNTS = ("failures", "dropped")
+"""Figures that are said where they are not 0."""
 
 
 class Validations:
@@ -47,7 +49,7 @@ class Validations:
                 for name, value in metrics.items()
                 for above, _, own in [name.rpartition("/")]
                 if above == part and own not in (REWARD, ERROR) and not own.startswith("mean@")
-                if value or own != "failures"
+                if value or own not in COUNTS
             ]
             label = part.removeprefix("validation").lstrip("/")
             found.append(f"{label}: {'  '.join(said)}" if label else "  ".join(said))

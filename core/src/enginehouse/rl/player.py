@@ -1,0 +1,324 @@
+"""Plays tasks by an environment: groups of episodes, whatever becomes of single ones.
+
+An environment is somebody's own code, and so is what it speaks to: it may raise, never end, or ask for what takes
+replicas down. What is done then is `rollout.on_failure`:
+
+| policy | |
+|---|---|
+| `fail` | the run ends |
+| `retry` | it is made again, up to `MOST_RETRIES` times, with other seeds; then as `fail` |
+| `drop` | the episode is left out of its group |
+| `drop_group` | the group is dropped, and another task drawn |
+| `mask` | in its place is the prompt alone: nothing of it is trained on, and its reward of 0 counts in its group |
+
+An episode fails by itself where the environment plays each by itself (`EpisodeContext.each`); else its whole group
+does. A group of which no episode is left is dropped by `drop` and `mask` too: it has nothing to train on.
+
+What ends the run under any policy would not be mended by other tasks (`_beyond_policy`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import textwrap
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from enginehouse.controller.errors import ControllerError, RemoteError, behind
+from enginehouse.engines.environment import Episode, Score
+from enginehouse.errors import EnginehouseError, UserError
+from enginehouse.rl.rewards import program
+from enginehouse.rl.rewards.batch import RewardError
+from enginehouse.rl.router import PoisonousRows
+
+if TYPE_CHECKING:
+    from enginehouse.config.schema import OnFailure
+    from enginehouse.engines.environment import Environment, Policy, Task
+
+log = logging.getLogger(__name__)
+
+MOST_RETRIES = 2
+REASONS = ("error", "time", "replica")
+"""Why an episode fails: the environment raised; it took too long; what it asked for took replicas with it."""
+
+T = TypeVar("T")
+Scorer = Callable[[Sequence[Mapping[str, Any]]], Awaitable[Sequence[Score]]]
+"""Scores rows; the pool's."""
+
+
+class EpisodeFailed(EnginehouseError):
+    """An episode could not be made, and the run ends for it; what happened is its `__cause__`."""
+
+
+class Late(EnginehouseError):
+    """An episode took longer than it may."""
+
+
+class _GivenUp(Exception):
+    """An episode, or a group, that the run goes on without; what happened is its `__cause__`."""
+
+
+class Player:
+    """Plays tasks. All on one event loop.
+
+    Args:
+        environment: makes their episodes.
+        policy_of: what a task's episodes are drawn from.
+        scorer: scores them.
+        samples: how many episodes are asked for.
+        on_failure: what is done about one that fails.
+        seconds: longest time for making one, or all of a group where the environment does not play each by itself;
+            waiting for replicas and rewards is part of it. None: any.
+
+    Attributes:
+        last: what failed last.
+    """
+
+    def __init__(
+        self,
+        environment: Environment,
+        policy_of: Callable[[Task], Policy],
+        scorer: Scorer,
+        samples: int,
+        on_failure: OnFailure = "fail",
+        seconds: float | None = None,
+    ):
+        self.scorer, self.samples, self.on_failure = scorer, samples, on_failure
+        self._environment, self._policy_of, self._seconds = environment, policy_of, seconds
+        self.last: BaseException | None = None
+        self._counts: Counter[str] = Counter()
+        self._warned: set[str] = set()  # of which reasons, since the metrics were read
+        self._traced: set[str] = set()  # of which reasons, ever
+
+    async def play(self, task: Task, scoring: Callable[[], None] = lambda: None) -> Sequence[Episode]:
+        """The episodes of a task. Fewer than were asked for, or none, where the policy leaves some out.
+
+        Args:
+            task: what to play.
+            scoring: called when its first episodes are drawn, and about to be scored.
+
+        Raises:
+            EpisodeFailed: one failed, and the policy is to end the run; or it raised what is no `Exception`.
+            EnginehouseError: what ends the run under any policy.
+        """
+        policy = self._policy_of(task)
+
+        async def make(number: int, deadline: Deadline) -> Sequence[Episode]:
+            own = policy.branch(f"try-{number}") if number else policy
+            context = Context(self.samples, self, task, own, scoring, deadline)
+            try:
+                episodes = await self._environment.run(task, own, context)
+            except Exception:
+                if context.verdict is None:
+                    raise
+            if context.verdict is not None:  # whatever the environment made of it
+                raise context.verdict
+            return episodes
+
+        try:
+            return await self.attempt(f"task {task.serial} ({_shown(task)})", self.samples, make)
+        except _GivenUp:
+            return []
+
+    async def attempt(self, what: str, episodes: int, make: Callable[[int, Deadline], Awaitable[T]]) -> T:
+        """Make something, as the policy says again.
+
+        Args:
+            what: it is, for messages.
+            episodes: how many fail with it.
+            make: makes it, by the number of the try and with a deadline.
+
+        Raises:
+            _GivenUp: it failed, and the run goes on without it.
+            EnginehouseError: as `play`.
+        """
+        retries = MOST_RETRIES if self.on_failure == "retry" else 0
+        number = 0
+        while True:
+            made = await _settled(make, number, Deadline(self._seconds))
+            if isinstance(made, tuple):
+                return made[0]
+            if (beyond := _beyond_policy(made)) is not None:
+                raise beyond
+            if not isinstance(made, Exception | asyncio.CancelledError):
+                raise EpisodeFailed(f"{what} failed: {in_words(made)}") from made
+            self.last = made
+            self._counts[_reason(made)] += episodes
+            if self.on_failure == "fail" or 0 < retries == number:
+                tries = f" {number + 1} times, at last" if number else ""
+                raise EpisodeFailed(
+                    f"{what} failed{tries}: {in_words(made)}\nrollout.on_failure says what is done about such ones; it "
+                    f"is {self.on_failure!r}"
+                ) from made
+            self._warn(what, made)
+            if not retries:
+                raise _GivenUp from made
+            number += 1
+
+    def metrics(self) -> dict[str, float]:
+        """How many episodes failed since this was asked for last, each try counted, by reason."""
+        counts, self._counts = self._counts, Counter()
+        self._warned.clear()
+        return {f"failed_{reason}": float(counts[reason]) for reason in REASONS}
+
+    def _warn(self, what: str, error: BaseException) -> None:
+        reason = _reason(error)
+        if reason in self._warned:
+            return
+        self._warned.add(reason)
+        traced, self._traced = reason in self._traced, self._traced | {reason}
+        log.warning(
+            "%s failed (rollout.on_failure=%s): %s. Later ones of this step are counted only",
+            what,
+            self.on_failure,
+            in_words(error).splitlines()[0],
+            exc_info=None if traced or isinstance(error, EnginehouseError) else error,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Context:
+    """Implements `enginehouse.engines.environment.EpisodeContext`, for one try of one task.
+
+    Attributes:
+        verdict: what one of `each` means for all.
+    """
+
+    samples: int
+    player: Player
+    task: Task
+    policy: Policy
+    scoring: Callable[[], None]
+    deadline: Deadline
+    verdict: Exception | None = None
+
+    async def score(self, rows: Sequence[Mapping[str, Any]]) -> Sequence[Score]:
+        """See the protocol."""
+        self.scoring()
+        return await self.player.scorer(rows)
+
+    async def each(self, play: Callable[[int, Policy], Awaitable[Episode]]) -> Sequence[Episode]:
+        """See the protocol."""
+        self.deadline.hold()
+        playing = [asyncio.create_task(self._one(play, index)) for index in range(self.samples)]
+        try:
+            made = await asyncio.gather(*playing)
+            if all(isinstance(one, _GivenUp) for one in made):
+                raise _GivenUp from self.player.last
+        except Exception as error:
+            self.verdict = self.verdict or error
+            raise
+        finally:
+            for one in playing:
+                one.cancel()
+            self.deadline.go_on()
+        if self.player.on_failure == "mask":
+            return [self._masked() if isinstance(one, _GivenUp) else one for one in made]
+        return [one for one in made if not isinstance(one, _GivenUp)]
+
+    async def _one(self, play: Callable[[int, Policy], Awaitable[Episode]], index: int) -> Episode | _GivenUp:
+        async def make(number: int, deadline: Deadline) -> Episode:
+            return await play(index, self.policy.branch(f"episode-{index}" + (f"-try-{number}" if number else "")))
+
+        try:
+            what = f"episode {index} of task {self.task.serial} ({_shown(self.task)})"
+            return await self.player.attempt(what, 1, make)
+        except _GivenUp as given_up:
+            if self.player.on_failure == "drop_group":
+                raise
+            return given_up
+
+    def _masked(self) -> Episode:
+        """What stands in the place of an episode that failed."""
+        tokens = self.task.prompt_ids
+        nothing = [0] * len(tokens)
+        score = program.Score(0.0, {})
+        return Episode(tokens, [False] * len(tokens), nothing, nothing, score, self.task.prompt, "", "failed")
+
+
+class Deadline:
+    """How long something may take, but for while it is held. It runs from the beginning.
+
+    Attributes:
+        seconds: so long. None: it never passes.
+        passed: done once it has.
+    """
+
+    def __init__(self, seconds: float | None):
+        self.seconds = seconds
+        self._loop = asyncio.get_running_loop()
+        self.passed: asyncio.Future[None] = self._loop.create_future()
+        self._left = seconds
+        self._timer: asyncio.TimerHandle | None = None
+        self.go_on()
+
+    def hold(self) -> None:
+        """Stop the clock."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._left, self._timer = self._timer.when() - self._loop.time(), None
+
+    def go_on(self) -> None:
+        """Have it run on."""
+        if self._left is not None and self._timer is None and not self.passed.done():
+            self._timer = self._loop.call_later(self._left, self.passed.set_result, None)
+
+
+async def _settled(
+    make: Callable[[int, Deadline], Awaitable[T]], number: int, deadline: Deadline
+) -> tuple[T] | BaseException:
+    """What came of making something, in a tuple, or why nothing did.
+
+    It is made in a task of its own. One that resists cancelling is not waited for, and what is no `Exception` does not
+    leave it, as it would end the event loop.
+    """
+
+    async def outcome() -> tuple[T] | BaseException:
+        try:
+            return (await make(number, deadline),)
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException as error:
+            return error
+
+    making = asyncio.create_task(outcome())
+    try:
+        await asyncio.wait((making, deadline.passed), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        deadline.hold()
+        making.cancel()
+    if not making.done():
+        return Late(f"it took more than {deadline.seconds:g} s (rollout.episode_seconds)")
+    return asyncio.CancelledError("something that it awaited was cancelled") if making.cancelled() else making.result()
+
+
+def _beyond_policy(error: BaseException) -> Exception | None:
+    """What is behind an error that no policy decides on: a reward without a score, a mistake of the user's, and
+    whatever the controller cannot do but draw a request."""
+    for one in behind(error):
+        drawing = isinstance(one, PoisonousRows | RemoteError)
+        if isinstance(one, EpisodeFailed | _GivenUp | RewardError | UserError | ControllerError) and not drawing:
+            return one
+    return None
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, Late):
+        return "time"
+    return "replica" if any(isinstance(one, PoisonousRows) for one in behind(error)) else "error"
+
+
+def in_words(error: BaseException) -> str:
+    """What went wrong in an episode; of a group of errors the first."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, EnginehouseError):
+        return str(error)
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _shown(task: Task) -> str:
+    return f"prompt {textwrap.shorten(task.prompt, 60, placeholder=' ...')!r}"
