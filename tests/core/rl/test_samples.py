@@ -46,11 +46,13 @@ class Pool:
     def batch(self, rows: int) -> Pool:
         return self
 
-    def submit(self, rows: Sequence[Mapping[str, Any]]) -> Future[list[Score]]:
-        future: Future[list[Score]] = Future()
-        future.set_result(self.scores[len(self.rows) : len(self.rows) + len(rows)])
-        self.rows += rows
-        return future
+    def submit_all(self, groups: Sequence[Sequence[Mapping[str, Any]]]) -> list[Future[list[Score]]]:
+        futures = []
+        for rows in groups:
+            futures.append(Future[list[Score]]())
+            futures[-1].set_result(self.scores[len(self.rows) : len(self.rows) + len(rows)])
+            self.rows += rows
+        return futures
 
 
 class Answers:
@@ -164,3 +166,28 @@ def test_a_figure_may_not_be_called_like_a_metric_of_the_run(name):
 def test_a_figure_may_not_pass_for_one_of_a_file_of_the_validation():
     with pytest.raises(ConfigError, match=r"mine:score returns a figure 'easy/reward'.*'easy_reward' for one"):
         scored(Pool(Score(1.0, {"easy/reward": 2.0}), *PLAIN[1:]))
+
+
+def test_groups_of_one_turn_are_scored_together_and_an_error_on_the_way_reaches_each():
+    class Counting(Pool):
+        calls = 0
+
+        def submit_all(self, groups):
+            self.calls += 1
+            if self.calls == 2:
+                raise OSError("gone")
+            return super().submit_all(groups)
+
+    pool = Counting(*PLAIN)
+    scorer = Scorer(pool, 4)  # type: ignore[arg-type]
+
+    async def turn() -> list[Any]:
+        return await asyncio.gather(scorer([{}, {}]), scorer([{}, {}]), return_exceptions=True)
+
+    async def turns() -> tuple[list[Any], list[Any]]:
+        return await turn(), await turn()
+
+    well, ill = asyncio.run(turns())
+    assert well == [PLAIN[:2], PLAIN[2:]]
+    assert pool.calls == 2
+    assert [type(one) for one in ill] == [OSError, OSError]

@@ -58,7 +58,12 @@ class Scorer:
         if self._submitted >= self._rows:
             self._batch, self._submitted = self._pool.batch(self._rows), 0
         self._submitted += sum(len(rows) for rows, _ in asked)
-        futures = self._batch.submit_all([rows for rows, _ in asked])
+        try:
+            futures = self._batch.submit_all([rows for rows, _ in asked])
+        except Exception as error:  # nobody else would tell them
+            for _, scored in asked:
+                scored.set_exception(error)
+            return
         for future, (_, scored) in zip(futures, asked, strict=True):
             scored.add_done_callback(partial(_cancel, future))
             future.add_done_callback(partial(self._note, loop, scored))
