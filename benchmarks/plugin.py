@@ -1,0 +1,48 @@
+"""What benchmarks add to a run, as a plugin (`benchmarks.runs.with_plugin`): where roles compute, and what it costs.
+
+`PINNED=actor:1,rollout:0` in the environment pins each role's processes to a core, once they are up. Each step's
+metrics have `cpu/ROLE`, the CPU seconds of the role's processes, and of the program itself as `cpu/controller`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from enginehouse.plugin import hookimpl
+
+enginehouse_protocol = "1.0"
+
+PINNED = "ENGINEHOUSE_BENCHMARKS_PINNED"
+
+_pids: dict[str, list[int]] = {"controller": [os.getpid()]}
+
+
+@hookimpl
+def enginehouse_run_started(run):
+    cores = dict(pair.split(":") for pair in os.environ.get(PINNED, "").split(",") if pair)
+    for role, processes in run.roles.describe().items():
+        _pids[role] = [process["pid"] for process in processes]
+        for pid in _pids[role] if role in cores else ():
+            pin(pid, int(cores[role]))
+
+
+@hookimpl(wrapper=True)
+def enginehouse_run_step(run, step):
+    before = {role: cpu_seconds(pids) for role, pids in _pids.items()}
+    metrics = yield
+    spent = {f"cpu/{role}": cpu_seconds(pids) - before[role] for role, pids in _pids.items()}
+    return {**metrics, **spent}
+
+
+def pin(pid: int, core: int) -> None:
+    """Keep a process, with all the threads it has, on a core."""
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        os.sched_setaffinity(int(thread), {core})
+
+
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """What processes computed so far."""
+    import psutil
+
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
