@@ -9,13 +9,27 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from enginehouse.plugin import hookimpl
+from enginehouse.plugin import RolloutBackend, hookimpl
+from enginehouse.plugin.capabilities import PAUSE_KEEP, PROMPT_LOGPROBS, SEED, WEIGHT_CHECKSUMS
 
 enginehouse_protocol = "1.0"
 
 PINNED = "ENGINEHOUSE_BENCHMARKS_PINNED"
 
 _pids: dict[str, list[int]] = {"controller": [os.getpid()]}
+
+
+@hookimpl
+def enginehouse_register_backends(register):
+    register(
+        RolloutBackend(
+            name="heavy-tail",
+            summary="The torch engine with drawn lengths of responses; for benchmarks",
+            engine="benchmarks.heavy_tail:HeavyTailRolloutEngine",
+            options="enginehouse_torch.options:TorchRolloutOptions",
+            capabilities={SEED, PROMPT_LOGPROBS, PAUSE_KEEP, WEIGHT_CHECKSUMS},
+        )
+    )
 
 
 @hookimpl
