@@ -14,13 +14,12 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from benchmarks.environments import ROOT, environment, versions
 from benchmarks.machine import busy_cores
-from benchmarks.runs import QUICKSTART, execute, prepare, quickstart, read_metrics, rotated
+from benchmarks.runs import QUICKSTART, execute, prepare, quickstart, read_metrics, rotated, step_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -161,9 +160,8 @@ def build_sides(ours: Path, trl: Path, start: Path, steps: int) -> dict[str, Sid
 def read_enginehouse(run: Path) -> Outcome:
     """Read a run directory of `enginehouse train`."""
     lines = read_metrics(run)
-    ends = [line["elapsed_seconds"] for line in lines]
     return Outcome(
-        step_seconds=[after - before for before, after in pairwise(ends)],
+        step_seconds=step_seconds(lines),
         engine_seconds=[sum(value for key, value in line.items() if key.startswith("busy/")) for line in lines[1:]],
         model=run / "model",
     )

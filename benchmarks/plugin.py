@@ -1,15 +1,17 @@
 """What benchmarks add to a run, as a plugin (`benchmarks.runs.with_plugin`): where roles compute, and what it costs.
 
-`PINNED=actor:1,rollout:0` in the environment pins each role's processes to a core, once they are up. Each step's
-metrics have `cpu/ROLE`, the CPU seconds of the role's processes, and of the program itself as `cpu/controller`.
+`ENGINEHOUSE_BENCHMARKS_PINNED=actor:1,rollout:0` in the environment pins each role's processes to a core, once they
+are up. Each step's metrics have `cpu/ROLE`, the CPU seconds of the role's processes, and of the program itself as `cpu/controller`; and
+when the step began and ended, by `time.monotonic()`.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable
 
-from enginehouse.plugin import RolloutBackend, hookimpl
+from enginehouse.plugin import RolloutBackend, TrainBackend, hookimpl
 from enginehouse.plugin.capabilities import PAUSE_KEEP, PROMPT_LOGPROBS, SEED, WEIGHT_CHECKSUMS
 
 enginehouse_protocol = "1.0"
@@ -30,6 +32,23 @@ def enginehouse_register_backends(register):
             capabilities={SEED, PROMPT_LOGPROBS, PAUSE_KEEP, WEIGHT_CHECKSUMS},
         )
     )
+    register(
+        TrainBackend(
+            name="shapes",
+            summary="Takes batches and computes nothing; for benchmarks",
+            engine="benchmarks.shapes:ShapesTrainEngine",
+            options="enginehouse_torch.options:TorchTrainOptions",
+        )
+    )
+    register(
+        RolloutBackend(
+            name="shapes",
+            summary="Answers at once, with random tokens; for benchmarks",
+            engine="benchmarks.shapes:ShapesRolloutEngine",
+            options="enginehouse_torch.options:TorchRolloutOptions",
+            capabilities={SEED, PROMPT_LOGPROBS, WEIGHT_CHECKSUMS},
+        )
+    )
 
 
 @hookimpl
@@ -44,9 +63,11 @@ def enginehouse_run_started(run):
 @hookimpl(wrapper=True)
 def enginehouse_run_step(run, step):
     before = {role: cpu_seconds(pids) for role, pids in _pids.items()}
+    began = time.monotonic()
     metrics = yield
+    ended = time.monotonic()
     spent = {f"cpu/{role}": cpu_seconds(pids) - before[role] for role, pids in _pids.items()}
-    return {**metrics, **spent}
+    return {**metrics, **spent, "clock/began": began, "clock/ended": ended}
 
 
 def pin(pid: int, core: int) -> None:
