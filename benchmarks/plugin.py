@@ -1,8 +1,8 @@
 """What benchmarks add to a run, as a plugin (`benchmarks.runs.with_plugin`): where roles compute, and what it costs.
 
 `ENGINEHOUSE_BENCHMARKS_PINNED=actor:1,rollout:0` in the environment pins each role's processes to a core, once they
-are up. Each step's metrics have `cpu/ROLE`, the CPU seconds of the role's processes, and of the program itself as `cpu/controller`; and
-when the step began and ended, by `time.monotonic()`.
+are up. Each step's metrics have `cpu/ROLE`, the CPU seconds of the role's processes, and of the program itself as
+`cpu/controller`; and when the step began and ended, by `time.monotonic()`.
 """
 
 from __future__ import annotations
