@@ -3,7 +3,8 @@
 Runs of `enginehouse train` over Ray on the quickstart's task, with a wider model, so that engines and not calls decide.
 The rollout is apart; its process and the actor's each have a core of their own, and all else goes where the system puts
 it. Generation and training take equally long, by `max_running` and the slower of the engine's two forward passes. Every
-side does the same work a step, the actor's own `old_logprobs` included, and draws the same tasks.
+side does the same work a step (`old_logprobs` are the actor's own on all, or with a heavy tail on none), and draws the
+same tasks.
 
 - `staleness_1_vs_0`: steps a second, even lengths. Two is what a machine without anything else to do would give.
 - `staleness_4_vs_1_heavy_tail`: the same where one response in k is longer than k times the shortest, by a rollout
@@ -56,6 +57,7 @@ HEAVY_TAIL = (
     "train.prompts_per_step=8",
     "actor.engine.options.tokens_per_microbatch=512",
     "reward.function=benchmarks.heavy_tail:in_order",
+    "algorithm.old_logprobs=rollout",
 )
 
 

@@ -174,6 +174,16 @@ class Ragged:
         rows = np.repeat(np.arange(len(self)), np.diff(self.offsets.numpy()))
         return torch.from_numpy(rows).to(self.device)
 
+    def reduced(self, how: np.ufunc, empty: int = 0) -> Tensor:
+        """Each row's values put together by `np.add`, `np.maximum` or the like, int64 `(rows,)` in host memory; a row
+        without any gives `empty`. Needs no memory beside."""
+        begins, values = self.offsets.numpy()[:-1], self.values.cpu().numpy()
+        result = np.full(len(self), empty, dtype=np.int64)
+        filled = np.flatnonzero(np.diff(self.offsets.numpy()))
+        if len(filled):
+            result[filled] = how.reduceat(values, begins[filled], dtype=np.int64)
+        return torch.from_numpy(result)
+
     def like(self, values: Tensor) -> Ragged:
         """A column of the same row lengths that holds `values` `(tokens, ...)`.
 

@@ -41,11 +41,11 @@ def batch_of(groups: Sequence[Group]) -> Batch:
     tokens = Ragged.from_lengths(torch.from_numpy(_flat([one.tokens for one in episodes], np.int64)), lengths)
     mask = _flat([one.mask for one in episodes], np.bool_)
     versions = _flat([one.versions for one in episodes], np.int64)
-    row = tokens.row.numpy()[mask]
-    newest = np.full(len(episodes), -1, dtype=np.int64)
-    np.maximum.at(newest, row, versions[mask])
-    oldest = np.where(newest < 0, newest, np.iinfo(np.int64).max)
-    np.minimum.at(oldest, row, versions[mask])
+    drawn = tokens.like(torch.from_numpy(versions))
+    versions[~mask] = -1
+    newest = drawn.reduced(np.maximum, empty=-1)
+    versions[~mask] = np.iinfo(np.int64).max
+    oldest = torch.where(newest < 0, newest, drawn.reduced(np.minimum))
     return Batch(
         {
             "input_ids": tokens,
@@ -53,8 +53,8 @@ def batch_of(groups: Sequence[Group]) -> Batch:
             "rollout_logprobs": tokens.like(torch.from_numpy(_flat([one.logprobs for one in episodes], np.float32))),
             "reward": torch.tensor([one.score.reward for one in episodes], dtype=torch.float32),
             "group": torch.from_numpy(np.repeat(np.arange(len(groups)), [len(group.episodes) for group in groups])),
-            "first_version": torch.from_numpy(oldest),
-            "weight_version": torch.from_numpy(newest),
+            "first_version": oldest,
+            "weight_version": newest,
             "finish_reason": [one.finish for one in episodes],
             "prompt": [one.prompt for one in episodes],
             "response": [one.response for one in episodes],
@@ -66,4 +66,6 @@ def batch_of(groups: Sequence[Group]) -> Batch:
 
 def _flat(rows: Sequence[Any], dtype: type[np.generic]) -> np.ndarray:
     """All rows end to end."""
-    return np.concatenate([np.asarray(row, dtype) for row in rows]) if rows else np.empty(0, dtype)
+    if not rows:
+        return np.empty(0, dtype)
+    return np.concatenate([np.asarray(row) for row in rows], dtype=dtype, casting="unsafe")
