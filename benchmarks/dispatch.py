@@ -15,12 +15,10 @@ verl runs in a Python environment of its own, see `VERL`. It needs no GPU there,
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import signal
 import statistics
-import subprocess
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.dispatch_side import WAKING_CALLS, Memory, SideProcess
-from benchmarks.environments import ROOT, environment, versions
+from benchmarks.environments import ROOT, draw, environment, plotting, versions
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +46,6 @@ VERL = (
     ["tensordict>=0.8,!=0.9.0,<=0.10", "transformers>=5.5.3,!=5.6.0,<5.11"],
 )
 """Installs of verl's environment. Its other dependencies (engines, trackers, data sets) are not imported here."""
-PLOT = (["matplotlib"],)
 
 LARGE_ROW = "large batch"
 WATCH_SECONDS = 0.01
@@ -125,7 +122,7 @@ def measure(
     extent = Extent(workers=workers, megabytes=megabytes, blocks=blocks, rounds=rounds, starts=starts)
     if quick:
         verl, extent = False, QUICK
-    plot_python = None if quick else environment("plot", *PLOT)  # first: nothing measured is lost where it cannot be
+    plot_python = None if quick else plotting()  # first: nothing measured is lost where it cannot be
     table = Table()
     with ending_in_order(), contextlib.ExitStack() as running:
         sides = start_sides(running, verl)
@@ -430,5 +427,4 @@ def plot(
     lines = {
         side: {"times": [table.figure(noop_row(size), side) for size in workers], **fit} for side, fit in fitted.items()
     }
-    given = json.dumps({"workers": list(workers), "lines": lines, "path": str(path)})
-    subprocess.run([python, "-m", "benchmarks.dispatch_plot"], input=given, text=True, check=True, cwd=ROOT)
+    draw(python, "benchmarks.dispatch_plot", workers=list(workers), lines=lines, path=str(path))

@@ -205,20 +205,22 @@ class _Watch:
     """The memory of a process, looked at from outside: what copies under the interpreter lock is seen, too."""
 
     def __init__(self, pid: int):
-        import psutil
-
-        self._process = psutil.Process(pid)
-        self._before = self._now()
+        self._pid = pid
+        self._before = own_and_resident(pid)
         self._most = self._before
 
     def look(self) -> None:
-        own, resident = self._now()
+        own, resident = own_and_resident(self._pid)
         self._most = (max(self._most[0], own), max(self._most[1], resident))
 
     def growth(self) -> Memory:
         self.look()
         return Memory(self._most[0] - self._before[0], self._most[1] - self._before[1])
 
-    def _now(self) -> tuple[int, int]:
-        memory = self._process.memory_info()
-        return memory.rss - getattr(memory, "shared", 0), memory.rss
+
+def own_and_resident(pid: int) -> tuple[int, int]:
+    """Resident bytes of a process: those that it shares with nobody, and all."""
+    import psutil
+
+    memory = psutil.Process(pid).memory_info()
+    return memory.rss - getattr(memory, "shared", 0), memory.rss

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from enginehouse.plugin import Backend
@@ -71,6 +72,16 @@ def interpreter_of(record: Backend, wanted: str = "auto", device: str = "cpu") -
     logger.info("making a runtime as by `enginehouse runtime create %s` (once; takes minutes)", record.name)
     make_runtime(recipe(record, device))
     return choose_runtime(record, wanted, device)
+
+
+def plotting() -> Path:
+    """Return the Python of an environment with matplotlib, as `environment`."""
+    return environment("plot", ["matplotlib"])
+
+
+def draw(python: Path, module: str, **given: Any) -> None:
+    """Run a module that draws, under what `plotting` returned, with plain data."""
+    subprocess.run([python, "-m", module], input=json.dumps(given), text=True, check=True, cwd=ROOT)
 
 
 def versions(python: Path, *distributions: str) -> dict[str, str]:

@@ -10,28 +10,22 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import shutil
-import signal
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from benchmarks.environments import ROOT, environment, versions
 from benchmarks.machine import busy_cores
+from benchmarks.runs import QUICKSTART, execute, prepare, quickstart, read_metrics, rotated, step_seconds
 
 logger = logging.getLogger(__name__)
 
-QUICKSTART = Path("examples/quickstart")
 WORK = ROOT / "benchmarks" / "out" / "grpo"
 WARM_UP_STEPS = 20
 """First steps of a run that are not timed."""
-RUN_TIMEOUT_SECONDS = 1800.0
 
 
 @dataclass(frozen=True)
@@ -109,7 +103,7 @@ def measure(
         installed = [word for folder in folders for word in ("-e", folder)]
         manifests = [ROOT / folder / "pyproject.toml" for folder in folders]
         ours = environment("enginehouse", ["torch"], installed, keyed_by=manifests)
-    start = prepare(ours, seed)
+    start = prepare(ours, WORK, seed)
     sides = build_sides(ours, trl, start, steps)
     for number in range(rounds):
         for name, side in rotated(sides, number):
@@ -133,33 +127,13 @@ def measure(
     }
 
 
-def prepare(python: Path, seed: int) -> Path:
-    """Make the task, and the warmed-up model all sides start from; returns the model's directory."""
-    shutil.rmtree(WORK, ignore_errors=True)
-    WORK.mkdir(parents=True)
-    execute([python, QUICKSTART / "make_task.py", "--out", WORK / "task", "--seed", seed], WORK / "task.log")
-    overrides = [
-        f"model.path={WORK / 'task' / 'model'}",
-        f"data.train={WORK / 'task' / 'demonstrations.jsonl'}",
-        f"run.directory={WORK / 'warm-up'}",
-        f"train.seed={seed}",
-    ]
-    execute([python.parent / "enginehouse", "sft", QUICKSTART / "sft.yaml", *overrides], WORK / "warm-up.log")
-    return WORK / "warm-up" / "model"
-
-
 def build_sides(ours: Path, trl: Path, start: Path, steps: int) -> dict[str, Side]:
     """The sides, by name, in the order of the first round."""
     task = WORK / "task"
 
     def enginehouse(*overrides: str) -> Side:
         def command(directory: Path, seed: int) -> Sequence[object]:
-            return [
-                ours.parent / "enginehouse", "train", QUICKSTART / "grpo.yaml",
-                f"model.path={start}",
-                f"data.train={task / 'train.jsonl'}", f"data.validation={task / 'validation.jsonl'}",
-                f"train.steps={steps}", f"train.seed={seed}", f"run.directory={directory}", *overrides,
-            ]  # fmt: skip
+            return [*quickstart(ours, WORK, start, directory, steps, seed), *overrides]
 
         return Side("enginehouse", command, read_enginehouse)
 
@@ -183,18 +157,11 @@ def build_sides(ours: Path, trl: Path, start: Path, steps: int) -> dict[str, Sid
     }
 
 
-def rotated(sides: Mapping[str, Side], number: int) -> list[tuple[str, Side]]:
-    """The sides in the order of a round: each round begins with another."""
-    order = list(sides.items())
-    return order[number % len(order) :] + order[: number % len(order)]
-
-
 def read_enginehouse(run: Path) -> Outcome:
     """Read a run directory of `enginehouse train`."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").open()]
-    ends = [line["elapsed_seconds"] for line in lines]
+    lines = read_metrics(run)
     return Outcome(
-        step_seconds=[after - before for before, after in pairwise(ends)],
+        step_seconds=step_seconds(lines),
         engine_seconds=[sum(value for key, value in line.items() if key.startswith("busy/")) for line in lines[1:]],
         model=run / "model",
     )
@@ -203,34 +170,6 @@ def read_enginehouse(run: Path) -> Outcome:
 def read_step_seconds(directory: Path) -> Outcome:
     """Read what `trl_grpo.py` and `bare_grpo.py` save."""
     return Outcome(json.loads((directory / "step_seconds.json").read_text()), directory)
-
-
-def execute(command: Sequence[object], log: Path, threads: int | None = None) -> None:
-    """Run a command from the repository's root, with what it prints in a file.
-
-    Raises:
-        RuntimeError: it failed or ran out of time; with the last lines it printed.
-    """
-    variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    if threads:
-        variables["OMP_NUM_THREADS"] = str(threads)
-    words = [str(word) for word in command]
-    with log.open("w") as output:
-        process = subprocess.Popen(words, cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            code: object = process.wait(RUN_TIMEOUT_SECONDS)
-        except BaseException as error:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
-            code = f"none within {RUN_TIMEOUT_SECONDS:g} s"
-    if code != 0:
-        last = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
-        raise RuntimeError(f"exit code {code} of {' '.join(words)}\n{last}\n(all of it: {log})")
 
 
 def final_reward(model: Path) -> float:

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks.grpo import WARM_UP_STEPS, Outcome, Side, compare, execute, read_enginehouse, rotated, row
+from benchmarks.grpo import WARM_UP_STEPS, Outcome, Side, compare, read_enginehouse, row
+from benchmarks.runs import execute, rotated
 
 
 def side(program: str, *step_seconds: float, engine_share: float = 0.8) -> Side:

@@ -10,6 +10,7 @@ import torch
 
 from enginehouse.data import Batch, BatchError, Ragged, UnknownColumnError
 from enginehouse.data import memory as memory_module
+from enginehouse.data import ragged as ragged_module
 from enginehouse.errors import EnginehouseError
 
 
@@ -316,3 +317,16 @@ def test_long_rows_are_taken_like_short_ones(rows: list[int]):
     assert [row.tolist() for row in batch["ids"]] == [ids[row].tolist() for row in rows]
     assert [row.tolist() for row in batch["half"]] == [(ids[row] % 97).tolist() for row in rows]
     assert batch["half"].offsets is batch["ids"].offsets
+
+
+@pytest.mark.parametrize("at_a_time", [1, 2, 2**20])
+@pytest.mark.parametrize("rows", [[[1, 5], [], [7], [2, 1, 3]], [[], [2], []], [[], []], []])
+def test_values_of_each_row_are_put_together(monkeypatch, rows: list[list[int]], at_a_time: int):
+    monkeypatch.setattr(ragged_module, "REDUCED_TOKENS", at_a_time)
+    column = Ragged.from_list(rows, torch.int64)
+    assert column.reduced(np.add).tolist() == [sum(row) for row in rows]
+    assert column.reduced(np.maximum, empty=-1).tolist() == [max(row, default=-1) for row in rows]
+
+
+def test_true_values_of_each_row_are_counted():
+    assert Ragged.from_list([[True, True, False], [False]]).reduced(np.add).tolist() == [2, 0]

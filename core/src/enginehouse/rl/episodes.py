@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from enginehouse.data import Batch, Ragged
-from enginehouse.engines.environment import Group, Task
+from enginehouse.engines.environment import Episode, Group, Task
 
 
 def tasks_of(prompts: Batch, serials: Sequence[int]) -> list[Task]:
@@ -38,24 +38,19 @@ def batch_of(groups: Sequence[Group]) -> Batch:
     """
     episodes = [episode for group in groups for episode in group.episodes]
     lengths = torch.tensor([len(episode.tokens) for episode in episodes], dtype=torch.int64)
-    tokens = Ragged.from_lengths(torch.from_numpy(_flat([one.tokens for one in episodes], np.int64)), lengths)
     sizes = np.array([len(group.episodes) for group in groups], np.int64)
-    mask = _flat([one.mask for one in episodes], np.bool_)
-    versions = _flat([one.versions for one in episodes], np.int64)
-    row = tokens.row.numpy()[mask]
-    newest = np.full(len(episodes), -1, dtype=np.int64)
-    np.maximum.at(newest, row, versions[mask])
-    oldest = np.where(newest < 0, newest, np.iinfo(np.int64).max)
-    np.minimum.at(oldest, row, versions[mask])
+    mask = Ragged.from_lengths(torch.from_numpy(_flat([one.mask for one in episodes], np.bool_)), lengths)
+    oldest, newest = _versions(episodes, mask)
+    tokens = mask.like(torch.from_numpy(_flat([one.tokens for one in episodes], np.int64)))
     return Batch(
         {
             "input_ids": tokens,
-            "loss_mask": tokens.like(torch.from_numpy(mask)),
+            "loss_mask": mask,
             "rollout_logprobs": tokens.like(torch.from_numpy(_flat([one.logprobs for one in episodes], np.float32))),
             "reward": torch.tensor([one.score.reward for one in episodes], dtype=torch.float32),
             "group": torch.from_numpy(np.repeat(np.arange(len(groups)), sizes)),
-            "first_version": torch.from_numpy(oldest),
-            "weight_version": torch.from_numpy(newest),
+            "first_version": oldest,
+            "weight_version": newest,
             "finish_reason": [one.finish for one in episodes],
             "prompt": [one.prompt for one in episodes],
             "response": [one.response for one in episodes],
@@ -65,6 +60,18 @@ def batch_of(groups: Sequence[Group]) -> Batch:
     )
 
 
+def _versions(episodes: Sequence[Episode], mask: Ragged) -> tuple[torch.Tensor, torch.Tensor]:
+    """The oldest and the newest version of each row's chosen tokens; -1 where it has none."""
+    versions = _flat([one.versions for one in episodes], np.int64)
+    chosen, given = mask.like(torch.from_numpy(versions)), ~mask.values.numpy()
+    versions[given] = -1
+    newest = chosen.reduced(np.maximum, empty=-1)
+    versions[given] = np.iinfo(np.int64).max
+    return torch.where(newest < 0, newest, chosen.reduced(np.minimum)), newest
+
+
 def _flat(rows: Sequence[Any], dtype: type[np.generic]) -> np.ndarray:
     """All rows end to end."""
-    return np.concatenate([np.asarray(row, dtype) for row in rows]) if rows else np.empty(0, dtype)
+    if not rows:
+        return np.empty(0, dtype)
+    return np.concatenate([np.asarray(row) for row in rows], dtype=dtype, casting="unsafe")

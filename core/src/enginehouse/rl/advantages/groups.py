@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
@@ -39,5 +40,6 @@ def group_statistics(rewards: torch.Tensor, group: torch.Tensor) -> tuple[torch.
 def with_token_advantages(batch: Batch, per_row: torch.Tensor) -> Batch:
     """Give every counted token its row's advantage: adds ragged float32 `advantages`, 0 where `loss_mask` is false."""
     mask = batch["loss_mask"]
-    values = per_row.float().repeat_interleave(mask.lengths) * mask.values
-    return batch.with_columns(advantages=mask.like(values))
+    values = np.repeat(per_row.float().numpy(), mask.lengths.numpy())  # torch's would need three times the memory
+    values *= mask.values.numpy()
+    return batch.with_columns(advantages=mask.like(torch.from_numpy(values)))

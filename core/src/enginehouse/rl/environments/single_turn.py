@@ -22,7 +22,9 @@ class SingleTurn:
         prompt = np.asarray(task.prompt_ids, dtype=np.int64)
         completions = await policy.samples(task.prompt_ids, context.samples)
         responses = policy.tokenizer.batch_decode(
-            [list(one.token_ids) for one in completions], skip_special_tokens=True, clean_up_tokenization_spaces=False
+            [np.asarray(one.token_ids, dtype=np.int64) for one in completions],
+            skip_special_tokens=True,
+            clean_up_tokenization_spaces=False,
         )
         given = {**task.columns, "prompt": task.prompt, "messages": task.messages}
         scores = await context.score(

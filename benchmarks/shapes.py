@@ -1,0 +1,68 @@
+"""Engines of nothing but shapes: they give what an engine gives, as much of it, and compute none of it.
+
+Weights, and all that is done with them, are those of the `torch` engines: of a model as small as one likes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from enginehouse.data import Batch, Ragged
+from enginehouse.engines.rollout import Completion, GenerateRequest, GenerateResult
+from enginehouse.engines.train import LossSpec, Mean, Metrics, Outputs
+from enginehouse_torch.rollout import TorchRolloutEngine
+from enginehouse_torch.train import TorchTrainEngine
+
+FIRST_TOKEN, LAST_TOKEN = 3, 12
+"""Tokens that are drawn: the quickstart's digits."""
+
+
+class ShapesTrainEngine(TorchTrainEngine):
+    """Reads its batch's lengths, and moves a weight a little."""
+
+    def forward(self, batch: Batch, outputs: Outputs) -> Batch:
+        """Zeros."""
+        ids = batch.ragged("input_ids")
+        asked = [name for name in ("logprobs", "entropy", "values") if getattr(outputs, name)]
+        return Batch({name: Ragged(torch.zeros(ids.tokens), ids.offsets) for name in asked})
+
+    def forward_backward(self, batch: Batch, loss: LossSpec) -> Metrics:
+        """A gradient of ones, for one parameter."""
+        optimizer = self._built_optimizer()
+        gradient = next(self._model.parameters()).grad
+        assert gradient is not None
+        gradient += 1.0
+        optimizer.count(1.0)
+        return {"loss": Mean(0.0, float(batch.ragged("input_ids").tokens))}
+
+
+class ShapesRolloutEngine(TorchRolloutEngine):
+    """Answers at once, with as many tokens as it may."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Random tokens, by the request's seed; prompts are scored as ever."""
+        sampling = request.sampling
+        if not sampling.max_tokens:
+            return await super().generate(request)
+        drawn = np.random.default_rng(sampling.seed).integers(
+            FIRST_TOKEN, LAST_TOKEN + 1, (sampling.n, sampling.max_tokens), dtype=np.int32
+        )
+        logprobs = np.full(sampling.max_tokens, -np.log(LAST_TOKEN + 1 - FIRST_TOKEN), np.float32)
+        version = (await self.health()).version
+        return GenerateResult(
+            request.id, tuple(Completion(tokens, logprobs, "length", version, version) for tokens in drawn)
+        )
+
+
+def even(response: str, **columns: object) -> float:
+    """A reward that differs within a group."""
+    return float(response[:1] in "02468")
+
+
+def by_surprise(batch: Batch) -> Batch:
+    """An advantage that reads a column of tokens: a row's reward, by how unlikely each token was."""
+    mask, logprobs = batch["loss_mask"], batch["rollout_logprobs"]
+    values = batch["reward"].repeat_interleave(mask.lengths)
+    values *= logprobs.values
+    return batch.with_columns(advantages=mask.like(values.neg_()))
