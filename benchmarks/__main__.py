@@ -2,7 +2,8 @@
 
 A benchmark is a module of this package with `measure(**options) -> {"metrics": {name: number}, ...}`. The result is
 written to `benchmarks/out/NAME.json` as `{"metrics": ..., "command": ..., "machine": ...}` with whatever else `measure`
-returned, and printed. A result may hold `"sides"`, a table: `{row: {column: value}}`.
+returned, and printed. A result may hold `"sides"`, a table: `{row: {column: value}}`, and a `"name"` of its own for the
+file, where a benchmark has several sizes.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     described = machine() | {"cores_busy_before": busy}
     result = measure(**options)
     OUT.mkdir(exist_ok=True)
+    name = result.pop("name", name)
     path = OUT / f"{name}.json"
     written = {"metrics": {}, "command": shlex.join(["python", "-m", "benchmarks", *arguments]), "machine": described}
     path.write_text(json.dumps(written | result, indent=2) + "\n")

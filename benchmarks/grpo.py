@@ -3,17 +3,18 @@
 The same model, warmed up once, task, prompts a step, group size, new tokens and optimizer steps; each program in a
 Python environment of its own, with the same torch, in the ways of using two cores that are worth trying: the best one
 counts. The sides take turns, and their models are judged by one sampler on the held-out prompts. A hand-written loop
-stands beside them as the floor.
+stands beside them as the floor. `size=medium` is a size where engines and not calls decide (`benchmarks.words_task`).
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import shutil
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,45 @@ WARM_UP_STEPS = 20
 
 
 @dataclass(frozen=True)
+class Size:
+    """What a run is of.
+
+    Attributes:
+        prompts: prompts of a step, with 8 samples each.
+        new_tokens: most tokens of a response.
+        reward: `FILE:FUNCTION`.
+        overrides: of the quickstart's config, where it is for another size.
+        untimed: first steps of a run that are not timed.
+        steps: optimizer steps of a run, unless told otherwise.
+    """
+
+    prompts: int
+    new_tokens: int
+    reward: str
+    overrides: Sequence[str]
+    untimed: int
+    steps: int
+
+
+SIZES = {
+    "small": Size(32, 7, f"{QUICKSTART / 'reward.py'}:sorted_digits", (), WARM_UP_STEPS, 250),
+    "medium": Size(
+        prompts=8,
+        new_tokens=128,
+        reward="benchmarks/words_task.py:even_words",
+        overrides=(
+            "reward.function=benchmarks.words_task:even_words",
+            "data.validation=null",
+            "train.prompts_per_step=8",
+            "rollout.sampling.max_tokens=128",
+        ),
+        untimed=2,
+        steps=9,
+    ),
+}
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What one run of a side gave.
 
@@ -36,11 +76,19 @@ class Outcome:
         step_seconds: from the end of each step to the end of the next: nothing that a step costs is left out.
         model: directory of the trained model.
         engine_seconds: of every step, spent in the engines; None where the side cannot say.
+        generate_seconds: of every step, spent generating; None where the side cannot say.
+        untimed: first steps that are not timed.
     """
 
     step_seconds: Sequence[float]
     model: Path
     engine_seconds: Sequence[float] | None = None
+    generate_seconds: Sequence[float] | None = None
+    untimed: int = WARM_UP_STEPS
+
+    def timed(self, seconds: Sequence[float]) -> Sequence[float]:
+        """Those of the steps that count: the last one, which includes what ends a run, is left out."""
+        return seconds[self.untimed : -1]
 
 
 @dataclass
@@ -64,37 +112,49 @@ class Side:
     busy: list[float] = field(default_factory=list)
 
     def step_seconds(self) -> list[float]:
-        """Each round's median step after the first ones; the last step, which includes what ends a run, is left out."""
-        return [statistics.median(outcome.step_seconds[WARM_UP_STEPS:-1]) for outcome in self.outcomes]
+        """Each round's median step."""
+        return [statistics.median(outcome.timed(outcome.step_seconds)) for outcome in self.outcomes]
 
     def mean_step_seconds(self) -> list[float]:
         """The same, as means: what is done only in some steps counts here."""
-        return [statistics.mean(outcome.step_seconds[WARM_UP_STEPS:-1]) for outcome in self.outcomes]
+        return [statistics.mean(outcome.timed(outcome.step_seconds)) for outcome in self.outcomes]
 
 
 def measure(
-    rounds: int = 3, steps: int = 250, seed: int = 0, own_environment: bool = True, generate: bool = True
+    rounds: int = 3,
+    steps: int = 0,
+    seed: int = 0,
+    own_environment: bool = True,
+    generate: bool = True,
+    size: str = "small",
 ) -> dict[str, Any]:
     """Run every side `rounds` times in turn.
 
     Args:
         rounds: runs of each side; round `i` uses seed `seed + i`.
-        steps: optimizer steps of a run.
+        steps: optimizer steps of a run; 0: as many as the size has.
         seed: seed of task, first weights and warm-up.
         own_environment: make a Python environment for enginehouse; otherwise the running one is used.
         generate: also run `benchmarks.generate`.
+        size: `"small"`, the quickstart, or `"medium"`.
 
     Returns:
         `metrics`, `sides`, `versions`. Metrics: `steps_per_second_vs_trl`, `generate_vs_transformers`,
         `controller_share` (share of our step spent in neither engine), and steps a second and final reward by program.
+        Of `size="medium"` there is no reward to judge, and instead of `generate_vs_transformers` there is
+        `generation_vs_products`: our generation's seconds by those of its matrix products alone on two threads.
 
     Raises:
-        ValueError: too few steps to time any.
+        ValueError: an unknown size, or too few steps to time any.
         RuntimeError: a side failed; with what it printed last.
     """
-    if steps < 2 * WARM_UP_STEPS:
+    if size not in SIZES:
+        raise ValueError(f"size={size}: one of {', '.join(SIZES)}")
+    of, small = SIZES[size], size == "small"
+    steps = steps or of.steps
+    if steps < 2 * of.untimed:
         raise ValueError(
-            f"steps={steps}: the first {WARM_UP_STEPS} steps are not timed; at least twice as many are needed"
+            f"steps={steps}: the first {of.untimed} steps are not timed; at least twice as many are needed"
         )
     trl = environment("trl", ["torch"], ["trl==1.16.*"])
     ours = Path(sys.executable)
@@ -103,23 +163,28 @@ def measure(
         installed = [word for folder in folders for word in ("-e", folder)]
         manifests = [ROOT / folder / "pyproject.toml" for folder in folders]
         ours = environment("enginehouse", ["torch"], installed, keyed_by=manifests)
-    start = prepare(ours, WORK, seed)
-    sides = build_sides(ours, trl, start, steps)
+    start = prepare(ours, WORK, seed) if small else prepare_words(seed)
+    sides = build_sides(ours, trl, start, steps, of)
     for number in range(rounds):
         for name, side in rotated(sides, number):
             directory = WORK / f"{name}, round {number}".replace(", ", "-").replace(" ", "_")
             side.busy.append(busy_cores())
             logger.info("round %d of %d: %s", number + 1, rounds, name)
             execute(side.command(directory, seed + number), directory.with_suffix(".log"), side.threads)
-            side.outcomes.append(side.read(directory))
-    rewards = {name: [final_reward(outcome.model) for outcome in side.outcomes] for name, side in sides.items()}
+            side.outcomes.append(replace(side.read(directory), untimed=of.untimed))
+    rewards: dict[str, list[float]] = {}
+    if small:
+        rewards = {name: [final_reward(outcome.model) for outcome in side.outcomes] for name, side in sides.items()}
     metrics = compare(sides, rewards)
-    if generate:
+    if not small:
+        metrics["generation_vs_products"] = generation_vs_products(sides, of, start)
+    elif generate:
         metrics["generate_vs_transformers"] = generation_ratio()
     return {
+        "name": "grpo" if small else f"grpo_{size}",
         "metrics": metrics,
-        "sides": {name: row(side, rewards[name]) for name, side in sides.items()},
-        "reward_before": final_reward(start),
+        "sides": {name: row(side, rewards.get(name, ())) for name, side in sides.items()},
+        "reward_before": final_reward(start) if small else None,
         "versions": {
             "enginehouse": versions(ours, "torch", "transformers", "ray"),
             "trl": versions(trl, "torch", "transformers", "trl", "accelerate"),
@@ -127,24 +192,33 @@ def measure(
     }
 
 
-def build_sides(ours: Path, trl: Path, start: Path, steps: int) -> dict[str, Side]:
+def prepare_words(seed: int) -> Path:
+    """Make the medium size's task; returns the model's directory."""
+    from benchmarks.words_task import make
+
+    shutil.rmtree(WORK, ignore_errors=True)
+    return make(WORK / "task", seed)
+
+
+def build_sides(ours: Path, trl: Path, start: Path, steps: int, size: Size = SIZES["small"]) -> dict[str, Side]:
     """The sides, by name, in the order of the first round."""
     task = WORK / "task"
 
     def enginehouse(*overrides: str) -> Side:
         def command(directory: Path, seed: int) -> Sequence[object]:
-            return [*quickstart(ours, WORK, start, directory, steps, seed), *overrides]
+            return [*quickstart(ours, WORK, start, directory, steps, seed), *size.overrides, *overrides]
 
         return Side("enginehouse", command, read_enginehouse)
 
     def peer(program: str, threads: int, *script: object, read: Callable[[Path], Outcome]) -> Side:
         def command(directory: Path, seed: int) -> Sequence[object]:
             shared = ["--task", task, "--model", start, "--steps", steps, "--seed", seed, "--threads", threads]
-            return [*script, *shared, "--save", directory]
+            sizes = ["--prompts", size.prompts, "--new-tokens", size.new_tokens]
+            return [*script, *shared, *sizes, "--save", directory]
 
         return Side(program, command, read, threads)
 
-    trl_script = (trl, "benchmarks/trl_grpo.py", "--reward", QUICKSTART / "reward.py")
+    trl_script = (trl, "benchmarks/trl_grpo.py", "--reward", size.reward)
     bare_script = (ours, "-m", "benchmarks.bare_grpo")
     return {
         "enginehouse, 1 process of 2 threads": enginehouse("actor.processes=1", "cluster.threads_per_process=2"),
@@ -163,6 +237,7 @@ def read_enginehouse(run: Path) -> Outcome:
     return Outcome(
         step_seconds=step_seconds(lines),
         engine_seconds=[sum(value for key, value in line.items() if key.startswith("busy/")) for line in lines[1:]],
+        generate_seconds=[line["busy/generate"] for line in lines[1:]],
         model=run / "model",
     )
 
@@ -187,15 +262,24 @@ def generation_ratio() -> float:
     return measure_generate()["metrics"]["generate_vs_transformers"]
 
 
+def generation_vs_products(sides: Mapping[str, Side], size: Size, model: Path) -> float:
+    """Seconds of our generation by those of its matrix products, of whichever side of ours generates fastest."""
+    from benchmarks.words_task import product_seconds
+
+    outcomes = [outcome for side in sides.values() if side.program == "enginehouse" for outcome in side.outcomes]
+    ours = min(statistics.median(outcome.timed(outcome.generate_seconds or ())) for outcome in outcomes)
+    return ours / product_seconds(8 * size.prompts, size.new_tokens, model)
+
+
 def row(side: Side, rewards: Sequence[float]) -> dict[str, float | int]:
-    """A side's line in the table."""
+    """A side's line in the table; without rewards there is none in it."""
     seconds = side.step_seconds()
     return {
         "ms_a_step": 1000 * statistics.median(seconds),
         "fastest_round": 1000 * min(seconds),
         "slowest_round": 1000 * max(seconds),
         "mean_ms": 1000 * statistics.median(side.mean_step_seconds()),
-        "final_reward": statistics.median(rewards),
+        **({"final_reward": statistics.median(rewards)} if rewards else {}),
         "rounds": len(seconds),
         "cores_busy_before": max(side.busy),
     }
@@ -215,12 +299,13 @@ def compare(sides: Mapping[str, Side], rewards: Mapping[str, Sequence[float]]) -
     for program, name in best.items():
         key = program.lower().replace(" ", "_").replace("-", "_")
         metrics[f"steps_per_second/{key}"] = 1 / seconds[program]
-        metrics[f"final_reward/{key}"] = statistics.median(rewards[name])
+        if name in rewards:
+            metrics[f"final_reward/{key}"] = statistics.median(rewards[name])
     return metrics
 
 
 def controller_share(outcomes: Sequence[Outcome]) -> float:
     """Share of the timed steps that was spent in neither engine."""
-    steps = sum(sum(outcome.step_seconds[WARM_UP_STEPS:-1]) for outcome in outcomes)
-    engines = sum(sum((outcome.engine_seconds or ())[WARM_UP_STEPS:-1]) for outcome in outcomes)
+    steps = sum(sum(outcome.timed(outcome.step_seconds)) for outcome in outcomes)
+    engines = sum(sum(outcome.timed(outcome.engine_seconds or ())) for outcome in outcomes)
     return 1 - engines / steps

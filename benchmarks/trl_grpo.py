@@ -31,13 +31,14 @@ class StepTimes(TrainerCallback):
         return [after - before for before, after in pairwise(self.marks)]
 
 
-def load_reward(path: Path, eos: int):
-    """TRL's form of a `sorted_digits(prompt, response, finish_reason)` reward: lists in, list out."""
-    module = runpy.run_path(str(path))
+def load_reward(name: str, eos: int):
+    """TRL's form of the reward `FILE:FUNCTION` of `(prompt, response, finish_reason)`: lists in, list out."""
+    path, function = name.rsplit(":", 1)
+    score = runpy.run_path(path)[function]
 
     def reward(prompts, completions, completion_ids, **columns) -> list[float]:
         return [
-            module["sorted_digits"](prompt, response, finish_reason="stop" if ids and ids[-1] == eos else "length")
+            score(prompt, response, finish_reason="stop" if ids and ids[-1] == eos else "length")
             for prompt, response, ids in zip(prompts, completions, completion_ids)
         ]
 
@@ -47,11 +48,13 @@ def load_reward(path: Path, eos: int):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--task", type=Path, required=True, help="directory made by make_task.py")
-    parser.add_argument("--reward", type=Path, required=True, help="file with sorted_digits")
+    parser.add_argument("--reward", required=True, help="FILE:FUNCTION")
     parser.add_argument("--model", type=Path, required=True, help="model to start from")
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--prompts", type=int, default=32, help="prompts of a step")
+    parser.add_argument("--new-tokens", type=int, default=7, help="tokens of a response")
     parser.add_argument("--save", type=Path, required=True, help="directory for model and step_seconds.json")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -65,9 +68,9 @@ def main() -> None:
         bf16=False,
         seed=arguments.seed,
         # the same step
-        per_device_train_batch_size=256,
+        per_device_train_batch_size=8 * arguments.prompts,
         num_generations=8,
-        max_completion_length=7,
+        max_completion_length=arguments.new_tokens,
         temperature=1.0,
         num_iterations=1,
         beta=0.0,

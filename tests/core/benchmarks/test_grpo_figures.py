@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks.grpo import WARM_UP_STEPS, Outcome, Side, compare, read_enginehouse, row
+from benchmarks.grpo import WARM_UP_STEPS, Outcome, Side, compare, measure, read_enginehouse, row
 from benchmarks.runs import execute, rotated
 
 
@@ -32,6 +32,19 @@ def test_each_program_counts_by_its_best_side_and_its_median_round():
     assert metrics["steps_per_second/trl"] == pytest.approx(1 / 0.12)
     assert metrics["controller_share"] == pytest.approx(0.2)
     assert (metrics["final_reward/enginehouse"], metrics["final_reward/trl"]) == (0.96, 0.92)
+
+
+def test_a_size_without_a_reward_to_judge_has_speeds_alone():
+    sides = {"ours": side("enginehouse", 0.05), "TRL": side("TRL", 0.1)}
+    metrics = compare(sides, {})
+    assert metrics["steps_per_second_vs_trl"] == pytest.approx(2.0)
+    assert not any(name.startswith("final_reward") for name in metrics)
+    assert "final_reward" not in row(sides["ours"], ())
+
+
+def test_an_unknown_size_is_refused():
+    with pytest.raises(ValueError, match=r"size=large: one of small, medium"):
+        measure(size="large")
 
 
 def test_a_row_shows_the_spread_of_the_rounds():

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.autograd.function import once_differentiable
 
 from enginehouse.errors import EnginehouseError
 from enginehouse_torch.modeling.loading import VALUE_HEAD
@@ -21,8 +22,9 @@ if TYPE_CHECKING:
     from enginehouse_torch.modeling.packing import Layout
 
 
-ENTROPY_ELEMENTS = 1 << 20
-"""Logits whose entropy is measured at once: 4 MiB, which a cache holds."""
+SCORED_AT_ONCE = {"cpu": 1 << 17}
+"""Logits that are scored at once, by device type: on a CPU half a MiB, which a core's own cache holds."""
+SCORED_AT_ONCE_ELSEWHERE = 1 << 26
 
 
 def check_outputs(has_values: bool, outputs: Outputs) -> None:
@@ -93,11 +95,8 @@ def token_outputs(model: PreTrainedModel, model_input: ModelInput, outputs: Outp
     if outputs.temperature != 1.0:
         logits = logits / outputs.temperature
     if outputs.logprobs and not (outputs.entropy and outputs.entropy_gradient):
-        # One pass over the logits there and one back.
-        found = {"logprobs": -torch.nn.functional.cross_entropy(logits, model_input.targets, reduction="none")}
-        if outputs.entropy:
-            found["entropy"] = measured_entropy(logits, model_input.targets, found["logprobs"])
-        return found
+        logprobs, entropy = Scores.apply(logits, model_input.targets, outputs.entropy)
+        return {"logprobs": logprobs, "entropy": entropy} if outputs.entropy else {"logprobs": logprobs}
     normaliser = torch.logsumexp(logits, dim=-1)
     found = {}
     if outputs.logprobs:
@@ -108,27 +107,62 @@ def token_outputs(model: PreTrainedModel, model_input: ModelInput, outputs: Outp
     return found
 
 
-@torch.no_grad()
-def measured_entropy(logits: torch.Tensor, targets: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
-    """The entropy of each token's distribution, in nats, without a gradient: some tokens at a time, in little memory.
+class Scores(torch.autograd.Function):
+    """Logprobs of the targets, and the entropy without a gradient: some tokens at a time, which stay in a cache.
 
-    Args:
-        logits: float32 `(tokens, vocabulary)`.
-        targets: int64 `(tokens,)`.
-        logprobs: those of the targets, float32 `(tokens,)`: with a target's logit they give the normaliser.
-
-    Returns:
-        Float32 `(tokens,)`.
+    Of the size of the logits, nothing is kept but the logits themselves.
     """
-    normaliser = logits.gather(-1, targets[:, None]) - logprobs[:, None]
-    found = torch.empty_like(logprobs)
-    each = max(1, ENTROPY_ELEMENTS // max(1, logits.shape[-1]))
-    for begin in range(0, len(logits), each):
-        rows = slice(begin, begin + each)
-        # A masked logit of -inf has probability 0 and adds nothing, not nan.
-        distances = (normaliser[rows] - logits[rows]).clamp_(max=torch.finfo(logits.dtype).max)
-        found[rows] = torch.linalg.vecdot(torch.exp(-distances), distances)
-    return found
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, with_entropy: bool):
+        """Score each token.
+
+        Args:
+            ctx: autograd's.
+            logits: float32 `(tokens, vocabulary)`.
+            targets: int64 `(tokens,)`.
+            with_entropy: whether to measure the entropy.
+
+        Returns:
+            Logprobs and entropies in nats, both float32 `(tokens,)`; None for what is not measured.
+        """
+        logprobs, normaliser = torch.empty_like(targets, dtype=logits.dtype), logits.new_empty(len(logits), 1)
+        entropy = torch.empty_like(logprobs) if with_entropy else None
+        for rows in _slices(logits):
+            largest = logits[rows].amax(-1, keepdim=True)
+            above = logits[rows] - largest
+            shares = above.exp()
+            total = shares.sum(-1, keepdim=True)
+            logs = total.log()
+            logprobs[rows] = (above.gather(-1, targets[rows, None]) - logs)[:, 0]
+            normaliser[rows] = largest + logs
+            if entropy is not None:
+                # A masked logit of -inf has probability 0 and adds nothing, not nan.
+                above.clamp_(min=torch.finfo(above.dtype).min)
+                entropy[rows] = (logs - torch.linalg.vecdot(shares, above)[:, None] / total)[:, 0]
+        ctx.save_for_backward(logits, targets, normaliser)
+        if entropy is not None:
+            ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slope: torch.Tensor, _: object):
+        """The gradient of the logits: of each token `slope * (one-hot target - probabilities)`."""
+        logits, targets, normaliser = ctx.saved_tensors
+        gradient = torch.empty_like(logits)
+        for rows in _slices(logits):
+            part = torch.sub(logits[rows], normaliser[rows], out=gradient[rows])
+            part.exp_().mul_(-slope[rows, None])
+            part.scatter_add_(-1, targets[rows, None], slope[rows, None])
+        return gradient, None, None
+
+
+def _slices(logits: torch.Tensor) -> Iterator[slice]:
+    """Cut the tokens of `logits` into parts."""
+    elements = SCORED_AT_ONCE.get(logits.device.type, SCORED_AT_ONCE_ELSEWHERE)
+    each = max(1, elements // max(1, logits.shape[-1]))
+    return (slice(begin, begin + each) for begin in range(0, len(logits), each))
 
 
 @contextlib.contextmanager
