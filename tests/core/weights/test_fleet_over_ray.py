@@ -257,9 +257,9 @@ def test_a_replica_started_again_during_the_first_update_waits_until_it_has_weig
         transfer = opened.sync._transfer
         os.kill(opened.fleet.pids[1], signal.SIGKILL)
 
-        def once_it_is_back(version):
+        def once_it_is_back(*update):
             opened.await_restarts()
-            return transfer(version)
+            return transfer(*update)
 
         opened.sync._transfer = once_it_is_back
         opened.sync.sync(1)
