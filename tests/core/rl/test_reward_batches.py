@@ -71,6 +71,19 @@ def pool(gates):
         each.close()
 
 
+def test_the_function_is_imported_while_engines_start_and_not_when_rows_come(tmp_path):
+    (tmp_path / "noted.py").write_text(
+        "import pathlib\npathlib.Path(__file__).with_name('imported').touch()\ndef one(**columns): return 1.0"
+    )
+    rewards = RewardPool("noted:one", python_path=[str(tmp_path)])
+    until = time.monotonic() + SECONDS
+    while not (tmp_path / "imported").exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert [score.reward for score in rewards.score(rows("a"))] == [1.0]
+    rewards.close()
+
+
 # Each row gets its own score, once
 
 

@@ -197,7 +197,7 @@ class RewardPool:
         try:
             while not self._closed:
                 try:
-                    if self._batches:
+                    if self._batches or any(process.sending for process in self._processes):
                         self._turn()
                     else:
                         self._rest()
