@@ -9,8 +9,8 @@ same tasks.
 - `staleness_1_vs_0`: steps a second, even lengths. Two is what a machine without anything else to do would give.
 - `staleness_4_vs_1_heavy_tail`: the same where one response in k is longer than k times the shortest, by a rollout
   engine of this benchmark (`heavy_tail.py`): the `torch` engine, told when a response ends.
-- `rollout_idle_staleness_4`: of those runs, the share of the time in which the rollout's process did not compute: it had
-  nothing to draw, got weights, or something else had its core.
+- `rollout_idle_staleness_4`: of those runs, the share of the time in which the rollout's process did not compute: it
+  had nothing to draw, got weights, or something else had its core.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ def measure(rounds: int = 2, steps: int = 24, tail_steps: int = 24, seed: int = 
 
     Returns:
         `metrics`, `sides`, `versions`. A ratio is the median over rounds of one round's. Beside those of the module:
-        `generation_vs_training`, what the one computes by what the other does with staleness 0, and the mean reward of the
-        last steps by side.
+        `generation_vs_training`, what the one computes by what the other does with staleness 0, and the mean reward of
+        the last steps by side.
 
     Raises:
         ValueError: too few steps to count any.
