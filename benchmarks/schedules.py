@@ -9,8 +9,8 @@ same tasks.
 - `staleness_1_vs_0`: steps a second, even lengths. Two is what a machine without anything else to do would give.
 - `staleness_4_vs_1_heavy_tail`: the same where one response in k is longer than k times the shortest, by a rollout
   engine of this benchmark (`heavy_tail.py`): the `torch` engine, told when a response ends.
-- `rollout_idle_staleness_4`: of those runs, the share of the time in which the rollout had nothing to draw, or was held
-  up by an update of its weights.
+- `rollout_idle_staleness_4`: of those runs, the share of the time in which the rollout's process did not compute: it
+  had nothing to draw, got weights, or something else had its core.
 """
 
 from __future__ import annotations
@@ -67,17 +67,11 @@ class Figures:
 
     Attributes:
         step: seconds of a step on average, from the end of one to the end of the next.
-        generation: seconds of a step in which the rollout had something to draw.
-        training: seconds of a step in the actor's calls.
-        idle: share of the time in which the rollout had nothing to draw, or got weights.
-        cpu: seconds computed in a step, by role.
+        cpu: seconds computed in a step on average, by role.
         curve: `seconds` and `rewards`, one a step.
     """
 
     step: float
-    generation: float
-    training: float
-    idle: float
     cpu: Mapping[str, float]
     curve: Mapping[str, list[float]]
 
@@ -85,24 +79,21 @@ class Figures:
     def of(cls, lines: Sequence[Mapping[str, float]]) -> Figures:
         """Those of a run with these metrics."""
         counted = lines[EDGE_STEPS + 1 : -EDGE_STEPS]
-
-        def mean(*names: str) -> float:
-            return statistics.mean(sum(line[name] for name in names) for line in counted)
-
-        step = statistics.mean(step_seconds(lines)[EDGE_STEPS:-EDGE_STEPS])
-        roles = [name for name in lines[0] if name.startswith("cpu/")]
+        roles = [name.removeprefix("cpu/") for name in lines[0] if name.startswith("cpu/")]
         ends = [line["elapsed_seconds"] for line in lines]
         return cls(
-            step=step,
-            generation=mean("busy/generate"),
-            training=mean("time/old_logprobs", "time/update"),
-            idle=1 - (mean("busy/generate") - mean("time/sync")) / step,
-            cpu={name: mean(name) for name in roles},
+            step=statistics.mean(step_seconds(lines)[EDGE_STEPS:-EDGE_STEPS]),
+            cpu={role: statistics.mean(line[f"cpu/{role}"] for line in counted) for role in roles},
             curve={
                 "seconds": [end - ends[0] for end in ends],
                 "rewards": [line["reward/mean"] for line in lines],
             },
         )
+
+    @property
+    def idle(self) -> float:
+        """Share of the time in which the rollout did not compute, whatever it waited for."""
+        return 1 - self.cpu["rollout"] / self.step
 
 
 @dataclass
@@ -131,8 +122,8 @@ def measure(rounds: int = 2, steps: int = 24, tail_steps: int = 24, seed: int = 
 
     Returns:
         `metrics`, `sides`, `versions`. A ratio is the median over rounds of one round's. Beside those of the module:
-        `generation_vs_training`, the time of the one by that of the other with staleness 0, and the mean reward of the
-        last steps by side.
+        `generation_vs_training`, what the one computes by what the other does with staleness 0, and the mean reward of
+        the last steps by side.
 
     Raises:
         ValueError: too few steps to count any.
@@ -175,7 +166,7 @@ def compare(even: Mapping[str, Side], tail: Mapping[str, Side]) -> dict[str, flo
         "staleness_1_vs_0": quicker(one, zero),
         "staleness_4_vs_1_heavy_tail": quicker(tail_four, tail_one),
         "rollout_idle_staleness_4": statistics.median(run.idle for run in tail_four),
-        "generation_vs_training": statistics.median(run.generation / run.training for run in zero),
+        "generation_vs_training": statistics.median(run.cpu["rollout"] / run.cpu["actor"] for run in zero),
         **{f"final_reward/{name.replace(' ', '_')}": final_reward(side.runs) for name, side in even.items()},
     }
 
@@ -201,10 +192,8 @@ def row(side: Side) -> dict[str, float | int]:
         "ms_a_step": 1000 * median([run.step for run in runs]),
         "fastest_round": 1000 * min(run.step for run in runs),
         "slowest_round": 1000 * max(run.step for run in runs),
-        "generation_ms": 1000 * median([run.generation for run in runs]),
-        "training_ms": 1000 * median([run.training for run in runs]),
         "rollout_idle": median([run.idle for run in runs]),
-        **{f"{name}_ms".replace("/", "_"): 1000 * median([run.cpu[name] for run in runs]) for name in runs[0].cpu},
+        **{f"{role}_ms": 1000 * median([run.cpu[role] for run in runs]) for role in runs[0].cpu},
         "final_reward": final_reward(runs),
         "cores_busy_before": max(side.busy),
     }

@@ -9,23 +9,14 @@ from benchmarks.heavy_tail import SHORTEST_TOKENS, drawn_tokens
 from benchmarks.schedules import EDGE_STEPS, Figures, Side, compare
 
 
-def lines(step: float, *, generation: float, sync: float = 0.0, reward: float = 0.5) -> list[dict[str, float]]:
+def lines(step: float, *, generation: float, reward: float = 0.5) -> list[dict[str, float]]:
     """Metrics of a run; the first and last steps take a hundred seconds, in which nothing is drawn."""
     made, elapsed = [], 0.0
     for number in range(4 * EDGE_STEPS):
         edge = number <= EDGE_STEPS or number >= 3 * EDGE_STEPS
         elapsed += 100.0 if edge else step
-        made.append(
-            {
-                "elapsed_seconds": elapsed,
-                "busy/generate": 0.0 if edge else generation,
-                "time/old_logprobs": 0.1,
-                "time/update": 0.3,
-                "time/sync": sync,
-                "cpu/actor": 0.4,
-                "reward/mean": reward,
-            }
-        )
+        cpu = {"cpu/actor": 0.4, "cpu/rollout": 0.0 if edge else generation}
+        made.append({"elapsed_seconds": elapsed, "reward/mean": reward, **cpu})
     return made
 
 
@@ -34,17 +25,10 @@ def side(*steps: float, generation: float = 0.4) -> Side:
 
 
 def test_the_ends_of_a_run_do_not_count():
-    made = lines(1.0, generation=0.4)
-    counted = Figures.of([*made[: EDGE_STEPS + 1], *made[EDGE_STEPS + 1 : 3 * EDGE_STEPS], *made[3 * EDGE_STEPS :]])
-    assert counted.step == pytest.approx(1.0)
-    assert counted.generation == pytest.approx(0.4)
-    assert counted.training == pytest.approx(0.4)
-    assert counted.cpu == {"cpu/actor": pytest.approx(0.4)}
-
-
-def test_an_update_of_its_weights_counts_as_idle():
-    assert Figures.of(lines(1.0, generation=0.9)).idle == pytest.approx(0.1)
-    assert Figures.of(lines(1.0, generation=0.9, sync=0.05)).idle == pytest.approx(0.15)
+    figures = Figures.of(lines(1.0, generation=0.9))
+    assert figures.step == pytest.approx(1.0)
+    assert figures.cpu == pytest.approx({"actor": 0.4, "rollout": 0.9})
+    assert figures.idle == pytest.approx(0.1)
 
 
 def test_ratios_are_those_of_a_round():
