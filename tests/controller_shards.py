@@ -81,6 +81,10 @@ class Writer(Worker):
     def same(self, batch: Batch) -> Batch:
         return batch
 
+    @register(collect="distributed")
+    async def tell_and_write(self, prompts: Batch) -> tuple[str, Batch]:
+        return "told", self.write(prompts)
+
     @register("dp", blocking=False)
     async def same_later(self, batch: Batch) -> Batch:
         return batch

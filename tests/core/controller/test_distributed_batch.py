@@ -62,7 +62,9 @@ def test_every_chain_of_operations_gives_what_a_batch_gives(shards: list[list[in
     check_same(distributed, whole)
     for _ in range(data.draw(st.integers(1, 4), label="operations")):
         rows = len(whole)
-        kind = data.draw(st.sampled_from(["take", "mask", "slice", "split", "with", "select", "drop", "concat"]))
+        kind = data.draw(
+            st.sampled_from(["take", "mask", "slice", "split", "with", "join", "select", "drop", "concat"])
+        )
         if kind == "take" and rows:
             index = data.draw(st.lists(st.integers(-rows, rows - 1), max_size=8))
             whole, distributed = whole.take(index), distributed.take(index)
@@ -82,6 +84,12 @@ def test_every_chain_of_operations_gives_what_a_batch_gives(shards: list[list[in
             if name == "ids":
                 column = Ragged.from_lengths(torch.arange(2 * rows), [2] * rows)
             whole, distributed = whole.with_columns(**{name: column}), distributed.with_columns(**{name: column})
+        elif kind == "join":
+            names = data.draw(st.lists(st.sampled_from(["reward", "more", "added"]), min_size=1, unique=True))
+            columns = {name: torch.arange(rows) + 7 * number for number, name in enumerate(names)}
+            other = DistributedBatch.of(Batch(columns).split(data.draw(st.integers(1, 3))))
+            distributed = distributed.joined(other)
+            whole = whole.drop([name for name in names if name in whole]).with_columns(**columns)
         elif kind == "select":
             names = data.draw(st.permutations(whole.columns))[: data.draw(st.integers(1, len(whole.columns)))]
             whole, distributed = whole.select(names), distributed.select(names)
@@ -128,6 +136,8 @@ def test_mistakes_are_named():
         distributed.lengths("reward")
     with pytest.raises(BatchError, match="3 rows, the batch has 2"):
         distributed.with_columns(more=torch.zeros(3))
+    with pytest.raises(BatchError, match="3 rows, the batch has 2"):
+        distributed.joined(DistributedBatch.of([Batch({"more": torch.zeros(3)})]))
     with pytest.raises(IndexError, match="row 5"):
         distributed.take([5])
     with pytest.raises(DispatchError, match="different columns"):

@@ -120,12 +120,25 @@ def test_rows_outlive_the_processes_that_made_them(launch, readers):
     assert readers.count(made) == [5, 5, 5, 5]
 
 
+def test_what_a_rank_says_beside_a_batch_comes_and_the_batch_stays(writers, readers):
+    controller_shards.read_in_this_process.clear()
+    told, made = writers.execute_rank(1, "tell_and_write", prompts())
+    assert told == "told"
+    assert isinstance(made, DistributedBatch)
+    assert made.lengths("ids").tolist() == [1, 2, 3, 4, 5]
+    assert readers.count(made) == [5, 5, 5, 5]
+    assert controller_shards.read_in_this_process == [], "the controller read rows"
+
+
 def test_a_group_in_this_process_does_the_same():
     with WorkerGroup(None, WorkerSpec(Writer), launcher="inline") as group:
         made = group.write(prompts())
         assert isinstance(made, DistributedBatch)
         assert group.same(made.take([2, 1])).column("number").tolist() == [2, 1]
         assert group.count(group.same_later(made)) == [5]
+        told, alike = group.execute_rank(0, "tell_and_write", prompts())
+        assert told == "told"
+        assert alike.fetch(["number", "ids"]).equal(made.fetch(["number", "ids"]))
         assert group.same(Balanced(made, by="ids")).column("number").tolist() == [0, 1, 2, 3, 4]
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from enginehouse.data import Batch, Ragged
 from enginehouse.rl.advantages.grpo import grpo
 from enginehouse.rl.advantages.rloo import rloo
+from enginehouse.rl.roles import with_defaults
 
 
 def make_batch(rewards, groups):
@@ -25,7 +26,7 @@ def make_batch(rewards, groups):
 
 def per_row(batch):
     """Each row's advantage; checks that all its counted tokens have it and the others none."""
-    result = []
+    result, batch = [], with_defaults(batch)
     for row in range(len(batch)):
         mask, values = batch["loss_mask"][row], batch["advantages"][row]
         assert (values[~mask] == 0).all()
@@ -90,8 +91,8 @@ def test_a_group_of_equal_rewards_credits_nothing(reward, size, groups, advantag
 def test_a_masked_row_counts_in_its_group_and_is_credited_with_nothing(advantage):
     batch = make_batch([1.0, 0.0, 0.5], [0, 0, 0])
     mask = batch["loss_mask"]
-    masked = advantage(batch.with_columns(loss_mask=mask.like(mask.values & (mask.row != 1))))
-    whole = advantage(batch)["advantages"]
+    masked = with_defaults(advantage(batch.with_columns(loss_mask=mask.like(mask.values & (mask.row != 1)))))
+    whole = with_defaults(advantage(batch))["advantages"]
     assert torch.equal(masked["advantages"].values, torch.where(mask.row != 1, whole.values, 0))
 
 

@@ -82,8 +82,8 @@ class Stage:
         self.changed = threading.Condition()
         self.alone, self.now, self.failures = alone, 0.0, Counter()
         self.loop.call(lambda: setattr(asyncio.get_running_loop(), "time", lambda: self.now))
-        self.player = Player(self, lambda task: Nothing(), self.score, 2, on_failure, seconds)
-        self.feed = Feed(self.loop, self.tasks, self.player, self.schedule, keep)
+        self.player = Player(self, lambda task: Nothing(), self.score, 2, on_failure, seconds, keep)
+        self.feed = Feed(self.loop, self.tasks, self.player, self.schedule)
 
     async def score(self, rows):
         return [Score(row, {}) for row in rows]
@@ -337,7 +337,7 @@ def test_a_group_is_trained_on_with_the_episodes_that_are_left():
         ended.start()
         list(stage.feed.draw(1, 1))
         (group,) = stage.feed.take()
-        assert [episode.score.reward for episode in group.episodes] == [1.0]
+        assert group.rewards == (1.0,)
         assert stage.feed.metrics()["feed/failed_replica"] == 1.0
         ended.join()
 
@@ -383,7 +383,7 @@ def test_all_of_some_tasks_are_played_as_they_end():
     with Stage(1) as stage:
         tasks = tasks_of(Rows().rows(range(3)), range(3))
 
-        groups = played(stage.loop, tasks, stage.player.play)
+        groups = played(stage.loop, tasks, stage.player.played)
         ended = threading.Thread(target=lambda: [stage.end(serial) for serial in (2, 0, 1)])
         ended.start()
         assert [group.task.serial for group in groups] == [2, 0, 1]

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from enginehouse.controller import DistributedBatch
 from enginehouse.data import Batch, Ragged
 from enginehouse.errors import ConfigError
 from enginehouse.rl.kl import ESTIMATORS, token_kl, with_kl_in_reward
@@ -75,6 +76,7 @@ def test_in_the_reward_a_row_pays_for_its_own_tokens():
             "reference_logprobs": ragged([[0.0, -1.5, -2.5], [0.0, -3.0]], dtype=torch.float32),
         }
     )
-    penalised, mean = with_kl_in_reward(batch, 0.1, "k1")
-    torch.testing.assert_close(penalised["reward"], torch.tensor([0.9, 1.0]))
-    assert mean == pytest.approx(1 / 3)
+    for parts in (1, 2):
+        penalised, mean = with_kl_in_reward(DistributedBatch.of(batch.split(parts)), 0.1, "k1")
+        torch.testing.assert_close(penalised["reward"], torch.tensor([0.9, 1.0]))
+        assert mean == pytest.approx(1 / 3)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from enginehouse.controller import DistributedBatch
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.train import LossSpec, LossValue, Max, Mean, Outputs, TokenView, merge_metrics, metric_values
 from enginehouse.plugin import plugins
@@ -83,13 +84,19 @@ def measure(step: Step, rows: list[int]) -> LossValue:
     return plugins().function("loss", spec.name)(view_of(step, rows), **spec.arguments)
 
 
+def compare(samples: Batch, logprobs: Ragged, version: int = VERSION) -> dict[str, Mean | Max]:
+    """As of a step whose rows lie in two places, and the actor's logprobs in two others."""
+    parts = DistributedBatch.of(samples.split([1, 3]))
+    return mismatch(parts.joined(DistributedBatch.of(Batch({"old_logprobs": logprobs}).split([2, 2]))), version)
+
+
 def of_the_served(found: dict[str, float]) -> dict[str, float]:
     """Without the figures of rows of older weights."""
     return {name: value for name, value in found.items() if "behind" not in name}
 
 
 def test_the_figures_are_those_of_the_formulas(step):
-    found = of_the_served(metric_values(mismatch(*step, VERSION)))
+    found = of_the_served(metric_values(compare(*step)))
     expected = by_hand(step)
     assert 0 < expected["mismatch/outside"] < 1
     assert found == pytest.approx(expected, rel=1e-6)
@@ -133,13 +140,13 @@ def test_samples_of_another_version_are_not_compared(step):
     samples, logprobs = step
     worse = logprobs.values.clone()
     worse[samples["loss_mask"].row == 2] += 5
-    found = of_the_served(metric_values(mismatch(samples, logprobs.like(worse), VERSION)))
+    found = of_the_served(metric_values(compare(samples, logprobs.like(worse))))
     assert found == pytest.approx(by_hand(step), rel=1e-6)
 
 
 def test_samples_of_older_weights_are_measured_apart_by_their_age(step):
     samples, logprobs = step
-    found = metric_values(mismatch(samples, logprobs, VERSION))
+    found = metric_values(compare(samples, logprobs))
     counted = samples["loss_mask"][2]
     d = (logprobs[2] - samples["rollout_logprobs"][2])[counted].double()
     assert {name: value for name, value in found.items() if "behind" in name} == pytest.approx(
@@ -155,7 +162,7 @@ def test_samples_of_older_weights_are_measured_apart_by_their_age(step):
 def test_a_row_of_two_versions_counts_by_its_oldest_token(step):
     samples, logprobs = step
     mixed = samples.with_columns(first_version=torch.tensor([VERSION, VERSION - 2, 6, VERSION]))
-    found = metric_values(mismatch(mixed, logprobs, VERSION))
+    found = metric_values(compare(mixed, logprobs))
     assert {name.split("/")[1] for name in found if "behind" in name} == {"behind_1", "behind_2"}
     assert found["mismatch/compared"] < by_hand(step)["mismatch/compared"]
 
@@ -169,7 +176,7 @@ def test_a_row_without_a_token_of_the_policys_is_of_no_age(step):
         first_version=torch.tensor([*VERSIONS[:3], -1]),
         weight_version=torch.tensor([*VERSIONS[:3], -1]),
     )
-    found = metric_values(mismatch(masked, logprobs, VERSION))
+    found = metric_values(compare(masked, logprobs))
     assert {name.split("/")[1] for name in found if "behind" in name} == {"behind_1"}
     assert of_the_served(found) == pytest.approx(by_hand(step, (0, 1, 2)), rel=1e-6)
     assert metric_values(measure((masked, logprobs), [0, 1, 2, 3]).metrics) == pytest.approx(of_the_served(found))
@@ -177,7 +184,7 @@ def test_a_row_without_a_token_of_the_policys_is_of_no_age(step):
 
 def test_where_nothing_can_be_compared_no_figure_is_made_up(step):
     samples, logprobs = step
-    assert of_the_served(metric_values(mismatch(samples, logprobs, VERSION + 1))) == {"mismatch/compared": 0.0}
+    assert of_the_served(metric_values(compare(samples, logprobs, VERSION + 1))) == {"mismatch/compared": 0.0}
     assert metric_values(measure(step, [2]).metrics) == {"mismatch/compared": 0.0}
     assert metric_values(merge_metrics([measure(step, [2]).metrics, measure(step, [0]).metrics]))[
         "mismatch/absolute_mean"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from enginehouse.config.schema import Config
-from enginehouse.data import Batch, Ragged
+from enginehouse.data import Batch
 from enginehouse.data.prompts import PromptDataset
 from enginehouse.errors import DataError
 from enginehouse.rl.episodes import batch_of
@@ -39,13 +39,10 @@ def write(tmp_path: Path, name: str, rows: list[dict]) -> None:
 
 
 def answered(rewards: list[float], tokens: list[int], reasons: list[str]) -> Batch:
-    """Samples with a prompt of one token each."""
-    ids = Ragged.from_list([[3] * (1 + count) for count in tokens], dtype=torch.int64)
-    mask = Ragged(torch.tensor([one for count in tokens for one in [False] + [True] * count]), ids.offsets)
+    """Samples, as far as figures need them."""
     return Batch(
         {
-            "input_ids": ids,
-            "loss_mask": mask,
+            "response_tokens": torch.tensor(tokens),
             "reward": torch.tensor(rewards),
             "finish_reason": reasons,
             "prompt": ["p"] * len(rewards),

@@ -52,7 +52,7 @@ from enginehouse.config.rows import check_reward_columns, look_at_demonstrations
 from enginehouse.config.schema import Config, SFTConfig
 from enginehouse.config.secrets import check_secrets
 from enginehouse.engines.model import Device, ModelSpec
-from enginehouse.errors import ConfigError, ModelError
+from enginehouse.errors import ConfigError, ModelError, nearest
 from enginehouse.plugin import (
     Advantage,
     Filter,
@@ -74,6 +74,12 @@ if TYPE_CHECKING:
 
 REWARD_GETS = ("prompt", "messages", "response", "finish_reason")
 """What a reward may take by name, besides the data set's columns; `reward.arguments` it has to take."""
+SAMPLE_COLUMNS = (
+    *("input_ids", "loss_mask", "rollout_logprobs", "reward", "group", "response_tokens"),
+    *("first_version", "weight_version", "finish_reason", "reward_figures", "reward_failure"),
+)
+"""What an advantage may need of the samples, besides `old_logprobs` and `reference_logprobs` where those are computed;
+see `enginehouse.rl.episodes.batch_of`."""
 IMPORTANCE_CAP, STALE_IMPORTANCE_CAP = "importance_cap", 2.0
 """An argument of losses, the largest importance weight of a token, and its value for samples of older weights where the
 config says none (`null` takes the weights away)."""
@@ -126,6 +132,7 @@ class Plan(RunPlan):
         reward_arguments: as the reward takes them: the member of an `Enum`, where the config has its value.
         advantage: `"module:function"`.
         advantage_arguments: as the advantage takes them.
+        advantage_needs: the columns that it is given; None: all but texts.
         keep: `"module:function"` of the filter of groups; None: all are trained on.
         keep_arguments: as it takes them.
         old_logprobs: whose logprobs the ratio divides by, `"rollout"` or `"actor"`.
@@ -139,6 +146,7 @@ class Plan(RunPlan):
     reward_arguments: dict[str, Any]
     advantage: str
     advantage_arguments: dict[str, Any]
+    advantage_needs: tuple[str, ...] | None
     keep: str | None
     keep_arguments: dict[str, Any]
     old_logprobs: Literal["rollout", "actor"]
@@ -258,6 +266,7 @@ def plan(
         Loss, algorithm.loss.name, "algorithm.loss", algorithm.loss.arguments, _kl_arguments(config), list(taken)
     )
     _check_old_logprobs(findings, setting.plugins, config, old_logprobs)
+    advantage_needs = _needs(findings, setting.plugins, config, old_logprobs)
     _check_kl(findings, config)
     directory = setting.run_directory(
         {
@@ -275,6 +284,7 @@ def plan(
         reward_arguments=reward_arguments,
         advantage=advantage,
         advantage_arguments=advantage_arguments,
+        advantage_needs=advantage_needs,
         keep=keep,
         keep_arguments=keep_arguments,
         old_logprobs=old_logprobs,
@@ -544,6 +554,22 @@ class _Setting:
         for problem in problems:
             self.findings.refuse(f"{problem} (an argument of {name!r})")
         return taken
+
+
+def _needs(findings: Findings, plugins: PluginManager, config: Config, old_logprobs: str) -> tuple[str, ...] | None:
+    """The columns that the advantage is given, by its record; None: all but texts.
+
+    Refuses one that the samples will not have.
+    """
+    name = config.algorithm.advantage.name
+    records = [provided.record for provided in plugins.providers(Advantage, name)]
+    needs = next((record.needs for record in records if isinstance(record, Advantage)), None)
+    there = [*SAMPLE_COLUMNS]
+    there += ["old_logprobs"] * (old_logprobs == "actor") + ["reference_logprobs"] * _uses_reference(config)
+    for column in needs or ():
+        if column not in there:
+            findings.refuse(f"the advantage {name!r} needs the column {column!r}: {nearest(column, there)}")
+    return needs
 
 
 def _uses_reference(config: Config) -> bool:

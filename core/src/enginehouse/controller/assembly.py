@@ -41,18 +41,20 @@ class Assembly:
         order: how to arrange the rows then; None: as they are.
         names: the columns, in order.
         added: columns that come from the controller, in the final order of rows.
+        beside: further columns, in the final order of rows too.
     """
 
     pieces: tuple[Piece, ...]
     order: np.ndarray | None
     names: tuple[str, ...]
     added: Batch | None
+    beside: Assembly | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of what travels: row numbers, columns from the controller, rows that are in the sending process."""
-        travelling = [self.order, self.added, *(piece.rows for piece in self.pieces)]
-        travelling += [piece.place for piece in self.pieces]
+        travelling: list[Any] = [self.order, self.added, *(piece.rows for piece in self.pieces)]
+        travelling += [self.beside, *(piece.place for piece in self.pieces)]
         return sum(getattr(part, "nbytes", 0) for part in travelling)
 
     def read(self, timeout: float | None = None) -> Batch:
@@ -63,19 +65,22 @@ class Assembly:
         """
         from enginehouse.data import Batch
 
-        stored = [name for name in self.names if self.added is None or name not in self.added]
-        if self.added is not None and not stored:
-            return self.added.select(self.names)
         until = None if timeout is None else time.monotonic() + timeout
-        parts = [
-            piece.read(stored, None if until is None else max(until - time.monotonic(), 0.001)) for piece in self.pieces
-        ]
-        batch = Batch.concat(parts)
+
+        def left() -> float | None:
+            return None if until is None else max(until - time.monotonic(), 0.001)
+
+        others = [] if self.added is None else [self.added]
+        if self.beside is not None:
+            others.append(self.beside.read(left()))
+        columns = {name: other[name] for other in others for name in other.columns}
+        stored = [name for name in self.names if name not in columns]
+        if columns and not stored:
+            return Batch(columns).select(self.names)
+        batch = Batch.concat([piece.read(stored, left()) for piece in self.pieces])
         if self.order is not None:
             batch = batch.take(self.order)
-        if self.added is None:
-            return batch
-        return batch.with_columns(**{name: self.added[name] for name in self.added.columns}).select(self.names)
+        return batch.with_columns(**columns).select(self.names) if columns else batch
 
 
 def _read(place: Any, origin: str, timeout: float | None) -> Batch:

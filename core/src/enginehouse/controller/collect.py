@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from enginehouse.controller.errors import DispatchError
-from enginehouse.controller.shards import Shard
+from enginehouse.controller.shards import Shard, last, with_last
 
 
 def collect(rule: str, parts: Sequence[Any], ranks: Sequence[int], where: str) -> Any:
@@ -34,7 +34,16 @@ def collect(rule: str, parts: Sequence[Any], ranks: Sequence[int], where: str) -
         from enginehouse.controller.distributed import DistributedBatch
 
         return DistributedBatch.of_shards(parts, where)
-    return concat(parts, ranks, where)
+    return concat([distributed(part) for part in parts] if rule == "distributed" else parts, ranks, where)
+
+
+def distributed(result: Any) -> Any:
+    """One rank's result, of which a batch stayed where it is: that as a `DistributedBatch`."""
+    if not isinstance(shard := last(result), Shard):
+        return result
+    from enginehouse.controller.distributed import DistributedBatch
+
+    return with_last(result, DistributedBatch.of_shards([shard]))
 
 
 def concat(parts: Sequence[Any], ranks: Sequence[int], where: str) -> Any:

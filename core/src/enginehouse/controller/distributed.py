@@ -39,11 +39,18 @@ class DistributedBatch:
     (3, tensor(1.))
     """
 
-    __slots__ = ("_added", "_names", "_rows", "_shards", "_starts")
+    __slots__ = ("_added", "_beside", "_names", "_rows", "_shards", "_starts")
 
     __iter__ = None
 
-    def __init__(self, shards: Sequence[Shard], rows: np.ndarray, names: tuple[str, ...], added: Batch | None) -> None:
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        rows: np.ndarray,
+        names: tuple[str, ...],
+        added: Batch | None,
+        beside: DistributedBatch | None = None,
+    ) -> None:
         """Keep what is given; see `of` and `of_shards`.
 
         Args:
@@ -51,12 +58,14 @@ class DistributedBatch:
             rows: row numbers over all shards end to end, int64.
             names: the columns.
             added: columns held here, in the order of `rows`.
+            beside: further columns of the same rows, which lie in other shards; no name is in two places.
         """
         self._shards = tuple(shards)
         self._starts = np.cumsum([0, *(shard.facts.rows for shard in self._shards)])
         self._rows = rows
         self._names = names
         self._added = added
+        self._beside = beside
 
     @classmethod
     def of_shards(cls, shards: Sequence[Shard], where: str = "a distributed batch") -> DistributedBatch:
@@ -117,6 +126,8 @@ class DistributedBatch:
         self._known(column)
         if self._added is not None and column in self._added:
             return self._added.lengths(column)
+        if self._beside is not None and column in self._beside:
+            return self._beside.lengths(column)
         if any(column not in shard.facts.lengths for shard in self._shards):
             raise TypeError(f"column {column!r} is {self._shards[0].facts.kinds[column]}, not a ragged column")
         lengths = np.concatenate([shard.facts.lengths[column] for shard in self._shards])
@@ -135,10 +146,23 @@ class DistributedBatch:
         self._known(name)
         if self._added is not None and name in self._added:
             return self._added[name]
+        if self._beside is not None and name in self._beside:
+            return self._beside.column(name)
         if any(name not in shard.facts.numbers for shard in self._shards):
             return self.fetch([name])[name]
         held = Batch.concat([shard.facts.numbers.select([name]) for shard in self._shards])
         return held.take(self._rows)[name]
+
+    __getitem__ = column
+
+    def is_objects(self, name: str) -> bool:
+        """Whether a column is of Python objects; nothing is read."""
+        self._known(name)
+        if self._added is not None and name in self._added:
+            return isinstance(self._added[name], tuple)
+        if self._beside is not None and name in self._beside:
+            return self._beside.is_objects(name)
+        return self._shards[0].facts.forms[name] == "objects"
 
     def fetch(self, names: Iterable[str] | None = None) -> Batch:
         """Read the rows into this process, all columns or those named.
@@ -167,10 +191,17 @@ class DistributedBatch:
         width = max(map(len, self._names), default=0)
         lines = [f"DistributedBatch of {len(self)} rows in {len(self._shards)} shard(s)"]
         for name in self._names:
-            held = self._added is not None and name in self._added
-            kind = describe_column(self.column(name)) + ", here" if held else self._shards[0].facts.kinds[name]
-            lines.append(f"  {name:{width}}  {kind}{'' if held or len(self._shards) == 1 else ' (first shard)'}")
+            kind, of_all = self._described(name)
+            lines.append(f"  {name:{width}}  {kind}{'' if of_all else ' (first shard)'}")
         return "\n".join(lines)
+
+    def _described(self, name: str) -> tuple[str, bool]:
+        """A column's kind in words, and whether it is said of all shards."""
+        if self._added is not None and name in self._added:
+            return describe_column(self._added[name]) + ", here", True
+        if self._beside is not None and name in self._beside:
+            return self._beside._described(name)
+        return self._shards[0].facts.kinds[name], len(self._shards) == 1
 
     # Columns
 
@@ -181,7 +212,9 @@ class DistributedBatch:
             self._known(name)
         added = [name for name in chosen if self._added is not None and name in self._added]
         held = self._added.select(added) if self._added is not None and added else None
-        return DistributedBatch(self._shards, self._rows, chosen, held)
+        elsewhere = [name for name in chosen if self._beside is not None and name in self._beside]
+        beside = self._beside.select(elsewhere) if self._beside is not None and elsewhere else None
+        return DistributedBatch(self._shards, self._rows, chosen, held, beside)
 
     def drop(self, names: Iterable[str]) -> DistributedBatch:
         """All columns but these."""
@@ -202,7 +235,23 @@ class DistributedBatch:
         before = {name: self._added[name] for name in self._added.columns} if self._added is not None else {}
         added = Batch({**before, **{name: given[name] for name in given.columns}})
         names = (*self._names, *(name for name in given.columns if name not in self._names))
-        return DistributedBatch(self._shards, self._rows, names, added if added.columns else None)
+        beside = self._beside
+        if beside is not None:
+            left = [name for name in beside.columns if name not in given]
+            beside = beside.select(left) if left else None
+        return DistributedBatch(self._shards, self._rows, names, added if added.columns else None, beside)
+
+    def joined(self, other: DistributedBatch) -> DistributedBatch:
+        """Add the columns of another batch of the same rows, or replace some; they stay where they are.
+
+        Raises:
+            BatchError: it does not have this batch's row count.
+        """
+        if len(other) != len(self):
+            raise BatchError(f"column(s) {', '.join(other.columns)} have {len(other)} rows, the batch has {len(self)}")
+        kept = self.drop([name for name in other.columns if name in self._names])
+        beside = other if kept._beside is None else kept._beside.joined(other)
+        return DistributedBatch(kept._shards, kept._rows, (*kept._names, *other._names), kept._added, beside)
 
     # Rows
 
@@ -214,7 +263,8 @@ class DistributedBatch:
         """
         index = row_index(rows, len(self))
         added = None if self._added is None else self._added.take(index)
-        return DistributedBatch(self._shards, self._rows[index], self._names, added)._without_unused()
+        beside = None if self._beside is None else self._beside.take(index)
+        return DistributedBatch(self._shards, self._rows[index], self._names, added, beside)._without_unused()
 
     def slice(self, start: int, stop: int | None = None) -> DistributedBatch:
         """Rows `start` to `stop`, with Python's rules for negative and large numbers."""
@@ -237,7 +287,7 @@ class DistributedBatch:
         """All rows of all batches, in order.
 
         Raises:
-            BatchError: there is none, or they differ in their columns or in which of them were added here.
+            BatchError: there is none, or they differ in their columns or in which of them were added here or joined.
         """
         if not batches:
             raise BatchError("there is no batch to concatenate")
@@ -245,7 +295,11 @@ class DistributedBatch:
         if len(batches) == 1:
             return first
         for batch in batches:
-            if set(batch._names) != set(first._names) or batch._added_names() != first._added_names():
+            if (
+                set(batch._names) != set(first._names)
+                or batch._added_names() != first._added_names()
+                or batch._beside_names() != first._beside_names()
+            ):
                 raise BatchError(
                     f"distributed batches of different columns: {', '.join(first._names)} (added here: "
                     f"{', '.join(sorted(first._added_names())) or 'none'}) and {', '.join(batch._names)} (added here: "
@@ -259,7 +313,9 @@ class DistributedBatch:
             if first._added is None
             else Batch.concat([batch._added for batch in batches if batch._added is not None])
         )
-        return DistributedBatch(shards, rows, first._names, added)
+        besides = [batch._beside for batch in batches if batch._beside is not None]
+        beside = DistributedBatch.concat(besides) if besides else None
+        return DistributedBatch(shards, rows, first._names, added, beside)
 
     # Inside
 
@@ -274,12 +330,13 @@ class DistributedBatch:
             local = sorted_rows[sorted_shard == number] - self._starts[number]
             made.append(self._piece(shard, local))
         in_order = bool((order == np.arange(len(order))).all())
-        return Assembly(tuple(made), None if in_order else np.argsort(order), self._names, self._added)
+        beside = None if self._beside is None else self._beside.assembly()
+        return Assembly(tuple(made), None if in_order else np.argsort(order), self._names, self._added, beside)
 
     def _piece(self, shard: Shard, rows: np.ndarray) -> Piece:
         """Some rows of a shard, as briefly as they can be told."""
         if isinstance(shard.place, Batch):  # it would travel whole, with all its columns
-            stored = [name for name in self._names if self._added is None or name not in self._added]
+            stored = [name for name in self._names if name not in self._added_names() | self._beside_names()]
             return Piece(shard.place.select(stored).take(rows), shard.origin, None)
         if not len(rows) or (rows == np.arange(rows[0], rows[0] + len(rows))).all():
             start = int(rows[0]) if len(rows) else 0
@@ -300,10 +357,13 @@ class DistributedBatch:
         shards = [self._shards[number] for number in used] or self._shards[:1]  # one always says what the columns are
         starts = np.cumsum([0, *(shard.facts.rows for shard in shards)])
         rows = self._rows - self._starts[used][which] + starts[which] if len(used) else self._rows
-        return DistributedBatch(shards, rows, self._names, self._added)
+        return DistributedBatch(shards, rows, self._names, self._added, self._beside)
 
     def _added_names(self) -> set[str]:
         return set(self._added.columns) if self._added is not None else set()
+
+    def _beside_names(self) -> set[str]:
+        return set(self._beside.columns) if self._beside is not None else set()
 
     def _known(self, name: str) -> None:
         if name not in self._names:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+from enginehouse.controller.collect import distributed
 from enginehouse.controller.dispatch import Balanced, Call, Dealt, Mode, in_order_given, resolve_mode
 from enginehouse.controller.errors import ControllerError, DispatchError, GroupClosed
 from enginehouse.controller.future import Future, StillRunning
@@ -175,6 +176,9 @@ class WorkerGroup:
     def execute_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call any method, registered or not, on one rank.
 
+        Of one that is registered with `collect="distributed"`, a batch that it returns, or that ends the tuple that it
+        returns, stays where it is.
+
         Raises:
             DispatchError: there is no such rank.
         """
@@ -191,6 +195,9 @@ class WorkerGroup:
         def dispatch(group: WorkerGroup, *args: Any, **kwargs: Any) -> list[Call | None]:
             return [(args, kwargs) if called == rank else None for called in range(group.world_size)]
 
+        spec = self._specs.get(method)
+        if spec is not None and self._mode(method, spec).keeps_back:
+            return Mode(dispatch, lambda group, outputs, ranks: distributed(outputs[rank]), keeps_back=True)
         return Mode(dispatch, lambda group, outputs, ranks: outputs[rank], passes_on=True)
 
     def _mode(self, method: str, spec: CallSpec) -> Mode:

@@ -202,10 +202,12 @@ class Advantage(Function):
 
     Attributes:
         compares_samples: whether it judges the samples of a prompt against each other, and so needs at least two.
+        needs: the columns that it is given: no others are brought to the controller. None: all but texts.
     """
 
     kind: ClassVar[str] = "advantage"
     compares_samples: bool = False
+    needs: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from enginehouse.data import Batch, Ragged
 from enginehouse.engines.rollout import Completion, FinishReason, GenerateRequest, GenerateResult, SamplingParams
 
 if TYPE_CHECKING:
+    from enginehouse.controller import DistributedBatch
     from enginehouse.controller.launchers.failure import WorkerFailure
 
 REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
@@ -79,6 +80,7 @@ class Answer:
         versions: its first and last weight version, `(completions, 2)`.
         prompt_logprobs: by id, where they were asked for.
         failures: what went wrong with requests that failed, each by itself, by id.
+        apart: `tokens` and `logprobs`, which are empty here then: a row a completion, where they were made.
     """
 
     ids: tuple[str, ...]
@@ -90,6 +92,7 @@ class Answer:
     versions: np.ndarray
     prompt_logprobs: Mapping[str, np.ndarray]
     failures: Mapping[str, WorkerFailure]
+    apart: DistributedBatch | None = None
 
     @classmethod
     def pack(cls, results: Sequence[GenerateResult], failures: Mapping[str, WorkerFailure]) -> Answer:
@@ -108,6 +111,18 @@ class Answer:
             prompt_logprobs={name: np.asarray(row, np.float32) for name, row in scored if row is not None},
             failures=failures,
         )
+
+    def split(self) -> tuple[Answer, Batch]:
+        """What the controller gets of this, and what stays."""
+        lengths = torch.from_numpy(np.diff(self.offsets))
+        tokens = Ragged.from_lengths(torch.from_numpy(self.tokens), lengths)
+        rows = Batch({"tokens": tokens, "logprobs": tokens.like(torch.from_numpy(self.logprobs))})
+        return replace(self, tokens=self.tokens[:0], logprobs=self.logprobs[:0]), rows
+
+    def joined(self, rows: Batch) -> Answer:
+        """Both parts of `split` in one again."""
+        tokens, logprobs = (rows.ragged(name).values.numpy() for name in ("tokens", "logprobs"))
+        return replace(self, tokens=tokens, logprobs=logprobs, apart=None)
 
     def result(self, place: int, request_id: str) -> GenerateResult:
         """The result of a request, which its caller calls `request_id`. It holds views of this answer's arrays."""

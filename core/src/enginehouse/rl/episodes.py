@@ -4,13 +4,47 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from enginehouse.controller import DistributedBatch
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.environment import Episode, Group, Task
+
+FOR_PEOPLE = ("finish_reason", "prompt", "response", "reward_figures", "reward_failure")
+"""Columns of samples that nothing is trained on: objects, and texts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """A task that was played, as the controller knows it.
+
+    Attributes:
+        task: which it is.
+        rewards: of the episodes that are left.
+        kept: whether they are trained on: there are some, and no filter refused them.
+        group: the episodes, where they are here.
+        rows: else their rows, as of `batch_of`, where they were made; of texts, their bytes.
+    """
+
+    task: Task
+    rewards: tuple[float, ...]
+    kept: bool
+    group: Group | None = None
+    rows: DistributedBatch | None = None
+
+
+def rows_of(played: Sequence[Played]) -> DistributedBatch:
+    """The episodes of tasks, at least one, as rows wherever they are; as of `batch_of`, the groups in this order."""
+    here = [one.group for one in played if one.group is not None]
+    if here or not played:
+        return DistributedBatch.of([batch_of(here)])
+    sizes = [len(one.rewards) for one in played]
+    rows = DistributedBatch.concat([one.rows for one in played if one.rows is not None])
+    return rows.with_columns(group=torch.from_numpy(np.repeat(np.arange(len(played)), sizes)))
 
 
 def tasks_of(prompts: Batch, serials: Sequence[int]) -> list[Task]:
@@ -31,10 +65,11 @@ def batch_of(groups: Sequence[Group]) -> Batch:
 
     Returns:
         `input_ids` ragged int64, `loss_mask` ragged bool (true on what the policy chose), `rollout_logprobs` ragged
-        float32 (0 on the rest); `reward` float32, `group` int64 (0 for the first group), `first_version` and
-        `weight_version` int64 (the oldest and the newest that a chosen token is of; -1 where there is none), each
-        `(rows,)`; and the objects `finish_reason`, `prompt`, `response`, `reward_figures` (other figures of the reward,
-        by name) and `reward_failure` (why a row has no reward and counts as 0; empty where it has one).
+        float32 (0 on the rest); `reward` float32, `group` int64 (0 for the first group), `response_tokens` int64 (how
+        many the policy chose), `first_version` and `weight_version` int64 (the oldest and the newest that one of these
+        is of; -1 where there is none), each `(rows,)`; and the objects `finish_reason`, `prompt`, `response`,
+        `reward_figures` (other figures of the reward, by name) and `reward_failure` (why a row has no reward and counts
+        as 0; empty where it has one).
     """
     episodes = [episode for group in groups for episode in group.episodes]
     lengths = torch.tensor([len(episode.tokens) for episode in episodes], dtype=torch.int64)
@@ -49,6 +84,7 @@ def batch_of(groups: Sequence[Group]) -> Batch:
             "rollout_logprobs": tokens.like(torch.from_numpy(_flat([one.logprobs for one in episodes], np.float32))),
             "reward": torch.tensor([one.score.reward for one in episodes], dtype=torch.float32),
             "group": torch.from_numpy(np.repeat(np.arange(len(groups)), sizes)),
+            "response_tokens": mask.reduced(np.add),
             "first_version": oldest,
             "weight_version": newest,
             "finish_reason": [one.finish for one in episodes],

@@ -14,13 +14,13 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.controller.launchers.event_loop import EventLoop
-from enginehouse.engines.environment import Group
 from enginehouse.errors import EnginehouseError
 from enginehouse.rl.player import in_words
 from enginehouse.rl.schedule import Schedule
 
 if TYPE_CHECKING:
-    from enginehouse.engines.environment import Episode, Task
+    from enginehouse.engines.environment import Task
+    from enginehouse.rl.episodes import Played
     from enginehouse.rl.player import Player
     from enginehouse.rl.tasks import Tasks
 
@@ -44,30 +44,22 @@ class Feed:
         tasks: where they come from.
         player: makes their episodes.
         schedule: how many groups are begun, and which are taken.
-        keep: which groups are trained on; the others are counted and forgotten. None: all.
 
     Attributes:
         version: of the weights that trainer and rollout have, as of the last `draw`.
     """
 
-    def __init__(
-        self,
-        loop: EventLoop,
-        tasks: Tasks,
-        player: Player,
-        schedule: Schedule,
-        keep: Callable[[Group], bool] | None = None,
-    ):
+    def __init__(self, loop: EventLoop, tasks: Tasks, player: Player, schedule: Schedule):
         self._loop, self._tasks, self._player, self._schedule = loop, tasks, player, schedule
-        self._samples, self._keep = player.samples, keep
+        self._samples = player.samples
         self._playing: dict[int, asyncio.Task[None]] = {}
         self._drawing: set[int] = set()  # of those that play: those that have not begun to be scored
-        self._ended: dict[int, Group] = {}
+        self._ended: dict[int, Played] = {}
         self._error: BaseException | None = None
         self.version = self._wanted = self._left = 0
-        self._in_vain: list[Group] = []  # refused or dropped, one after another, since one was kept
+        self._in_vain: list[Played] = []  # refused or dropped, one after another, since one was kept
         self._counts: Counter[str] = Counter()
-        self._told: queue.SimpleQueue[int | list[Group] | BaseException | None] = queue.SimpleQueue()
+        self._told: queue.SimpleQueue[int | list[Played] | BaseException | None] = queue.SimpleQueue()
 
     # From the loop of steps
 
@@ -94,7 +86,7 @@ class Feed:
                 missing, told = missing - told, min(told, missing)
                 yield max(told, 0)
 
-    def take(self) -> list[Group]:
+    def take(self) -> list[Played]:
         """The step's groups, in the order of their tasks, once they are scored. Raises as `draw`."""
         while not isinstance(told := self._told.get(), list):
             if isinstance(told, BaseException):
@@ -158,8 +150,7 @@ class Feed:
         """Make a group, and see what becomes of it."""
         serial = task.serial
         try:
-            group = Group(task, await self._player.play(task, lambda: self._drawn(serial)))
-            kept = len(group.episodes) > 0 and (self._keep is None or self._keep(group))
+            played = await self._player.played(task, lambda: self._drawn(serial))
         except asyncio.CancelledError:
             raise
         except BaseException as error:
@@ -167,12 +158,12 @@ class Feed:
             self._fail(error)
         else:
             self._forget(serial)
-            if kept:
+            if played.kept:
                 self._in_vain.clear()
-                self._ended[serial] = group
+                self._ended[serial] = played
                 self._schedule.end(serial)
             else:
-                self._refuse(group)
+                self._refuse(played)
         self._go_on()
 
     def _drawn(self, serial: int) -> None:
@@ -188,10 +179,10 @@ class Feed:
         self._drawn(serial)
         self._playing.pop(serial, None)
 
-    def _refuse(self, group: Group) -> None:
-        self._counts["refused" if group.episodes else "dropped"] += 1
-        self._schedule.give_up(group.task.serial)
-        self._in_vain.append(group)
+    def _refuse(self, played: Played) -> None:
+        self._counts["refused" if played.rewards else "dropped"] += 1
+        self._schedule.give_up(played.task.serial)
+        self._in_vain.append(played)
         if len(self._in_vain) >= MOST_REFUSED * self._schedule.groups:
             self._fail(_drawn_in_vain(self._in_vain, self._player.last))
 
@@ -219,14 +210,12 @@ class Feed:
         return {"feed/under_way": under_way} | {f"feed/{name}": value for name, value in figures.items()}
 
 
-def played(
-    loop: EventLoop, tasks: Sequence[Task], play: Callable[[Task], Awaitable[Sequence[Episode]]]
-) -> Iterator[Group]:
-    """Play all of some tasks at once; yields each group as it ends, and ends what is left where the caller does."""
-    ended: queue.SimpleQueue[Group | BaseException | None] = queue.SimpleQueue()
+def played(loop: EventLoop, tasks: Sequence[Task], play: Callable[[Task], Awaitable[Played]]) -> Iterator[Played]:
+    """Play all of some tasks at once; yields each as it ends, and ends what is left where the caller does."""
+    ended: queue.SimpleQueue[Played | BaseException | None] = queue.SimpleQueue()
 
     async def one(task: Task) -> None:
-        ended.put(Group(task, await play(task)))
+        ended.put(await play(task))
 
     async def all_of_them() -> None:
         try:
@@ -248,11 +237,11 @@ def played(
         playing.cancel()
 
 
-def _drawn_in_vain(groups: Sequence[Group], last: BaseException | None) -> DrawnInVain:
+def _drawn_in_vain(groups: Sequence[Played], last: BaseException | None) -> DrawnInVain:
     """The error that none of some groups is trained on, given what failed last."""
-    refused, said = [group for group in groups if group.episodes], []
+    refused, said = [group for group in groups if group.rewards], []
     if refused:
-        rewards = [[episode.score.reward for episode in group.episodes] for group in refused]
+        rewards = [group.rewards for group in refused]
         alike = sum(len(set(of_group)) == 1 for of_group in rewards)
         every = [reward for of_group in rewards for reward in of_group]
         said.append(

@@ -81,6 +81,7 @@ class RolloutFleet:
         health_every: seconds between looks at whether replicas live; they may take `HEALTH_SECONDS` to say so.
 
     Attributes:
+        apart: whether tokens stay where they are drawn, so that only who gets their place can read them; see `submit`.
         catch_up: brings returned replicas to the version served (`WeightSync.catch_up`); without it they wait for the
             next update.
 
@@ -89,6 +90,7 @@ class RolloutFleet:
         WorkerError: a worker could not be built.
     """
 
+    apart = False
     catch_up: Callable[[Members], None] | None = None
     _start_timeout: float | None = None
     _ranks: Ranks | None = None
@@ -270,14 +272,22 @@ class RolloutFleet:
             WorkerError: a replica that lives failed, or its engine refused the request.
         """
         ended = asyncio.Event()
-        router = self._routed()
-        flight = router.submit(next(self._numbers), request, lambda _: ended.set())
+        flight = self.submit(request, lambda _: ended.set())
         try:
             await ended.wait()
         finally:
-            router.forget(flight)
-        answer, place = _drawn(flight)
+            self.forget(flight)
+        answer, place = flight.drawn()
         return answer.result(place, request.id)
+
+    def submit(self, request: GenerateRequest, ended: Callable[[Flight], object]) -> Flight:
+        """As `generate`, on an event loop, for who does not wait: `ended` is called with what is returned."""
+        return self._routed().submit(next(self._numbers), request, ended)
+
+    def forget(self, flight: Flight) -> None:
+        """Nobody waits for a request any more: it ends, wherever it is."""
+        if self._router is not None:
+            self._router.forget(flight)
 
     def _routed(self) -> Router:
         """What takes requests of the running event loop to replicas."""
@@ -294,6 +304,7 @@ class RolloutFleet:
                 memory=self._memory,
                 metrics=lambda: self._metrics,
                 watch=self._watch,
+                apart=self.apart,
                 forgets=not self._apart,
                 is_lost=self.is_lost,
                 catch_up=self._begin_to_catch_up,
@@ -326,7 +337,7 @@ class RolloutFleet:
                 left -= len(ended)
                 pieces: dict[int, tuple[Answer, list[int], list[int]]] = {}  # of each answer, rows and their places
                 for row in sorted(ended):
-                    answer, place = _drawn(ended[row])
+                    answer, place = ended[row].drawn()
                     _, rows, places = pieces.setdefault(id(answer), (answer, [], []))
                     rows.append(row)
                     places.append(place)
@@ -569,13 +580,6 @@ class RolloutFleet:
         for replica in replicas:
             if (thread := replica.restarting) is not None:
                 thread.join(max(until - time.monotonic(), 0.0))
-
-
-def _drawn(flight: Flight) -> tuple[Answer, int]:
-    if flight.answer is None:
-        assert flight.error is not None
-        raise flight.error
-    return flight.answer
 
 
 def _at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:

@@ -25,7 +25,7 @@ from enginehouse.config.schema import KLEstimator
 from enginehouse.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from enginehouse.data import Batch
+    from enginehouse.controller import DistributedBatch
 
 ESTIMATORS = get_args(KLEstimator)
 
@@ -54,17 +54,24 @@ def token_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, estimator
     raise ConfigError(f"unknown KL estimator {estimator!r}; {nearest(estimator, ESTIMATORS)}")
 
 
-def with_kl_in_reward(batch: Batch, coefficient: float, estimator: KLEstimator) -> tuple[Batch, float]:
+def with_kl_in_reward(
+    batch: DistributedBatch, coefficient: float, estimator: KLEstimator
+) -> tuple[DistributedBatch, float]:
     """Take `coefficient` times the divergence of each row's tokens off its `reward`.
 
     Args:
-        batch: `reward`, `loss_mask`, `old_logprobs` and `reference_logprobs`.
+        batch: `reward`, `loss_mask`, `reference_logprobs`, and `old_logprobs` where the actor computed them anew; else
+            `rollout_logprobs`.
 
     Returns:
         The batch; and the mean divergence of the tokens of `loss_mask`.
     """
-    mask = batch["loss_mask"]
-    divergence = token_kl(batch["old_logprobs"].values, batch["reference_logprobs"].values, estimator) * mask.values
-    per_row = torch.zeros(len(batch)).index_add_(0, mask.row, divergence)
-    mean = divergence.sum().item() / max(mask.values.sum().item(), 1)
-    return batch.with_columns(reward=batch["reward"] - coefficient * per_row), mean
+    old = "old_logprobs" if "old_logprobs" in batch else "rollout_logprobs"
+    per_row, tokens = [torch.zeros(0)], 0.0
+    for part in batch.select(["loss_mask", old, "reference_logprobs"]).shards():
+        mask = part["loss_mask"]
+        divergence = token_kl(part[old].values, part["reference_logprobs"].values, estimator) * mask.values
+        per_row.append(torch.zeros(len(part)).index_add_(0, mask.row, divergence))
+        tokens += mask.values.sum().item()
+    of_rows = torch.cat(per_row)
+    return batch.with_columns(reward=batch["reward"] - coefficient * of_rows), of_rows.sum().item() / max(tokens, 1)

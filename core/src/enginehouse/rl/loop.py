@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from enginehouse.checkpoints import Checkpoint
     from enginehouse.config.plan import RunPlan
     from enginehouse.config.schema import Config, SFTConfig
+    from enginehouse.controller import DistributedBatch
     from enginehouse.data import Batch
     from enginehouse.engines.train import LossSpec
     from enginehouse.rl.placement import Roles
@@ -130,7 +131,7 @@ class Loop(ABC):
     def update(
         self,
         step: int,
-        batch: Batch,
+        batch: Batch | DistributedBatch,
         loss: LossSpec,
         metrics: Mapping[str, float],
         *,

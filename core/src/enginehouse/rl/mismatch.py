@@ -32,12 +32,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from enginehouse.engines.train import LossSpec, LossValue, Max, Mean, TokenView
+from enginehouse.engines.train import LossSpec, LossValue, Max, Mean, Metrics, TokenView, merge_metrics
 from enginehouse.plugin import plugins
 from enginehouse.rl.kl import token_kl
 
 if TYPE_CHECKING:
-    from enginehouse.data import Batch, Ragged
+    from enginehouse.controller import DistributedBatch
+    from enginehouse.data import Batch
 
 log = logging.getLogger(__name__)
 
@@ -47,15 +48,22 @@ RATIO_BOUND = 2.0
 """`mismatch/outside` counts the tokens that one engine finds more than so many times as likely as the other."""
 
 
-def mismatch(samples: Batch, logprobs: Ragged, version: int) -> dict[str, Mean | Max]:
+COMPARED = ("loss_mask", "rollout_logprobs", "old_logprobs", "first_version", "weight_version")
+
+
+def mismatch(samples: DistributedBatch, version: int) -> Metrics:
     """Compare a step's samples with the actor's logprobs of them.
 
     Args:
-        samples: `loss_mask`, `rollout_logprobs`, `first_version` and `weight_version`, as the rollout returned them.
-        logprobs: the actor's, by the weights of `version`: float32, aligned with `rollout_logprobs`.
+        samples: `loss_mask`, `rollout_logprobs`, `first_version` and `weight_version`, as the rollout returned them;
+            and `old_logprobs`, the actor's by the weights of `version`: float32, aligned with `rollout_logprobs`.
         version: the weight version that was served; rows of others do not count.
     """
-    mask, drawn = samples["loss_mask"], samples["rollout_logprobs"]
+    return merge_metrics(_of_part(part, version) for part in samples.select(COMPARED).shards())
+
+
+def _of_part(samples: Batch, version: int) -> dict[str, Mean | Max]:
+    mask, drawn, logprobs = samples["loss_mask"], samples["rollout_logprobs"], samples["old_logprobs"]
     tokens = int(mask.values.sum())
 
     def figures(rows: torch.Tensor) -> dict[str, Mean | Max]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from enginehouse.config.plan import RunPlan
     from enginehouse.config.roles import RolePlan
     from enginehouse.config.schema import Cluster, Config
-    from enginehouse.data import Batch
+    from enginehouse.controller import DistributedBatch
     from enginehouse.engines.train import Outputs
 
 SHORTEST_START_LIMIT_SECONDS = 300.0
@@ -70,12 +70,12 @@ class Roles:
         parts: dict[str, WorkerGroup | RolloutFleet] = {**self.groups, **self.fleets}
         return {name: parts[name].call("describe") for name in self.plans}
 
-    def score_by_reference(self, batch: Batch, outputs: Outputs) -> Batch:
+    def score_by_reference(self, batch: DistributedBatch, outputs: Outputs) -> DistributedBatch:
         """What the reference gives for `batch`, as `TrainWorker.forward`: its own role, else the actor's base."""
         dealt = Balanced(batch, by="input_ids")
         if reference := self.groups.get("reference"):
-            return reference.forward(dealt, outputs)
-        return self.actor.forward_base(dealt, outputs)
+            return reference.forward(dealt, outputs, "reference_")
+        return self.actor.forward_base(dealt, outputs, "reference_")
 
     def evaluating(self) -> RolloutFleet:
         """What answers validation prompts, once it serves what the rollout does."""

@@ -28,8 +28,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from enginehouse.controller.errors import ControllerError, RemoteError, behind
-from enginehouse.engines.environment import Episode, Score
+from enginehouse.engines.environment import Episode, Group, Score
 from enginehouse.errors import EnginehouseError, UserError
+from enginehouse.rl.episodes import Played
 from enginehouse.rl.rewards import program
 from enginehouse.rl.rewards.batch import RewardError
 from enginehouse.rl.router import PoisonousRows
@@ -72,6 +73,7 @@ class Player:
         on_failure: what is done about one that fails.
         seconds: longest time for making one, or all of a group where the environment does not play each by itself;
             waiting for replicas and rewards is part of it. None: any.
+        keep: which groups are trained on. None: all.
 
     Attributes:
         last: what failed last.
@@ -85,13 +87,21 @@ class Player:
         samples: int,
         on_failure: OnFailure = "fail",
         seconds: float | None = None,
+        keep: Callable[[Group], bool] | None = None,
     ):
+        self._keep = keep
         self.scorer, self.samples, self.on_failure = scorer, samples, on_failure
         self._environment, self._policy_of, self._seconds = environment, policy_of, seconds
         self.last: BaseException | None = None
         self._counts: Counter[str] = Counter()
         self._warned: set[str] = set()  # of which reasons, since the metrics were read
         self._traced: set[str] = set()  # of which reasons, ever
+
+    async def played(self, task: Task, scoring: Callable[[], None] = lambda: None) -> Played:
+        """As `play`, and whether its episodes are trained on."""
+        group = Group(task, await self.play(task, scoring))
+        kept = len(group.episodes) > 0 and (self._keep is None or self._keep(group))
+        return Played(task, tuple(episode.score.reward for episode in group.episodes), kept, group)
 
     async def play(self, task: Task, scoring: Callable[[], None] = lambda: None) -> Sequence[Episode]:
         """The episodes of a task. Fewer than were asked for, or none, where the policy leaves some out.

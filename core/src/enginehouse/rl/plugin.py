@@ -13,6 +13,7 @@ def enginehouse_register_advantages(register):
             summary="Reward against the mean of its group, divided by the group's deviation (Shao et al. 2024)",
             function="enginehouse.rl.advantages.grpo:grpo",
             compares_samples=True,
+            needs=("reward", "group"),
         )
     )
     register(
@@ -21,6 +22,7 @@ def enginehouse_register_advantages(register):
             summary="Reward against the mean of the others of its group (Ahmadian et al. 2024)",
             function="enginehouse.rl.advantages.rloo:rloo",
             compares_samples=True,
+            needs=("reward", "group"),
         )
     )
 

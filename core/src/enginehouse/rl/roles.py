@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from typing import Any
 
+import numpy as np
 import torch
 
 from enginehouse.controller import Worker, register
@@ -73,15 +74,16 @@ class TrainWorker(Worker):
         """The engine's mesh: how the controller splits batches over the ranks."""
         return self.engine.mesh
 
-    @register(dispatch="dp", collect="concat")
-    def forward(self, batch: Batch, outputs: Outputs) -> Batch | None:
-        """Compute per-token outputs of `input_ids`; see `TrainEngine.forward`."""
-        return self.engine.forward(batch, outputs)
+    @register(dispatch="dp")
+    def forward(self, batch: Batch, outputs: Outputs, prefix: str = "") -> Batch | None:
+        """Compute per-token outputs of `input_ids`, in columns whose names begin with `prefix`; see
+        `TrainEngine.forward`."""
+        return _renamed(self.engine.forward(batch, outputs), prefix)
 
-    @register(dispatch="dp", collect="concat")
-    def forward_base(self, batch: Batch, outputs: Outputs) -> Batch | None:
+    @register(dispatch="dp")
+    def forward_base(self, batch: Batch, outputs: Outputs, prefix: str = "") -> Batch | None:
         """As `forward`, without adapters; see `TrainsAdapters.forward_base`."""
-        return self._offering(capabilities.LORA).forward_base(batch, outputs)
+        return _renamed(self._offering(capabilities.LORA).forward_base(batch, outputs), prefix)
 
     @register(dispatch="dp", collect="merge")
     def update(
@@ -98,8 +100,8 @@ class TrainWorker(Worker):
         takes part in its step with none.
 
         Args:
-            batch: `input_ids`, `loss_mask` and what the loss needs; with more than one mini-batch also `minibatch`
-                int64 `(rows, epochs)`, see `enginehouse.rl.minibatches`.
+            batch: `input_ids`, `loss_mask` and what the loss needs, but for what `with_defaults` adds; with more than
+                one mini-batch also `minibatch` int64 `(rows, epochs)`, see `enginehouse.rl.minibatches`.
             loss: what to minimise.
             minibatches: optimizer steps a pass.
             epochs: passes over the batch.
@@ -110,6 +112,7 @@ class TrainWorker(Worker):
             over the steps; `optimizer_steps`; and `busy/update`, seconds in this method, the mean over ranks.
         """
         begun = time.perf_counter()
+        batch = with_defaults(batch)
         parts: list[Metrics] = []
         steps: list[Metrics] = []
         for epoch in range(epochs):
@@ -338,6 +341,11 @@ class RolloutWorker(Worker):
             )
         return Answer.pack(drawn, failures)
 
+    @register(collect="distributed")
+    async def draw_apart(self, requests: Requests, aborted: Sequence[str] = ()) -> tuple[Answer, Batch]:
+        """As `draw`; the tokens stay where they were made."""
+        return (await self.draw(requests, aborted)).split()
+
     @register(urgent=True)
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[Sequence[float]]:
         """Logprob of each token of some sequences given those before it, the first 0, at temperature 1.
@@ -449,6 +457,25 @@ class RolloutWorker(Worker):
         if self._weights is not None:
             await self.engine.shutdown()
         self._thread.shutdown(wait=False)
+
+
+def with_defaults(batch: Batch) -> Batch:
+    """What a loss is given for each token, where the controller knows less: of `advantages` `(rows,)` each counted
+    token has its row's; of samples without `old_logprobs` these are the rollout's."""
+    if "old_logprobs" not in batch and "rollout_logprobs" in batch:
+        batch = batch.with_columns(old_logprobs=batch["rollout_logprobs"])
+    if "advantages" not in batch or not isinstance(batch["advantages"], torch.Tensor):
+        return batch
+    mask = batch.ragged("loss_mask")
+    values = np.repeat(batch["advantages"].numpy(), mask.lengths.numpy())  # torch's would need three times the memory
+    values *= mask.values.numpy()
+    return batch.with_columns(advantages=mask.like(torch.from_numpy(values)))
+
+
+def _renamed(batch: Batch | None, prefix: str) -> Batch | None:
+    if batch is None or not prefix:
+        return batch
+    return Batch({prefix + name: batch[name] for name in batch.columns})
 
 
 def _number(value: float | Mean | Max) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,6 +54,13 @@ class Flight:
     replica: int = -1
     error: Exception | None = None
 
+    def drawn(self) -> tuple[Answer, int]:
+        """Its answer, once it has ended; raises its error."""
+        if self.answer is None:
+            assert self.error is not None
+            raise self.error
+        return self.answer
+
 
 class Router:
     """Takes requests to replicas. Everything here runs on one event loop, but for `wake` and `hurry`.
@@ -66,6 +73,7 @@ class Router:
         memory: which of them saw which prefix.
         metrics: gives where what happens is counted.
         watch: told who has something to do.
+        apart: whether tokens stay where they are drawn (`Answer.apart`).
         forgets: whether prefixes are forgotten once nothing is under way, so that who draws what does not depend on
             what was drawn before.
         is_lost: the fleet's; it may take long.
@@ -83,6 +91,7 @@ class Router:
         memory: PrefixMemory,
         metrics: Callable[[], FleetMetrics],
         watch: Watch,
+        apart: bool,
         forgets: bool,
         is_lost: Callable[[Member, Exception | None], bool],
         catch_up: Callable[[], bool],
@@ -90,6 +99,7 @@ class Router:
         self.loop = loop
         self._name, self._replicas = name, replicas
         self._memory, self._metrics, self._watch = memory, metrics, watch
+        self._method = "draw_apart" if apart else "draw"
         self._forgets, self._is_lost, self._catch_up = forgets, is_lost, catch_up
         self._scheduler = Scheduler(limit, memory)
         self._flights: dict[int, Flight] = {}
@@ -218,7 +228,7 @@ class Router:
         rank = self._replicas[member.number].rank
         call: Future | Exception
         try:
-            call = member.group.execute_rank_async(rank, "draw", requests, tuple(aborted))
+            call = member.group.execute_rank_async(rank, self._method, requests, tuple(aborted))
         except Exception as error:
             call = error
         self._calls.setdefault(member, set()).add(call)
@@ -232,6 +242,8 @@ class Router:
             if isinstance(call, Exception):
                 raise call
             answer = await call
+            if isinstance(answer, tuple):
+                answer = replace(answer[0], apart=answer[1])
         except Exception as error:
             await self._failed(member, error)
         else:

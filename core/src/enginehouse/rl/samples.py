@@ -1,8 +1,9 @@
-"""Samples of a step: from what the rollout returned to a training batch with rewards and groups."""
+"""Samples of a step or a validation: figures of them, and plain rows to be written."""
 
 from __future__ import annotations
 
 import collections
+import itertools
 import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from enginehouse.data import Ragged
 from enginehouse.errors import ConfigError
 
 if TYPE_CHECKING:
+    from enginehouse.controller import DistributedBatch
     from enginehouse.data import Batch
     from enginehouse.engines.environment import Score
 
@@ -26,20 +29,15 @@ RESERVED_BEGINNINGS = ("mean@", "pass@")
 """What names under `validation/` that are the run's own begin with."""
 
 
-def response_lengths(samples: Batch) -> torch.Tensor:
-    """Tokens the policy chose, int64 `(rows,)`."""
-    return samples["loss_mask"].reduced(np.add)
-
-
-def sample_rows(samples: Batch) -> list[dict[str, Any]]:
+def sample_rows(samples: Batch | DistributedBatch) -> list[dict[str, Any]]:
     """What the model said and what it got for it, a plain row a sample, for `samples/`."""
     names = ("prompt", "response", "reward", "finish_reason", "tokens")
     columns = (
-        samples["prompt"],
-        samples["response"],
+        _texts(samples["prompt"]),
+        _texts(samples["response"]),
         samples["reward"].tolist(),
         samples["finish_reason"],
-        response_lengths(samples).tolist(),
+        samples["response_tokens"].tolist(),
     )
     rows = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
     for row, figures, failure in zip(rows, samples["reward_figures"], samples["reward_failure"], strict=True):
@@ -47,6 +45,24 @@ def sample_rows(samples: Batch) -> list[dict[str, Any]]:
         if failure:
             row["reward_failure"] = failure
     return rows
+
+
+def as_bytes(samples: Batch) -> Batch:
+    """The samples with their texts as bytes: whoever reads another column need not read them."""
+    return samples.with_columns(**{name: _bytes(samples[name]) for name in ("prompt", "response")})
+
+
+def _bytes(texts: Sequence[str]) -> Ragged:
+    rows = [text.encode(errors="surrogatepass") for text in texts]
+    values = torch.from_numpy(np.frombuffer(bytearray(b"".join(rows)), np.uint8))
+    return Ragged.from_lengths(values, [*map(len, rows)])
+
+
+def _texts(column: Sequence[str] | Ragged) -> Sequence[str]:
+    if not isinstance(column, Ragged):
+        return column
+    every, bounds = column.values.numpy().tobytes(), itertools.pairwise(column.offsets.tolist())
+    return [every[begin:end].decode(errors="surrogatepass") for begin, end in bounds]
 
 
 def check_figures(scores: Sequence[Score], function: str) -> None:
@@ -68,7 +84,7 @@ def check_figures(scores: Sequence[Score], function: str) -> None:
             )
 
 
-def reward_figures(samples: Batch, prefix: str) -> dict[str, float]:
+def reward_figures(samples: Batch | DistributedBatch, prefix: str) -> dict[str, float]:
     """`PREFIX/failures`, the rows without a reward, and the mean of each figure over the rows that have it."""
     named = collections.defaultdict(list)
     for figures in samples["reward_figures"]:
@@ -78,7 +94,7 @@ def reward_figures(samples: Batch, prefix: str) -> dict[str, float]:
     return {f"{prefix}/failures": failures} | {name: statistics.fmean(values) for name, values in named.items()}
 
 
-def sample_metrics(samples: Batch, version: int) -> dict[str, float]:
+def sample_metrics(samples: Batch | DistributedBatch, version: int) -> dict[str, float]:
     """Figures of a step's samples: rewards, lengths in tokens, share that ended by itself, weight versions.
 
     Rows without a token of the policy's, as of an episode that failed, count in `reward/...` alone.
@@ -100,7 +116,7 @@ def sample_metrics(samples: Batch, version: int) -> dict[str, float]:
     }
     if not drawn.any():
         return figures
-    lengths = response_lengths(samples)[drawn].float()
+    lengths = samples["response_tokens"][drawn].float()
     stopped = torch.tensor([reason == "stop" for reason in samples["finish_reason"]])[drawn]
     behind = (version - samples["first_version"][drawn]).float()
     return figures | {

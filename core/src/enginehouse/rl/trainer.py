@@ -18,11 +18,11 @@ from enginehouse.controller import Balanced
 from enginehouse.controller.launchers.event_loop import event_loop
 from enginehouse.data.prompts import PromptDataset, PromptSampler
 from enginehouse.data.rendering import load_tokenizer
-from enginehouse.engines.train import LossSpec, metric_values
+from enginehouse.engines.train import LossSpec, Mean, metric_values
 from enginehouse.plugin import plugins
 from enginehouse.plugin.records import resolve
 from enginehouse.rl.environments.single_turn import SingleTurn
-from enginehouse.rl.episodes import batch_of, tasks_of
+from enginehouse.rl.episodes import FOR_PEOPLE, rows_of, tasks_of
 from enginehouse.rl.feed import Feed, played
 from enginehouse.rl.generation import outputs_as_sampled, row_seed, sampling_params, step_seed
 from enginehouse.rl.kl import with_kl_in_reward
@@ -43,8 +43,8 @@ from enginehouse.rl.validation import Validation
 if TYPE_CHECKING:
     from enginehouse.config.plan import Plan
     from enginehouse.config.schema import Config
-    from enginehouse.data import Batch, Ragged
-    from enginehouse.engines.environment import Policy, Task
+    from enginehouse.controller import DistributedBatch
+    from enginehouse.engines.environment import Group, Policy, Task
     from enginehouse.engines.train import Outputs
     from enginehouse.runs import Progress, RunDirectory
 
@@ -130,12 +130,11 @@ class Trainer(Loop):
         with self.roles.sync.trainer_idle():
             samples = self.take(step)
         with phase("old_logprobs"):
-            old_logprobs, measured = self.old_logprobs(samples)
-            batch = samples.with_columns(old_logprobs=old_logprobs)
+            batch, measured = self.with_old_logprobs(samples)
         with phase("reference"):
             batch, divergence = self.with_reference(batch)
         with phase("advantage"):
-            batch = self.advantage(batch, **self.plan.advantage_arguments)
+            batch = self.with_advantages(batch)
         self.write_samples(step, samples)
         with phase("update"):
             metrics = {
@@ -148,7 +147,7 @@ class Trainer(Loop):
             }
             loss, first_loss = self.loss(), None
             if self.plan.old_logprobs == "actor":
-                metrics |= metric_values(mismatch(samples, batch["old_logprobs"], self.version))
+                metrics |= metric_values(mismatch(batch, self.version))
             else:
                 first_loss = measuring(loss, self.version)
             metrics = self.update(
@@ -166,8 +165,8 @@ class Trainer(Loop):
 
     # The stages
 
-    def take(self, step: int) -> Batch:
-        """The samples of a step, scored; see `batch_of` for the columns. With `train.staleness` some were drawn before,
+    def take(self, step: int) -> DistributedBatch:
+        """The samples of a step, scored; see `rows_of` for the columns. With `train.staleness` some were drawn before,
         and others are drawn on."""
         groups, samples = self.config.train.prompts_per_step, self.config.rollout.samples_per_prompt
         with self.clock.phase("generate"):
@@ -175,21 +174,27 @@ class Trainer(Loop):
             for _ in self.progress.counted(drawn, "samples", groups * samples, int):
                 pass
         with self.clock.phase("reward"):
-            return batch_of(self.feed.take())
+            return rows_of(self.feed.take())
 
-    def old_logprobs(self, samples: Batch) -> tuple[Ragged, dict[str, float]]:
-        """The logprobs the policy ratio divides by: as the rollout reported them, or computed anew by the actor.
+    def with_old_logprobs(self, samples: DistributedBatch) -> tuple[DistributedBatch, dict[str, float]]:
+        """Add `old_logprobs`, what the policy ratio divides by, if the actor is to compute them anew; else they are the
+        rollout's (`with_defaults`).
 
-        In the latter case with the mean `entropy`, which otherwise the update measures (`measuring`).
+        Returns:
+            The batch; and the mean `entropy` where it was computed too: otherwise the update measures it (`measuring`).
         """
         if self.plan.old_logprobs == "rollout":
-            return samples["rollout_logprobs"], {}
+            return samples, {}
         outputs = replace(self._outputs(entropy=True), entropy_gradient=False)
         dealt = Balanced(samples.select(["input_ids", "loss_mask"]), by="input_ids")
-        scored = self.roles.actor.forward(dealt, outputs)
-        return scored["logprobs"], {"entropy": scored["entropy"].values[samples["loss_mask"].values].mean().item()}
+        batch = samples.joined(self.roles.actor.forward(dealt, outputs, "old_"))
+        entropy = Mean(0.0, 0.0)
+        for part in batch.select(["old_entropy", "loss_mask"]).shards():
+            of_part = part["old_entropy"].values[part["loss_mask"].values]
+            entropy += Mean(of_part.sum().item(), float(len(of_part)))
+        return batch.drop(["old_entropy"]), {"entropy": entropy.value}
 
-    def with_reference(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
+    def with_reference(self, batch: DistributedBatch) -> tuple[DistributedBatch, dict[str, float]]:
         """Add `reference_logprobs`, if there is a KL term, and take the term from the rewards if that is its place.
 
         Returns:
@@ -198,16 +203,25 @@ class Trainer(Loop):
         kl = self.config.algorithm.kl
         if not self.plan.uses_reference:
             return batch, {}
-        scored = self.roles.score_by_reference(batch.select(["input_ids", "loss_mask"]), self._outputs())
-        batch = batch.with_columns(reference_logprobs=scored["logprobs"])
+        batch = batch.joined(self.roles.score_by_reference(batch.select(["input_ids", "loss_mask"]), self._outputs()))
         if kl.place == "loss":
             return batch, {}
         batch, mean = with_kl_in_reward(batch, kl.coefficient, kl.estimator)
         return batch, {"kl": mean}
 
-    def training_batch(self, batch: Batch, step: int) -> Batch:
+    def with_advantages(self, batch: DistributedBatch) -> DistributedBatch:
+        """Add what the advantage estimator makes of the columns it needs; no other is read here."""
+        needs = self.plan.advantage_needs
+        if needs is None:
+            needs = tuple(name for name in batch.columns if name not in ("prompt", "response"))
+        given = batch.fetch(needs)
+        made = self.advantage(given, **self.plan.advantage_arguments)
+        new = [name for name in made.columns if name not in given or made[name] is not given[name]]
+        return batch.with_columns(**{name: made[name] for name in new})
+
+    def training_batch(self, batch: DistributedBatch, step: int) -> DistributedBatch:
         """What an update sends to the actor: every column of numbers, and which mini-batch each row belongs to."""
-        batch = batch.drop([name for name in batch.columns if isinstance(batch[name], tuple)])
+        batch = batch.drop([name for name in batch.columns if name in FOR_PEOPLE or batch.is_objects(name)])
         algorithm = self.config.algorithm
         if algorithm.minibatches == 1:
             return batch
@@ -248,12 +262,12 @@ class Trainer(Loop):
                 name, drawn_from = f"validation-{step}-{task.serial}", row_seed(seed, task.serial)
                 return FleetPolicy(fleet, self.tokenizer, validation.sampling, name, drawn_from)
 
-            groups = played(self.event_loop, tasks, self._player(policy_of, each, len(tasks)).play)
+            groups = played(self.event_loop, tasks, self._player(policy_of, each, len(tasks)).played)
             with self.roles.sync.trainer_idle():
-                parts = self.progress.counted(groups, "samples", len(tasks) * each, lambda group: len(group.episodes))
-                whole = [group for group in parts if len(group.episodes) == each]
+                parts = self.progress.counted(groups, "samples", len(tasks) * each, lambda group: len(group.rewards))
+                whole = [group for group in parts if len(group.rewards) == each]
         whole.sort(key=lambda group: group.task.serial)
-        samples, answered = batch_of(whole), [group.task.serial for group in whole]
+        samples, answered = rows_of(whole).fetch(), [group.task.serial for group in whole]
         validation.warn_of_dropped(step, answered)
         metrics = validation.figures(samples, answered)
         if self.config.train.samples_every:
@@ -281,19 +295,24 @@ class Trainer(Loop):
         return Feed(
             self.event_loop,
             self.tasks,
-            self._player(policy_of, sampling.n, groups),
+            self._player(policy_of, sampling.n, groups, self.keep),
             Schedule(groups, config.train.staleness, config.rollout.extra_groups),
-            self.keep,
         )
 
-    def _player(self, policy_of: Callable[[Task], Policy], samples: int, tasks: int) -> Player:
+    def _player(
+        self,
+        policy_of: Callable[[Task], Policy],
+        samples: int,
+        tasks: int,
+        keep: Callable[[Group], bool] | None = None,
+    ) -> Player:
         """Plays tasks, so many of which are judged together by the rewards they lack."""
         rollout, scorer = self.config.rollout, Scorer(self.rewards, tasks * samples)
-        return Player(self.environment, policy_of, scorer, samples, rollout.on_failure, rollout.episode_seconds)
+        return Player(self.environment, policy_of, scorer, samples, rollout.on_failure, rollout.episode_seconds, keep)
 
     # What is written
 
-    def write_samples(self, step: int, samples: Batch) -> None:
+    def write_samples(self, step: int, samples: DistributedBatch) -> None:
         """Write what the model said, in chosen steps."""
         every = self.config.train.samples_every
         if every and (step == 1 or step % every == 0):

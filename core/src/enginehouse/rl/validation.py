@@ -28,7 +28,7 @@ import torch
 from enginehouse.data import Batch
 from enginehouse.errors import DataError, listed
 from enginehouse.rl.generation import sampling_params
-from enginehouse.rl.samples import response_lengths, reward_figures, sample_rows
+from enginehouse.rl.samples import reward_figures, sample_rows
 
 if TYPE_CHECKING:
     from enginehouse.config.schema import Config
@@ -103,7 +103,7 @@ class Validation:
         """
         each = self.sampling.n
         rewards = samples["reward"].double().view(-1, each)
-        lengths = response_lengths(samples).double().view(-1, each)
+        lengths = samples["response_tokens"].double().view(-1, each)
         cut = torch.tensor([reason == "length" for reason in samples["finish_reason"]]).double().view(-1, each)
         found: dict[str, float] = {}
         first = 0

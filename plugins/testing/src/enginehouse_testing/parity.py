@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from enginehouse.controller import DistributedBatch
 from enginehouse.data.prompts import PromptDataset
 from enginehouse.data.rendering import load_tokenizer
 from enginehouse.engines.train import metric_values
@@ -115,7 +116,8 @@ class Parity:
         drawn = mask.values.nonzero().squeeze(-1)
         if not len(drawn):
             raise EnginehouseError("the rollout drew no tokens: there is nothing to compare")
-        figures = metric_values(mismatch(samples, logprobs, version))
+        compared = DistributedBatch.of([samples.with_columns(old_logprobs=logprobs)])
+        figures = metric_values(mismatch(compared, version))
         row, position = mask.row[drawn], drawn - mask.offsets[mask.row[drawn]]
         token = samples["input_ids"].values[drawn]
         rollout, train = samples["rollout_logprobs"].values[drawn].double(), logprobs.values[drawn].double()
@@ -209,7 +211,7 @@ def compare_engines(plan: Plan, prompts: int, tolerance: float | None = None) ->
         roles.sync.sync(VERSION)
         drawn = sampling_params(sampling, config.rollout.samples_per_prompt)
         samples = in_order(roles.rollout.generate_each(asked, drawn, seed=step_seed(config.train.seed, 0)))
-        scored = roles.actor.forward(samples.select(["input_ids", "loss_mask"]), outputs_as_sampled(sampling))
+        scored = roles.actor.forward(samples.select(["input_ids", "loss_mask"]), outputs_as_sampled(sampling)).fetch()
     return ParityReport(
         train=_in_words(said["actor"]),
         rollout=_in_words(said["rollout"]),

@@ -23,7 +23,7 @@ from enginehouse.controller.launchers.failure import cut_off, error_here
 from enginehouse.controller.launchers.interface import Lane, LaunchOptions, Place
 from enginehouse.controller.launchers.role_objects import RoleObjects, acting_as
 from enginehouse.controller.pool import ResourcePool
-from enginehouse.controller.shards import Shard, kept_back
+from enginehouse.controller.shards import Shard, kept_back, last, with_last
 from enginehouse.controller.worker import WorkerSpec
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import ProcessContext
@@ -54,7 +54,7 @@ class InlineCall:
         value = self._result.result()
         if self._keep and self._origin is not None:
             facts, batch = kept_back(value)
-            value = facts if batch is None else Shard(batch, facts, self._origin)
+            value = facts if batch is None else with_last(facts, Shard(batch, last(facts), self._origin))
         return [value if self._keep else None]
 
     def done(self) -> bool:

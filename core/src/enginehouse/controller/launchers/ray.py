@@ -31,7 +31,7 @@ from enginehouse.controller.placement_group import Lease, Slot
 from enginehouse.controller.pool import ResourcePool
 from enginehouse.controller.ray_access import ENDING_SECONDS, LOOK_SECONDS, ray_access
 from enginehouse.controller.registration import is_async, registered_methods
-from enginehouse.controller.shards import Shard, ShardFacts
+from enginehouse.controller.shards import Shard, ShardFacts, last, with_last
 from enginehouse.controller.worker import WorkerSpec
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import ProcessContext
@@ -136,10 +136,11 @@ class RayCall:
 
     def _shard(self, rank: int, value: Any) -> Any:
         """A shard where a rank told a batch's facts, else what it returned."""
-        if not isinstance(value, ShardFacts):
+        facts = last(value)
+        if not isinstance(facts, ShardFacts):
             return value
-        node = self.processes.places[rank].node
-        return Shard(self.rows[rank], value, f"{self.role} rank {rank} on node {node}, method {self.method!r}")
+        origin = f"{self.role} rank {rank} on node {self.processes.places[rank].node}, method {self.method!r}"
+        return with_last(value, Shard(self.rows[rank], facts, origin))
 
     def done(self) -> bool:
         """See `Pending.done`."""

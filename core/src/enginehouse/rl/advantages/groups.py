@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import numpy as np
 import torch
-
-if TYPE_CHECKING:
-    from enginehouse.data import Batch
 
 
 def group_statistics(rewards: torch.Tensor, group: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -35,11 +29,3 @@ def group_statistics(rewards: torch.Tensor, group: torch.Tensor) -> tuple[torch.
     distances = rewards - torch.where(lowest == highest, lowest, means)[index]
     deviations = (none.index_add(0, index, distances.square()) / (sizes - 1).clamp(min=1)).sqrt()
     return sizes[index], distances, deviations[index]
-
-
-def with_token_advantages(batch: Batch, per_row: torch.Tensor) -> Batch:
-    """Give every counted token its row's advantage: adds ragged float32 `advantages`, 0 where `loss_mask` is false."""
-    mask = batch["loss_mask"]
-    values = np.repeat(per_row.float().numpy(), mask.lengths.numpy())  # torch's would need three times the memory
-    values *= mask.values.numpy()
-    return batch.with_columns(advantages=mask.like(torch.from_numpy(values)))

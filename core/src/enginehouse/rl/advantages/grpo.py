@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from enginehouse.rl.advantages.groups import group_statistics, with_token_advantages
+from enginehouse.rl.advantages.groups import group_statistics
 
 if TYPE_CHECKING:
     from enginehouse.data import Batch
 
 
 def grpo(batch: Batch, *, scale: bool = True, epsilon: Annotated[float, Field(gt=0)] = 1e-6) -> Batch:
-    """Add `advantages` to a batch with columns `reward` float32 `(rows,)`, `group` int64 `(rows,)`, `loss_mask` ragged.
+    """Add `advantages` float32 `(rows,)` to a batch with `reward` float32 `(rows,)` and `group` int64 `(rows,)`.
 
     Args:
         batch: the samples of a step; all samples of a group are in it.
@@ -25,4 +25,5 @@ def grpo(batch: Batch, *, scale: bool = True, epsilon: Annotated[float, Field(gt
         epsilon: added to the standard deviation. A group of equal rewards has advantages of exactly 0.
     """
     _, distances, deviations = group_statistics(batch["reward"], batch["group"])
-    return with_token_advantages(batch, distances / (deviations + epsilon) if scale else distances)
+    per_row = distances / (deviations + epsilon) if scale else distances
+    return batch.with_columns(advantages=per_row.float())

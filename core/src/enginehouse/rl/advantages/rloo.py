@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from enginehouse.rl.advantages.groups import group_statistics, with_token_advantages
+from enginehouse.rl.advantages.groups import group_statistics
 
 if TYPE_CHECKING:
     from enginehouse.data import Batch
 
 
 def rloo(batch: Batch) -> Batch:
-    """Add `advantages` to a batch with columns `reward` float32 `(rows,)`, `group` int64 `(rows,)`, `loss_mask` ragged.
+    """Add `advantages` float32 `(rows,)` to a batch with `reward` float32 `(rows,)` and `group` int64 `(rows,)`.
 
     A group of one has no baseline: its advantage is 0.
     """
     sizes, distances, _ = group_statistics(batch["reward"], batch["group"])
-    return with_token_advantages(batch, distances * sizes / (sizes - 1).clamp(min=1))
+    return batch.with_columns(advantages=(distances * sizes / (sizes - 1).clamp(min=1)).float())
