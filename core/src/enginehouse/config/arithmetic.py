@@ -100,6 +100,12 @@ def check_placement(findings: Findings, config: Config, device: str, roles: Mapp
             "evaluation.engine wants a process of its own, and an inline run has one for all roles; leave it unset, or "
             "set cluster.launcher=ray"
         )
+    environments = config.environment.processes
+    if environments and config.cluster.launcher == "inline":
+        findings.refuse(
+            f"environment.processes is {environments}, and an inline run has one process for everything; leave it "
+            "unset, or set cluster.launcher=ray"
+        )
     if evaluation and not config.data.validation:
         findings.refuse("evaluation.engine is set, but there is no file to validate on (data.validation)")
     if "rollout" not in apart and actor != rollout and config.cluster.launcher != "inline":

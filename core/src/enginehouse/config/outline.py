@@ -43,6 +43,7 @@ def outline_rl(
         ("runtimes", _runtimes(roles)),
         ("weights", _weights(roles["rollout"], transport_reason)),
         ("reward", _reward(config)),
+        *([("environment", _environment(config))] if config.environment.processes else []),
         ("algorithm", f"{config.algorithm.advantage.name} advantages, {config.algorithm.loss.name} loss"),
         ("data", _prompts(config, rows)),
         ("a step", _step(config)),
@@ -122,6 +123,14 @@ def _reference(config: Config, reference: RolePlan | None) -> str:
         engine = _engine(own) if own else f"{reference.backend} with the actor's options"
         what = f"{path}: {_count(reference.processes, 'process')} of {engine}, apart from the actor's"
     return f"{what}; {kl.coefficient:g} times the {kl.estimator} divergence in the {kl.place}"
+
+
+def _environment(config: Config) -> str:
+    processes = config.environment.processes
+    return (
+        f"in {_count(processes, 'process')}, each with reward processes of its own; tokens and texts do not pass the "
+        "controller"
+    )
 
 
 def _reward(config: Config) -> str:

@@ -168,6 +168,17 @@ class Rollout(Section):
     )
 
 
+class Environment(Section):
+    """Where responses are made and scored."""
+
+    processes: int = Field(
+        default=0,
+        ge=0,
+        description="Processes that do it, each with reward.processes of its own: tokens and texts do not pass the "
+        "controller then; 0: the controller",
+    )
+
+
 class EvaluationSampling(Section):
     """How responses to validation prompts are drawn; greedily, unless it says otherwise."""
 
@@ -394,6 +405,7 @@ class Config(Section):
     reward: Reward
     actor: Actor = Field(default_factory=Actor)
     rollout: Rollout = Field(default_factory=Rollout)
+    environment: Environment = Field(default_factory=Environment)
     evaluation: Evaluation = Field(default_factory=Evaluation)
     reference: Reference = Field(default_factory=Reference)
     algorithm: Algorithm = Field(default_factory=Algorithm)

@@ -14,7 +14,8 @@ from enginehouse.controller import DistributedBatch
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.environment import Episode, Group, Task
 
-FOR_PEOPLE = ("finish_reason", "prompt", "response", "reward_figures", "reward_failure")
+NOTES = ("finish_reason", "reward_figures", "reward_failure")
+FOR_PEOPLE = (*NOTES, "prompt", "response")
 """Columns of samples that nothing is trained on: objects, and texts."""
 
 

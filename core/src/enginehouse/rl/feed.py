@@ -21,7 +21,7 @@ from enginehouse.rl.schedule import Schedule
 if TYPE_CHECKING:
     from enginehouse.engines.environment import Task
     from enginehouse.rl.episodes import Played
-    from enginehouse.rl.player import Player
+    from enginehouse.rl.player import AnyPlayer
     from enginehouse.rl.tasks import Tasks
 
 MOST_REFUSED = 10
@@ -49,7 +49,7 @@ class Feed:
         version: of the weights that trainer and rollout have, as of the last `draw`.
     """
 
-    def __init__(self, loop: EventLoop, tasks: Tasks, player: Player, schedule: Schedule):
+    def __init__(self, loop: EventLoop, tasks: Tasks, player: AnyPlayer, schedule: Schedule):
         self._loop, self._tasks, self._player, self._schedule = loop, tasks, player, schedule
         self._samples = player.samples
         self._playing: dict[int, asyncio.Task[None]] = {}

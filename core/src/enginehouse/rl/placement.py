@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from enginehouse.config.roles import own_processes
+from enginehouse.config.schema import Config
 from enginehouse.controller import Balanced, ResourcePool, WorkerGroup, WorkerSpec, colocate, start_ray
 from enginehouse.rl.fleet import RolloutFleet
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
@@ -20,7 +21,7 @@ from enginehouse.weights.sync import WeightSync
 if TYPE_CHECKING:
     from enginehouse.config.plan import RunPlan
     from enginehouse.config.roles import RolePlan
-    from enginehouse.config.schema import Cluster, Config
+    from enginehouse.config.schema import Cluster
     from enginehouse.controller import DistributedBatch
     from enginehouse.engines.train import Outputs
 
@@ -109,7 +110,9 @@ def place(plan: RunPlan, probe: Sequence[Sequence[int]] = ()) -> Iterator[Roles]
             if role.kind == "rollout" and name in started:
                 fleets[name] = RolloutFleet.over(started.pop(name))
                 stack.callback(fleets[name].shutdown)
+        apart = isinstance(plan.config, Config) and plan.config.environment.processes > 0
         for fleet in fleets.values():
+            fleet.apart = apart
             fleet.launch()
         sync = _connected(plan, started["actor"], fleets["rollout"], probe, stack) if "rollout" in fleets else None
         yield Roles(plan.roles, started, fleets, sync)
@@ -148,7 +151,7 @@ def _colocated(plan: RunPlan, host: str) -> Iterator[dict[str, WorkerGroup]]:
     pool = ResourcePool(
         [role.processes],
         gpus_per_process=role.gpus if plan.device == "cuda" else 0,
-        timeout=_start_seconds(cluster),
+        timeout=start_seconds(cluster),
     )
     groups: dict[str, WorkerGroup] = {}
     try:
@@ -158,7 +161,7 @@ def _colocated(plan: RunPlan, host: str) -> Iterator[dict[str, WorkerGroup]]:
             name="+".join(specs),
             launcher=cluster.launcher,
             timeout=cluster.call_timeout_seconds,
-            start_timeout=_start_seconds(cluster),
+            start_timeout=start_seconds(cluster),
             seed=plan.config.train.seed,
             device=plan.device,
             threads=cluster.threads_per_process,
@@ -180,14 +183,15 @@ def _fleet(plan: RunPlan, name: str) -> RolloutFleet:
         launcher=cluster.launcher,
         gpus_per_process=role.gpus if plan.device == "cuda" else 0,
         timeout=cluster.call_timeout_seconds,
-        start_timeout=_start_seconds(cluster),
+        start_timeout=start_seconds(cluster),
         seed=plan.config.train.seed,
         device=plan.device,
         threads=cluster.threads_per_process,
     )
 
 
-def _start_seconds(cluster: Cluster) -> float:
+def start_seconds(cluster: Cluster) -> float:
+    """How long a worker may take until it is there."""
     return max(cluster.call_timeout_seconds, SHORTEST_START_LIMIT_SECONDS)
 
 

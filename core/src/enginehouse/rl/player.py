@@ -25,19 +25,26 @@ import textwrap
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from enginehouse.controller.errors import ControllerError, RemoteError, behind
 from enginehouse.engines.environment import Episode, Group, Score
 from enginehouse.errors import EnginehouseError, UserError
+from enginehouse.plugin.records import resolve
+from enginehouse.rl.environments.single_turn import SingleTurn
 from enginehouse.rl.episodes import Played
 from enginehouse.rl.rewards import program
 from enginehouse.rl.rewards.batch import RewardError
+from enginehouse.rl.rewards.scorer import Scorer
 from enginehouse.rl.router import PoisonousRows
 
 if TYPE_CHECKING:
+    from enginehouse.config.plan import Plan
     from enginehouse.config.schema import OnFailure
     from enginehouse.engines.environment import Environment, Policy, Task
+    from enginehouse.engines.rollout import SamplingParams
+    from enginehouse.rl.rewards.pool import RewardPool
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +53,8 @@ REASONS = ("error", "time", "replica")
 """Why an episode fails: the environment raised; it took too long; what it asked for took replicas with it."""
 
 T = TypeVar("T")
-Scorer = Callable[[Sequence[Mapping[str, Any]]], Awaitable[Sequence[Score]]]
-"""Scores rows; the pool's."""
+Scores = Callable[[Sequence[Mapping[str, Any]]], Awaitable[Sequence[Score]]]
+"""Scores rows, as `Scorer` does."""
 
 
 class EpisodeFailed(EnginehouseError):
@@ -60,6 +67,40 @@ class Late(EnginehouseError):
 
 class _GivenUp(Exception):
     """An episode, or a group, that the run goes on without; what happened is its `__cause__`."""
+
+
+class AnyPlayer(Protocol):
+    """What the feed asks: a `Player`, or what has one play elsewhere."""
+
+    samples: int
+
+    @property
+    def last(self) -> BaseException | None:
+        """What failed last."""
+        ...
+
+    async def played(self, task: Task, scoring: Callable[[], None] = lambda: None) -> Played:
+        """See `Player.played`."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """See `Player.metrics`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What tasks are played for.
+
+    Attributes:
+        sampling: how their tokens are drawn, unless the environment says otherwise; `n` episodes of each task.
+        tasks: so many are judged together by the rewards they lack.
+        filtered: whether the run's filter says which are trained on; else all are.
+    """
+
+    sampling: SamplingParams
+    tasks: int
+    filtered: bool = False
 
 
 class Player:
@@ -83,7 +124,7 @@ class Player:
         self,
         environment: Environment,
         policy_of: Callable[[Task], Policy],
-        scorer: Scorer,
+        scorer: Scores,
         samples: int,
         on_failure: OnFailure = "fail",
         seconds: float | None = None,
@@ -172,7 +213,7 @@ class Player:
         """How many episodes failed since this was asked for last, each try counted, by reason."""
         counts, self._counts = self._counts, Counter()
         self._warned.clear()
-        return {f"failed_{reason}": float(counts[reason]) for reason in REASONS}
+        return {failed_metric(reason): float(counts[reason]) for reason in REASONS}
 
     def _warn(self, what: str, error: BaseException) -> None:
         reason = _reason(error)
@@ -303,6 +344,31 @@ async def _settled(
     if not making.done():
         return Late(f"it took more than {deadline.seconds:g} s (rollout.episode_seconds)")
     return asyncio.CancelledError("something that it awaited was cancelled") if making.cancelled() else making.result()
+
+
+def player_of(
+    plan: Plan,
+    policy_of: Callable[[Task], Policy],
+    rewards: RewardPool,
+    kind: Kind,
+) -> Player:
+    """What plays tasks as a plan says.
+
+    Args:
+        plan: of the run.
+        policy_of: what a task's episodes are drawn from.
+        rewards: score them.
+        kind: what they are played for.
+    """
+    rollout, samples = plan.config.rollout, kind.sampling.n
+    scorer = Scorer(rewards, kind.tasks * samples)
+    keep = partial(resolve(plan.keep), **plan.keep_arguments) if kind.filtered and plan.keep else None
+    return Player(SingleTurn(), policy_of, scorer, samples, rollout.on_failure, rollout.episode_seconds, keep)
+
+
+def failed_metric(reason: str) -> str:
+    """The figure that counts what failed for one of `REASONS`."""
+    return f"failed_{reason}"
 
 
 def _beyond_policy(error: BaseException) -> Exception | None:

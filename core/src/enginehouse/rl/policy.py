@@ -5,13 +5,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from enginehouse.engines.rollout import GenerateRequest
 
 if TYPE_CHECKING:
-    from enginehouse.engines.rollout import Completion, SamplingParams
-    from enginehouse.rl.fleet import RolloutFleet
+    from enginehouse.engines.rollout import Completion, GenerateResult, SamplingParams
+
+
+class Draws(Protocol):
+    """What a policy asks: a fleet, or what has one draw."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """See `RolloutFleet.generate`."""
+        ...
 
 
 class FleetPolicy:
@@ -25,7 +32,7 @@ class FleetPolicy:
         seed: of its first call; what others draw depends on it and on their number.
     """
 
-    def __init__(self, fleet: RolloutFleet, tokenizer: Any, sampling: SamplingParams, name: str, seed: int):
+    def __init__(self, fleet: Draws, tokenizer: Any, sampling: SamplingParams, name: str, seed: int):
         self.tokenizer = tokenizer
         self._fleet, self._sampling, self._name, self._seed = fleet, sampling, name, seed
         self._calls = 0

@@ -59,7 +59,8 @@ class Flight:
         if self.answer is None:
             assert self.error is not None
             raise self.error
-        return self.answer
+        answer, place = self.answer
+        return (answer if answer.apart is None else answer.joined(answer.apart.fetch())), place
 
 
 class Router:

@@ -7,9 +7,8 @@ What runs where is decided elsewhere (`enginehouse.rl.placement`), what an algor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.config.plan import REWARD_GETS
@@ -21,7 +20,7 @@ from enginehouse.data.rendering import load_tokenizer
 from enginehouse.engines.train import LossSpec, Mean, metric_values
 from enginehouse.plugin import plugins
 from enginehouse.plugin.records import resolve
-from enginehouse.rl.environments.single_turn import SingleTurn
+from enginehouse.rl.environment_workers import environment_workers
 from enginehouse.rl.episodes import FOR_PEOPLE, rows_of, tasks_of
 from enginehouse.rl.feed import Feed, played
 from enginehouse.rl.generation import outputs_as_sampled, row_seed, sampling_params, step_seed
@@ -30,10 +29,9 @@ from enginehouse.rl.loop import Loop
 from enginehouse.rl.minibatches import assign_minibatches
 from enginehouse.rl.mismatch import MismatchWarnings, measuring, mismatch
 from enginehouse.rl.placement import place
-from enginehouse.rl.player import Player
+from enginehouse.rl.player import Kind, player_of
 from enginehouse.rl.policy import FleetPolicy
 from enginehouse.rl.rewards.pool import RewardPool
-from enginehouse.rl.rewards.scorer import Scorer
 from enginehouse.rl.samples import sample_metrics, sample_rows
 from enginehouse.rl.schedule import Schedule
 from enginehouse.rl.stalls import Stalls
@@ -44,8 +42,11 @@ if TYPE_CHECKING:
     from enginehouse.config.plan import Plan
     from enginehouse.config.schema import Config
     from enginehouse.controller import DistributedBatch
-    from enginehouse.engines.environment import Group, Policy, Task
+    from enginehouse.engines.environment import Policy, Task
     from enginehouse.engines.train import Outputs
+    from enginehouse.rl.environment_workers import EnvironmentWorkers
+    from enginehouse.rl.fleet import RolloutFleet
+    from enginehouse.rl.player import AnyPlayer
     from enginehouse.runs import Progress, RunDirectory
 
 PROBE_SEQUENCES, PROBE_TOKENS = 4, 32
@@ -58,6 +59,7 @@ class Trainer(Loop):
 
     config: Config
     rewards: RewardPool
+    environments: EnvironmentWorkers
 
     def __init__(self, plan: Plan, run: RunDirectory, progress: Progress):
         super().__init__(plan, run, progress)
@@ -71,8 +73,6 @@ class Trainer(Loop):
             self.validation = Validation.of(config, self._dataset)
         self.prompts = prompts
         self.tasks = Tasks(PromptSampler(prompts, config.train.prompts_per_step, config.train.seed))
-        self.environment = SingleTurn()
-        self.keep = partial(resolve(plan.keep), **plan.keep_arguments) if plan.keep else None
         self.probe = [tokens[-PROBE_TOKENS:].tolist() for tokens in prompts.all(PROBE_SEQUENCES)["prompt_ids"]]
         self.advantage = resolve(plan.advantage)
         self.version = 0
@@ -83,12 +83,14 @@ class Trainer(Loop):
 
     @contextmanager
     def workers(self) -> Iterator[None]:
-        with (
-            closing(RewardPool.of(self.plan)) as self.rewards,
-            place(self.plan, self.probe) as self.roles,
-            event_loop() as self.event_loop,
-            self.roles.sync.trainer_in_use(),
-        ):
+        with ExitStack() as stack:
+            if not self.config.environment.processes:
+                self.rewards = stack.enter_context(closing(RewardPool.of(self.plan)))
+            self.roles = stack.enter_context(place(self.plan, self.probe))
+            self.event_loop = stack.enter_context(event_loop())
+            if self.config.environment.processes:
+                self.environments = stack.enter_context(environment_workers(self.plan, self._kinds()))
+            stack.enter_context(self.roles.sync.trainer_in_use())
             self.feed = self._feed()
             yield
 
@@ -258,11 +260,10 @@ class Trainer(Loop):
             tasks = tasks_of(validation.prompts, range(len(validation.prompts)))
             seed = step_seed(self.config.train.seed, (1 << 31) + step)
 
-            def policy_of(task: Task) -> Policy:
-                name, drawn_from = f"validation-{step}-{task.serial}", row_seed(seed, task.serial)
-                return FleetPolicy(fleet, self.tokenizer, validation.sampling, name, drawn_from)
+            def named(task: Task) -> tuple[str, int]:
+                return f"validation-{step}-{task.serial}", row_seed(seed, task.serial)
 
-            groups = played(self.event_loop, tasks, self._player(policy_of, each, len(tasks)).played)
+            groups = played(self.event_loop, tasks, self._player("validation", fleet, named).played)
             with self.roles.sync.trainer_idle():
                 parts = self.progress.counted(groups, "samples", len(tasks) * each, lambda group: len(group.rewards))
                 whole = [group for group in parts if len(group.rewards) == each]
@@ -283,32 +284,40 @@ class Trainer(Loop):
 
     def _feed(self) -> Feed:
         """The feed of this run's samples."""
-        config, fleet = self.config, self.roles.rollout
+        config = self.config
         groups, seed = config.train.prompts_per_step, config.train.seed
-        sampling = sampling_params(config.rollout.sampling, config.rollout.samples_per_prompt)
 
-        def policy_of(task: Task) -> Policy:
+        def named(task: Task) -> tuple[str, int]:
             step, row = divmod(task.serial, groups)  # in which it is drawn if nothing comes between
-            drawn_from = row_seed(step_seed(seed, step + 1), row)
-            return FleetPolicy(fleet, self.tokenizer, sampling, f"task-{task.serial}", drawn_from)
+            return f"task-{task.serial}", row_seed(step_seed(seed, step + 1), row)
 
         return Feed(
             self.event_loop,
             self.tasks,
-            self._player(policy_of, sampling.n, groups, self.keep),
+            self._player("training", self.roles.rollout, named),
             Schedule(groups, config.train.staleness, config.rollout.extra_groups),
         )
 
-    def _player(
-        self,
-        policy_of: Callable[[Task], Policy],
-        samples: int,
-        tasks: int,
-        keep: Callable[[Group], bool] | None = None,
-    ) -> Player:
-        """Plays tasks, so many of which are judged together by the rewards they lack."""
-        rollout, scorer = self.config.rollout, Scorer(self.rewards, tasks * samples)
-        return Player(self.environment, policy_of, scorer, samples, rollout.on_failure, rollout.episode_seconds, keep)
+    def _kinds(self) -> dict[str, Kind]:
+        """What tasks are played for."""
+        config, validation = self.config, self.validation
+        sampling = sampling_params(config.rollout.sampling, config.rollout.samples_per_prompt)
+        kinds = {"training": Kind(sampling, config.train.prompts_per_step, filtered=True)}
+        if validation is not None:
+            kinds["validation"] = Kind(validation.sampling, len(validation.prompts))
+        return kinds
+
+    def _player(self, kind: str, fleet: RolloutFleet, named: Callable[[Task], tuple[str, int]]) -> AnyPlayer:
+        """What plays tasks of a kind, given what draws their tokens, and of each task what begins its requests' ids and
+        the seed of the first."""
+        if self.config.environment.processes:
+            return self.environments.player(kind, fleet, named)
+        asked = self._kinds()[kind]
+
+        def policy_of(task: Task) -> Policy:
+            return FleetPolicy(fleet, self.tokenizer, asked.sampling, *named(task))
+
+        return player_of(self.plan, policy_of, self.rewards, asked)
 
     # What is written
 
