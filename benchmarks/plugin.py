@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Iterable
 
-from enginehouse.plugin import RolloutBackend, TrainBackend, hookimpl
+from enginehouse.plugin import Advantage, RolloutBackend, TrainBackend, hookimpl
 from enginehouse.plugin.capabilities import PAUSE_KEEP, PROMPT_LOGPROBS, SEED, WEIGHT_CHECKSUMS
 
 enginehouse_protocol = "1.0"
@@ -47,6 +47,18 @@ def enginehouse_register_backends(register):
             engine="benchmarks.shapes:ShapesRolloutEngine",
             options="enginehouse_torch.options:TorchRolloutOptions",
             capabilities={SEED, PROMPT_LOGPROBS, WEIGHT_CHECKSUMS},
+        )
+    )
+
+
+@hookimpl
+def enginehouse_register_advantages(register):
+    register(
+        Advantage(
+            name="surprise",
+            summary="Reads every token's logprob; for benchmarks",
+            function="benchmarks.shapes:by_surprise",
+            needs=("reward", "loss_mask", "rollout_logprobs"),
         )
     )
 

@@ -38,8 +38,9 @@ EVERY_SIDE = (
     "reward.function=benchmarks.shapes:even",
     "weights.effect_check_every=0",
     "data.validation=null",
+    "environment.processes=2",
 )
-ESTIMATORS = {"grpo": "grpo", "per token": "benchmarks.shapes:by_surprise"}
+ESTIMATORS = {"grpo": "grpo", "per token": "surprise"}
 
 Look = tuple[float, int]
 """When (`time.monotonic`), and the bytes that a process had of its own."""

@@ -61,8 +61,6 @@ def even(response: str, **columns: object) -> float:
 
 
 def by_surprise(batch: Batch) -> Batch:
-    """An advantage that reads a column of tokens: a row's reward, by how unlikely each token was."""
-    mask, logprobs = batch["loss_mask"], batch["rollout_logprobs"]
-    values = batch["reward"].repeat_interleave(mask.lengths)
-    values *= logprobs.values
-    return batch.with_columns(advantages=mask.like(values.neg_()))
+    """An advantage that reads a column of tokens: a row's reward, by how unlikely its tokens were."""
+    surprise = -batch["rollout_logprobs"].reduced(np.add) / batch["loss_mask"].reduced(np.add)
+    return batch.with_columns(advantages=batch["reward"] * surprise)

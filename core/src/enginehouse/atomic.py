@@ -6,13 +6,14 @@ import errno
 import logging
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 log = logging.getLogger(__name__)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replace the file `path` by `text` in one step: a reader sees the old file or the new one.
+def write_whole(path: Path, text: str | Iterable[str]) -> None:
+    """Replace the file `path` by `text`, or texts end to end, in one step: a reader sees the old file or the new one.
 
     What UTF-8 has no bytes for, the half of a pair that a file name or a process's output may bring, is escaped.
 
@@ -22,7 +23,7 @@ def write_whole(path: Path, text: str) -> None:
     staging = path.with_name(f".{path.name}.partial")
     try:
         with staging.open("w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
+            file.writelines([text] if isinstance(text, str) else text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(staging, path)

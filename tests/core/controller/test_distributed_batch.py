@@ -107,6 +107,13 @@ def test_a_shard_that_is_not_needed_any_more_is_let_go():
     assert "2 shard(s)" in repr(distributed.take([4, 0]))
 
 
+def test_parts_of_a_shard_that_are_put_together_are_read_as_one():
+    whole, distributed = both([[1, 2], [3, 1, 1]])
+    again = DistributedBatch.concat([distributed.take([row]) for row in (3, 0, 4, 2)])
+    check_same(again, whole.take([3, 0, 4, 2]))
+    assert "2 shard(s)" in repr(again)
+
+
 def test_rows_in_one_shard_are_read_without_a_copy():
     part = batch_of([3, 2, 4])
     distributed = DistributedBatch.of([part, batch_of([1], 3)])

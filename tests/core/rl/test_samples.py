@@ -106,7 +106,7 @@ def test_figures_and_failures_are_logged_and_written_with_the_samples():
     assert reward_figures(samples, "validation") == {f"validation/{name}": value for name, value in expected.items()}
     metrics = sample_metrics(samples, 3)
     assert {name: metrics[f"reward/{name}"] for name in expected} == expected
-    rows = sample_rows(samples)
+    rows = list(sample_rows(samples))
     assert rows[0]["reward/format"] == 1.0
     assert "reward_failure" not in rows[0]
     assert rows[1]["reward_failure"] == "raised ValueError"
@@ -145,7 +145,7 @@ def test_an_episode_that_failed_counts_by_its_reward_alone():
     assert (whole["weights/version"], whole["staleness/max"], whole["response/stopped"]) == (2.0, 1.0, 1.0)
     alone = sample_metrics(batch_of([Group(task, [masked])]), 3)
     assert {name.split("/")[0] for name in alone} == {"reward"}
-    row = sample_rows(batch_of([Group(task, [masked])]))[0]
+    row = next(sample_rows(batch_of([Group(task, [masked])])))
     assert (row["finish_reason"], row["response"], row["tokens"]) == ("failed", "", 0)
 
 

@@ -9,9 +9,15 @@ from typing import TYPE_CHECKING, Any
 from enginehouse.controller.errors import DataLost
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
 
     from enginehouse.data import Batch
+
+
+ROWS_OF_A_RUN = 4
+"""Rows that follow each other in a shard are copied as one, where there are so many on average."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,13 +29,15 @@ class Piece:
     origin: str
     rows: np.ndarray | slice | None
 
-    def read(self, names: list[str], timeout: float | None) -> Batch:
-        """These columns of the rows, from this node's object store, to which the shard travels if it is on another."""
-        shard = _read(self.place, self.origin, timeout)
-        columns = shard.select(names)
-        if isinstance(self.rows, slice):
-            return columns.slice(self.rows.start, self.rows.stop)
-        return columns if self.rows is None else columns.take(self.rows)
+    def read(self, names: list[str], timeout: float | None) -> tuple[Batch, np.ndarray]:
+        """These columns of the shard, from this node's object store, to which it travels if it is on another; and which
+        of its rows are meant."""
+        import numpy as np
+
+        columns = _read(self.place, self.origin, timeout).select(names)
+        if self.rows is None:
+            return columns, np.arange(len(columns))
+        return columns, np.arange(self.rows.start, self.rows.stop) if isinstance(self.rows, slice) else self.rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,10 +85,27 @@ class Assembly:
         stored = [name for name in self.names if name not in columns]
         if columns and not stored:
             return Batch(columns).select(self.names)
-        batch = Batch.concat([piece.read(stored, left()) for piece in self.pieces])
-        if self.order is not None:
-            batch = batch.take(self.order)
+        batch = _arranged([piece.read(stored, left()) for piece in self.pieces], self.order)
         return batch.with_columns(**columns).select(self.names) if columns else batch
+
+
+def _arranged(parts: Sequence[tuple[Batch, np.ndarray]], order: np.ndarray | None) -> Batch:
+    """Rows of batches, put end to end and then into another order; None: as they are."""
+    import numpy as np
+
+    from enginehouse.data import Batch
+
+    part = np.repeat(np.arange(len(parts)), [len(rows) for _, rows in parts])
+    row = np.concatenate([rows for _, rows in parts])
+    if order is not None:
+        part, row = part[order], row[order]
+    begins = np.flatnonzero((np.diff(part, prepend=-1) != 0) | (np.diff(row, prepend=-2) != 1)).tolist()
+    if len(begins) * ROWS_OF_A_RUN > max(len(row), ROWS_OF_A_RUN):
+        batch = Batch.concat([columns.take(rows) for columns, rows in parts])
+        return batch if order is None else batch.take(order)
+    ends = [*begins[1:], len(row)]
+    runs = [parts[part[begin]][0].slice(int(row[begin]), int(row[end - 1]) + 1) for begin, end in zip(begins, ends)]
+    return Batch.concat(runs or [columns.slice(0, 0) for columns, _ in parts])
 
 
 def _read(place: Any, origin: str, timeout: float | None) -> Batch:

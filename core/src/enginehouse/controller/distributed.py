@@ -6,7 +6,7 @@ controller knows each shard's row count, the lengths of its ragged columns and i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -305,9 +305,9 @@ class DistributedBatch:
                     f"{', '.join(sorted(first._added_names())) or 'none'}) and {', '.join(batch._names)} (added here: "
                     f"{', '.join(sorted(batch._added_names())) or 'none'})"
                 )
-        shards = [shard for batch in batches for shard in batch._shards]
-        before = np.cumsum([0, *(int(batch._starts[-1]) for batch in batches)])
-        rows = np.concatenate([batch._rows + start for batch, start in zip(batches, before)])
+        shards = list({id(shard): shard for batch in batches for shard in batch._shards}.values())  # each is read once
+        starts = dict(zip(map(id, shards), np.cumsum([0, *(shard.facts.rows for shard in shards)])))
+        rows = np.concatenate([batch._rows + batch._moved_to(starts) for batch in batches])
         added = (
             None
             if first._added is None
@@ -348,6 +348,11 @@ class DistributedBatch:
     def _shard_of(self) -> np.ndarray:
         """The shard of each row."""
         return np.searchsorted(self._starts, self._rows, side="right") - 1
+
+    def _moved_to(self, starts: Mapping[int, int]) -> np.ndarray:
+        """By how much each row's number changes where the shards begin at other rows, by their identity."""
+        moved = np.array([starts[id(shard)] - start for shard, start in zip(self._shards, self._starts)])
+        return moved[self._shard_of()]
 
     def _without_unused(self) -> DistributedBatch:
         """Let go of shards none of whose rows are left, so that their memory can be given back."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,10 +27,17 @@ RESERVED = (
 """Names under `reward/` or `validation/` that are the run's own, so that no figure of a reward may have them."""
 RESERVED_BEGINNINGS = ("mean@", "pass@")
 """What names under `validation/` that are the run's own begin with."""
+ROWS_READ_AT_ONCE = 64
+"""So many samples' texts are brought to the controller at once, where it has them written."""
 
 
-def sample_rows(samples: Batch | DistributedBatch) -> list[dict[str, Any]]:
-    """What the model said and what it got for it, a plain row a sample, for `samples/`."""
+def sample_rows(samples: Batch | DistributedBatch) -> Iterator[dict[str, Any]]:
+    """What the model said and what it got for it, a plain row a sample, for `samples/`. A few are read at a time."""
+    for begin in range(0, len(samples), ROWS_READ_AT_ONCE):
+        yield from _plain_rows(samples.slice(begin, begin + ROWS_READ_AT_ONCE))
+
+
+def _plain_rows(samples: Batch | DistributedBatch) -> list[dict[str, Any]]:
     names = ("prompt", "response", "reward", "finish_reason", "tokens")
     columns = (
         _texts(samples["prompt"]),

@@ -145,7 +145,7 @@ class Trainer(Loop):
                 **divergence,
                 **self.feed.metrics(),
                 **self.rollout_metrics(),
-                "tokens": float(samples["input_ids"].tokens),
+                "tokens": float(samples.lengths("input_ids").sum()),
             }
             loss, first_loss = self.loss(), None
             if self.plan.old_logprobs == "actor":

@@ -21,7 +21,7 @@ import math
 import re
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -218,7 +218,7 @@ class RunDirectory:
         self.validated_step = step
 
     def write_samples(
-        self, step: int, rows: Sequence[Mapping[str, Any]], kind: Literal["step", "validation"] = "step"
+        self, step: int, rows: Iterable[Mapping[str, Any]], kind: Literal["step", "validation"] = "step"
     ) -> Path:
         """Write what the model said in a step or a validation, a row a sample: `prompt`, `response`, `reward`, ..."""
         path = self.path / "samples" / f"{kind}-{step:06d}.jsonl"

@@ -56,7 +56,7 @@ def encoded(row: Mapping[str, Any]) -> str:
 
 def write_json_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Replace the file `path` by one of rows, as `write_whole`."""
-    write_whole(path, "".join(encoded(row) + "\n" for row in rows))
+    write_whole(path, (encoded(row) + "\n" for row in rows))
 
 
 def read_whole_lines(path: Path) -> list[dict[str, Any]]:
