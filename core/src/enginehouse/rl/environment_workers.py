@@ -120,11 +120,17 @@ class EnvironmentWorker(Worker):
         kinds: what tasks are played for, by name.
     """
 
+    _tokenizer: Any = None
+
     def __init__(self, plan: Plan, kinds: Mapping[str, Kind]):
         model = plan.config.model
         self._tokenizer = load_tokenizer(model.path, model.trust_remote_code)
         self._rewards = RewardPool.of(plan)
-        self._plan, self._kinds = plan, kinds
+        self._plan = plan
+        self._begin(kinds)
+
+    def _begin(self, kinds: Mapping[str, Kind]) -> None:
+        self._kinds = kinds
         self._players: dict[str, Player] = {}
         self._plays: dict[tuple[str, int], Play] = {}  # by kind and serial number
         self._playing: dict[int, asyncio.Task[None]] = {}
@@ -200,13 +206,11 @@ class EnvironmentWorker(Worker):
             self._say(at_once=not self._playing or self._error is not None)
 
     def _player(self, kind: str) -> Player:
-        asked = self._kinds[kind]
+        return player_of(self._plan, partial(self._policy_of, kind), self._rewards, self._kinds[kind])
 
-        def policy_of(task: Task) -> Policy:
-            play = self._plays[kind, task.serial]
-            return FleetPolicy(_Asking(self, kind), self._tokenizer, asked.sampling, play.name, play.seed)
-
-        return player_of(self._plan, policy_of, self._rewards, asked)
+    def _policy_of(self, kind: str, task: Task) -> Policy:
+        play = self._plays[kind, task.serial]
+        return FleetPolicy(_Asking(self, kind), self._tokenizer, self._kinds[kind].sampling, play.name, play.seed)
 
     def _note_scoring(self, number: int) -> None:
         self._scoring.append(number)

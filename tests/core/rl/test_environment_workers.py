@@ -1,0 +1,219 @@
+"""Tasks that workers play give what the controller's own player gives, in any order of things."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from enginehouse.controller import DistributedBatch, RemoteError, WorkerGroup, WorkerSpec
+from enginehouse.engines.environment import Episode, Task
+from enginehouse.engines.rollout import Completion, GenerateResult, SamplingParams
+from enginehouse.rl import environment_workers
+from enginehouse.rl.columns import Answer
+from enginehouse.rl.environment_workers import EnvironmentWorker, EnvironmentWorkers
+from enginehouse.rl.episodes import rows_of
+from enginehouse.rl.player import Kind, Player
+from enginehouse.rl.policy import FleetPolicy
+from enginehouse.rl.replica import ReplicasLost
+from enginehouse.rl.rewards.program import Score
+from enginehouse.rl.router import Flight
+from enginehouse.rl.samples import sample_rows
+
+SAMPLES = 2
+KINDS = {"training": Kind(SamplingParams(n=SAMPLES), 4, filtered=True)}
+TASKS = [Task(serial, [1, 10 + serial], f"prompt {serial} \ud800", None, {}) for serial in range(5)]
+
+
+def named(task):
+    return f"task-{task.serial}", 100 * task.serial
+
+
+class Turns:
+    """Asks twice, one after another; the reward is a sum of what was drawn. Of task 3 nothing is kept."""
+
+    async def run(self, task, policy, context):
+        first = await policy.samples(task.prompt_ids, SAMPLES)
+        second = [await policy.generate([*task.prompt_ids, *one.token_ids]) for one in first]
+        rewards = [float(sum(one.token_ids) + sum(two.token_ids)) for one, two in zip(first, second, strict=True)]
+        scores = await context.score([{"reward": reward} for reward in rewards])
+        return [self.episode(task, *turns) for turns in zip(first, second, scores, strict=True)]
+
+    def episode(self, task, one, two, score):
+        drawn = [int(token) for token in (*one.token_ids, *two.token_ids)]
+        logprobs = [*one.logprobs, *two.logprobs]
+        given, versions = len(task.prompt_ids), [one.first_version] * len(drawn)
+        tokens = [*task.prompt_ids, *drawn]
+        mask = [False] * given + [True] * len(drawn)
+        return Episode(
+            tokens, mask, [0.0] * given + logprobs, [0] * given + versions, score, task.prompt, f"said {drawn}"
+        )
+
+
+async def score(rows):
+    return [Score(row["reward"], {"half": row["reward"] / 2}) for row in rows]
+
+
+def player(policy_of):
+    return Player(Turns(), policy_of, score, SAMPLES, keep=lambda group: group.task.serial != 3)
+
+
+class Quick(EnvironmentWorker):
+    """A worker without a model's tokenizer and without processes of a reward."""
+
+    def __init__(self):
+        self._begin(KINDS)
+
+    def _player(self, kind):
+        return player(partial(self._policy_of, kind))
+
+    def shutdown(self):
+        pass
+
+
+def completions(request):
+    """What is drawn depends on the request alone."""
+    numbers = np.random.default_rng([request.sampling.seed, len(request.prompt_ids)])
+    lengths = numbers.integers(1, 4, request.sampling.n)
+    drawn = [numbers.integers(3, 9, length).tolist() for length in lengths]
+    return tuple(Completion(tokens, [-0.5] * len(tokens), "stop", 7, 7) for tokens in drawn)
+
+
+class Local:
+    async def generate(self, request):
+        return GenerateResult(request.id, completions(request))
+
+
+class Fleet:
+    """Draws when it is told to; what it drew lies apart."""
+
+    def __init__(self):
+        self.flights, self.forgotten, self.names = [], [], []
+
+    def submit(self, request, ended):
+        self.flights.append(flight := Flight(len(self.flights), request, ended))
+        self.names.append(request.id)
+        return flight
+
+    def forget(self, flight):
+        self.forgotten.append(flight.request.id)
+        self.flights.remove(flight)
+
+    def draw(self, places):
+        """Answer these of the requests under way together."""
+        flights = [self.flights[place] for place in sorted(places)]
+        results = [GenerateResult(str(number), completions(one.request)) for number, one in enumerate(flights)]
+        light, rows = Answer.pack(results, {}).split()
+        answer = replace(light, apart=DistributedBatch.of([rows]))
+        for place, flight in enumerate(flights):
+            self.flights.remove(flight)
+            flight.answer = answer, place
+            flight.ended(flight)
+
+    def fail(self, error):
+        for flight in self.flights:
+            flight.error = error
+            flight.ended(flight)
+        self.flights.clear()
+
+
+async def until(holds):
+    async with asyncio.timeout(10.0):
+        while not holds():
+            await asyncio.sleep(0.001)
+
+
+def staged(test):
+    """Run a test with two workers in this process, each a group of its own kind of loop."""
+
+    async def run():
+        with WorkerGroup(None, WorkerSpec(Quick), name="environment", launcher="inline") as group:
+            workers, fleet = EnvironmentWorkers(group, KINDS), Fleet()
+            await test(workers.player("training", fleet, named), fleet)
+            workers.closed = True
+
+    asyncio.run(run())
+
+
+def expected():
+    """What the controller's own player makes of the tasks."""
+
+    async def play():
+        local = player(lambda task: FleetPolicy(Local(), None, KINDS["training"].sampling, *named(task)))
+        return [await local.played(task) for task in TASKS]
+
+    return asyncio.run(play())
+
+
+@given(st.randoms(use_true_random=False))
+@settings(max_examples=15, deadline=None)
+def test_whatever_ends_when_the_groups_are_those_of_the_controllers_own_player(random):
+    scoring = []
+
+    async def test(player, fleet):
+        playing = [
+            asyncio.ensure_future(player.played(task, partial(scoring.append, task.serial)))
+            for task in random.sample(TASKS, len(TASKS))
+        ]
+        while not all(one.done() for one in playing):
+            await until(lambda: fleet.flights or all(one.done() for one in playing))
+            if fleet.flights:
+                count = random.randint(1, len(fleet.flights))
+                fleet.draw(random.sample(range(len(fleet.flights)), count))
+        found.extend(sorted((one.result() for one in playing), key=lambda played: played.task.serial))
+
+    found, right = [], expected()
+    staged(test)
+    assert sorted(scoring) == [task.serial for task in TASKS]
+    assert [(one.task, one.rewards, one.kept) for one in found] == [(one.task, one.rewards, one.kept) for one in right]
+    kept, wanted = [one for one in found if one.kept], [one for one in right if one.kept]
+    assert [one.task.serial for one in kept] == [0, 1, 2, 4]
+    rows, own = rows_of(kept), rows_of(wanted)
+    assert list(sample_rows(rows)) == list(sample_rows(own))
+    numbers = [name for name in own.columns if not own.is_objects(name)]
+    assert rows.fetch(numbers).equal(own.fetch(numbers))
+
+
+def test_requests_of_a_task_that_nobody_waits_for_are_forgotten():
+    async def test(player, fleet):
+        playing = [asyncio.ensure_future(player.played(task)) for task in TASKS[:2]]
+        await until(lambda: len(fleet.flights) == 2)
+        playing[0].cancel()
+        await until(lambda: fleet.forgotten)
+        assert fleet.forgotten == ["task-0-0"]
+        while not playing[1].done():
+            await until(lambda: fleet.flights or playing[1].done())
+            fleet.draw(range(len(fleet.flights)))
+        assert len(playing[1].result().rewards) == SAMPLES
+
+    staged(test)
+
+
+def test_what_ends_a_run_in_a_worker_ends_it_here_and_says_where():
+    async def test(player, fleet):
+        playing = asyncio.ensure_future(player.played(TASKS[0]))
+        await until(lambda: fleet.flights)
+        fleet.fail(ReplicasLost("no replica of rollout is left"))
+        with pytest.raises(RemoteError, match=r"environment.*no replica of rollout is left"):
+            await playing
+
+    staged(test)
+
+
+def test_a_worker_with_nothing_to_say_says_that(monkeypatch):
+    monkeypatch.setattr(environment_workers, "SILENT_SECONDS", 0.01)
+
+    async def test(player, fleet):
+        playing = asyncio.ensure_future(player.played(TASKS[0]))
+        await until(lambda: fleet.flights)
+        calls = []
+        monkeypatch.setattr(EnvironmentWorkers, "_take", lambda *report: calls.append(report))
+        await until(lambda: len(calls) > 2)
+        playing.cancel()
+
+    staged(test)
