@@ -11,15 +11,14 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from enginehouse.data import Batch, Ragged
+from enginehouse.data import Batch
 from enginehouse.plugin import load_plugins
 from enginehouse.rl.samples import sample_metrics
 from enginehouse.runtimes.readiness import plugin_states
 
 SAMPLES = Batch(
     {
-        "input_ids": (ids := Ragged.from_list([[3, 4], [3, 5]], dtype=torch.int64)),
-        "loss_mask": Ragged(torch.tensor([False, True] * 2), ids.offsets),
+        "response_tokens": torch.tensor([1, 1]),
         "reward": torch.tensor([0.0, 1.0]),
         "group": torch.tensor([0, 0]),
         "finish_reason": ["stop"] * 2,

@@ -148,7 +148,7 @@ class DistributedBatch:
             return self._added[name]
         if self._beside is not None and name in self._beside:
             return self._beside.column(name)
-        if any(name not in shard.facts.numbers for shard in self._shards):
+        if not self._is_here(name):
             return self.fetch([name])[name]
         held = Batch.concat([shard.facts.numbers.select([name]) for shard in self._shards])
         return held.take(self._rows)[name]
@@ -174,7 +174,10 @@ class DistributedBatch:
             UnknownColumnError: naming the nearest column.
             DataLost: a shard is not there any more, or did not come within `READ_SECONDS`.
         """
-        return (self if names is None else self.select(names)).assembly().read(READ_SECONDS)
+        chosen = self if names is None else self.select(names)
+        if chosen.columns and all(map(chosen._is_here, chosen.columns)):
+            return Batch({name: chosen.column(name) for name in chosen.columns})
+        return chosen.assembly().read(READ_SECONDS)
 
     def shards(self) -> Iterator[Batch]:
         """The rows in order, in batches that each lie in one shard, read one at a time: views of the store.
@@ -369,6 +372,14 @@ class DistributedBatch:
 
     def _beside_names(self) -> set[str]:
         return set(self._beside.columns) if self._beside is not None else set()
+
+    def _is_here(self, name: str) -> bool:
+        """Whether a column is held here."""
+        if name in self._added_names():
+            return True
+        if self._beside is not None and name in self._beside:
+            return self._beside._is_here(name)
+        return all(name in shard.facts.numbers for shard in self._shards)
 
     def _known(self, name: str) -> None:
         if name not in self._names:

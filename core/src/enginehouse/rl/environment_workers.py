@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -164,6 +165,11 @@ class EnvironmentWorker(Worker):
         if self._error is not None:
             raise self._error
         return self._report()
+
+    @register
+    def describe(self) -> dict[str, Any]:
+        """What runs here, for reports."""
+        return {"rank": self.context.rank, "node": self.context.node, "pid": os.getpid()}
 
     def shutdown(self) -> None:
         """End the processes of the reward."""
@@ -325,6 +331,10 @@ class EnvironmentWorkers:
         self.failed: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
         self.last: dict[str, str] = {}
         self.closed = False
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Each worker's process, for reports."""
+        return self._group.call("describe")
 
     def player(self, kind: str, fleet: RolloutFleet, named: Callable[[Task], tuple[str, int]]) -> WorkersPlayer:
         """What plays tasks of a kind.

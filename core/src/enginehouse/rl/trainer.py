@@ -95,7 +95,9 @@ class Trainer(Loop):
             yield
 
     def describe(self) -> Mapping[str, Any]:
-        described = super().describe()
+        described = dict(super().describe())
+        if self.config.environment.processes:
+            described["environment"] = self.environments.describe()
         self.run_directory.record.update(prompts={"used": len(self.prompts), "too_long": self.dropped})
         for replica in described["rollout"]:
             if endpoint := replica.get("endpoint"):

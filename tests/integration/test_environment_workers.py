@@ -1,0 +1,85 @@
+"""Runs whose episodes are played in environment workers."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from .conftest import Start, installed
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+RUN = ("train.steps=4", "train.samples_every=1", "train.checkpoint_every=2")
+NO_ROWS = """
+# The program itself reads no row.
+from enginehouse.controller import assembly
+from enginehouse.plugin import hookimpl
+
+enginehouse_protocol = "1.0"
+
+def refuse(*shard):
+    raise AssertionError("the controller reads rows")
+
+@hookimpl
+def enginehouse_run_started(run):
+    assembly._read = refuse
+"""
+OF_TIME = ("time/", "rollout/", "busy/", "elapsed_seconds", "tokens_per_second")
+
+
+def test_a_run_with_an_environment_worker_is_that_of_the_controller_alone(train: Start):
+    """Also where columns come from several places: from the worker, the actor and the reference."""
+    both = (
+        *RUN,
+        "reward.function=rewards:varied",
+        "algorithm.old_logprobs=actor",
+        "algorithm.kl={coefficient: 0.01, place: reward}",
+    )
+    runs = train(*both, "cluster.launcher=inline"), train(*both, "environment.processes=1")
+    for run in runs:
+        ended = run.finish()
+        assert (ended.code, ended.err) == (0, "")
+    alone, worker = (
+        [{name: value for name, value in line.items() if not name.startswith(OF_TIME)} for line in run.metrics]
+        for run in runs
+    )
+    assert worker == alone
+    for step in (1, 4):
+        inline, apart = ((run.directory / f"samples/step-{step:06d}.jsonl").read_text() for run in runs)
+        assert apart == inline
+
+
+def test_samples_of_older_weights_come_from_workers_too(train: Start):
+    run = train(
+        "train.steps=6", "train.staleness=2", "rollout.placement=separate", "rollout.replicas=2",
+        "environment.processes=2", "rollout.keep.name=mixed_rewards", "rollout.extra_groups=2",
+        "reward.function=rewards:varied",
+    )  # fmt: skip
+    ended = run.finish()
+    assert ended.code == 0, ended.err
+    assert len(run.metrics) == 6
+    assert all(line["staleness/max"] <= 2 for line in run.metrics)
+
+
+@pytest.mark.fault(
+    area="processes",
+    what="an environment worker is killed",
+    happens="the run ends, and names role, rank, node and pid",
+    exit_code="1",
+    kept="state and model of the last update",
+    noticed="at once, in the error",
+)
+def test_a_worker_that_dies_ends_the_run_and_is_named(train: Start, house: Path):
+    """Until then no row has passed the controller."""
+    env = {"PYTHONPATH": str(installed(house, "no_rows", NO_ROWS))}
+    run = train("train.samples_every=0", "train.steps=400", "environment.processes=2", env=env)
+    run.until_step(3)
+    os.kill(run.pid("environment"), signal.SIGKILL)
+    ended = run.finish()
+    assert ended.code == 1
+    assert re.search(r"environment.*rank 0.*pid \d+", ended.err, re.DOTALL)
+    assert run.record["status"] == "failed"
