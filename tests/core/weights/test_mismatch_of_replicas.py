@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from enginehouse.controller import DistributedBatch
 from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.train import LossSpec, Outputs, metric_values
 from enginehouse.rl.mismatch import measuring, mismatch
@@ -45,8 +46,8 @@ def test_both_ways_to_measure_see_the_same(house):
     sync.sync(1)
     samples = house.rollout.generate(PROMPTS, SAMPLING, seed=1).drop(["finish_reason"])
     house.train()
-    scored = house.actor.forward(samples.select(["input_ids", "loss_mask"]), Outputs())["logprobs"]
-    anew = metric_values(mismatch(samples, scored, 1))
+    scored = house.actor.forward(samples.select(["input_ids", "loss_mask"]), Outputs(), "old_")
+    anew = metric_values(mismatch(DistributedBatch.of([samples]).joined(scored), 1))
     assert anew["mismatch/absolute_mean"] > 10 * SAME
     updated = metric_values(house.actor.update(samples, SUPERVISED, 1, 1, measuring(SUPERVISED, 1)))
     assert {name: updated[name] for name in anew} == pytest.approx(anew, rel=1e-3)
