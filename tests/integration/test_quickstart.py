@@ -41,6 +41,7 @@ def test_the_quickstart_learns(colocated: RunProcess):
     rewards = [line["reward/mean"] for line in colocated.metrics]
     assert sum(rewards[:5]) / 5 <= 0.10
     assert sum(rewards[-5:]) / 5 >= 0.90
+    assert all(line["weights/version"] == line["step"] for line in colocated.metrics)  # no sample is of older weights
     assert colocated.record["status"] == "finished"
     assert colocated.record["steps"] == 250
     assert colocated.pid("actor") == colocated.pid("rollout")

@@ -172,6 +172,16 @@ def test_with_staleness_0_groups_come_in_the_order_of_their_tasks():
         assert stage.step(2, 3, ends=[5, 4, 3]) == [3, 4, 5]
 
 
+def test_a_step_may_be_begun_before_anyone_waits_for_it():
+    with Stage(2) as stage:
+        assert stage.step(1, 6, ends=[0, 1]) == [0, 1]
+        stage.feed.begin(2, 4)
+        stage.wait_for([2, 3])
+        assert stage.feed.version == 2
+        assert stage.step(2, 4, ends=[2, 3]) == [2, 3]
+        assert stage.step(3, 2, ends=[5, 4]) == [4, 5]
+
+
 def test_with_staleness_1_the_next_groups_are_drawn_while_a_step_trains():
     with Stage(2, staleness=1) as stage:
         assert stage.step(1, 6, ends=[3, 1]) == [1, 3]

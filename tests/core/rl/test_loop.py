@@ -64,7 +64,7 @@ class OneActor(Loop):
     def run_step(self, step: int) -> Mapping[str, float]:
         if step == 3:
             self.actor.bad_update, self.actor.bad_update_error = self.bad_update
-        metrics = self.update(step, self.batch, LossSpec("supervised"), {"tokens": 1.0})
+        metrics = self.update(step, self.batch, LossSpec("supervised"), lambda: {"tokens": 1.0})
         if step == 3:
             self.actor.fails_at = self.fails_at
             if self.trouble is not None:

@@ -67,11 +67,12 @@ class House:
     def __init__(self, replicas=2, limit=4):
         self.groups = [FakeGroup(number) for number in range(replicas)]
         self.replicas = [Replica(number, group) for number, group in enumerate(self.groups)]
+        self.held = False
         self.metrics, self.ill, self.numbers = FleetMetrics(), set(), itertools.count()
         self.router = Router(
             asyncio.get_running_loop(), "fleet", self.replicas, limit=limit, memory=PrefixMemory(),
-            metrics=lambda: self.metrics, watch=Watch(), apart=False, forgets=False, is_lost=self.is_lost,
-            catch_up=lambda: False,
+            metrics=lambda: self.metrics, watch=Watch(), apart=False, held=lambda: self.held, forgets=False,
+            is_lost=self.is_lost, catch_up=lambda: False,
         )  # fmt: skip
 
     def is_lost(self, member, error):
@@ -127,6 +128,23 @@ async def test_one_call_hands_over_what_came_in_a_turn_and_one_collects(house):
     group.answer("fleet-2", "fleet-0")
     await house.until(lambda: house.router.idle and not group.out)
     assert len(group.calls) == 2
+
+
+@with_house(replicas=1)
+async def test_requests_that_are_held_back_go_out_together_once_they_are_not(house):
+    (group,) = house.groups
+    house.held = True
+    flights = house.submit(2)
+    await house.until(lambda: not house.router._scheduled)
+    flights += house.submit(1)
+    await house.until(lambda: not house.router._scheduled)
+    assert group.calls == []
+    house.held = False
+    house.router.wake()
+    await house.until(lambda: group.calls)
+    assert group.asked == ["fleet-0", "fleet-1", "fleet-2"]
+    group.answer(*group.asked)
+    await asyncio.gather(*(flight.result for flight in flights))
 
 
 @with_house()

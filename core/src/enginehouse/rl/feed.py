@@ -57,18 +57,24 @@ class Feed:
         self._ended: dict[int, Played] = {}
         self._error: BaseException | None = None
         self.version = self._wanted = self._left = 0
+        self._begun: int | None = None  # episodes of the step that was begun and is not waited for yet
         self._in_vain: list[Played] = []  # refused or dropped, one after another, since one was kept
         self._counts: Counter[str] = Counter()
         self._told: queue.SimpleQueue[int | list[Played] | BaseException | None] = queue.SimpleQueue()
 
     # From the loop of steps
 
-    def draw(self, version: int, left: int) -> Iterator[int]:
-        """Begin a step: have its groups drawn. `take` comes next.
+    def begin(self, version: int, left: int) -> None:
+        """Begin a step: have its groups drawn. `draw` and `take` come next.
 
         Args:
-            version: of the weights that trainer and rollout have now.
+            version: of the weights that they are drawn from, or later ones.
             left: groups to be trained on until the run ends, this step's included.
+        """
+        self._begun = self._loop.call(self._begin_step, version, left)
+
+    def draw(self, version: int, left: int) -> Iterator[int]:
+        """Wait for a step's groups, which are begun here if they were not. Arguments as of `begin`.
 
         Yields:
             How many of the step's episodes were drawn since the last time. It ends when all that it waits for are,
@@ -78,7 +84,9 @@ class Feed:
             DrawnInVain: the filter refuses group after group, or they fail.
             EnginehouseError: what else ended the feed; see `Player.play`.
         """
-        missing = self._loop.call(self._begin_step, version, left)
+        if self._begun is None:
+            self.begin(version, left)
+        missing, self._begun = self._begun or 0, None
         while (told := self._told.get()) is not None:
             if isinstance(told, BaseException):
                 raise told

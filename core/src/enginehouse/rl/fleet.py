@@ -160,7 +160,7 @@ class RolloutFleet:
         self._change = threading.Condition(self._lock)
         self._closing = threading.Event()
         self._hurried = False
-        self._catching_up = False
+        self._catching_up = self._held = False
         self._router: Router | None = None
         self._numbers = itertools.count()
         self._loop = EventLoop()
@@ -284,6 +284,10 @@ class RolloutFleet:
         """As `generate`, on an event loop, for who does not wait: `ended` is called with what is returned."""
         return self._routed().submit(next(self._numbers), request, ended)
 
+    def hold(self) -> None:
+        """Keep requests back until the next weight version is served (`confirmed`)."""
+        self._held = True
+
     def forget(self, flight: Flight) -> None:
         """Nobody waits for a request any more: it ends, wherever it is."""
         if self._router is not None:
@@ -305,6 +309,7 @@ class RolloutFleet:
                 metrics=lambda: self._metrics,
                 watch=self._watch,
                 apart=self.apart,
+                held=lambda: self._held,
                 forgets=not self._apart,
                 is_lost=self.is_lost,
                 catch_up=self._begin_to_catch_up,
@@ -406,7 +411,7 @@ class RolloutFleet:
         """These serve `version`, verified: those that came back take rows again."""
         self._memory.forget()
         with self._lock:
-            self._version = version
+            self._version, self._held = version, False
             for member in members.members:
                 replica = self._replicas[member.number]
                 if replica.incarnation != member.incarnation:

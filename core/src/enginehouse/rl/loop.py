@@ -133,7 +133,7 @@ class Loop(ABC):
         step: int,
         batch: Batch | DistributedBatch,
         loss: LossSpec,
-        metrics: Mapping[str, float],
+        meanwhile: Callable[[], Mapping[str, float]],
         *,
         minibatches: int = 1,
         epochs: int = 1,
@@ -147,7 +147,8 @@ class Loop(ABC):
             step: the step. Once this is called, the actor's state is, or soon will be, that of this step.
             batch: what to train on; it, and what is not said here, as of `TrainWorker.update`.
             loss: what to minimise.
-            metrics: of the step, as far as they are known before.
+            meanwhile: what else there is to do, called once the update is under way; returns the step's metrics, as
+                far as they do not come of it.
             minibatches: optimizer steps a pass.
             epochs: passes over the batch.
             first_loss: instead of `loss` in the first optimizer step.
@@ -157,7 +158,9 @@ class Loop(ABC):
         with interrupt_put_off():  # an update is begun and known to be, or not begun; inline: ended
             dealt = Balanced(batch, by="input_ids")
             future = self.roles.actor.call("update", dealt, loss, minibatches, epochs, first_loss, blocking=False)
-            self._loop_state, self._update = state, (future, metrics)
+            self._loop_state, self._update = state, (future, {})
+            metrics = meanwhile()
+            self._update = future, metrics
         return {**metrics, **metric_values(future.result())}
 
     def save(self, step: int, timeout: float | None = None) -> None:

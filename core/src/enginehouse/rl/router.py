@@ -75,6 +75,7 @@ class Router:
         metrics: gives where what happens is counted.
         watch: told who has something to do.
         apart: whether tokens stay where they are drawn (`Answer.apart`).
+        held: whether requests are kept back; who ends that has this woken.
         forgets: whether prefixes are forgotten once nothing is under way, so that who draws what does not depend on
             what was drawn before.
         is_lost: the fleet's; it may take long.
@@ -93,6 +94,7 @@ class Router:
         metrics: Callable[[], FleetMetrics],
         watch: Watch,
         apart: bool,
+        held: Callable[[], bool],
         forgets: bool,
         is_lost: Callable[[Member, Exception | None], bool],
         catch_up: Callable[[], bool],
@@ -101,6 +103,7 @@ class Router:
         self._name, self._replicas = name, replicas
         self._memory, self._metrics, self._watch = memory, metrics, watch
         self._method = "draw_apart" if apart else "draw"
+        self._held_back = held
         self._forgets, self._is_lost, self._catch_up = forgets, is_lost, catch_up
         self._scheduler = Scheduler(limit, memory)
         self._flights: dict[int, Flight] = {}
@@ -171,7 +174,7 @@ class Router:
         self._scheduled = False
         self._follow()
         given: dict[int, list[Attempt]] = {}
-        for attempt in self._scheduler.assign():
+        for attempt in () if self._held_back() else self._scheduler.assign():
             given.setdefault(attempt.replica, []).append(attempt)
         for number in self._scheduler.replicas:
             attempts, aborted, member = given.get(number, ()), self._aborted.pop(number, ()), self._serving[number]
@@ -217,7 +220,7 @@ class Router:
     def _note(self) -> None:
         scheduler = self._scheduler
         busy = {number for number in scheduler.replicas if scheduler.load(number)}
-        self._watch.set_busy(busy if scheduler.done else busy | {FLEET})
+        self._watch.set_busy(busy if scheduler.done or self._held_back() else busy | {FLEET})
         metrics = self._metrics()
         metrics.queued = max(metrics.queued, scheduler.waiting_samples)
 

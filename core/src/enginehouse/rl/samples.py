@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from enginehouse.data import Ragged
+from enginehouse.data import Batch, Ragged
 from enginehouse.errors import ConfigError
 
 if TYPE_CHECKING:
     from enginehouse.controller import DistributedBatch
-    from enginehouse.data import Batch
     from enginehouse.engines.environment import Score
 
 
@@ -27,6 +26,8 @@ RESERVED = (
 """Names under `reward/` or `validation/` that are the run's own, so that no figure of a reward may have them."""
 RESERVED_BEGINNINGS = ("mean@", "pass@")
 """What names under `validation/` that are the run's own begin with."""
+WRITTEN = ("prompt", "response", "reward", "finish_reason", "response_tokens", "reward_figures", "reward_failure")
+"""Columns of which something is written."""
 ROWS_READ_AT_ONCE = 64
 """So many samples' texts are brought to the controller at once, where it has them written."""
 
@@ -34,10 +35,11 @@ ROWS_READ_AT_ONCE = 64
 def sample_rows(samples: Batch | DistributedBatch) -> Iterator[dict[str, Any]]:
     """What the model said and what it got for it, a plain row a sample, for `samples/`. A few are read at a time."""
     for begin in range(0, len(samples), ROWS_READ_AT_ONCE):
-        yield from _plain_rows(samples.slice(begin, begin + ROWS_READ_AT_ONCE))
+        part = samples.slice(begin, begin + ROWS_READ_AT_ONCE)
+        yield from _plain_rows(part if isinstance(part, Batch) else part.fetch(WRITTEN))
 
 
-def _plain_rows(samples: Batch | DistributedBatch) -> list[dict[str, Any]]:
+def _plain_rows(samples: Batch) -> list[dict[str, Any]]:
     names = ("prompt", "response", "reward", "finish_reason", "tokens")
     columns = (
         _texts(samples["prompt"]),

@@ -51,7 +51,7 @@ class SFTTrainer(Loop):
         tokens = float(batch["input_ids"].tokens)
         with self.clock.phase("update"):
             rows = batch.select(["input_ids", "loss_mask"])
-            return self.update(step, rows, LossSpec("supervised"), {"tokens": tokens})
+            return self.update(step, rows, LossSpec("supervised"), lambda: {"tokens": tokens})
 
     def state(self) -> dict[str, Any]:
         return {"rows": self.rows.state_dict()}

@@ -139,8 +139,8 @@ class Trainer(Loop):
             batch, divergence = self.with_reference(batch)
         with phase("advantage"):
             batch = self.with_advantages(batch)
-        self.write_samples(step, samples)
-        with phase("update"):
+
+        def meanwhile() -> Mapping[str, float]:
             metrics = {
                 **sample_metrics(samples, self.version),
                 **measured,
@@ -149,19 +149,22 @@ class Trainer(Loop):
                 **self.rollout_metrics(),
                 "tokens": float(samples.lengths("input_ids").sum()),
             }
-            loss, first_loss = self.loss(), None
             if self.plan.old_logprobs == "actor":
                 metrics |= metric_values(mismatch(batch, self.version))
-            else:
-                first_loss = measuring(loss, self.version)
+            self.begin_next(step)
+            self.write_samples(step, samples)
+            return metrics
+
+        with phase("update"):
+            loss = self.loss()
             metrics = self.update(
                 step,
                 self.training_batch(batch, step),
                 loss,
-                metrics,
+                meanwhile,
                 minibatches=algorithm.minibatches,
                 epochs=algorithm.epochs,
-                first_loss=first_loss,
+                first_loss=measuring(loss, self.version) if self.plan.old_logprobs == "rollout" else None,
             )
             self.warnings.check(step, metrics)
         with phase("sync"):
@@ -174,11 +177,23 @@ class Trainer(Loop):
         and others are drawn on."""
         groups, samples = self.config.train.prompts_per_step, self.config.rollout.samples_per_prompt
         with self.clock.phase("generate"):
-            drawn = self.feed.draw(self.version, (self.steps - step + 1) * groups)
+            drawn = self.feed.draw(self.version, self._left(step))
             for _ in self.progress.counted(drawn, "samples", groups * samples, int):
                 pass
         with self.clock.phase("reward"):
             return rows_of(self.feed.take())
+
+    def begin_next(self, step: int) -> None:
+        """While a step's update runs, begin the next one as far as its requests, which go out once the new weights are
+        served. Not before a validation, which the rollout answers first; with `train.staleness` all is begun anyway."""
+        if self.config.train.staleness or step == self.steps or self._validates_after(step):
+            return
+        self.roles.rollout.hold()
+        self.feed.begin(self.version + 1, self._left(step + 1))
+
+    def _left(self, step: int) -> int:
+        """Groups to be trained on until the run ends, a step's included."""
+        return (self.steps - step + 1) * self.config.train.prompts_per_step
 
     def with_old_logprobs(self, samples: DistributedBatch) -> tuple[DistributedBatch, dict[str, float]]:
         """Add `old_logprobs`, what the policy ratio divides by, if the actor is to compute them anew; else they are the
