@@ -110,9 +110,9 @@ def place(plan: RunPlan, probe: Sequence[Sequence[int]] = ()) -> Iterator[Roles]
             if role.kind == "rollout" and name in started:
                 fleets[name] = RolloutFleet.over(started.pop(name))
                 stack.callback(fleets[name].shutdown)
-        apart = isinstance(plan.config, Config) and plan.config.environment.processes > 0
+        tokens_stay = isinstance(plan.config, Config) and plan.config.environment.processes > 0
         for fleet in fleets.values():
-            fleet.apart = apart
+            fleet.tokens_stay = tokens_stay
             fleet.launch()
         sync = _connected(plan, started["actor"], fleets["rollout"], probe, stack) if "rollout" in fleets else None
         yield Roles(plan.roles, started, fleets, sync)

@@ -74,7 +74,7 @@ class Router:
         memory: which of them saw which prefix.
         metrics: gives where what happens is counted.
         watch: told who has something to do.
-        apart: whether tokens stay where they are drawn (`Answer.apart`).
+        tokens_stay: whether tokens stay where they are drawn (`Answer.apart`).
         forgets: whether prefixes are forgotten once nothing is under way, so that who draws what does not depend on
             what was drawn before.
         is_lost: the fleet's; it may take long.
@@ -92,7 +92,7 @@ class Router:
         memory: PrefixMemory,
         metrics: Callable[[], FleetMetrics],
         watch: Watch,
-        apart: bool,
+        tokens_stay: bool,
         forgets: bool,
         is_lost: Callable[[Member, Exception | None], bool],
         catch_up: Callable[[], bool],
@@ -100,7 +100,7 @@ class Router:
         self.loop = loop
         self._name, self._replicas = name, replicas
         self._memory, self._metrics, self._watch = memory, metrics, watch
-        self._method = "draw_apart" if apart else "draw"
+        self._method = "draw_apart" if tokens_stay else "draw"
         self._forgets, self._is_lost, self._catch_up = forgets, is_lost, catch_up
         self._scheduler = Scheduler(limit, memory)
         self._flights: dict[int, Flight] = {}
