@@ -35,8 +35,8 @@ def logprobs(house: Path, *overrides: str) -> torch.Tensor:
         scored = roles.score_by_reference(batch, Outputs())
         policy = roles.actor.forward(batch, Outputs())
         assert len(roles.groups["reference"].pids) == (loaded.reference.processes or 1)
-    assert (scored["logprobs"].values - policy["logprobs"].values).abs().max() > 0.01  # it is another model
-    return scored["logprobs"].values
+    assert (scored["reference_logprobs"].values - policy["logprobs"].values).abs().max() > 0.01  # it is another model
+    return scored["reference_logprobs"].values
 
 
 def test_logprobs_of_an_engine_apart_are_those_of_one_beside_the_actor(house: Path, monkeypatch: pytest.MonkeyPatch):

@@ -72,7 +72,7 @@ class Roles:
         return {name: parts[name].call("describe") for name in self.plans}
 
     def score_by_reference(self, batch: DistributedBatch, outputs: Outputs) -> DistributedBatch:
-        """What the reference gives for `batch`, as `TrainWorker.forward`: its own role, else the actor's base."""
+        """What the reference gives for `batch`, in columns `reference_...`: its own role, else the actor's base."""
         dealt = Balanced(batch, by="input_ids")
         if reference := self.groups.get("reference"):
             return reference.forward(dealt, outputs, "reference_")
