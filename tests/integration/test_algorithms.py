@@ -82,6 +82,12 @@ def test_minibatches_and_epochs_of_rloo_with_old_logprobs_of_the_actor_and_trunc
     assert all(line["policy_kl"] > 0 for line in lines)  # the later minibatches are off their samples' policy
 
 
+def test_an_advantage_of_ones_own_reads_any_column_of_numbers(train: Start):
+    """`old_logprobs` too, where they are the rollout's own."""
+    run = train(*VARIED, "algorithm.advantage.name=advantages:by_likelihood")
+    assert finished(run)[0]["loss"] != 0
+
+
 def test_an_entropy_bonus_with_asymmetric_and_dual_clipping(train: Start):
     arguments = "{clip_high: 0.28, dual_clip: 3.0, aggregation: sequence_mean_token_mean, entropy_coefficient: 0.01}"
     finished(train(*VARIED, f"algorithm.loss.arguments={arguments}"))

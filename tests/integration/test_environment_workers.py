@@ -65,6 +65,14 @@ def test_samples_of_older_weights_come_from_workers_too(train: Start):
     assert all(line["staleness/max"] <= 2 for line in run.metrics)
 
 
+def test_a_reward_that_fails_for_all_rows_ends_the_step_however_many_workers_score_them(train: Start):
+    run = train(*RUN, "reward.function=rewards:failing", "reward.on_error=zero", "environment.processes=2")
+    ended = run.finish()
+    assert ended.code == 1
+    assert "more than reward.max_failures=0.5 allows" in ended.err
+    assert run.metrics == []
+
+
 @pytest.mark.fault(
     area="processes",
     what="an environment worker is killed",

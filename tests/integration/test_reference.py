@@ -32,11 +32,11 @@ def logprobs(house: Path, *overrides: str) -> torch.Tensor:
     rows = Ragged.from_list([[3, 5, 7, 9], [4, 6], [8, 8, 3, 5, 2, 1, 7]])
     batch = Batch({"input_ids": rows, "loss_mask": rows.like(torch.ones(rows.tokens, dtype=torch.bool))})
     with place(plan(loaded, configure_plugins(), config)) as roles:
-        scored = roles.score_by_reference(batch, Outputs())
-        policy = roles.actor.forward(batch, Outputs())
+        scored = roles.score_by_reference(batch, Outputs()).column("reference_logprobs").values.clone()
+        policy = roles.actor.forward(batch, Outputs()).column("logprobs").values.clone()
         assert len(roles.groups["reference"].pids) == (loaded.reference.processes or 1)
-    assert (scored["logprobs"].values - policy["logprobs"].values).abs().max() > 0.01  # it is another model
-    return scored["logprobs"].values
+    assert (scored - policy).abs().max() > 0.01  # it is another model
+    return scored
 
 
 def test_logprobs_of_an_engine_apart_are_those_of_one_beside_the_actor(house: Path, monkeypatch: pytest.MonkeyPatch):

@@ -102,3 +102,10 @@ def test_grpo_of_large_rewards_is_exact(offset, size):
     for reward, advantage in zip(rewards, per_row(grpo(make_batch(rewards, [0] * size))), strict=True):
         expected = (reward - statistics.mean(rewards)) / (statistics.stdev(rewards) + 1e-6)
         assert advantage == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+def test_an_advantage_of_whole_or_double_numbers_is_as_precise_as_any_other():
+    for dtype in (torch.int64, torch.float64):
+        batch = make_batch([1.0, 0.0], [0, 0]).with_columns(advantages=torch.tensor([2, -1], dtype=dtype))
+        assert with_defaults(batch)["advantages"].values.dtype == torch.float32
+        assert per_row(batch) == [2.0, -1.0]

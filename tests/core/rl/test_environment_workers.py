@@ -16,13 +16,13 @@ from enginehouse.engines.environment import Episode, Task
 from enginehouse.engines.rollout import Completion, GenerateResult, SamplingParams
 from enginehouse.rl import environment_workers
 from enginehouse.rl.columns import Answer
-from enginehouse.rl.environment_workers import EnvironmentWorker, EnvironmentWorkers
+from enginehouse.rl.environment_workers import EnvironmentWorker, EnvironmentWorkers, Orders, Play
 from enginehouse.rl.episodes import rows_of
 from enginehouse.rl.player import Kind, Player
 from enginehouse.rl.policy import FleetPolicy
 from enginehouse.rl.replica import ReplicasLost
 from enginehouse.rl.rewards.program import Score
-from enginehouse.rl.router import Flight
+from enginehouse.rl.router import Flight, PoisonousRows
 from enginehouse.rl.samples import sample_rows
 
 SAMPLES = 2
@@ -59,21 +59,26 @@ async def score(rows):
     return [Score(row["reward"], {"half": row["reward"] / 2}) for row in rows]
 
 
-def player(policy_of):
-    return Player(Turns(), policy_of, score, SAMPLES, keep=lambda group: group.task.serial != 3)
+def player(policy_of, **failing):
+    return Player(Turns(), policy_of, score, SAMPLES, keep=lambda group: group.task.serial != 3, **failing)
+
+
+class Closed:
+    """Stands for processes of a reward, of which there are none."""
+
+    def close(self):
+        pass
 
 
 class Quick(EnvironmentWorker):
     """A worker without a model's tokenizer and without processes of a reward."""
 
-    def __init__(self):
-        self._begin(KINDS)
+    def __init__(self, call_seconds=600.0, **failing):
+        self._rewards, self._failing = Closed(), failing
+        self._begin(KINDS, call_seconds)
 
     def _player(self, kind):
-        return player(partial(self._policy_of, kind))
-
-    def shutdown(self):
-        pass
+        return player(partial(self._policy_of, kind), **self._failing)
 
 
 def completions(request):
@@ -128,11 +133,11 @@ async def until(holds):
             await asyncio.sleep(0.001)
 
 
-def staged(test):
-    """Run a test with two workers in this process, each a group of its own kind of loop."""
+def staged(test, **how):
+    """Run a test with a worker in this process."""
 
     async def run():
-        with WorkerGroup(None, WorkerSpec(Quick), name="environment", launcher="inline") as group:
+        with WorkerGroup(None, WorkerSpec(Quick, **how), name="environment", launcher="inline") as group:
             workers, fleet = EnvironmentWorkers(group, KINDS), Fleet()
             await test(workers.player("training", fleet, named), fleet)
             workers.closed = True
@@ -205,9 +210,7 @@ def test_what_ends_a_run_in_a_worker_ends_it_here_and_says_where():
     staged(test)
 
 
-def test_a_worker_with_nothing_to_say_says_that(monkeypatch):
-    monkeypatch.setattr(environment_workers, "SILENT_SECONDS", 0.01)
-
+def test_a_worker_with_nothing_to_say_says_that_before_its_call_is_late(monkeypatch):
     async def test(player, fleet):
         playing = asyncio.ensure_future(player.played(TASKS[0]))
         await until(lambda: fleet.flights)
@@ -216,4 +219,38 @@ def test_a_worker_with_nothing_to_say_says_that(monkeypatch):
         await until(lambda: len(calls) > 2)
         playing.cancel()
 
-    staged(test)
+    staged(test, call_seconds=0.02)
+
+
+def test_a_task_given_up_is_not_played_though_that_comes_first():
+    async def test():
+        worker = Quick()
+        plays = [Play(0, "training", TASKS[0], *named(TASKS[0]))]
+        calls = [
+            asyncio.ensure_future(worker.exchange(one))
+            for one in (Orders(1, cancelled=[0]), Orders(0, plays=plays), Orders(2))
+        ]
+        async with asyncio.timeout(5.0):
+            reports = [report for report, _ in await asyncio.gather(*calls)]
+            reports += [(await worker.exchange(Orders(3)))[0]]
+        assert not any(report.asked for report in reports)
+        worker.shutdown()
+
+    asyncio.run(test())
+
+
+def test_failures_that_a_run_goes_on_after_are_told_here_once_a_step(caplog):
+    async def test(player, fleet):
+        for task in (*TASKS[:2], None, TASKS[2]):
+            if task is None:
+                assert player.metrics()["failed_replica"] == 2 * SAMPLES
+                continue
+            playing = asyncio.ensure_future(player.played(task))
+            await until(lambda: fleet.flights)
+            fleet.fail(PoisonousRows("its replicas died"))
+            assert (await playing).rewards == ()
+
+    staged(test, on_failure="drop")
+    told = [record.getMessage() for record in caplog.records if record.name == environment_workers.__name__]
+    assert [line.split(" (")[0] for line in told] == ["task 0", "task 2"]
+    assert all("its replicas died" in line for line in told)

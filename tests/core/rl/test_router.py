@@ -71,7 +71,7 @@ class House:
         self.metrics, self.ill, self.numbers = FleetMetrics(), set(), itertools.count()
         self.router = Router(
             asyncio.get_running_loop(), "fleet", self.replicas, limit=limit, memory=PrefixMemory(),
-            metrics=lambda: self.metrics, watch=Watch(), apart=False, held=lambda: self.held, forgets=False,
+            metrics=lambda: self.metrics, watch=Watch(), tokens_stay=False, held=lambda: self.held, forgets=False,
             is_lost=self.is_lost, catch_up=lambda: False,
         )  # fmt: skip
 

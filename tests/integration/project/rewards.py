@@ -26,3 +26,8 @@ def constant(prompt: str, response: str, finish_reason: str, **columns: object) 
 def varied(prompt: str, response: str, finish_reason: str, **columns: object) -> float:
     """A reward that a model of random weights gets a different amount of in each sample."""
     return len(set(response)) / 10
+
+
+def failing(prompt: str, response: str, finish_reason: str, **columns: object) -> float:
+    """None, ever."""
+    raise ValueError(f"cannot judge {response}")

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
+import math
 import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -28,7 +30,7 @@ from enginehouse.errors import EnginehouseError
 from enginehouse.rl.columns import Requests
 from enginehouse.rl.episodes import NOTES, Played, batch_of
 from enginehouse.rl.placement import start_seconds
-from enginehouse.rl.player import REASONS, Kind, failed_metric, in_words, player_of
+from enginehouse.rl.player import Kind, failed_metrics, in_words, player_of
 from enginehouse.rl.policy import FleetPolicy
 from enginehouse.rl.rewards.pool import RewardPool
 from enginehouse.rl.samples import as_bytes
@@ -44,11 +46,13 @@ if TYPE_CHECKING:
     from enginehouse.rl.player import Player
     from enginehouse.rl.router import Flight
 
+log = logging.getLogger(__name__)
+
 GATHERED_SECONDS = 0.01
 """How long a group that has ended waits for those that end just after it, so that their rows lie together."""
 SILENT_SECONDS = 10.0
-"""A worker that has nothing to say for so long says that: one that says nothing for longer than a call may take is
-stuck."""
+"""A worker that has nothing to say for so long, or for half of what a call may take, says that: one that says nothing
+for longer than a call may take is stuck."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,8 @@ class Orders:
     """What is new for a worker.
 
     Attributes:
+        number: they are taken up in this order, whichever comes first.
+        counted: kinds of play whose failures were asked for: later ones are warned of again.
         plays: tasks to be played.
         cancelled: plays that are to end, by number.
         answers: what was drawn, without its tokens; those come beside it.
@@ -82,6 +88,8 @@ class Orders:
         failures: requests that were not drawn, by number.
     """
 
+    number: int = 0
+    counted: list[str] = field(default_factory=list)
     plays: list[Play] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
@@ -100,8 +108,9 @@ class Report:
         ended: plays, by number, with the rewards of their episodes and whether these are trained on: the rows of those
             that are come beside this, in the same order.
         notes: of these rows, the columns of objects that are not texts.
-        failed: episodes that failed, by kind of play and reason; see `Player.metrics`.
+        failed: episodes that failed, by kind of play and reason; see `Player.counted`.
         last: what failed last, in words, by kind of play.
+        warnings: what was logged for people, each with its level: nobody reads a worker's own log.
     """
 
     asked: dict[str, Requests]
@@ -109,8 +118,9 @@ class Report:
     scoring: list[int]
     ended: list[tuple[int, tuple[float, ...], bool]]
     notes: Mapping[str, Sequence[Any]]
-    failed: Mapping[str, Mapping[str, float]]
+    failed: Mapping[str, Counter[str]]
     last: Mapping[str, str]
+    warnings: list[tuple[int, str]]
 
 
 class EnvironmentWorker(Worker):
@@ -128,10 +138,15 @@ class EnvironmentWorker(Worker):
         self._tokenizer = load_tokenizer(model.path, model.trust_remote_code)
         self._rewards = RewardPool.of(plan)
         self._plan = plan
-        self._begin(kinds)
+        self._begin(kinds, plan.config.cluster.call_timeout_seconds)
 
-    def _begin(self, kinds: Mapping[str, Kind]) -> None:
+    def _begin(self, kinds: Mapping[str, Kind], call_seconds: float) -> None:
         self._kinds = kinds
+        self._silent_seconds = min(SILENT_SECONDS, call_seconds / 2)
+        self._warnings = _Warnings()
+        logging.getLogger("enginehouse").addHandler(self._warnings)
+        self._came: dict[int, tuple[Orders, Sequence[Batch]]] = {}  # before their turn
+        self._taken_up = 0
         self._players: dict[str, Player] = {}
         self._plays: dict[tuple[str, int], Play] = {}  # by kind and serial number
         self._playing: dict[int, asyncio.Task[None]] = {}
@@ -154,10 +169,13 @@ class EnvironmentWorker(Worker):
             drawn: tokens and logprobs of each of its answers.
         """
         self._release()
-        self._take_up(orders, drawn)
+        self._came[orders.number] = orders, drawn
+        while (next_ones := self._came.pop(self._taken_up, None)) is not None:
+            self._taken_up += 1
+            self._take_up(*next_ones)
         if self._playing and not self._due:
             saying = self._saying = asyncio.get_running_loop().create_future()
-            silence = asyncio.get_running_loop().call_later(SILENT_SECONDS, _release, saying)
+            silence = asyncio.get_running_loop().call_later(self._silent_seconds, _release, saying)
             await saying
             silence.cancel()
             if self._saying is saying:
@@ -173,6 +191,7 @@ class EnvironmentWorker(Worker):
 
     def shutdown(self) -> None:
         """End the processes of the reward."""
+        logging.getLogger("enginehouse").removeHandler(self._warnings)
         self._rewards.close()
 
     # What comes
@@ -186,12 +205,16 @@ class EnvironmentWorker(Worker):
         for number, error in orders.failures.items():
             if (waiting := self._waiting.pop(number, None)) is not None and not waiting.done():
                 waiting.set_exception(error)
+        for kind in orders.counted:
+            if (player := self._players.get(kind)) is not None:
+                player.warn_again()
         for play in orders.plays:
             self._plays[play.kind, play.task.serial] = play
-            self._playing[play.number] = asyncio.get_running_loop().create_task(self._play(play))
+            playing = self._playing[play.number] = asyncio.get_running_loop().create_task(self._play(play))
+            playing.add_done_callback(partial(self._note_end, play))
         for number in orders.cancelled:
-            if (playing := self._playing.get(number)) is not None:
-                playing.cancel()
+            if number in self._playing:
+                self._playing[number].cancel()
 
     # What is done
 
@@ -202,14 +225,16 @@ class EnvironmentWorker(Worker):
             played = await player.played(play.task, partial(self._note_scoring, play.number))
             self._ended.append((play.number, played))
         except asyncio.CancelledError:
-            pass
+            raise
         except BaseException as error:  # it ends the run
             self._error = self._error or error
-        finally:
-            self._playing.pop(play.number, None)
-            if self._plays.get((play.kind, play.task.serial)) is play:
-                del self._plays[play.kind, play.task.serial]
-            self._say(at_once=not self._playing or self._error is not None)
+
+    def _note_end(self, play: Play, playing: asyncio.Task[None]) -> None:
+        """Also of one that was cancelled before it began."""
+        del self._playing[play.number]
+        if self._plays.get((play.kind, play.task.serial)) is play:
+            del self._plays[play.kind, play.task.serial]
+        self._say(at_once=not self._playing or self._error is not None)
 
     def _player(self, kind: str) -> Player:
         return player_of(self._plan, partial(self._policy_of, kind), self._rewards, self._kinds[kind])
@@ -246,6 +271,7 @@ class EnvironmentWorker(Worker):
     def _speak(self) -> None:
         if self._ended or self._scoring or self._forgotten or self._error or any(self._asked.values()):
             self._due = True
+        if self._due or not self._playing:
             self._release()
 
     def _release(self) -> None:
@@ -269,12 +295,29 @@ class EnvironmentWorker(Worker):
             scoring=self._scoring,
             ended=[(number, played.rewards, played.kept) for number, played in self._ended],
             notes=notes,
-            failed={kind: player.metrics() for kind, player in self._players.items()},
+            failed={kind: player.counted() for kind, player in self._players.items()},
             last={kind: in_words(player.last) for kind, player in self._players.items() if player.last is not None},
+            warnings=self._warnings.taken(),
         )
         self._asked = {name: [] for name in self._kinds}
         self._forgotten, self._scoring, self._ended = [], [], []
         return report, rows
+
+
+class _Warnings(logging.Handler):
+    """Keeps what is logged for people, so that the controller says it."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._kept: deque[tuple[int, str]] = deque()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name != __name__:  # in one process with the controller this is what that says of them
+            self._kept.append((record.levelno, self.format(record)))
+
+    def taken(self) -> list[tuple[int, str]]:
+        """Those that were kept since this was asked for last."""
+        return [self._kept.popleft() for _ in range(len(self._kept))]
 
 
 class _Asking:
@@ -322,13 +365,14 @@ class EnvironmentWorkers:
         self._orders = [Orders() for _ in range(group.world_size)]
         self._came: list[list[tuple[int, Flight]]] = [[] for _ in range(group.world_size)]
         self._calls = [0] * group.world_size  # in flight
+        self._sent = [0] * group.world_size
         self._numbers = itertools.count()
         self._plays: dict[int, _Playing] = {}
         self._flights: dict[tuple[int, int], tuple[RolloutFleet, Flight]] = {}  # by rank and the worker's number
         self._tasks: set[asyncio.Task[None]] = set()
         self._scheduled = False
         self._fleets: dict[str, RolloutFleet] = {}
-        self.failed: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
+        self._failed: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
         self.last: dict[str, str] = {}
         self.closed = False
 
@@ -366,6 +410,13 @@ class EnvironmentWorkers:
                 self._orders[rank].cancelled.append(number)
                 self._soon()
 
+    def counted(self, kind: str) -> Counter[str]:
+        """Episodes of a kind that failed since this was asked for last, by reason; workers warn of later ones again."""
+        for orders in self._orders:
+            orders.counted.append(kind)
+        counts, self._failed[kind] = self._failed[kind], Counter()
+        return counts
+
     # What is sent
 
     def _soon(self) -> None:
@@ -385,6 +436,7 @@ class EnvironmentWorkers:
                 self._send(rank, orders, came)
 
     def _send(self, rank: int, orders: Orders, came: Sequence[tuple[int, Flight]]) -> None:
+        orders.number, self._sent[rank] = self._sent[rank], self._sent[rank] + 1
         places: dict[int, dict[int, int]] = {}  # of each answer
         drawn: list[DistributedBatch] = []
         for number, flight in came:
@@ -426,8 +478,10 @@ class EnvironmentWorkers:
 
     def _take(self, rank: int, report: Report, rows: DistributedBatch) -> None:
         for kind, counts in report.failed.items():
-            self.failed[kind].update(counts)
+            self._failed[kind].update(counts)
         self.last.update(report.last)
+        for level, said in report.warnings:
+            log.log(level, "%s", said)
         for kind, requests in report.asked.items():
             for request in requests.unpack():
                 self._submit(rank, kind, request)
@@ -471,8 +525,7 @@ class WorkersPlayer:
 
     def metrics(self) -> dict[str, float]:
         """See `Player.metrics`."""
-        counts, self._workers.failed[self._kind] = self._workers.failed[self._kind], Counter()
-        return {name: float(counts[name]) for name in map(failed_metric, REASONS)}
+        return failed_metrics(self._workers.counted(self._kind))
 
     @property
     def last(self) -> BaseException | None:
@@ -490,8 +543,10 @@ def environment_workers(plan: Plan, kinds: Mapping[str, Kind]) -> Iterator[Envir
         kinds: what tasks are played for, by name.
     """
     cluster = plan.config.cluster
+    processes = plan.config.environment.processes
+    kinds = {name: replace(kind, tasks=math.ceil(kind.tasks / processes)) for name, kind in kinds.items()}
     plan = replace(plan, reward_arguments=from_environment(plan.reward_arguments))  # nodes may lack the variables
-    pool = ResourcePool([plan.config.environment.processes], timeout=start_seconds(cluster), name="environment")
+    pool = ResourcePool([processes], timeout=start_seconds(cluster), name="environment")
     try:
         group = WorkerGroup(
             pool,

@@ -81,7 +81,8 @@ class RolloutFleet:
         health_every: seconds between looks at whether replicas live; they may take `HEALTH_SECONDS` to say so.
 
     Attributes:
-        apart: whether tokens stay where they are drawn, so that only who gets their place can read them; see `submit`.
+        tokens_stay: whether tokens stay where they are drawn, so that only who gets their place can read them; see
+            `submit`.
         catch_up: brings returned replicas to the version served (`WeightSync.catch_up`); without it they wait for the
             next update.
 
@@ -90,7 +91,7 @@ class RolloutFleet:
         WorkerError: a worker could not be built.
     """
 
-    apart = False
+    tokens_stay = False
     catch_up: Callable[[Members], None] | None = None
     _start_timeout: float | None = None
     _ranks: Ranks | None = None
@@ -308,7 +309,7 @@ class RolloutFleet:
                 memory=self._memory,
                 metrics=lambda: self._metrics,
                 watch=self._watch,
-                apart=self.apart,
+                tokens_stay=self.tokens_stay,
                 held=lambda: self._held,
                 forgets=not self._apart,
                 is_lost=self.is_lost,

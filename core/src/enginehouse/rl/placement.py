@@ -72,7 +72,7 @@ class Roles:
         return {name: parts[name].call("describe") for name in self.plans}
 
     def score_by_reference(self, batch: DistributedBatch, outputs: Outputs) -> DistributedBatch:
-        """What the reference gives for `batch`, as `TrainWorker.forward`: its own role, else the actor's base."""
+        """What the reference gives for `batch`, in columns `reference_...`: its own role, else the actor's base."""
         dealt = Balanced(batch, by="input_ids")
         if reference := self.groups.get("reference"):
             return reference.forward(dealt, outputs, "reference_")
@@ -110,9 +110,9 @@ def place(plan: RunPlan, probe: Sequence[Sequence[int]] = ()) -> Iterator[Roles]
             if role.kind == "rollout" and name in started:
                 fleets[name] = RolloutFleet.over(started.pop(name))
                 stack.callback(fleets[name].shutdown)
-        apart = isinstance(plan.config, Config) and plan.config.environment.processes > 0
+        tokens_stay = isinstance(plan.config, Config) and plan.config.environment.processes > 0
         for fleet in fleets.values():
-            fleet.apart = apart
+            fleet.tokens_stay = tokens_stay
             fleet.launch()
         sync = _connected(plan, started["actor"], fleets["rollout"], probe, stack) if "rollout" in fleets else None
         yield Roles(plan.roles, started, fleets, sync)

@@ -135,7 +135,7 @@ class Player:
         self._environment, self._policy_of, self._seconds = environment, policy_of, seconds
         self.last: BaseException | None = None
         self._counts: Counter[str] = Counter()
-        self._warned: set[str] = set()  # of which reasons, since the metrics were read
+        self._warned: set[str] = set()  # of which reasons, since `warn_again`
         self._traced: set[str] = set()  # of which reasons, ever
 
     async def played(self, task: Task, scoring: Callable[[], None] = lambda: None) -> Played:
@@ -211,9 +211,17 @@ class Player:
 
     def metrics(self) -> dict[str, float]:
         """How many episodes failed since this was asked for last, each try counted, by reason."""
+        self.warn_again()
+        return failed_metrics(self.counted())
+
+    def counted(self) -> Counter[str]:
+        """How many episodes failed since this or `metrics` was asked for last, by reason."""
         counts, self._counts = self._counts, Counter()
+        return counts
+
+    def warn_again(self) -> None:
+        """Warn of the next failure of each reason, though one was warned of."""
         self._warned.clear()
-        return {failed_metric(reason): float(counts[reason]) for reason in REASONS}
 
     def _warn(self, what: str, error: BaseException) -> None:
         reason = _reason(error)
@@ -366,9 +374,9 @@ def player_of(
     return Player(SingleTurn(), policy_of, scorer, samples, rollout.on_failure, rollout.episode_seconds, keep)
 
 
-def failed_metric(reason: str) -> str:
-    """The figure that counts what failed for one of `REASONS`."""
-    return f"failed_{reason}"
+def failed_metrics(counts: Mapping[str, int]) -> dict[str, float]:
+    """Figures of how many episodes failed, by reason."""
+    return {f"failed_{reason}": float(counts.get(reason, 0)) for reason in REASONS}
 
 
 def _beyond_policy(error: BaseException) -> Exception | None:

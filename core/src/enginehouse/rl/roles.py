@@ -467,7 +467,8 @@ def with_defaults(batch: Batch) -> Batch:
     if "advantages" not in batch or not isinstance(batch["advantages"], torch.Tensor):
         return batch
     mask = batch.ragged("loss_mask")
-    values = np.repeat(batch["advantages"].numpy(), mask.lengths.numpy())  # torch's would need three times the memory
+    per_row = batch["advantages"].float().numpy()
+    values = np.repeat(per_row, mask.lengths.numpy())  # torch's would need three times the memory
     values *= mask.values.numpy()
     return batch.with_columns(advantages=mask.like(torch.from_numpy(values)))
 

@@ -93,7 +93,7 @@ class Router:
         memory: PrefixMemory,
         metrics: Callable[[], FleetMetrics],
         watch: Watch,
-        apart: bool,
+        tokens_stay: bool,
         held: Callable[[], bool],
         forgets: bool,
         is_lost: Callable[[Member, Exception | None], bool],
@@ -102,7 +102,7 @@ class Router:
         self.loop = loop
         self._name, self._replicas = name, replicas
         self._memory, self._metrics, self._watch = memory, metrics, watch
-        self._method = "draw_apart" if apart else "draw"
+        self._method = "draw_apart" if tokens_stay else "draw"
         self._held_back = held
         self._forgets, self._is_lost, self._catch_up = forgets, is_lost, catch_up
         self._scheduler = Scheduler(limit, memory)

@@ -32,6 +32,7 @@ from enginehouse.rl.placement import place
 from enginehouse.rl.player import Kind, player_of
 from enginehouse.rl.policy import FleetPolicy
 from enginehouse.rl.rewards.pool import RewardPool
+from enginehouse.rl.roles import with_defaults
 from enginehouse.rl.samples import sample_metrics, sample_rows
 from enginehouse.rl.schedule import Schedule
 from enginehouse.rl.stalls import Stalls
@@ -232,8 +233,9 @@ class Trainer(Loop):
         """Add what the advantage estimator makes of the columns it needs; no other is read here."""
         needs = self.plan.advantage_needs
         if needs is None:
-            needs = tuple(name for name in batch.columns if name not in ("prompt", "response"))
-        given = batch.fetch(needs)
+            given = with_defaults(batch.drop(["prompt", "response"]).fetch())
+        else:
+            given = batch.fetch(needs)
         made = self.advantage(given, **self.plan.advantage_arguments)
         new = [name for name in made.columns if name not in given or made[name] is not given[name]]
         return batch.with_columns(**{name: made[name] for name in new})
