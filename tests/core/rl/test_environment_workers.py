@@ -18,8 +18,7 @@ from enginehouse.rl import environment_workers
 from enginehouse.rl.columns import Answer
 from enginehouse.rl.environment_workers import EnvironmentWorker, EnvironmentWorkers, Orders, Play
 from enginehouse.rl.episodes import rows_of
-from enginehouse.rl.player import Kind, Player
-from enginehouse.rl.policy import FleetPolicy
+from enginehouse.rl.player import FleetPolicy, Kind, Player
 from enginehouse.rl.replica import ReplicasLost
 from enginehouse.rl.rewards.program import Score
 from enginehouse.rl.router import Flight, PoisonousRows

@@ -13,8 +13,7 @@ from enginehouse.controller.errors import ClusterLost, RemoteError, WorkerDied
 from enginehouse.engines.environment import Episode, Task
 from enginehouse.engines.rollout import Completion, SamplingParams
 from enginehouse.errors import ConfigError, EnginehouseError
-from enginehouse.rl.player import MOST_RETRIES, EpisodeFailed, Player
-from enginehouse.rl.policy import FleetPolicy
+from enginehouse.rl.player import MOST_RETRIES, EpisodeFailed, FleetPolicy, Player
 from enginehouse.rl.replica import ReplicasLost
 from enginehouse.rl.rewards.batch import RewardError
 from enginehouse.rl.rewards.program import Score

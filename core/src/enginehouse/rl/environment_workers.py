@@ -30,8 +30,7 @@ from enginehouse.errors import EnginehouseError
 from enginehouse.rl.columns import Requests
 from enginehouse.rl.episodes import NOTES, Played, batch_of
 from enginehouse.rl.placement import start_seconds
-from enginehouse.rl.player import Kind, failed_metrics, in_words, player_of
-from enginehouse.rl.policy import FleetPolicy
+from enginehouse.rl.player import FleetPolicy, Kind, failed_metrics, in_words, player_of
 from enginehouse.rl.rewards.pool import RewardPool
 from enginehouse.rl.samples import as_bytes
 

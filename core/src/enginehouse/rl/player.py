@@ -1,4 +1,4 @@
-"""Plays tasks by an environment: groups of episodes, whatever becomes of single ones.
+"""Plays tasks by an environment: what that asks for tokens, and groups of episodes, whatever becomes of single ones.
 
 An environment is somebody's own code, and so is what it speaks to: it may raise, never end, or ask for what takes
 replicas down. What is done then is `rollout.on_failure`:
@@ -20,16 +20,18 @@ What ends the run under any policy would not be mended by other tasks (`_beyond_
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import textwrap
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from enginehouse.controller.errors import ControllerError, RemoteError, behind
 from enginehouse.engines.environment import Episode, Group, Score
+from enginehouse.engines.rollout import GenerateRequest
 from enginehouse.errors import EnginehouseError, UserError
 from enginehouse.plugin.records import resolve
 from enginehouse.rl.environments.single_turn import SingleTurn
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from enginehouse.config.plan import Plan
     from enginehouse.config.schema import OnFailure
     from enginehouse.engines.environment import Environment, Policy, Task
-    from enginehouse.engines.rollout import SamplingParams
+    from enginehouse.engines.rollout import Completion, GenerateResult, SamplingParams
     from enginehouse.rl.rewards.pool import RewardPool
 
 log = logging.getLogger(__name__)
@@ -67,6 +69,56 @@ class Late(EnginehouseError):
 
 class _GivenUp(Exception):
     """An episode, or a group, that the run goes on without; what happened is its `__cause__`."""
+
+
+class Draws(Protocol):
+    """What a policy asks: a fleet, or what has one draw."""
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """See `RolloutFleet.generate`."""
+        ...
+
+
+class FleetPolicy:
+    """Implements `enginehouse.engines.environment.Policy` for one task.
+
+    Args:
+        fleet: who draws.
+        tokenizer: the model's.
+        sampling: how, unless a call says otherwise.
+        name: begins its requests' ids.
+        seed: of its first call; what others draw depends on it and on their number.
+    """
+
+    def __init__(self, fleet: Draws, tokenizer: Any, sampling: SamplingParams, name: str, seed: int):
+        self.tokenizer = tokenizer
+        self._fleet, self._sampling, self._name, self._seed = fleet, sampling, name, seed
+        self._calls = 0
+
+    async def generate(self, tokens: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
+        """See the protocol."""
+        (completion,) = await self.samples(tokens, 1, sampling)
+        return completion
+
+    async def samples(
+        self, tokens: Sequence[int], n: int, sampling: SamplingParams | None = None
+    ) -> Sequence[Completion]:
+        """See the protocol."""
+        number, self._calls = self._calls, self._calls + 1
+        sampling = replace(sampling or self._sampling, n=n, seed=self._seed_of(number))
+        result = await self._fleet.generate(GenerateRequest(f"{self._name}-{number}", tokens, sampling))
+        return result.completions
+
+    def branch(self, name: str) -> FleetPolicy:
+        """See the protocol."""
+        return FleetPolicy(self._fleet, self.tokenizer, self._sampling, f"{self._name}-{name}", self._mixed(name))
+
+    def _seed_of(self, number: int) -> int:
+        return self._mixed(number) if number else self._seed
+
+    def _mixed(self, what: object) -> int:
+        mixed = hashlib.blake2b(f"{self._seed} {what}".encode(), digest_size=4).digest()
+        return int.from_bytes(mixed, "little") >> 1
 
 
 class AnyPlayer(Protocol):

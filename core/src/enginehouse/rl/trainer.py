@@ -29,8 +29,7 @@ from enginehouse.rl.loop import Loop
 from enginehouse.rl.minibatches import assign_minibatches
 from enginehouse.rl.mismatch import MismatchWarnings, measuring, mismatch
 from enginehouse.rl.placement import place
-from enginehouse.rl.player import Kind, player_of
-from enginehouse.rl.policy import FleetPolicy
+from enginehouse.rl.player import FleetPolicy, Kind, player_of
 from enginehouse.rl.rewards.pool import RewardPool
 from enginehouse.rl.roles import with_defaults
 from enginehouse.rl.samples import sample_metrics, sample_rows
