@@ -21,7 +21,7 @@ from enginehouse_torch.modeling import checkpoint
 from enginehouse_torch.modeling.export import copy_tokenizer
 from enginehouse_torch.modeling.files import parts_of
 from enginehouse_torch.modeling.loading import freeze_language_head, load_model
-from enginehouse_torch.modeling.memory import MemoryGuard
+from enginehouse_torch.modeling.memory import MemoryGuard, keep_freed_memory
 from enginehouse_torch.modeling.ranks import Ranks, device_of
 from enginehouse_torch.modeling.schedule import learning_rate
 from enginehouse_torch.modeling.token_model import TokenModel
@@ -60,6 +60,7 @@ class TorchTrainEngine:
         self._ranks = Ranks.join(context)
         self.mesh = Mesh.of({"dp": context.world_size}, context.rank)
         self._memory = MemoryGuard(context, NEEDS_LESS)
+        keep_freed_memory()
         with self._memory.during("loading the model"):
             self._model = load_model(model, device_of(context))
         self._stored = stored_names(Path(model.path))
