@@ -38,6 +38,9 @@ NEEDS_LESS = (
 )
 """What needs less memory than this engine."""
 
+CPU_TOKENS = 4096
+"""Most padded tokens of a pass on a CPU, a longer row excepted: more fill its caches and memory, and save nothing."""
+
 
 class TorchTrainEngine:
     """`TrainEngine` on plain PyTorch (`enginehouse.engines.train`), one object a rank."""
@@ -67,10 +70,11 @@ class TorchTrainEngine:
         if model.head == "value":
             freeze_language_head(self._model)
         self._ranks.broadcast(unique_state(self._model).values())
+        most = CPU_TOKENS if self._model.device.type == "cpu" else options.tokens_per_microbatch
         self._token_model = TokenModel(
             self._model,
             device=self._model.device,
-            tokens_per_microbatch=options.tokens_per_microbatch,
+            tokens_per_microbatch=min(most, options.tokens_per_microbatch),
             share_prompts=options.share_prompts == "auto",
             during=self._memory.during,
         )
