@@ -77,7 +77,7 @@ def optimizer(model: PreTrainedModel, lr: float, betas: tuple[float, float], war
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / warmup
-        return 1.0 if total is None else max(0.0, (total - step) / (total - warmup))
+        return 1.0 if total is None else max(0.0, (total - step) / max(1, total - warmup))
 
     return adamw, torch.optim.lr_scheduler.LambdaLR(adamw, factor)
 

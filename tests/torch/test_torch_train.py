@@ -358,6 +358,14 @@ def test_metrics_of_micro_batches_add_up():
     assert loss.weight == batch["loss_mask"].values.sum()
 
 
+def test_on_a_cpu_a_pass_is_no_larger_than_pays(monkeypatch):
+    monkeypatch.setattr("enginehouse_torch.train.CPU_TOKENS", 16)
+    engine = make_engine(tiny_model(), tokens_per_microbatch=16_384, share_prompts="never")
+    parts = engine._token_model.microbatches(make_batch(4, 3))
+    assert len(parts) > 1
+    assert all(part.layout.tokens.size <= 16 for part in parts)
+
+
 def test_ragged_results_share_the_offsets_of_the_ids():
     batch = make_batch(2, 2)
     column = make_engine(tiny_model()).forward(batch, Outputs())["logprobs"]

@@ -55,6 +55,9 @@ class FusedForward:
         config = model.config
         self.positions = positions
         self.eps = config.rms_norm_eps
+        # In float32 on a CPU RMSNorm is written out below, in half the operations that torch's own is made of there.
+        written_out = model.dtype == torch.float32 and model.device.type == "cpu"
+        self.eps_tensor = torch.tensor(self.eps) if written_out else None
         self.heads = config.num_attention_heads
         self.kv_heads = config.num_key_value_heads
         self.embed = model.model.embed_tokens.weight
@@ -73,24 +76,33 @@ class FusedForward:
         mask = _mask(used, new, padding)
         x = F.embedding(tokens, self.embed).view(rows * new, -1)
         for index, layer in enumerate(self.layers):
-            h = F.rms_norm(x, x.shape[-1:], layer.attention_norm, self.eps)
+            h = self._norm(x, layer.attention_norm)
             qkv = F.linear(h, layer.qkv, layer.qkv_bias).view(rows, new, self.heads + 2 * self.kv_heads, -1)
             qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), 2)
             if layer.qk_norms is not None:
-                weights = layer.qk_norms.index_select(0, layer.norm_of_head)
-                qk = F.rms_norm(qk, qk.shape[-1:], None, self.eps) * weights
+                qk = self._norm(qk, layer.qk_norms.index_select(0, layer.norm_of_head))
             half = qk.shape[-1] // 2
             qk = torch.addcmul(qk * cos, torch.cat((qk[..., half:], qk[..., :half]), -1), sin)
             q, k = qk.split((self.heads, self.kv_heads), 2)
             keys, values = cache.update(k.transpose(1, 2), v.transpose(1, 2), index)
             x = _add_linear(x, self._attend(q, keys, values, mask), layer.output, layer.output_bias)
-            h = F.rms_norm(x, x.shape[-1:], layer.mlp_norm, self.eps)
+            h = self._norm(x, layer.mlp_norm)
             gate, up = F.linear(h, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
             x = _add_linear(x, F.silu(gate).mul_(up), layer.down, layer.down_bias)
         x = x.view(rows, new, -1)
         if not all_logits:
             x = x[:, -1:]
-        return F.linear(F.rms_norm(x, x.shape[-1:], self.norm, self.eps), self.head).float()
+        return F.linear(self._norm(x, self.norm), self.head).float()
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """RMSNorm over the last dimension; `weight` broadcasts."""
+        if self.eps_tensor is None:
+            if weight.dim() == 1:
+                return F.rms_norm(x, x.shape[-1:], weight, self.eps)
+            return F.rms_norm(x, x.shape[-1:], None, self.eps) * weight
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = torch.addcmul(self.eps_tensor, length, length, value=1 / x.shape[-1]).rsqrt_()
+        return (x * scale).mul_(weight)
 
     def _attend(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None

@@ -16,6 +16,7 @@ from enginehouse.errors import EnginehouseError, ModelError
 from enginehouse_torch.decode_loop import DecodeLoop, RolloutEngineFailed
 from enginehouse_torch.forward import choose_forward
 from enginehouse_torch.modeling.loading import load_model
+from enginehouse_torch.modeling.memory import keep_freed_memory
 from enginehouse_torch.modeling.ranks import device_of
 from enginehouse_torch.options import TorchRolloutOptions
 from enginehouse_torch.requests import Pending
@@ -77,6 +78,7 @@ class TorchRolloutEngine:
         return await asyncio.to_thread(self._launch, model, options, context)
 
     def _launch(self, spec: ModelSpec, options: TorchRolloutOptions, context: ProcessContext) -> Endpoint:
+        keep_freed_memory()
         device = device_of(context)
         model = load_model(spec, device).requires_grad_(False)
         text = model.config.get_text_config()

@@ -21,7 +21,7 @@ from enginehouse_torch.modeling import checkpoint
 from enginehouse_torch.modeling.export import copy_tokenizer
 from enginehouse_torch.modeling.files import parts_of
 from enginehouse_torch.modeling.loading import freeze_language_head, load_model
-from enginehouse_torch.modeling.memory import MemoryGuard
+from enginehouse_torch.modeling.memory import MemoryGuard, keep_freed_memory
 from enginehouse_torch.modeling.ranks import Ranks, device_of
 from enginehouse_torch.modeling.schedule import learning_rate
 from enginehouse_torch.modeling.token_model import TokenModel
@@ -37,6 +37,9 @@ NEEDS_LESS = (
     "a training backend that shards the model over its processes: here each holds all of it",
 )
 """What needs less memory than this engine."""
+
+CPU_TOKENS = 4096
+"""Most padded tokens of a pass on a CPU, a longer row excepted: more fill its caches and memory, and save nothing."""
 
 
 class TorchTrainEngine:
@@ -60,16 +63,18 @@ class TorchTrainEngine:
         self._ranks = Ranks.join(context)
         self.mesh = Mesh.of({"dp": context.world_size}, context.rank)
         self._memory = MemoryGuard(context, NEEDS_LESS)
+        keep_freed_memory()
         with self._memory.during("loading the model"):
             self._model = load_model(model, device_of(context))
         self._stored = stored_names(Path(model.path))
         if model.head == "value":
             freeze_language_head(self._model)
         self._ranks.broadcast(unique_state(self._model).values())
+        most = CPU_TOKENS if self._model.device.type == "cpu" else options.tokens_per_microbatch
         self._token_model = TokenModel(
             self._model,
             device=self._model.device,
-            tokens_per_microbatch=options.tokens_per_microbatch,
+            tokens_per_microbatch=min(most, options.tokens_per_microbatch),
             share_prompts=options.share_prompts == "auto",
             during=self._memory.during,
         )

@@ -1,8 +1,9 @@
-"""What is said when memory runs out: who, doing what, with how many tokens, and which options need less."""
+"""The host's memory: kept for what comes next; and what is said when memory, of any kind, runs out."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -22,6 +23,28 @@ SIGNS = (
     "std::bad_alloc",
 )
 """How a `RuntimeError` of torch says that memory ran out, where it has no type of its own for it."""
+
+
+MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1
+"""Numbers of two of `mallopt`'s parameters."""
+LARGEST_MMAP_THRESHOLD = 1 << 25
+"""The largest one that glibc takes: larger blocks always come fresh."""
+KEPT_BYTES = 1 << 30
+
+
+def keep_freed_memory() -> bool:
+    """Have the process keep what it frees, up to `KEPT_BYTES`, rather than return it after every pass.
+
+    The kernel hands out fresh pages one fault at a time, which takes longer than most operations on them.
+
+    Returns:
+        Whether its allocator is one that can be told so: glibc's.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):  # musl, macOS, Windows
+        return False
+    return bool(mallopt(MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD) and mallopt(TRIM_THRESHOLD, KEPT_BYTES))
 
 
 class OutOfMemory(EnginehouseError):

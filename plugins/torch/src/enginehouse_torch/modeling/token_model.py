@@ -7,6 +7,7 @@ never depend on how a batch was cut.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -77,6 +78,9 @@ class TokenModel:
         self._budget = tokens_per_microbatch
         self._shares_prompts = share_prompts and can_share_prompts(model, dtype)
         self._attention_cost = attention_cost(model)
+        if device.type == "cpu":
+            # On a CPU torch needs no copy of a key for each query head that shares it, with a mask neither.
+            os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
         self._passes = passes
         self._during = during
         self._has_values = hasattr(model, VALUE_HEAD)
