@@ -58,7 +58,7 @@ class Replica:
     @property
     def is_started(self) -> bool:
         """Whether it is being started again."""
-        return self.state == "lost" and self.restarting is not None and self.restarting.is_alive()
+        return self.state == "lost" and self.comes_back
 
     @property
     def member(self) -> Member:
