@@ -68,6 +68,10 @@ SIZES = {
 }
 
 
+AHEAD = "enginehouse staleness 1"
+"""A program of its own: its samples are older, so it is not compared as ours."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What one run of a side gave.
@@ -140,7 +144,8 @@ def measure(
 
     Returns:
         `metrics`, `sides`, `versions`. Metrics: `steps_per_second_vs_trl`, `generate_vs_transformers`,
-        `controller_share` (share of our step spent in neither engine), and steps a second and final reward by program.
+        `controller_share` (share of our step spent in neither engine), `steps_per_second_vs_trl_staleness_1` (with
+        generation beside training), and steps a second and final reward by program.
         Of `size="medium"` there is no reward to judge, and instead of `generate_vs_transformers` there is
         `generation_vs_products`: our generation's seconds by those of its matrix products alone on two threads.
 
@@ -204,11 +209,11 @@ def build_sides(ours: Path, trl: Path, start: Path, steps: int, size: Size = SIZ
     """The sides, by name, in the order of the first round."""
     task = WORK / "task"
 
-    def enginehouse(*overrides: str) -> Side:
+    def enginehouse(*overrides: str, program: str = "enginehouse") -> Side:
         def command(directory: Path, seed: int) -> Sequence[object]:
             return [*quickstart(ours, WORK, start, directory, steps, seed), *size.overrides, *overrides]
 
-        return Side("enginehouse", command, read_enginehouse)
+        return Side(program, command, read_enginehouse)
 
     def peer(program: str, threads: int, *script: object, read: Callable[[Path], Outcome]) -> Side:
         def command(directory: Path, seed: int) -> Sequence[object]:
@@ -220,7 +225,9 @@ def build_sides(ours: Path, trl: Path, start: Path, steps: int, size: Size = SIZ
 
     trl_script = (trl, "benchmarks/trl_grpo.py", "--reward", size.reward)
     bare_script = (ours, "-m", "benchmarks.bare_grpo")
+    ahead = enginehouse("train.staleness=1", "rollout.placement=separate", program=AHEAD)
     return {
+        **({"enginehouse, staleness 1, rollout apart": ahead} if size is SIZES["small"] else {}),
         "enginehouse, 1 process of 2 threads": enginehouse("actor.processes=1", "cluster.threads_per_process=2"),
         "TRL, 2 threads": peer("TRL", 2, *trl_script, read=read_step_seconds),
         "enginehouse, 2 processes of 1 thread": enginehouse(
@@ -296,6 +303,8 @@ def compare(sides: Mapping[str, Side], rewards: Mapping[str, Sequence[float]]) -
         "steps_per_second_vs_trl": seconds["TRL"] / seconds["enginehouse"],
         "controller_share": controller_share(sides[best["enginehouse"]].outcomes),
     }
+    if AHEAD in best:
+        metrics["steps_per_second_vs_trl_staleness_1"] = seconds["TRL"] / seconds[AHEAD]
     for program, name in best.items():
         key = program.lower().replace(" ", "_").replace("-", "_")
         metrics[f"steps_per_second/{key}"] = 1 / seconds[program]

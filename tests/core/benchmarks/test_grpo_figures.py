@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks.grpo import WARM_UP_STEPS, Outcome, Side, compare, measure, read_enginehouse, row
+from benchmarks.grpo import AHEAD, WARM_UP_STEPS, Outcome, Side, compare, measure, read_enginehouse, row
 from benchmarks.runs import execute, rotated
 
 
@@ -23,12 +23,19 @@ def side(program: str, *step_seconds: float, engine_share: float = 0.8) -> Side:
 def test_each_program_counts_by_its_best_side_and_its_median_round():
     sides = {
         "ours": side("enginehouse", 0.06, 0.05, 0.09),
+        "ahead": side(AHEAD, 0.04, 0.03, 0.05),
         "TRL, 2 threads": side("TRL", 0.12, 0.11, 0.30),
         "TRL, 1 thread": side("TRL", 0.15, 0.14, 0.16),
     }
-    rewards = {"ours": [0.97, 0.95, 0.96], "TRL, 2 threads": [0.9, 0.93, 0.92], "TRL, 1 thread": [0.1, 0.1, 0.1]}
+    rewards = {
+        "ours": [0.97, 0.95, 0.96],
+        "ahead": [0.5, 0.6, 0.4],
+        "TRL, 2 threads": [0.9, 0.93, 0.92],
+        "TRL, 1 thread": [0.1, 0.1, 0.1],
+    }
     metrics = compare(sides, rewards)
     assert metrics["steps_per_second_vs_trl"] == pytest.approx(0.12 / 0.06)
+    assert metrics["steps_per_second_vs_trl_staleness_1"] == pytest.approx(0.12 / 0.04)
     assert metrics["steps_per_second/trl"] == pytest.approx(1 / 0.12)
     assert metrics["controller_share"] == pytest.approx(0.2)
     assert (metrics["final_reward/enginehouse"], metrics["final_reward/trl"]) == (0.96, 0.92)
