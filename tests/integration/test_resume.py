@@ -207,7 +207,7 @@ def test_a_run_goes_on_exactly_from_the_checkpoint_before_a_damaged_one(start: S
     ("number", "method", "launcher", "step"),
     [
         pytest.param(4, "update", "ray", 4, marks=pytest.mark.exhaustive),  # its result is waited for
-        (8, "draw", "inline", 4),  # the prompts of step 5 are drawn
+        (7, "draw", "inline", 4),  # the prompts of step 5 are drawn
     ],
 )
 def test_an_interrupted_run_loses_no_step(
