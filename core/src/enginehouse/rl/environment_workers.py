@@ -345,7 +345,6 @@ def _release(waiting: asyncio.Future[None]) -> None:
 class _Playing:
     """A play, as the controller knows it."""
 
-    rank: int
     task: Task
     scoring: Callable[[], None]
     played: asyncio.Future[Played]
@@ -366,7 +365,7 @@ class EnvironmentWorkers:
         self._calls = [0] * group.world_size  # in flight
         self._sent = [0] * group.world_size
         self._numbers = itertools.count()
-        self._plays: dict[int, _Playing] = {}
+        self._plays: list[dict[int, _Playing]] = [{} for _ in range(group.world_size)]
         self._flights: dict[tuple[int, int], tuple[RolloutFleet, Flight]] = {}  # by rank and the worker's number
         self._tasks: set[asyncio.Task[None]] = set()
         self._scheduled = False
@@ -396,16 +395,15 @@ class EnvironmentWorkers:
         Raises:
             WorkerError: the worker died, or something in it ended the run.
         """
-        busy = Counter(playing.rank for playing in self._plays.values())
-        rank = min(range(self._group.world_size), key=lambda rank: busy[rank])
+        rank = min(range(self._group.world_size), key=lambda rank: len(self._plays[rank]))
         number, played = next(self._numbers), asyncio.get_running_loop().create_future()
-        self._plays[number] = _Playing(rank, task, scoring, played)
+        self._plays[rank][number] = _Playing(task, scoring, played)
         self._orders[rank].plays.append(Play(number, kind, task, name, seed))
         self._soon()
         try:
             return await played
         finally:
-            if self._plays.pop(number, None) is not None:
+            if self._plays[rank].pop(number, None) is not None:
                 self._orders[rank].cancelled.append(number)
                 self._soon()
 
@@ -427,10 +425,9 @@ class EnvironmentWorkers:
         self._scheduled = False
         if self.closed:
             return
-        busy = {playing.rank for playing in self._plays.values()}
         for rank, orders in enumerate(self._orders):
             came, self._came[rank] = self._came[rank], []
-            if came or orders.plays or orders.cancelled or (rank in busy and not self._calls[rank]):
+            if came or orders.plays or orders.cancelled or (self._plays[rank] and not self._calls[rank]):
                 self._orders[rank] = Orders()
                 self._send(rank, orders, came)
 
@@ -468,8 +465,8 @@ class EnvironmentWorkers:
             report, rows = await call
             self._take(rank, report, rows)
         except Exception as error:
-            for playing in self._plays.values():
-                if playing.rank == rank and not playing.played.done():
+            for playing in self._plays[rank].values():
+                if not playing.played.done():
                     playing.played.set_exception(error)
         finally:
             self._calls[rank] -= 1
@@ -489,13 +486,13 @@ class EnvironmentWorkers:
                 fleet, flight = flying
                 fleet.forget(flight)
         for number in report.scoring:
-            if (playing := self._plays.get(number)) is not None:
+            if (playing := self._plays[rank].get(number)) is not None:
                 playing.scoring()
         rows = rows.with_columns(**report.notes)
         end = 0
         for number, rewards, kept in report.ended:
             begin, end = end, end + len(rewards) * kept
-            if (playing := self._plays.pop(number, None)) is not None and not playing.played.done():
+            if (playing := self._plays[rank].pop(number, None)) is not None and not playing.played.done():
                 own = rows.slice(begin, end) if kept else None
                 playing.played.set_result(Played(playing.task, rewards, kept, rows=own))
 
