@@ -124,10 +124,8 @@ class DistributedBatch:
             TypeError: the column is of another kind.
         """
         self._known(column)
-        if self._added is not None and column in self._added:
-            return self._added.lengths(column)
-        if self._beside is not None and column in self._beside:
-            return self._beside.lengths(column)
+        if (other := self._elsewhere(column)) is not None:
+            return other.lengths(column)
         if any(column not in shard.facts.lengths for shard in self._shards):
             raise TypeError(f"column {column!r} is {self._shards[0].facts.kinds[column]}, not a ragged column")
         lengths = np.concatenate([shard.facts.lengths[column] for shard in self._shards])
@@ -144,10 +142,8 @@ class DistributedBatch:
             DataLost: a shard is not there any more.
         """
         self._known(name)
-        if self._added is not None and name in self._added:
-            return self._added[name]
-        if self._beside is not None and name in self._beside:
-            return self._beside.column(name)
+        if (other := self._elsewhere(name)) is not None:
+            return other[name]
         if not self._is_here(name):
             return self.fetch([name])[name]
         held = Batch.concat([shard.facts.numbers.select([name]) for shard in self._shards])
@@ -158,10 +154,8 @@ class DistributedBatch:
     def is_objects(self, name: str) -> bool:
         """Whether a column is of Python objects; nothing is read."""
         self._known(name)
-        if self._added is not None and name in self._added:
-            return isinstance(self._added[name], tuple)
-        if self._beside is not None and name in self._beside:
-            return self._beside.is_objects(name)
+        if (other := self._elsewhere(name)) is not None:
+            return isinstance(other[name], tuple) if isinstance(other, Batch) else other.is_objects(name)
         return self._shards[0].facts.forms[name] == "objects"
 
     def fetch(self, names: Iterable[str] | None = None) -> Batch:
@@ -373,12 +367,16 @@ class DistributedBatch:
     def _beside_names(self) -> set[str]:
         return set(self._beside.columns) if self._beside is not None else set()
 
+    def _elsewhere(self, name: str) -> Batch | DistributedBatch | None:
+        """What has a column that is not in these shards."""
+        if self._added is not None and name in self._added:
+            return self._added
+        return self._beside if self._beside is not None and name in self._beside else None
+
     def _is_here(self, name: str) -> bool:
         """Whether a column is held here."""
-        if name in self._added_names():
-            return True
-        if self._beside is not None and name in self._beside:
-            return self._beside._is_here(name)
+        if (other := self._elsewhere(name)) is not None:
+            return isinstance(other, Batch) or other._is_here(name)
         return all(name in shard.facts.numbers for shard in self._shards)
 
     def _known(self, name: str) -> None:

@@ -46,7 +46,7 @@ class Feed:
         schedule: how many groups are begun, and which are taken.
 
     Attributes:
-        version: of the weights that trainer and rollout have, as of the last `draw`.
+        version: of the weights that the step that was begun last is drawn from.
     """
 
     def __init__(self, loop: EventLoop, tasks: Tasks, player: AnyPlayer, schedule: Schedule):
