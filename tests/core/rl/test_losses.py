@@ -9,6 +9,7 @@ from enginehouse.engines.train import TokenView
 from enginehouse.errors import ConfigError
 from enginehouse.rl.losses.aggregate import AGGREGATIONS
 from enginehouse.rl.losses.clipped_policy import clipped_policy
+from enginehouse.rl.losses.clipped_value import clipped_value
 from enginehouse.rl.losses.supervised import supervised
 from enginehouse.rl.losses.weighted_logprob import weighted_logprob
 
@@ -29,8 +30,11 @@ def make_view(lengths=LENGTHS, seed=0, rows=slice(None)) -> TokenView:
         "reference_logprobs": -torch.rand(tokens, generator=generator),
         "advantages": torch.randn(tokens, generator=generator),
         "weights": torch.randn(tokens, generator=generator),
+        "values": torch.randn(tokens, generator=generator),
+        "returns": torch.randn(tokens, generator=generator),
     }
     outputs = {"logprobs": -torch.rand(tokens, generator=generator), "entropy": torch.rand(tokens, generator=generator)}
+    outputs["values"] = columns["values"] + torch.randn(tokens, generator=generator)
     columns["rollout_logprobs"] = -2 * torch.rand(tokens, generator=generator)
     chosen = range(len(lengths))[rows]
     keep = (row >= chosen.start) & (row < chosen.stop)
@@ -106,7 +110,7 @@ def test_aggregations_equal_their_definitions():
     [(clipped_policy, {"aggregation": aggregation, "max_tokens": 8}) for aggregation in AGGREGATIONS]
     + [(clipped_policy, {"importance_cap": 1.5})]
     + [(supervised, {"aggregation": aggregation}) for aggregation in AGGREGATIONS[:3]]
-    + [(weighted_logprob, {})],
+    + [(weighted_logprob, {}), (clipped_value, {})],
 )
 def test_parts_add_up_to_the_whole(loss, arguments):
     whole = loss(make_view(), **arguments)
@@ -201,3 +205,31 @@ def test_a_cap_of_one_cuts_nothing_where_both_engines_agree():
     assert value.total.item() == plain.total.item()
     assert value.metrics["importance_capped"].value == 0
     assert "importance_weight" not in plain.metrics
+
+
+@pytest.mark.parametrize("clip", [0.1, 0.5, None])
+def test_clipped_value_equals_the_formula(clip):
+    view = make_view()
+    losses, clipped = [], 0
+    for t in view.columns["loss_mask"].nonzero().flatten().tolist():
+        value, old = view.outputs["values"][t].item(), view.columns["values"][t].item()
+        target = view.columns["returns"][t].item()
+        error = (value - target) ** 2
+        bound = (max(old - clip, min(value, old + clip)) - target) ** 2 if clip else error
+        losses.append(max(error, bound) / 2)
+        clipped += bound > error
+    found = clipped_value(view, clip=clip)
+    assert (found.total.item(), found.weight) == (pytest.approx(sum(losses), rel=1e-5), len(losses))
+    assert found.metrics["clip_fraction"].value == pytest.approx(clipped / len(losses))
+    counted = view.columns["loss_mask"]
+    assert found.metrics["value_mean"].value == pytest.approx(view.outputs["values"][counted].mean().item(), rel=1e-5)
+
+
+def test_a_value_beyond_the_clip_range_and_nearer_to_the_return_has_no_gradient():
+    view = make_view(lengths=(4,))
+    view.columns["values"].fill_(0.0)
+    view.columns["returns"].fill_(2.0)
+    with torch.no_grad():
+        view.outputs["values"].copy_(torch.tensor([9.0, 1.0, 0.25, -1.0]))  # the first token does not count
+    clipped_value(view, clip=0.5).total.backward()
+    assert view.outputs["values"].grad.tolist() == [0.0, 0.0, -1.75, -3.0]

@@ -9,6 +9,14 @@ from enginehouse.plugin import Advantage, Filter, Loss, Reward, hookimpl
 def enginehouse_register_advantages(register):
     register(
         Advantage(
+            name="gae",
+            summary="Discounted errors of a critic's values (Schulman et al. 2016)",
+            function="enginehouse.rl.advantages.gae:gae",
+            needs=("reward", "token_rewards", "values", "loss_mask"),
+        )
+    )
+    register(
+        Advantage(
             name="grpo",
             summary="Reward against the mean of its group, divided by the group's deviation (Shao et al. 2024)",
             function="enginehouse.rl.advantages.grpo:grpo",
@@ -36,6 +44,13 @@ def enginehouse_register_losses(register):
             function="enginehouse.rl.losses.clipped_policy:clipped_policy",
             needs_actor_logprobs=("importance_cap",),
             taken_from={"max_tokens": "rollout.sampling.max_tokens"},
+        )
+    )
+    register(
+        Loss(
+            name="clipped_value",
+            summary="A critic's squared error, clipped around its old values (Schulman et al. 2017)",
+            function="enginehouse.rl.losses.clipped_value:clipped_value",
         )
     )
     register(
