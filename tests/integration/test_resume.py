@@ -153,6 +153,20 @@ def test_a_killed_run_goes_on_exactly_where_its_checkpoint_was_taken(start: Star
     assert steps_drawn(run) == [f"step {step}" for step in range(1, STEPS + 1)]
 
 
+@pytest.mark.essential
+def test_a_killed_run_with_a_critic_goes_on_with_both_optimizers(start: Start, ends: Ends):
+    ppo = (*TASK, "algorithm.advantage.name=gae", "critic.warmup_steps=1", INLINE)
+    straight, name = finished(start("train", *ppo)), "killed-ppo"
+    task = (*ppo, "train.checkpoint_every=3", f"run.directory=runs/{name}")
+    ended_early(start("train", *task, name=name, env=ends(12, "update", "SIGKILL")), -9)  # the 7th step's, of the actor
+    run = finished(resumed(start, "train", name, *ppo))
+    assert run.record["resumed_after"] == 6
+    assert {path.name for path in (run.directory / "checkpoints/step-000006").iterdir() if path.is_dir()} == {
+        *("actor", "critic")
+    }
+    assert_the_same(run, straight)
+
+
 def test_a_killed_run_with_generation_ahead_loses_no_task_and_trains_none_twice(
     start: Start, ends: Ends, straight: RunProcess
 ):

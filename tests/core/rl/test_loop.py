@@ -16,7 +16,7 @@ from enginehouse.controller import Balanced
 from enginehouse.engines.train import LossSpec
 from enginehouse.errors import EnginehouseError, SaveError
 from enginehouse.rl.checkpoint_writer import CheckpointWriter
-from enginehouse.rl.loop import LOST_SECONDS, Loop
+from enginehouse.rl.loop import LOST_SECONDS, Loop, Update
 from enginehouse.runs import Progress, RunDirectory
 
 
@@ -58,13 +58,15 @@ class OneActor(Loop):
     @contextmanager
     def workers(self):
         self.actor = Actor()
-        self.roles: Any = SimpleNamespace(actor=self.actor, trained={"actor": self.actor}, describe=dict)
+        groups = {"actor": self.actor}
+        self.roles: Any = SimpleNamespace(actor=self.actor, groups=groups, trained=groups, describe=dict)
         yield
 
     def run_step(self, step: int) -> Mapping[str, float]:
         if step == 3:
             self.actor.bad_update, self.actor.bad_update_error = self.bad_update
-        metrics = self.update(step, self.batch, LossSpec("supervised"), lambda: {"tokens": 1.0})
+        updates = {"actor": Update(self.batch, LossSpec("supervised"))}
+        metrics = self.update(step, updates, lambda: {"tokens": 1.0})
         if step == 3:
             self.actor.fails_at = self.fails_at
             if self.trouble is not None:

@@ -25,7 +25,7 @@ def samples_per_step(config: Config) -> int:
     return config.train.prompts_per_step * config.rollout.samples_per_prompt
 
 
-def check_batches(findings: Findings, config: Config, plugins: PluginManager) -> None:
+def check_batches(findings: Findings, config: Config, plugins: PluginManager, roles: Mapping[str, RolePlan]) -> None:
     """Check that a step's samples can be shared out to minibatches and processes, and are worth comparing."""
     processes, minibatches = config.actor.processes, config.algorithm.minibatches
     prompts, each, samples = config.train.prompts_per_step, config.rollout.samples_per_prompt, samples_per_step(config)
@@ -35,10 +35,9 @@ def check_batches(findings: Findings, config: Config, plugins: PluginManager) ->
     )
     if minibatches > samples:
         findings.refuse(f"{said}, which cannot be cut into {minibatches} minibatches (algorithm.minibatches)")
-    if (config.reference.processes or 0) > samples and config.algorithm.kl.coefficient:
-        findings.refuse(
-            f"{said}, fewer than the {config.reference.processes} processes of the reference (reference.processes)"
-        )
+    for role, section in (("reference", config.reference), ("critic", config.critic)):
+        if role in roles and (section.processes or 0) > samples:
+            findings.refuse(f"{said}, fewer than the {section.processes} processes of the {role} ({role}.processes)")
     if processes > samples:
         findings.refuse(f"{said}, fewer than the {processes} processes of the actor (actor.processes)")
     elif processes * minibatches > samples >= minibatches:
@@ -89,12 +88,13 @@ def check_placement(findings: Findings, config: Config, device: str, roles: Mapp
     """
     actor, rollout = config.actor.processes, config.rollout.replicas
     evaluation, apart = "evaluation" in roles, own_processes(roles)
-    if "reference" in apart and config.cluster.launcher == "inline":
-        key = "engine" if config.reference.engine else "processes"
-        findings.refuse(
-            f"reference.{key}: the reference wants processes of its own, and an inline run has one for all roles; "
-            "leave it unset, or set cluster.launcher=ray"
-        )
+    for name, section in (("reference", config.reference), ("critic", config.critic)):
+        if name in apart and config.cluster.launcher == "inline":
+            key = "engine" if section.engine else "processes"
+            findings.refuse(
+                f"{name}.{key}: the {name} wants processes of its own, and an inline run has one for all roles; leave "
+                "it unset, or set cluster.launcher=ray"
+            )
     if evaluation and config.cluster.launcher == "inline":
         findings.refuse(
             "evaluation.engine wants a process of its own, and an inline run has one for all roles; leave it unset, or "

@@ -12,7 +12,7 @@ from enginehouse.runtimes import CURRENT
 if TYPE_CHECKING:
     from enginehouse.config.roles import RolePlan
     from enginehouse.config.rows import Rows
-    from enginehouse.config.schema import Config, Engine, Model, SFTConfig
+    from enginehouse.config.schema import Beside, Config, Engine, Model, SFTConfig
 
 Facts = list[tuple[str, str]]
 
@@ -40,6 +40,7 @@ def outline_rl(
         ("rollout", _rollout(config, apart)),
         *([("evaluation", _evaluation(config, roles["evaluation"]))] if "evaluation" in roles else []),
         ("reference", _reference(config, roles.get("reference"))),
+        *([("critic", _critic(config, roles["critic"]))] if "critic" in roles else []),
         ("runtimes", _runtimes(roles)),
         ("weights", _weights(roles["rollout"], transport_reason)),
         ("reward", _reward(config)),
@@ -113,16 +114,25 @@ def _reference(config: Config, reference: RolePlan | None) -> str:
     kl = config.algorithm.kl
     if not kl.coefficient:
         return "none (algorithm.kl.coefficient is 0)"
-    path = config.reference.path or config.model.path
-    if reference is None:
-        what = "the actor's base, without its adapters"
-    elif reference.shares:
-        what = f"{path}, in the actor's processes"
-    else:
-        own = config.reference.engine
-        engine = _engine(own) if own else f"{reference.backend} with the actor's options"
-        what = f"{path}: {_count(reference.processes, 'process')} of {engine}, apart from the actor's"
+    what = "the actor's base, without its adapters"
+    if reference is not None:
+        what = _beside(config.reference, reference, config)
     return f"{what}; {kl.coefficient:g} times the {kl.estimator} divergence in the {kl.place}"
+
+
+def _critic(config: Config, critic: RolePlan) -> str:
+    warmup = config.critic.warmup_steps
+    alone = f"; trained alone in the first {_count(warmup, 'step')}" if warmup else ""
+    return f"{_beside(config.critic, critic, config)}; {config.critic.loss.name} loss{alone}"
+
+
+def _beside(section: Beside, role: RolePlan, config: Config) -> str:
+    """Where a model beside the actor's runs."""
+    path, own = section.path or config.model.path, section.engine
+    engine = _engine(own) if own else f"{role.backend} with the {section.shares or 'actor'}'s options"
+    if role.shares:
+        return f"{path}{f': {engine}' if own else ''}, in the {role.shares}'s processes"
+    return f"{path}: {_count(role.processes, 'process')} of {engine}, apart from the actor's"
 
 
 def _environment(config: Config) -> str:

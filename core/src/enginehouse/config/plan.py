@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from enginehouse.checkpoints import Checkpoint
 from enginehouse.config.arguments import KL_ARGUMENTS, check_call, check_values
@@ -67,7 +67,7 @@ from enginehouse.plugin import (
 
 if TYPE_CHECKING:
     from enginehouse.config.rows import Columns
-    from enginehouse.config.schema import Engine
+    from enginehouse.config.schema import Beside, Engine
     from enginehouse.data.rendering import TokenLimit
     from enginehouse.plugin import Backend, PluginManager
     from enginehouse.runtimes import Interpreter
@@ -80,6 +80,8 @@ SAMPLE_COLUMNS = (
 )
 """What an advantage may need of the samples, besides `old_logprobs` and `reference_logprobs` where those are computed;
 see `enginehouse.rl.episodes.batch_of`."""
+OF_ROLES = ("values", "token_rewards")
+"""What it may need besides: a critic's values, and rewards of single tokens, as of a KL term; 0 where there are none."""
 IMPORTANCE_CAP, STALE_IMPORTANCE_CAP = "importance_cap", 2.0
 """An argument of losses, the largest importance weight of a token, and its value for samples of older weights where the
 config says none (`null` takes the weights away)."""
@@ -124,8 +126,9 @@ class RunPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(RunPlan):
-    """A reinforcement-learning run, checked. Its roles are `"actor"`, `"rollout"`, where a model of its own is the
-    reference `"reference"`, and where an engine of its own answers validation prompts `"evaluation"`.
+    """A reinforcement-learning run, checked. Its roles are `"actor"`, `"rollout"`, for an advantage that needs values
+    `"critic"`, where a model of its own is the reference `"reference"`, and where an engine of its own answers
+    validation prompts `"evaluation"`.
 
     Attributes:
         reward: `"module:function"`.
@@ -138,6 +141,7 @@ class Plan(RunPlan):
         old_logprobs: whose logprobs the ratio divides by, `"rollout"` or `"actor"`.
         loss_arguments: as the loss takes them, with those that are taken from elsewhere in the config; without the KL
             term's.
+        critic_loss_arguments: as the critic's loss takes them, alike.
         prompt_limit: how long prompts may be.
     """
 
@@ -151,6 +155,7 @@ class Plan(RunPlan):
     keep_arguments: dict[str, Any]
     old_logprobs: Literal["rollout", "actor"]
     loss_arguments: dict[str, Any]
+    critic_loss_arguments: dict[str, Any]
     prompt_limit: TokenLimit
 
     @property
@@ -197,7 +202,10 @@ def plan(
     """
     setting = _Setting(config, plugins, config_path, resume, overrides)
     findings, algorithm = setting.findings, config.algorithm
-    optimizer_steps = config.train.steps * algorithm.epochs * algorithm.minibatches
+    needs = _needs_of(setting.plugins, config)
+    alone = config.critic.warmup_steps if "values" in (needs or ()) else 0
+    each = algorithm.epochs * algorithm.minibatches
+    critic_steps, optimizer_steps = config.train.steps * each, max(config.train.steps - alone, 1) * each
 
     train = find_backend(findings, setting.plugins, TrainBackend, config.actor.engine, "actor", setting.device)
     rollout = find_backend(findings, setting.plugins, RolloutBackend, config.rollout.engine, "rollout", setting.device)
@@ -213,10 +221,10 @@ def plan(
     colocated, apart = choose_colocation(findings, config, rollout, actor_runs_in, rollout_runs_in)
     transport, reason = choose_transport(findings, setting.plugins, config, train, rollout, setting.device, colocated)
     actor = setting.trained_role(config, actor_options, actor_runs_in)
-    roles = {"actor": actor}
-    reference_backend, reference = setting.reference(config, train, actor, optimizer_steps)
-    if reference:
-        roles["reference"] = reference
+    placed = {"actor": _Placed(train, actor)}
+    setting.critic(config, placed, needs, critic_steps)
+    setting.reference(config, placed, optimizer_steps)
+    roles = {name: one.role for name, one in placed.items()}
     roles["rollout"] = RolePlan(
         kind="rollout",
         backend=config.rollout.engine.backend,
@@ -241,11 +249,12 @@ def plan(
         check_model(findings, evaluator, evaluation.options, model, "evaluation")
         if evaluator is rollout:
             check_servers(findings, rollout, rollout_options, evaluation.options)
-    if reference and (config.reference.path or config.reference.engine):
-        read, path_key = (setting.reference_model, "reference.path") if config.reference.path else (model, "model.path")
-        key = "reference" if config.reference.engine else "actor"
-        check_model(findings, reference_backend, reference.options, read, key, path_key)
-    check_batches(findings, config, setting.plugins)
+    for name, section in (("critic", config.critic), ("reference", config.reference)):
+        if name in placed and (section.path or section.engine):
+            read, path_key = (setting.models[name], f"{name}.path") if section.path else (model, "model.path")
+            key = name if section.engine else "actor"
+            check_model(findings, placed[name].backend, placed[name].role.options, read, key, path_key)
+    check_batches(findings, config, setting.plugins, roles)
     check_placement(findings, config, setting.device, roles)
     limit = check_lengths(findings, config, roles, model)
     check_evaluation(findings, config)
@@ -265,16 +274,23 @@ def plan(
     _, loss_arguments = setting.function(
         Loss, algorithm.loss.name, "algorithm.loss", algorithm.loss.arguments, _kl_arguments(config), list(taken)
     )
+    _, critic_loss_arguments = (
+        setting.function(Loss, config.critic.loss.name, "critic.loss", config.critic.loss.arguments)
+        if "critic" in roles
+        else ("", {})
+    )
     _check_old_logprobs(findings, setting.plugins, config, old_logprobs)
-    advantage_needs = _needs(findings, setting.plugins, config, old_logprobs)
+    _check_needs(findings, config, needs, old_logprobs)
     _check_kl(findings, config)
     directory = setting.run_directory(
         {
             "model.path": config.model.path,
             "reference.path": config.reference.path,
+            "critic.path": config.critic.path,
             **_by_key("data.train", config.data.train),
             **{f"data.validation.{name}".rstrip("."): path for name, path in config.data.validation_files().items()},
-        }
+        },
+        roles,
     )
     findings.raise_problems(setting.source)
     return Plan(
@@ -284,16 +300,17 @@ def plan(
         reward_arguments=reward_arguments,
         advantage=advantage,
         advantage_arguments=advantage_arguments,
-        advantage_needs=advantage_needs,
+        advantage_needs=needs,
         keep=keep,
         keep_arguments=keep_arguments,
         old_logprobs=old_logprobs,
         loss_arguments=loss_arguments | taken,
+        critic_loss_arguments=critic_loss_arguments,
         prompt_limit=limit,
         **setting.common(
             outline_rl(config, model, rows, roles, apart, reason),
             directory,
-            (train, reference_backend, rollout, evaluator),
+            (*(one.backend for one in placed.values()), rollout, evaluator),
         ),
     )
 
@@ -323,7 +340,7 @@ def plan_sft(
     limit = row_limit(config, model)
     rows = look_at_demonstrations(findings, config, limit, bool(model))
     needed = {"model.path": config.model.path, **_by_key("data.train", config.data.train)}
-    directory = setting.run_directory(needed)
+    directory = setting.run_directory(needed, roles)
     findings.raise_problems(setting.source)
     return SFTPlan(
         config=config,
@@ -331,6 +348,13 @@ def plan_sft(
         row_limit=limit,
         **setting.common(outline_sft(config, model, rows, roles), directory, (train,)),
     )
+
+
+class _Placed(NamedTuple):
+    """A role of a training engine, and the engine's record; None after a problem."""
+
+    backend: TrainBackend | None
+    role: RolePlan
 
 
 class _Setting:
@@ -357,7 +381,7 @@ class _Setting:
         extend_path(self.python_path)
         self.device, self.device_reason = pick_device(config.cluster.device)
         self.findings = Findings()
-        self.reference_model: Mapping[str, Any] = {}
+        self.models: dict[str, Mapping[str, Any]] = {}
 
     def common(self, facts: Facts, directory: Path, backends: Sequence[Backend | None]) -> dict[str, Any]:
         """Fields that every plan has."""
@@ -407,39 +431,110 @@ class _Setting:
             trained=True,
         )
 
-    def reference(
-        self, config: Config, train: TrainBackend | None, actor: RolePlan, optimizer_steps: int
-    ) -> tuple[TrainBackend | None, RolePlan | None]:
-        """Check the reference model of a KL term; without one, or where it is the actor's own base, None as a role.
+    def critic(
+        self, config: Config, placed: dict[str, _Placed], needs: Sequence[str] | None, optimizer_steps: int
+    ) -> None:
+        """Place the critic, if the advantage needs its values.
 
         Args:
-            train: the actor's backend, which is the reference's unless that has an engine of its own.
-            actor: the actor's role.
-            optimizer_steps: of the run.
+            placed: the roles of training engines so far; it is added.
+            needs: columns of the advantage.
+            optimizer_steps: of the critic, in the run.
         """
-        findings, reference = self.findings, config.reference
-        engine, given = reference.engine, {name for name, value in reference if value}
+        critic, name = config.critic, config.algorithm.advantage.name
+        if "values" not in (needs or ()):
+            if critic != type(critic)():
+                self.findings.note(f"critic is set, but the advantage {name!r} needs no values: no critic runs")
+            return
+        if critic.warmup_steps >= config.train.steps:
+            self.findings.refuse(
+                f"critic.warmup_steps is {critic.warmup_steps} and train.steps {config.train.steps}: the actor would "
+                "never be trained"
+            )
+        self.place("critic", critic, config, placed, optimizer_steps, trained=True, head="value")
+
+    def reference(self, config: Config, placed: dict[str, _Placed], optimizer_steps: int) -> None:
+        """Place the reference model of a KL term, unless there is none, or it is the actor's own base.
+
+        Args:
+            placed: the roles of training engines so far; it is added.
+            optimizer_steps: of the actor, in the run.
+        """
+        reference, (train, actor) = config.reference, placed["actor"]
+        given = {name for name, value in reference if value}
         if not _uses_reference(config):
             for name in sorted(given):
-                findings.note(f"reference.{name} is set, but algorithm.kl.coefficient is 0: no reference model runs")
-            return train, None
+                self.findings.note(
+                    f"reference.{name} is set, but algorithm.kl.coefficient is 0: no reference model runs"
+                )
+            return
         adapted = train is not None and capabilities.LORA in train.capabilities and bool(actor.options.get("lora"))
-        if adapted and not given:
-            return train, None
-        processes = reference.processes or actor.processes
-        role = replace(actor, model=self.model_spec(reference.path or config.model.path), trained=False)
-        if engine is None and reference.processes is None:
-            return train, replace(role, shares="actor")
-        if engine is None:
-            check_processes(findings, train, actor.options, processes, "reference.processes")
-            return train, replace(role, processes=processes)
-        record = find_backend(findings, self.plugins, TrainBackend, engine, "reference", self.device)
-        options = typed_options(findings, self.plugins, record, engine, "reference", processes)
-        if "total_steps" in options:  # its schedule is built, though it takes no step of it
-            options["total_steps"] = options["total_steps"] or optimizer_steps
-        interpreter = self.interpreter(record, engine, options, "reference")
-        return record, replace(
-            role, backend=engine.backend, options=options, processes=processes, interpreter=interpreter
+        if given or not adapted:
+            self.place("reference", reference, config, placed, optimizer_steps)
+
+    def place(
+        self,
+        name: str,
+        section: Beside,
+        config: Config,
+        placed: dict[str, _Placed],
+        optimizer_steps: int,
+        *,
+        trained: bool = False,
+        head: Literal["causal_lm", "value"] = "causal_lm",
+    ) -> None:
+        """Say where a model beside the actor's runs, and by what.
+
+        Args:
+            name: the role, which is the section's key.
+            section: of the config.
+            config: the whole of it.
+            placed: the roles of training engines so far; it is added.
+            optimizer_steps: for a learning-rate schedule, which is built also where no step of it is taken.
+            trained: whether the loop updates it.
+            head: what its model has on top.
+        """
+        findings, engine, own = self.findings, section.engine, section.processes
+        shares = section.shares or ("actor" if engine is None and own is None else None)
+        if shares and shares not in placed:
+            findings.refuse(f"{name}.shares is {shares}, and the run has no such role; {nearest(shares, placed)}")
+            shares = "actor"
+        if shares and own is not None:
+            findings.refuse(
+                f"{name}.processes is {own}, and {name}.shares is {shares}: a role has processes of its own or shares "
+                "those of another; leave one of the two unset"
+            )
+        record, like = placed[shares or "actor"]
+        processes = like.processes if shares else own or like.processes
+        options, interpreter, key = like.options, like.interpreter, f"{name}.processes"
+        if engine is not None:
+            record = find_backend(findings, self.plugins, TrainBackend, engine, name, self.device)
+            options = typed_options(findings, self.plugins, record, engine, name, processes)
+            interpreter, key = self.interpreter(record, engine, options, name), f"{name}.engine.options"
+        elif processes != like.processes:
+            check_processes(findings, record, options, processes, key)
+        if shares and interpreter != like.interpreter:
+            findings.refuse(
+                f"{name}.shares is {shares}, which runs in {like.interpreter.name}, and {name} in {interpreter.name}: "
+                f"processes have one environment; leave {name}.shares unset"
+            )
+        if head == "value" and record is not None and capabilities.VALUE_HEAD not in record.capabilities:
+            findings.refuse(f"{name}.engine.backend: {record.name!r} has no value heads (capability value_head)")
+        if "total_steps" in options:
+            of = engine or config.actor.engine
+            options = {**options, "total_steps": of.options.get("total_steps") or optimizer_steps}
+        placed[name] = _Placed(
+            record,
+            RolePlan(
+                kind="train",
+                backend=engine.backend if engine else like.backend,
+                options=options,
+                model=replace(self.model_spec(section.path or config.model.path), head=head),
+                processes=processes,
+                shares=shares and (like.shares or shares),
+                interpreter=interpreter,
+                trained=trained,
+            ),
         )
 
     def evaluation(self, config: Config, train: TrainBackend | None) -> tuple[RolloutBackend | None, RolePlan | None]:
@@ -466,7 +561,7 @@ class _Setting:
     def model(self, config: Config | SFTConfig) -> Mapping[str, Any]:
         """Check the model and what goes with it; returns its `config.json`, empty after a problem.
 
-        `reference_model` is that of a reference model of its own from then on.
+        `models` holds those of roles with a model of their own from then on.
         """
         model: Mapping[str, Any] = {}
         path = config.model.path
@@ -474,16 +569,24 @@ class _Setting:
             model = read_model(path)
             if config.data.chat_template and not has_chat_template(path):
                 raise ConfigError(f"data.chat_template is true, but the tokenizer in {path} has no chat template")
-        if isinstance(config, Config) and config.reference.path:
-            with self.findings.collecting():
-                self.reference_model = _read_reference(config.reference.path, model)
+        if isinstance(config, Config):
+            for name, section in (("reference", config.reference), ("critic", config.critic)):
+                self.models[name] = {}
+                if section.path:
+                    with self.findings.collecting():
+                        self.models[name] = _read_model_of(name, section.path, model)
         return model
 
-    def run_directory(self, needed: Mapping[str, str | None]) -> Path:
-        """Check the run directory, and what is to be resumed; `needed` are the paths the run reads, by config key."""
+    def run_directory(self, needed: Mapping[str, str | None], roles: Mapping[str, RolePlan]) -> Path:
+        """Check the run directory, and what is to be resumed.
+
+        Args:
+            needed: paths the run reads, by config key.
+            roles: by name.
+        """
         run = self.config.run
         if self.resume:
-            self.resumed = check_resume(self.findings, self.config)
+            self.resumed = check_resume(self.findings, self.config, [name for name in roles if roles[name].trained])
         kept = {key: path for key, path in needed.items() if path}
         with self.findings.collecting():
             self.deletes = check_run_directory(
@@ -556,35 +659,36 @@ class _Setting:
         return taken
 
 
-def _needs(findings: Findings, plugins: PluginManager, config: Config, old_logprobs: str) -> tuple[str, ...] | None:
-    """The columns that the advantage is given, by its record; None: all but texts.
+def _needs_of(plugins: PluginManager, config: Config) -> tuple[str, ...] | None:
+    """The columns that the advantage is given, by its record; None: all but texts."""
+    records = [provided.record for provided in plugins.providers(Advantage, config.algorithm.advantage.name)]
+    return next((record.needs for record in records if isinstance(record, Advantage)), None)
 
-    Refuses one that the samples will not have.
-    """
-    name = config.algorithm.advantage.name
-    records = [provided.record for provided in plugins.providers(Advantage, name)]
-    needs = next((record.needs for record in records if isinstance(record, Advantage)), None)
-    there = [*SAMPLE_COLUMNS]
+
+def _check_needs(findings: Findings, config: Config, needs: Sequence[str] | None, old_logprobs: str) -> None:
+    """Refuse a column that the samples will not have."""
+    there = [*SAMPLE_COLUMNS, *OF_ROLES]
     there += ["old_logprobs"] * (old_logprobs == "actor") + ["reference_logprobs"] * _uses_reference(config)
     for column in needs or ():
         if column not in there:
+            name = config.algorithm.advantage.name
             findings.refuse(f"the advantage {name!r} needs the column {column!r}: {nearest(column, there)}")
-    return needs
 
 
 def _uses_reference(config: Config) -> bool:
     return config.algorithm.kl.coefficient > 0
 
 
-def _read_reference(path: str, model: Mapping[str, Any]) -> Mapping[str, Any]:
-    reference = read_model(path, "reference.path")
-    sizes = model.get("vocab_size"), reference.get("vocab_size")
+def _read_model_of(role: str, path: str, model: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A role's own model, which has to read the actor's tokens."""
+    own = read_model(path, f"{role}.path")
+    sizes = model.get("vocab_size"), own.get("vocab_size")
     if None not in sizes and sizes[0] != sizes[1]:
         raise ModelError(
-            f"reference.path: {path} has a vocabulary of {sizes[1]} tokens, model.path one of {sizes[0]}: a reference "
-            "scores the actor's tokens, so the two have to share a tokenizer"
+            f"{role}.path: {path} has a vocabulary of {sizes[1]} tokens, model.path one of {sizes[0]}: a {role} "
+            "reads the actor's tokens, so the two have to share a tokenizer"
         )
-    return reference
+    return own
 
 
 def _by_key(key: str, paths: str | Sequence[str]) -> dict[str, str]:

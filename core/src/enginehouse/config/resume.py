@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,8 +37,8 @@ def kind_of(config: Config | SFTConfig) -> str:
     return "sft" if isinstance(config, SFTConfig) else "train"
 
 
-def check_resume(findings: Findings, config: Config | SFTConfig) -> Checkpoint | None:
-    """Find what a config's run goes on from, and check that it can; None after a problem."""
+def check_resume(findings: Findings, config: Config | SFTConfig, trained: Sequence[str]) -> Checkpoint | None:
+    """Find what a config's run goes on from, and check that it can, with the roles it trains; None after a problem."""
     directory = Path(config.run.directory).absolute()
     checkpoint = None
     with findings.collecting():
@@ -56,6 +56,12 @@ def check_resume(findings: Findings, config: Config | SFTConfig) -> Checkpoint |
     if taken > steps or (taken == steps and finished):
         findings.refuse(
             f"--resume: the run in {directory} has taken {taken} steps, and train.steps is {steps}: raise it to go on"
+        )
+    if missing := [role for role in trained if role not in checkpoint.roles]:
+        findings.refuse(
+            f"--resume: {checkpoint.path} holds no state of {' and '.join(missing)}, only of "
+            f"{', '.join(checkpoint.roles)}: set the advantage back, or start a new run in another directory, from the "
+            "saved model"
         )
     if taken > checkpoint.step:
         findings.note(

@@ -222,19 +222,29 @@ class Evaluation(Section):
     )
 
 
-class Reference(Section):
-    """The frozen model a KL term holds the policy near to. It runs only for a KL term."""
+class Beside(Section):
+    """A model beside the actor's, and where it runs."""
 
     engine: Engine | None = Field(
         default=None,
-        description="A training backend, in processes of its own; unset: the actor's, with the actor's options",
+        description="A training backend; unset: that of the role whose processes it shares, else the actor's, with "
+        "that role's options",
     )
     processes: int | None = Field(
         default=None,
         gt=0,
-        description="How many of its own; unset: with an engine of its own as many as the actor's, else it shares the "
-        "actor's",
+        description="How many of its own; unset: where nothing is shared as many as the actor's",
     )
+    shares: Literal["actor", "critic", "reference"] | None = Field(
+        default=None,
+        description="The role in whose processes it lives; unset: actor, or none where engine or processes are set",
+    )
+    path: str | None = Field(default=None, description="Model directory; unset: model.path")
+
+
+class Reference(Beside):
+    """The frozen model a KL term holds the policy near to. It runs only for a KL term."""
+
     path: str | None = Field(
         default=None, description="Model directory; unset: model.path, of an actor with adapters its own base"
     )
@@ -287,6 +297,21 @@ class Loss(Section):
 
 
 KLEstimator = Literal["k1", "k2", "k3"]
+
+
+class CriticLoss(Loss):
+    """What the critic minimises."""
+
+    name: str = Field(default="clipped_value", description="A registered name, or module:function")
+
+
+class Critic(Beside):
+    """The model that estimates values, trained beside the actor. It runs only for an advantage that needs them."""
+
+    loss: CriticLoss = Field(default_factory=CriticLoss)
+    warmup_steps: int = Field(
+        default=0, ge=0, description="Steps at the beginning of a run in which it is trained and the actor is not"
+    )
 
 
 class KL(Section):
@@ -408,6 +433,7 @@ class Config(Section):
     environment: Environment = Field(default_factory=Environment)
     evaluation: Evaluation = Field(default_factory=Evaluation)
     reference: Reference = Field(default_factory=Reference)
+    critic: Critic = Field(default_factory=Critic)
     algorithm: Algorithm = Field(default_factory=Algorithm)
     weights: Weights = Field(default_factory=Weights)
     train: Train = Field(default_factory=Train)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, get_args
 import torch
 
 from enginehouse.config.schema import KLEstimator
+from enginehouse.data import Ragged
 from enginehouse.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -55,23 +56,34 @@ def token_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, estimator
 
 
 def with_kl_in_reward(
-    batch: DistributedBatch, coefficient: float, estimator: KLEstimator
+    batch: DistributedBatch, coefficient: float, estimator: KLEstimator, by_token: bool = False
 ) -> tuple[DistributedBatch, float]:
-    """Take `coefficient` times the divergence of each row's tokens off its `reward`.
+    """Take `coefficient` times the divergence of each row's tokens off its reward.
 
     Args:
         batch: `reward`, `loss_mask`, `reference_logprobs`, and `old_logprobs` where the actor computed them anew; else
             `rollout_logprobs`.
+        coefficient: what the divergence is multiplied with.
+        estimator: as of `token_kl`.
+        by_token: take each token's off its own `token_rewards`, ragged float32, of which there are none yet; else the
+            sum of a row's off its `reward`.
 
     Returns:
         The batch; and the mean divergence of the tokens of `loss_mask`.
     """
     old = "old_logprobs" if "old_logprobs" in batch else "rollout_logprobs"
-    per_row, tokens = [torch.zeros(0)], 0.0
+    per_row, per_token, tokens = [torch.zeros(0)], [torch.zeros(0)], 0.0
     for part in batch.select(["loss_mask", old, "reference_logprobs"]).shards():
         mask = part["loss_mask"]
         divergence = token_kl(part[old].values, part["reference_logprobs"].values, estimator) * mask.values
         per_row.append(torch.zeros(len(part)).index_add_(0, mask.row, divergence))
+        if by_token:
+            per_token.append(-coefficient * divergence)
         tokens += mask.values.sum().item()
     of_rows = torch.cat(per_row)
-    return batch.with_columns(reward=batch["reward"] - coefficient * of_rows), of_rows.sum().item() / max(tokens, 1)
+    if by_token:
+        token_rewards = Ragged.from_lengths(torch.cat(per_token), batch.lengths("loss_mask"))
+        batch = batch.with_columns(token_rewards=token_rewards)
+    else:
+        batch = batch.with_columns(reward=batch["reward"] - coefficient * of_rows)
+    return batch, of_rows.sum().item() / max(tokens, 1)

@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from enginehouse.checkpoints import Checkpoint
     from enginehouse.config.plan import RunPlan
     from enginehouse.config.schema import Config, SFTConfig
-    from enginehouse.controller import DistributedBatch
+    from enginehouse.controller import DistributedBatch, WorkerGroup
     from enginehouse.data import Batch
     from enginehouse.engines.train import LossSpec
     from enginehouse.rl.placement import Roles
@@ -40,11 +41,35 @@ LOST_SECONDS = 45.0
 """Longest time for saving once Ray's control service is gone: Ray ends the program a minute after it."""
 
 
-class Loop(ABC):
-    """A loop over steps that trains the actor.
+@dataclass(frozen=True)
+class Update:
+    """What a step trains a role on; as the arguments of `TrainWorker.update`.
 
-    A run is resumed exactly: what a step does depends on the actor's state, on the loop's own (`state`) and on the
-    number of the step, and on nothing else. Both are in a checkpoint.
+    Attributes:
+        batch: rows.
+        loss: what to minimise.
+        minibatches: optimizer steps a pass.
+        epochs: passes over the batch.
+        first_loss: instead of `loss` in the first optimizer step.
+    """
+
+    batch: Batch | DistributedBatch
+    loss: LossSpec
+    minibatches: int = 1
+    epochs: int = 1
+    first_loss: LossSpec | None = None
+
+    def begin(self, group: WorkerGroup) -> Future:
+        """Begin it in a role's workers."""
+        dealt = Balanced(self.batch, by="input_ids")
+        return group.call("update", dealt, self.loss, self.minibatches, self.epochs, self.first_loss, blocking=False)
+
+
+class Loop(ABC):
+    """A loop over steps that trains the actor, and maybe other roles beside it.
+
+    A run is resumed exactly: what a step does depends on the state of the roles that are trained, on the loop's own
+    (`state`) and on the number of the step, and on nothing else. Both are in a checkpoint.
 
     Args:
         plan: a config that was checked against plugins, data and model, and a checkpoint to go on from.
@@ -72,7 +97,7 @@ class Loop(ABC):
         self.stalls = Stalls()
         self.trained_step = plan.resumed.step if plan.resumed else 0
         self._loop_state: LoopState | None = None
-        self._update: tuple[Future, Mapping[str, float]] | None = None
+        self._update: tuple[Mapping[str, Future], Mapping[str, float]] | None = None
 
     @abstractmethod
     def workers(self) -> AbstractContextManager[Any]:
@@ -129,39 +154,30 @@ class Loop(ABC):
             plugins().observe("run_finished", run=self, outcome=outcome)
 
     def update(
-        self,
-        step: int,
-        batch: Batch | DistributedBatch,
-        loss: LossSpec,
-        meanwhile: Callable[[], Mapping[str, float]],
-        *,
-        minibatches: int = 1,
-        epochs: int = 1,
-        first_loss: LossSpec | None = None,
+        self, step: int, updates: Mapping[str, Update], meanwhile: Callable[[], Mapping[str, float]]
     ) -> dict[str, float]:
-        """Train the actor on a step's batch, and return the step's metrics as far as they are there then.
+        """Train roles on a step's batch, and return the step's metrics as far as they are there then.
 
         A step has to train by this, once: it is how a checkpoint knows where the loop stands.
 
         Args:
-            step: the step. Once this is called, the actor's state is, or soon will be, that of this step.
-            batch: what to train on; it, and what is not said here, as of `TrainWorker.update`.
-            loss: what to minimise.
-            meanwhile: what else there is to do, called once the update is under way; returns the step's metrics, as
-                far as they do not come of it.
-            minibatches: optimizer steps a pass.
-            epochs: passes over the batch.
-            first_loss: instead of `loss` in the first optimizer step.
+            step: the step. Once this is called, the state of these roles is, or soon will be, that of this step.
+            updates: of each role that is trained, at least one.
+            meanwhile: what else there is to do, called once the updates are under way; returns the step's metrics, as
+                far as they do not come of them.
+
+        Returns:
+            `meanwhile`'s metrics and those of `TrainWorker.update`; all but the actor's begin with the role's name:
+            `critic/loss`, `busy/update/critic`.
         """
         state = LoopState(step, self.state())
         self.trained_step = step
         with interrupt_put_off():  # an update is begun and known to be, or not begun; inline: ended
-            dealt = Balanced(batch, by="input_ids")
-            future = self.roles.actor.call("update", dealt, loss, minibatches, epochs, first_loss, blocking=False)
-            self._loop_state, self._update = state, (future, {})
+            futures = {role: one.begin(self.roles.groups[role]) for role, one in updates.items()}
+            self._loop_state, self._update = state, (futures, {})
             metrics = meanwhile()
-            self._update = future, metrics
-        return {**metrics, **metric_values(future.result())}
+            self._update = futures, metrics
+        return {**metrics, **_figures(futures, None)}
 
     def save(self, step: int, timeout: float | None = None) -> None:
         """Export the actor's model as a Hugging Face directory; whole or not at all."""
@@ -262,9 +278,9 @@ class Loop(ABC):
         if (state := self._loop_state) is None or self._update is None:
             return
         until, step = None if seconds is None else time.monotonic() + seconds, state.step
-        future, metrics = self._update
+        futures, metrics = self._update
         try:
-            metrics = {**metrics, **metric_values(future.result(seconds_left(until)))}
+            metrics = {**metrics, **_figures(futures, until)}
         except Exception as error:
             self._say_unsaved("state", step, error, ended_by)
             self._save_under_way(seconds_left(until), ended_by)
@@ -300,3 +316,16 @@ class Loop(ABC):
         backends = [self.roles.plans[role].backend for role in self.roles.trained]
         records = [plugins().get("train", backend, elsewhere=True) for backend in backends]
         return all(capabilities.BACKGROUND_SAVE in record.capabilities for record in records)
+
+
+def _figures(updates: Mapping[str, Future], until: float | None) -> dict[str, float]:
+    """The metrics of updates, once all have ended, by `until` of `time.monotonic()`."""
+    figures: dict[str, float] = {}
+    for role, future in updates.items():
+        for name, value in metric_values(future.result(seconds_left(until))).items():
+            figures[name if role == "actor" else _of_role(name, role)] = value
+    return figures
+
+
+def _of_role(name: str, role: str) -> str:
+    return f"{name}/{role}" if name.startswith("busy/") else f"{role}/{name}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from enginehouse.data.demonstrations import DemonstrationDataset, DemonstrationSampler
 from enginehouse.data.rendering import load_tokenizer
 from enginehouse.engines.train import LossSpec
-from enginehouse.rl.loop import Loop
+from enginehouse.rl.loop import Loop, Update
 from enginehouse.rl.placement import place
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class SFTTrainer(Loop):
         tokens = float(batch["input_ids"].tokens)
         with self.clock.phase("update"):
             rows = batch.select(["input_ids", "loss_mask"])
-            return self.update(step, rows, LossSpec("supervised"), lambda: {"tokens": tokens})
+            return self.update(step, {"actor": Update(rows, LossSpec("supervised"))}, lambda: {"tokens": tokens})
 
     def state(self) -> dict[str, Any]:
         return {"rows": self.rows.state_dict()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from enginehouse.errors import EnginehouseError
 
@@ -30,11 +30,12 @@ class Stalls:
 
     Args:
         groups: whether a prompt's samples can differ: there are several of each.
+        beside: roles that are trained beside the actor; their metrics begin with their names.
     """
 
-    def __init__(self, groups: bool = False):
-        self._groups = groups
-        self._skipped = 0
+    def __init__(self, groups: bool = False, beside: Sequence[str] = ()):
+        self._groups, self._beside = groups, beside
+        self._skipped: dict[str, int] = {}
         self._lengths: dict[str, int] = {}
         self._told: set[str] = set()
 
@@ -44,7 +45,9 @@ class Stalls:
         Raises:
             StepsSkipped: no gradient of it was finite, nor any of the steps before it.
         """
-        self._check_skips(step, metrics)
+        self._check_skips(step, metrics, "actor", "")
+        for role in self._beside:
+            self._check_skips(step, metrics, role, f"{role}/")
         highest, lowest = metrics.get("reward/max"), metrics.get("reward/min")
         stalled = {
             "reward": highest == lowest == 0.0,
@@ -62,34 +65,38 @@ class Stalls:
                     log.warning("steps %d to %d: %s", step - length + 1, step, _STALLED[kind])
                 return
 
-    def _check_skips(self, step: int, metrics: Mapping[str, float]) -> None:
-        skipped = metrics.get("skipped", 0.0)
-        finite = math.isfinite(metrics.get("grad_norm", math.nan))
-        self._skipped = self._skipped + 1 if skipped == 1.0 and not finite else 0
+    def _check_skips(self, step: int, metrics: Mapping[str, float], role: str, prefix: str) -> None:
+        skipped = metrics.get(prefix + "skipped", 0.0)
+        finite = math.isfinite(metrics.get(prefix + "grad_norm", math.nan))
+        self._skipped[role] = self._skipped.get(role, 0) + 1 if skipped == 1.0 and not finite else 0
         if not skipped or finite:
             return
-        seen = ", ".join(f"{name} {metrics[name]:.3g}" for name in _SEEN if name in metrics)
-        if self._skipped >= MOST_SKIPPED:
+        names = [f"{prefix}loss", f"{prefix}grad_norm", "reward/max", "reward/min"]
+        seen = ", ".join(f"{name} {metrics[name]:.3g}" for name in names if name in metrics)
+        of = f" of the {role}" if prefix else ""
+        if self._skipped[role] >= MOST_SKIPPED:
             raise StepsSkipped(
-                f"every optimizer step of steps {step - self._skipped + 1} to {step} was skipped, as their gradient "
-                f"was not finite ({seen}): nothing is learned any more, and weights are as after step "
-                f"{step - self._skipped}. {_NOT_FINITE}"
+                f"every optimizer step{of} of steps {step - self._skipped[role] + 1} to {step} was skipped, as their "
+                f"gradient was not finite ({seen}): nothing is learned any more, and weights are as after step "
+                f"{step - self._skipped[role]}. {_NOT_FINITE}"
             )
-        if "skipped" not in self._told:
-            self._told.add("skipped")
-            number = round(skipped * metrics.get("optimizer_steps", 1.0))
+        if f"skipped{of}" not in self._told:
+            self._told.add(f"skipped{of}")
+            steps = metrics.get(prefix + "optimizer_steps", 1.0)
             log.warning(
-                "step %d: %d of %d optimizer steps were skipped, as their gradient was not finite (%s). A skipped step "
-                "changes nothing; %d steps of nothing else in a row end the run. Later ones: skipped in the metrics",
+                "step %d: %d of %d optimizer steps%s were skipped, as their gradient was not finite (%s). A skipped "
+                "step changes nothing; %d steps of nothing else in a row end the run. Later ones: %sskipped in the "
+                "metrics",
                 step,
-                max(number, 1),
-                round(metrics.get("optimizer_steps", 1.0)),
+                max(round(skipped * steps), 1),
+                round(steps),
+                of,
                 seen,
                 MOST_SKIPPED,
+                prefix,
             )
 
 
-_SEEN = ("loss", "grad_norm", "reward/max", "reward/min")
 _NOT_FINITE = (
     "Look for rewards or advantages that are not finite or beyond float32 (samples/ has them), for a loss of your own "
     "that divides by 0 or takes log(0), and for logprobs far apart (mismatch/*); try a smaller lr, or "

@@ -11,13 +11,16 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from enginehouse.config.plan import REWARD_GETS
 from enginehouse.config.rows import check_reward_columns, columns_of, named
 from enginehouse.controller import Balanced
 from enginehouse.controller.launchers.event_loop import event_loop
+from enginehouse.data import Ragged
 from enginehouse.data.prompts import PromptDataset, PromptSampler
 from enginehouse.data.rendering import load_tokenizer
-from enginehouse.engines.train import LossSpec, Mean, metric_values
+from enginehouse.engines.train import LossSpec, Mean, Outputs, metric_values
 from enginehouse.plugin import plugins
 from enginehouse.plugin.records import resolve
 from enginehouse.rl.environment_workers import environment_workers
@@ -25,7 +28,7 @@ from enginehouse.rl.episodes import FOR_PEOPLE, rows_of, tasks_of
 from enginehouse.rl.feed import Feed, played
 from enginehouse.rl.generation import outputs_as_sampled, row_seed, sampling_params, step_seed
 from enginehouse.rl.kl import with_kl_in_reward
-from enginehouse.rl.loop import Loop
+from enginehouse.rl.loop import Loop, Update
 from enginehouse.rl.minibatches import assign_minibatches
 from enginehouse.rl.mismatch import MismatchWarnings, measuring, mismatch
 from enginehouse.rl.placement import place
@@ -42,13 +45,15 @@ if TYPE_CHECKING:
     from enginehouse.config.plan import Plan
     from enginehouse.config.schema import Config
     from enginehouse.controller import DistributedBatch
+    from enginehouse.controller.future import Future
     from enginehouse.engines.environment import Policy, Task
-    from enginehouse.engines.train import Outputs
     from enginehouse.rl.environment_workers import EnvironmentWorkers
     from enginehouse.rl.fleet import RolloutFleet
     from enginehouse.rl.player import AnyPlayer
     from enginehouse.runs import Progress, RunDirectory
 
+VALUES = Outputs(logprobs=False, values=True)
+"""What a critic computes."""
 PROBE_SEQUENCES, PROBE_TOKENS = 4, 32
 """Prompts that trainer and rollout both score when the effect of a weight update is checked, and of how many of their
 last tokens: rollout engines that cannot be read back are asked at every update."""
@@ -77,7 +82,9 @@ class Trainer(Loop):
         self.advantage = resolve(plan.advantage)
         self.version = 0
         self.warnings = MismatchWarnings(config.weights.effect_tolerance, bool(config.train.staleness))
-        self.stalls = Stalls(groups=config.rollout.samples_per_prompt > 1)
+        beside = [name for name, role in plan.roles.items() if role.trained and name != "actor"]
+        compares = config.rollout.samples_per_prompt > 1 and "critic" not in plan.roles
+        self.stalls = Stalls(compares, beside)
         if plan.resumed:
             self.restore(plan.resumed.loop)
 
@@ -130,13 +137,17 @@ class Trainer(Loop):
 
     def run_step(self, step: int) -> Mapping[str, float]:
         """One step: sample, score, credit, update, sync."""
-        phase, algorithm = self.clock.phase, self.config.algorithm
+        phase = self.clock.phase
         with self.roles.sync.trainer_idle():
             samples = self.take(step)
+        values = self.begin_values(samples)
         with phase("old_logprobs"):
             batch, measured = self.with_old_logprobs(samples)
         with phase("reference"):
             batch, divergence = self.with_reference(batch)
+        if values is not None:
+            with phase("values"):
+                batch = batch.joined(values.result())
         with phase("advantage"):
             batch = self.with_advantages(batch)
 
@@ -156,16 +167,7 @@ class Trainer(Loop):
             return metrics
 
         with phase("update"):
-            loss = self.loss()
-            metrics = self.update(
-                step,
-                self.training_batch(batch, step),
-                loss,
-                meanwhile,
-                minibatches=algorithm.minibatches,
-                epochs=algorithm.epochs,
-                first_loss=measuring(loss, self.version) if self.plan.old_logprobs == "rollout" else None,
-            )
+            metrics = self.update(step, self.updates(self.training_batch(batch, step), step), meanwhile)
             self.warnings.check(step, metrics)
         with phase("sync"):
             return metrics | self.sync_weights()
@@ -194,6 +196,14 @@ class Trainer(Loop):
     def _left(self, step: int) -> int:
         """Groups to be trained on until the run ends, a step's included."""
         return (self.steps - step + 1) * self.config.train.prompts_per_step
+
+    def begin_values(self, samples: DistributedBatch) -> Future | None:
+        """Have the critic, if there is one, estimate `values`, a batch that is to be: of a counted token the value of
+        the state that it was drawn from, 0 for the others."""
+        if "critic" not in self.roles.groups:
+            return None
+        dealt = Balanced(samples.select(["input_ids", "loss_mask"]), by="input_ids")
+        return self.roles.groups["critic"].call("forward", dealt, VALUES, blocking=False)
 
     def with_old_logprobs(self, samples: DistributedBatch) -> tuple[DistributedBatch, dict[str, float]]:
         """Add `old_logprobs`, what the policy ratio divides by, if the actor is to compute them anew; else they are the
@@ -225,7 +235,8 @@ class Trainer(Loop):
         batch = batch.joined(self.roles.score_by_reference(batch.select(["input_ids", "loss_mask"]), self._outputs()))
         if kl.place == "loss":
             return batch, {}
-        batch, mean = with_kl_in_reward(batch, kl.coefficient, kl.estimator)
+        by_token = "token_rewards" in (self.plan.advantage_needs or ())
+        batch, mean = with_kl_in_reward(batch, kl.coefficient, kl.estimator, by_token)
         return batch, {"kl": mean}
 
     def with_advantages(self, batch: DistributedBatch) -> DistributedBatch:
@@ -234,6 +245,9 @@ class Trainer(Loop):
         if needs is None:
             given = with_defaults(batch.drop(["prompt", "response"]).fetch())
         else:
+            if "token_rewards" in needs and "token_rewards" not in batch:
+                lengths = batch.lengths("input_ids")
+                batch = batch.with_columns(token_rewards=Ragged.from_lengths(torch.zeros(int(lengths.sum())), lengths))
             given = batch.fetch(needs)
         made = self.advantage(given, **self.plan.advantage_arguments)
         new = [name for name in made.columns if name not in given or made[name] is not given[name]]
@@ -248,6 +262,18 @@ class Trainer(Loop):
         seed = step_seed(self.config.train.seed, step)
         minibatch = assign_minibatches(len(batch), algorithm.minibatches, algorithm.epochs, seed)
         return batch.with_columns(minibatch=minibatch)
+
+    def updates(self, batch: DistributedBatch, step: int) -> dict[str, Update]:
+        """What each trained role is trained on, in one step."""
+        algorithm, critic = self.config.algorithm, self.config.critic
+        each = Update(batch, self.loss(), algorithm.minibatches, algorithm.epochs)
+        updates = {}
+        if "critic" not in self.roles.groups or step > critic.warmup_steps:
+            measured = measuring(each.loss, self.version) if self.plan.old_logprobs == "rollout" else None
+            updates["actor"] = replace(each, first_loss=measured)
+        if "critic" in self.roles.groups:
+            updates["critic"] = replace(each, loss=LossSpec(critic.loss.name, self.plan.critic_loss_arguments, VALUES))
+        return updates
 
     def loss(self) -> LossSpec:
         """The configured loss, with the KL term if that is its place."""

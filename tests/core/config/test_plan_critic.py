@@ -1,0 +1,102 @@
+"""Planning a critic: there is one where the advantage needs values, in the actor's processes or others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from projects import Project
+
+from enginehouse.config.load import load_config
+from enginehouse.config.plan import Plan, plan
+from enginehouse.errors import UserError
+from enginehouse.plugin import capabilities, load_plugins
+
+GAE = "algorithm.advantage.name=gae"
+
+
+@pytest.fixture
+def make(project: Project) -> Callable[..., Plan]:
+    plugins = load_plugins(enabled=("torch", "fsdp"))
+
+    def make(*overrides: str) -> Plan:
+        path = project.save()
+        return plan(load_config(path, overrides), plugins, path)
+
+    return make
+
+
+def test_an_advantage_that_needs_values_makes_a_critic_beside_the_actor(make: Callable[..., Plan]):
+    planned = make(GAE, "actor.processes=2", "actor.engine.options.lr=1e-4")
+    actor, critic = planned.roles["actor"], planned.roles["critic"]
+    assert (critic.shares, critic.trained, critic.processes) == ("actor", True, 2)
+    assert (critic.backend, critic.options) == (actor.backend, actor.options)
+    assert (critic.model.path, critic.model.head, actor.model.head) == (actor.model.path, "value", "causal_lm")
+    assert dict(planned.facts)["critic"] == "model, in the actor's processes; clipped_value loss"
+    assert "critic" not in make().roles
+    assert "critic" not in dict(make().facts)
+
+
+def test_a_critic_may_have_options_of_its_own_in_the_actors_processes(make: Callable[..., Plan]):
+    critic = make(GAE, "critic.shares=actor", "critic.engine.options.lr=1e-3", "cluster.launcher=inline").roles[
+        "critic"
+    ]
+    assert (critic.shares, critic.options["lr"]) == ("actor", 1e-3)
+
+
+def test_roles_may_live_in_two_pools(make: Callable[..., Plan]):
+    kl = "algorithm.kl={coefficient: 0.1, place: reward}"
+    planned = make(GAE, kl, "critic.processes=2", "reference.shares=critic", "critic.warmup_steps=3")
+    assert planned.roles["critic"].shares is None
+    assert (planned.roles["reference"].shares, planned.roles["reference"].processes) == ("critic", 2)
+    facts = dict(planned.facts)
+    assert facts["critic"] == (
+        "model: 2 processes of torch with the actor's options, apart from the actor's; clipped_value loss; trained "
+        "alone in the first 3 steps"
+    )
+    assert facts["reference"].startswith("model, in the critic's processes; 0.1 times")
+
+
+def test_schedules_end_with_the_run_and_the_actors_begins_after_the_critics_warm_up(make: Callable[..., Plan]):
+    roles = make(GAE, "algorithm.epochs=3", "critic.warmup_steps=4").roles
+    assert (roles["actor"].options["total_steps"], roles["critic"].options["total_steps"]) == (18, 30)
+    assert make("algorithm.epochs=3", "critic.warmup_steps=4").roles["actor"].options["total_steps"] == 30
+
+
+def test_a_critic_without_an_advantage_that_needs_values_is_noted(make: Callable[..., Plan]):
+    said = "critic is set, but the advantage 'grpo' needs no values: no critic runs"
+    assert said in make("critic.warmup_steps=2").notes
+    assert said not in make().notes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["critic.warmup_steps=10"], "critic.warmup_steps is 10 and train.steps 10: the actor would never be trained"),
+        (["critic.shares=reference"], "critic.shares is reference, and the run has no such role"),
+        (["critic.shares=critic"], "critic.shares is critic, and the run has no such role"),
+        (["critic.shares=actor", "critic.processes=2"], "critic.processes is 2, and critic.shares is actor"),
+        (["critic.engine.backend=fdsp"], "critic.engine.backend: "),
+        (["critic.loss.name=clipped_valeu"], "critic.loss.name"),
+        (["critic.loss.arguments.clop=1"], "critic.loss.arguments"),
+        (["critic.path=nowhere"], "critic.path: "),
+        (["critic.processes=33"], "fewer than the 33 processes of the critic (critic.processes)"),
+        (["critic.processes=1", "cluster.launcher=inline"], "critic.processes: the critic wants processes of its own"),
+    ],
+)
+def test_a_critic_that_cannot_be_is_refused(make: Callable[..., Plan], overrides: list[str], said: str):
+    with pytest.raises(UserError) as caught:
+        make(GAE, *overrides)
+    assert said in str(caught.value)
+
+
+def test_a_critic_of_another_vocabulary_is_refused(make: Callable[..., Plan], project: Project):
+    project.make_model("other", vocab_size=32)
+    with pytest.raises(UserError, match=r"critic\.path: other has a vocabulary of 32 tokens, model\.path one of 31"):
+        make(GAE, "critic.path=other")
+
+
+def test_an_engine_without_value_heads_is_refused(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(capabilities, "VALUE_HEAD", "no_backend_has_it")
+    with pytest.raises(UserError, match=r"critic\.engine\.backend: 'torch' has no value heads"):
+        make(GAE)
