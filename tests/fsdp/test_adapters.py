@@ -69,7 +69,7 @@ def adapted_by_peft(path, adapter, head="causal_lm", trainable=True):
     base = plain_model(path) if head == "causal_lm" else load_model(ModelSpec(path=path, head=head), "cpu")
     model = PeftModel.from_pretrained(base, adapter, is_trainable=trainable)
     if head == "value":
-        base.value_head.requires_grad_(trainable)
+        base.score.requires_grad_(trainable)
     return model
 
 
@@ -83,7 +83,7 @@ def column_by_peft(model, head, batch):
             found.append(oracle_outputs(base, ids, 0.7)[0])
         else:
             hidden = base.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1]
-            found.append(torch.cat([torch.zeros(1), base.value_head(hidden)[:, 0]]))
+            found.append(torch.cat([torch.zeros(1), base.score(hidden)[:, 0]]))
     return torch.cat(found)
 
 
@@ -155,7 +155,7 @@ def test_any_layout_trains_serves_and_exports_as_peft_does(run_ranks, tmp_path, 
         for name, weight in last.items():
             assert torch.equal(first[name], base[name]), "adapters that begin at zero changed a weight"
             torch.testing.assert_close(weight, expected[name], atol=1e-4, rtol=0)
-            changed = name.removesuffix(".weight").endswith((*targets, "value_head"))
+            changed = name.removesuffix(".weight").endswith((*targets, "score"))
             assert torch.equal(weight, base[name]) != changed, name
             if changed:
                 assert (weight - base[name]).abs().max() > 1e-3, "nothing was learned: there is nothing to compare"
@@ -337,9 +337,7 @@ def test_what_cannot_be_is_said_before_weights_are_loaded(tmp_path):
     assert "'lm_head' cannot have adapters: it is one with the embedding" in said({"targets": ["lm_head"]})
     assert "lora.rank is 17, but 'model.layers.0.self_attn.k_proj' has the shape (16, 32)" in said({"rank": 17})
     assert "none was named" in said({"targets": []})
-    assert "a model with a value head does not run it" in said(
-        {"targets": ["lm_head"]}, tiny_model("qwen3", False), head="value"
-    )
+    assert "has no linear layer 'lm_head'" in said({"targets": ["lm_head"]}, tiny_model("qwen3", False), head="value")
 
 
 def test_fused_experts_are_served_as_stored_beside_adapted_layers():

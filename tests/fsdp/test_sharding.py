@@ -11,7 +11,7 @@ from enginehouse_testing.models import tiny_model
 
 @pytest.mark.parametrize("head", ["causal_lm", "value"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_every_parameter_is_sharded_the_output_layer_a_value_model_never_runs_included(head, tied):
+def test_every_parameter_is_sharded(head, tied):
     engine = make_sharded(tiny_model(tied=tied), head=head)
     try:
         whole = [name for name, parameter in engine._model.named_parameters() if not isinstance(parameter, DTensor)]

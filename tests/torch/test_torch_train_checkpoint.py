@@ -14,6 +14,8 @@ import torch
 from rank_processes import rank_processes
 from torch_train_cases import POLICY, SQUARED_ERROR, make_batch, make_engine, weights_of
 
+from enginehouse.engines.train import Outputs
+from enginehouse.errors import ModelError
 from enginehouse_testing.models import tiny_model
 from enginehouse_torch.modeling.files import CheckpointError
 
@@ -270,3 +272,61 @@ def test_a_value_head_is_exported_and_found_again(tmp_path):
     _train(engine, 2, seed=0, loss=SQUARED_ERROR)
     engine.export_hf(str(tmp_path / "critic"))
     assert _equal(weights_of(make_engine(str(tmp_path / "critic"), head="value")), weights_of(engine))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_reward_model_of_transformers_scores_as_there_and_an_export_is_one_again(tmp_path, tied):
+    from safetensors.torch import load_file
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(0)
+    classifier = AutoModelForSequenceClassification.from_pretrained(tiny_model(tied=tied), num_labels=1)
+    classifier.save_pretrained(tmp_path / "reward")
+    shutil.copy(f"{tiny_model()}/tokenizer.json", tmp_path / "reward")
+    engine = make_engine(str(tmp_path / "reward"), head="value")
+    batch = make_batch(2, 2)
+    values = engine.forward(batch.drop(["loss_mask"]), Outputs(logprobs=False, values=True))
+    engine.export_hf(str(tmp_path / "again"))
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "again")
+    assert again.config.num_labels == 1
+    for row in range(len(batch)):
+        ids = batch.row(row)["input_ids"][None, :-1]
+        with torch.no_grad():
+            wanted = classifier.eval()(input_ids=ids).logits
+            assert torch.equal(again(input_ids=ids).logits, wanted)
+        torch.testing.assert_close(values.row(row)["values"][-1:], wanted[0], atol=1e-5, rtol=0)
+    first = load_file(tmp_path / "reward" / "model.safetensors")
+    assert _equal(load_file(tmp_path / "again" / "model.safetensors"), first)
+    assert "lm_head.weight" not in first
+
+
+def test_a_value_head_of_earlier_versions_is_found(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(tiny_model(), tmp_path / "critic")
+    head = torch.arange(32.0)[None] / 32
+    file = tmp_path / "critic" / "model.safetensors"
+    save_file(load_file(file) | {"value_head.weight": head}, file, {"format": "pt"})
+    assert torch.equal(weights_of(make_engine(str(tmp_path / "critic"), head="value"))["score.weight"], head)
+
+
+@pytest.mark.parametrize(
+    ("head", "says"),
+    [
+        ({"score.weight": torch.zeros(3, 32)}, r"score.weight has the shape \(3, 32\), one row a label"),
+        ({"score.weight": torch.zeros(1, 32), "score.bias": torch.zeros(1)}, "it has score.bias"),
+        ({"classifier.dense.weight": torch.zeros(32, 32)}, "is a Qwen3ForSequenceClassification with classifier.dense"),
+        ({}, "with no such weight in its safetensors files"),
+    ],
+    ids=["labels", "bias", "classifier", "none"],
+)
+def test_another_head_than_one_scalar_is_refused(tmp_path, head, says):
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(tiny_model(), tmp_path / "reward")
+    file, config = tmp_path / "reward" / "model.safetensors", tmp_path / "reward" / "config.json"
+    save_file(load_file(file) | head, file, {"format": "pt"})
+    described = json.loads(config.read_text()) | {"architectures": ["Qwen3ForSequenceClassification"]}
+    config.write_text(json.dumps(described))
+    with pytest.raises(ModelError, match=f"is no value head: .*{says}"):
+        make_engine(str(tmp_path / "reward"), head="value")

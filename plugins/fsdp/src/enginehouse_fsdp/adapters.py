@@ -164,16 +164,13 @@ def _targets(model: PreTrainedModel, lora: LoraOptions) -> list[str]:
     linear.pop(VALUE_HEAD, None)
     output_name = next((name for name, module in linear.items() if module is output), None)
     tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
-    if output_name is not None and (lora.targets == "all-linear" or hasattr(model, VALUE_HEAD) or tied):
+    if output_name is not None and (lora.targets == "all-linear" or tied):
         del linear[output_name]
     chosen = set(linear) if lora.targets == "all-linear" else set()
     for target in [] if lora.targets == "all-linear" else lora.targets:
         found = {name for name in linear if _means(target, name)}
         if not found and output_name is not None and _means(target, output_name):
-            raise ConfigError(
-                f"fsdp: lora.targets: {target!r} cannot have adapters: "
-                + ("it is one with the embedding" if tied else "a model with a value head does not run it")
-            )
+            raise ConfigError(f"fsdp: lora.targets: {target!r} cannot have adapters: it is one with the embedding")
         if not found:
             raise ConfigError(
                 f"fsdp: lora.targets: {type(model).__name__} has no linear layer {target!r}; "

@@ -22,7 +22,6 @@ from enginehouse_fsdp.sharding import context_group, device_mesh, forget_meshes,
 from enginehouse_fsdp.weights import ShardedWeights
 from enginehouse_torch.modeling import checkpoint, export
 from enginehouse_torch.modeling.files import parts_of
-from enginehouse_torch.modeling.loading import freeze_language_head
 from enginehouse_torch.modeling.memory import MemoryGuard
 from enginehouse_torch.modeling.ranks import Ranks, device_of
 from enginehouse_torch.modeling.schedule import learning_rate
@@ -76,8 +75,6 @@ class FSDPEngine:
         with self._memory.during("building and loading the model"):
             self._model = sharded_model(model, options, self._axes, device)
         self._offloading = Offloading(self._model, HOST if options.cpu_offload else device, str(context))
-        if model.head == "value":
-            freeze_language_head(self._model)
         self._stored = stored_names(Path(model.path))
         self._token_model = TokenModel(
             self._model,
@@ -228,7 +225,7 @@ class FSDPEngine:
                     self._model.generation_config if self._model.can_generate() else None,
                     getattr(torch, self._spec.dtype),
                     type(self._model).__name__,
-                    Path(self._spec.path),
+                    self._spec,
                 )
 
         self._ranks.on_rank_zero(finish)

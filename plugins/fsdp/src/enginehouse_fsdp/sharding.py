@@ -28,7 +28,7 @@ from enginehouse_fsdp.context_parallel import check_sequence_split
 from enginehouse_fsdp.experts import own_parts
 from enginehouse_fsdp.tensor_parallel import split_matrices
 from enginehouse_torch.modeling.finite import check_stored
-from enginehouse_torch.modeling.loading import VALUE_HEAD, loading, model_directory, value_head, value_head_weight
+from enginehouse_torch.modeling.loading import VALUE_HEAD, loading, model_directory, put_value_head, value_head_weight
 from enginehouse_torch.modeling.stored import StoredForm
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def _empty_model(spec: ModelSpec) -> PreTrainedModel:
         config = AutoConfig.from_pretrained(str(path), trust_remote_code=spec.trust_remote_code, local_files_only=True)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=spec.trust_remote_code)
         if spec.head == "value":
-            model.add_module(VALUE_HEAD, value_head(model, spec).float())
+            put_value_head(model, spec, torch.float32)
         model.tie_weights()  # on the meta device each module got a parameter of its own
     return model
 
@@ -156,11 +156,8 @@ def _shard(
         "offload_policy": offload,
         **options.native,
     }
-    # What is left over goes to the outermost unit. A model with a value head is run without its language model head.
+    # What is left over goes to the outermost unit. A model with a value head is run in two parts.
     roots = [model] if spec.head == "causal_lm" else [model.base_model, model.get_submodule(VALUE_HEAD)]
-    head = model.get_output_embeddings()
-    if spec.head == "value" and head is not None and head.weight is not model.get_input_embeddings().weight:
-        roots.append(head)  # nor is it to be whole on every rank
     try:
         for unit in [*blocks, *roots]:
             sharded = fully_shard(unit, **arguments)

@@ -23,7 +23,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 from enginehouse.errors import ConfigError
-from enginehouse_torch.modeling.loading import VALUE_HEAD
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -120,8 +119,6 @@ def _settle_vocabulary(model: PreTrainedModel, planned: dict[str, str]) -> None:
         pair = {names[inputs]: "embedding_rowwise", names[outputs]: "colwise_gather_output"}
         if any(name in planned for name in pair):
             planned.update(pair)
-    elif hasattr(model, VALUE_HEAD):
-        planned.pop(names[outputs], None)  # it is never run, and stays whole
 
 
 def _check_sizes(model: PreTrainedModel, plan: dict[str, str], size: int) -> None:

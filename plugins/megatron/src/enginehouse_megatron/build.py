@@ -158,7 +158,7 @@ def _part(
         max_sequence_length=config.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-        share_embeddings_and_output_weights=bool(config.tie_word_embeddings),
+        share_embeddings_and_output_weights=bool(config.tie_word_embeddings) and spec.head == "causal_lm",
         position_embedding_type="rope",
         rotary_base=rope["rope_theta"],
         rope_scaling=rope["rope_type"] == "llama3",

@@ -214,7 +214,7 @@ class MegatronEngine:
                     generation = GenerationConfig.from_pretrained(str(source))
                 (architecture, *_) = config.architectures or [""]
                 dtype = getattr(torch, self._spec.dtype)
-                export.write_companions(directory, config, generation, dtype, architecture, source)
+                export.write_companions(directory, config, generation, dtype, architecture, self._spec)
 
         self._ranks.on_rank_zero(finish)
 

@@ -65,7 +65,7 @@ def keep_padding(model: GPTModel, padding: int | None) -> None:
 
 
 def add_value_head(model: GPTModel, settings: TransformerConfig, device: object) -> None:
-    """Let the last stage give values, `(1, positions, 1)`, and leave the language model's own output layer untrained.
+    """Let the last stage give values, `(1, positions, 1)`, without the language model's own output layer.
 
     Every rank that splits matrices has the whole head and computes the same with it.
     """
@@ -74,8 +74,8 @@ def add_value_head(model: GPTModel, settings: TransformerConfig, device: object)
     head = torch.nn.Linear(settings.hidden_size, 1, bias=False, dtype=settings.params_dtype, device=device)
     model.add_module(VALUE_HEAD, head)
     layer = model.output_layer
-    if not model.share_embeddings_and_output_weights:
-        layer.weight.requires_grad_(False)
+    del layer.weight
+    layer.register_parameter("weight", None)
 
     def forward(hidden: torch.Tensor, weight: object = None, runtime_gather_output: object = None) -> tuple:
         return head(hidden), None

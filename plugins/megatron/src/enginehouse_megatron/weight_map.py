@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from enginehouse.errors import ModelError, listed
 from enginehouse_megatron.forms import Form, Heads, Whole
 from enginehouse_torch.modeling.finite import check_stored
-from enginehouse_torch.modeling.loading import VALUE_HEAD
+from enginehouse_torch.modeling.loading import EARLIER_VALUE_HEAD, VALUE_HEAD
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 LAYER_NUMBER = re.compile(r"(?<=decoder\.layers\.)\d+")
 EXPERT_NUMBER = re.compile(r"(?<=\.mlp\.experts\.linear_fc[12]\.weight)\d+$")
 
-COMPUTED = (r".*\.rotary_emb\.inv_freq", re.escape(f"{VALUE_HEAD}.weight"))
+COMPUTED = (r".*\.rotary_emb\.inv_freq", *(re.escape(f"{head}.weight") for head in (VALUE_HEAD, EARLIER_VALUE_HEAD)))
 """What a checkpoint may hold that no parameter is made of, as regular expressions."""
 
 

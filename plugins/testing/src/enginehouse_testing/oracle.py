@@ -16,6 +16,9 @@ from enginehouse_testing.problem import CLIP, ENTROPY, TEMPERATURE
 
 Weights = dict[str, torch.Tensor]
 
+VALUE_HEAD = "score.weight"
+"""What a checkpoint calls the weight of a value head."""
+
 
 class Oracle:
     """One model, scored and trained by the book.
@@ -37,14 +40,11 @@ class Oracle:
             if self.value_head is None or not name.startswith("lm_head."):
                 yield name, parameter
         if self.value_head is not None:
-            yield "value_head.weight", self.value_head
+            yield VALUE_HEAD, self.value_head
 
     def weights(self) -> Weights:
         """A copy of all parameters, as a checkpoint stores them; tied ones once."""
-        found = self._stored({name: parameter.detach().clone() for name, parameter in self.model.named_parameters()})
-        if self.value_head is not None:
-            found["value_head.weight"] = self.value_head.detach().clone()
-        return found
+        return self._stored({name: parameter.detach().clone() for name, parameter in self.named_parameters()})
 
     def row(self, ids: torch.Tensor, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprobs and entropy of one row's tokens, each float32 `(tokens,)`; 0 at position 0."""

@@ -18,9 +18,9 @@ from enginehouse.errors import ModelError
 from enginehouse.quiet import quiet_transformers
 from enginehouse.weights.names import stored_names, unique_state
 from enginehouse_torch.modeling import checkpoint
-from enginehouse_torch.modeling.export import copy_tokenizer
+from enginehouse_torch.modeling.export import write_companions
 from enginehouse_torch.modeling.files import parts_of
-from enginehouse_torch.modeling.loading import freeze_language_head, load_model
+from enginehouse_torch.modeling.loading import load_model
 from enginehouse_torch.modeling.memory import MemoryGuard, keep_freed_memory
 from enginehouse_torch.modeling.ranks import Ranks, device_of
 from enginehouse_torch.modeling.schedule import learning_rate
@@ -67,8 +67,6 @@ class TorchTrainEngine:
         with self._memory.during("loading the model"):
             self._model = load_model(model, device_of(context))
         self._stored = stored_names(Path(model.path))
-        if model.head == "value":
-            freeze_language_head(self._model)
         self._ranks.broadcast(unique_state(self._model).values())
         most = CPU_TOKENS if self._model.device.type == "cpu" else options.tokens_per_microbatch
         self._token_model = TokenModel(
@@ -157,7 +155,14 @@ class TorchTrainEngine:
             directory = Path(path)
             with quiet_transformers():
                 self._model.save_pretrained(directory)
-            copy_tokenizer(Path(self._spec.path), directory)
+                write_companions(
+                    directory,
+                    self._model.config,
+                    self._model.generation_config if self._model.can_generate() else None,
+                    self._model.dtype,
+                    type(self._model).__name__,
+                    self._spec,
+                )
 
         self._ranks.on_rank_zero(write)
 

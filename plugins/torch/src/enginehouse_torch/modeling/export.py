@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,12 +13,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from enginehouse.engines.model import TOKENIZER_COMPANIONS, TOKENIZER_FILES
+from enginehouse.engines.model import TOKENIZER_COMPANIONS, TOKENIZER_FILES, end_ids
 from enginehouse.weights.buckets import pack_buckets
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig
 
+    from enginehouse.engines.model import ModelSpec
     from enginehouse.engines.weights import ParamMeta
 
 INDEX = "model.safetensors.index.json"
@@ -87,27 +91,55 @@ def write_companions(
     generation: GenerationConfig | None,
     dtype: torch.dtype,
     architecture: str,
-    source: Path,
+    spec: ModelSpec,
 ) -> None:
     """Write config and generation config, and copy the tokenizer of the directory the model came from.
+
+    A model with a value head is described as transformers' `...ForSequenceClassification` with one label.
 
     Args:
         directory: exists.
         config: the model's; it is told `dtype` and `architecture`.
         generation: None: the model cannot generate, or has none.
         dtype: of the weights that were written.
-        architecture: name of the model's class in transformers.
-        source: where the model came from.
+        architecture: name of the model's class in transformers, as a causal language model.
+        spec: what the model was loaded from.
     """
     config.dtype = dtype
     config.architectures = [architecture]
+    if spec.head == "value":
+        config, generation = _as_sequence_classifier(config, architecture, spec), None
     config.save_pretrained(directory)
     if generation is not None:
         generation.save_pretrained(directory)
-    copy_tokenizer(source, directory)
+    _copy_tokenizer(Path(spec.path), directory)
 
 
-def copy_tokenizer(source: Path, directory: Path) -> None:
+def _as_sequence_classifier(config: PreTrainedConfig, architecture: str, spec: ModelSpec) -> PreTrainedConfig:
+    """A config with one label, and with a padding token: by it transformers finds the last token, whose score counts.
+
+    That is the model's own, else the tokenizer's, else an end of sequence; a class that transformers does not have is
+    called as it would be.
+    """
+    from transformers import AutoTokenizer
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+    config = copy.deepcopy(config)
+    kind = re.sub("(ForCausalLM|LMHeadModel|ForSequenceClassification)$", "", architecture)
+    named = f"{kind}ForSequenceClassification"
+    config.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type, named)]
+    config.num_labels = 1
+    text = config.get_text_config()
+    if getattr(text, "pad_token_id", None) is None:
+        with contextlib.suppress(OSError, ValueError):  # it has no tokenizer
+            tokenizer = AutoTokenizer.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
+            text.pad_token_id = tokenizer.pad_token_id
+    if getattr(text, "pad_token_id", None) is None:
+        text.pad_token_id = next(iter(end_ids(text.eos_token_id)), None)
+    return config
+
+
+def _copy_tokenizer(source: Path, directory: Path) -> None:
     """Copy the files of a model directory's tokenizer to another directory."""
     for pattern in (*TOKENIZER_FILES, *TOKENIZER_COMPANIONS):
         for file in filter(Path.is_file, source.glob(pattern)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from enginehouse.engines.model import ModelSpec
 from enginehouse.errors import ModelError, listed
 from enginehouse.quiet import quiet_transformers
+from enginehouse.weights.names import stored_names
 from enginehouse_torch.modeling.finite import check_stored
 from enginehouse_torch.modeling.memory import is_out_of_memory
 
@@ -20,16 +22,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
-VALUE_HEAD = "value_head"
-"""Name of the value head in the model; its weight `value_head.weight` in a checkpoint has shape `(1, hidden)`."""
+VALUE_HEAD = "score"
+"""Name of the value head in the model and, as in transformers' `...ForSequenceClassification`, in a checkpoint."""
+EARLIER_VALUE_HEAD = "value_head"
+"""What checkpoints of earlier versions call it."""
 
 
 def load_model(spec: ModelSpec, device: torch.device | str) -> PreTrainedModel:
     """Load the model of `spec` onto `device`, in evaluation mode (no dropout), every weight from the checkpoint.
 
-    With `spec.head == "value"` the model has a further submodule `value_head`, a `torch.nn.Linear(hidden, 1)`
-    without bias: from the checkpoint if that has `value_head.weight`, else drawn with `spec.seed`; the language
-    model's own head is left in place.
+    With `spec.head == "value"` the model has the submodule `score` in place of the language model's own head, a
+    `torch.nn.Linear(hidden, 1)` without bias: from the checkpoint if that has `score.weight`, else drawn with
+    `spec.seed`.
 
     Raises:
         ModelError: the directory is missing, is not a model, is of a kind transformers cannot load as a causal
@@ -47,13 +51,13 @@ def load_model(spec: ModelSpec, device: torch.device | str) -> PreTrainedModel:
             local_files_only=True,
             output_loading_info=True,
         )
-    if missing := sorted(loaded["missing_keys"]):
-        raise ModelError(f"the weights in {spec.path!r} lack {listed(missing)}")
+    missing = set(loaded["missing_keys"])
     if spec.head == "value":
-        head = value_head(model, spec)
+        missing -= put_value_head(model, spec)
         with torch.no_grad():
-            head.weight.copy_(value_head_weight(_hidden_size(model), spec))
-        model.add_module(VALUE_HEAD, head)
+            model.get_submodule(VALUE_HEAD).weight.copy_(value_head_weight(_hidden_size(model), spec))
+    if missing:
+        raise ModelError(f"the weights in {spec.path!r} lack {listed(sorted(missing))}")
     model.to(device)
     check_stored(path, model.named_parameters())
     return model.eval()
@@ -77,10 +81,10 @@ def loading(spec: ModelSpec) -> Iterator[None]:
 
 
 def model_directory(spec: ModelSpec) -> Path:
-    """The directory of a model, once it is certain that it is one.
+    """The directory of a model, once it is certain that it is one, and has the head it is to have, or none like it.
 
     Raises:
-        ModelError: it is missing, or holds no config or no weights.
+        ModelError: it is missing, or holds no config or no weights, or a head that is no value head.
     """
     path = Path(spec.path)
     if not path.is_dir():
@@ -89,22 +93,54 @@ def model_directory(spec: ModelSpec) -> Path:
         raise ModelError(f"model path {spec.path!r} holds no config.json, so it is not a Hugging Face model directory")
     if not any(next(path.glob(pattern), None) for pattern in WEIGHT_FILES):
         raise ModelError(f"model path {spec.path!r} holds no weights (looked for {' and '.join(WEIGHT_FILES)})")
+    if spec.head == "value":
+        _check_value_head(path)
     return path
 
 
-def freeze_language_head(model: PreTrainedModel) -> None:
-    """Leave the language model's own head without gradients, unless it shares its weight with the embedding.
+def _check_value_head(path: Path) -> None:
+    """Raise ModelError where a checkpoint has a head on its decoder that gives something else than one scalar."""
+    (architecture, *_) = json.loads((path / "config.json").read_text()).get("architectures") or [""]
+    stored = stored_names(path)
+    weight = _stored_tensor(path, f"{VALUE_HEAD}.weight")
+    said = ""
+    if weight is not None and (weight.dim() != 2 or weight.shape[0] != 1):
+        said = f"{VALUE_HEAD}.weight has the shape {tuple(weight.shape)}, one row a label"
+    elif f"{VALUE_HEAD}.bias" in stored:
+        said = f"it has {VALUE_HEAD}.bias"
+    elif weight is None and architecture.endswith("Classification"):
+        heads = sorted(name for name in stored if name.startswith("classifier"))
+        said = f"it is a {architecture} with {listed(heads) if heads else 'no such weight in its safetensors files'}"
+    if said:
+        raise ModelError(
+            f"the head in {str(path)!r} is no value head: {said}; a value head is {VALUE_HEAD}.weight of the shape "
+            "(1, hidden) without a bias, as of transformers' ForSequenceClassification with num_labels=1"
+        )
 
-    Beside a value head it is never run, and weight decay must not shrink it.
+
+def put_value_head(model: PreTrainedModel, spec: ModelSpec, dtype: torch.dtype | None = None) -> set[str]:
+    """Put an empty value head in the place of a language model's own head, on the device it is made under.
+
+    Args:
+        model: changed.
+        spec: what it is of.
+        dtype: of the head; None: the one of `spec`.
+
+    Returns:
+        Names of the parameters that the model no longer has.
     """
-    head = model.get_output_embeddings()
-    if head is not None and head.weight is not model.get_input_embeddings().weight:
-        head.requires_grad_(False)
-
-
-def value_head(model: PreTrainedModel, spec: ModelSpec) -> torch.nn.Linear:
-    """An empty value head for a model, on the device it is made under."""
-    return torch.nn.Linear(_hidden_size(model), 1, bias=False, dtype=getattr(torch, spec.dtype))
+    output = model.get_output_embeddings()
+    gone: set[str] = set()
+    if output is not None:
+        (name,) = (name for name, module in model.named_modules() if module is output)
+        gone = {f"{name}.{own}" for own in output.state_dict()}
+        parent, _, own = name.rpartition(".")
+        delattr(model.get_submodule(parent), own)
+    for tied in ("_tied_weights_keys", "all_tied_weights_keys"):  # what it may have shared with the embedding
+        setattr(model, tied, {one: other for one, other in (getattr(model, tied) or {}).items() if one not in gone})
+    head = torch.nn.Linear(_hidden_size(model), 1, bias=False, dtype=dtype or getattr(torch, spec.dtype))
+    model.add_module(VALUE_HEAD, head)
+    return gone
 
 
 def value_head_weight(hidden: int, spec: ModelSpec) -> torch.Tensor:
@@ -113,12 +149,14 @@ def value_head_weight(hidden: int, spec: ModelSpec) -> torch.Tensor:
     Raises:
         ModelError: the checkpoint's has another shape.
     """
-    stored = _stored_tensor(Path(spec.path), f"{VALUE_HEAD}.weight")
+    names = (f"{VALUE_HEAD}.weight", f"{EARLIER_VALUE_HEAD}.weight")
+    found = ((name, _stored_tensor(Path(spec.path), name)) for name in names)
+    name, stored = next(((name, tensor) for name, tensor in found if tensor is not None), ("", None))
     if stored is None:
         drawn = np.random.default_rng(spec.seed).standard_normal((1, hidden), dtype=np.float32)
         return torch.from_numpy(drawn) / hidden**0.5
     if tuple(stored.shape) != (1, hidden):
-        raise ModelError(f"{VALUE_HEAD}.weight in {spec.path!r} has shape {tuple(stored.shape)}, not {(1, hidden)}")
+        raise ModelError(f"{name} in {spec.path!r} has shape {tuple(stored.shape)}, not {(1, hidden)}")
     return stored
 
 

@@ -9,15 +9,14 @@ import torch
 
 from enginehouse.engines.train import Outputs
 from enginehouse.plugin import capabilities
-from enginehouse_testing.check import Check, Measured, Seen, outputs_of
+from enginehouse_testing.check import Check, Measured, Seen, outputs_of, wrong
 from enginehouse_testing.checks.train.reference import STEPS, TRAINING
 from enginehouse_testing.checks.train.training import step
+from enginehouse_testing.checks.train.weights import stored_tensors
 from enginehouse_testing.comparison import larger, largest_difference
-from enginehouse_testing.oracle import Oracle
+from enginehouse_testing.oracle import VALUE_HEAD, Oracle
 from enginehouse_testing.problem import MODELS, SQUARED_ERROR, batch, model_path
 from enginehouse_testing.rank import Rank, weights_of
-
-HEAD = "value_head.weight"
 
 
 def _train(rank: Rank) -> dict[str, Any]:
@@ -45,9 +44,9 @@ def _right(model: str, head: tuple[float, ...]) -> tuple[torch.Tensor, dict[str,
 def _judge(seen: list[Seen]) -> Measured:
     measured = []
     for model in MODELS:
-        head = seen[0].value[model][0].get(HEAD)
+        head = seen[0].value[model][0].get(VALUE_HEAD)
         if head is None:
-            return Measured(float("inf"), f"{model} model: weights hold no {HEAD}")
+            return Measured(float("inf"), f"{model} model: weights hold no {VALUE_HEAD}")
         values, weights = _right(model, tuple(head[0].tolist()))
         found = torch.cat([value[model][1] for value in outputs_of(seen)])
         # An error of the values counts tenfold: their tolerance is 1e-5.
@@ -59,6 +58,58 @@ def _judge(seen: list[Seen]) -> Measured:
     return larger(*measured)
 
 
+def _export(rank: Rank) -> dict[str, Any]:
+    """Values after training, and those of an engine made of the export; on rank 0 what transformers makes of that."""
+    found: dict[str, Any] = {}
+    for model in MODELS:
+        values = []
+        for source in (model, rank.path(model)):
+            with rank.engine(source, head="value", **TRAINING) as engine:
+                shard = rank.shard(engine, batch())
+                if source == model:
+                    step(engine, shard, SQUARED_ERROR)
+                    engine.export_hf(rank.path(model))
+                scored = engine.forward(shard.drop(["loss_mask"]), Outputs(logprobs=False, values=True))
+                values.append(None if scored is None else scored.ragged("values").values.cpu())
+        found[model] = values
+        if rank.context.rank == 0:
+            found[f"{model} exported"] = (sorted(stored_tensors(rank.path(model))), _scored(rank.path(model)))
+    return found
+
+
+def _scored(directory: str) -> tuple[dict[str, Any], torch.Tensor]:
+    """What transformers lacks and leaves of an export, and the scores it gives every row but for the last token."""
+    from transformers import AutoModelForSequenceClassification
+
+    found: tuple[Any, dict[str, Any]] = AutoModelForSequenceClassification.from_pretrained(
+        directory, dtype=torch.float32, output_loading_info=True
+    )
+    model, loaded = found
+    rows = [batch().row(row)["input_ids"].tolist()[:-1] for row in range(len(batch()))]
+    pad = model.config.pad_token_id
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [pad] * (width - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    with torch.no_grad():
+        logits = model.eval()(input_ids=ids, attention_mask=mask).logits
+    wrong_keys = {kind: sorted(loaded[kind]) for kind in ("missing_keys", "unexpected_keys") if loaded[kind]}
+    return wrong_keys, logits
+
+
+def _judge_export(seen: list[Seen]) -> Measured:
+    measured = []
+    last = batch().ragged("input_ids").offsets[1:] - 1
+    for model in MODELS:
+        stored, (wrong_keys, logits) = seen[0].value[f"{model} exported"]
+        if wrong_keys or VALUE_HEAD not in stored or "lm_head.weight" in stored or logits.shape != (len(last), 1):
+            return wrong(f"{model} model: the export is no classifier of one label: {stored}, {wrong_keys}")
+        of_ranks = [value[model] for value in outputs_of(seen)]
+        before, again = (torch.cat([values[which] for values in of_ranks]) for which in (0, 1))
+        measured.append(largest_difference({"values": again}, {"values": before}))
+        measured.append(largest_difference({"scores": before[last]}, {"scores": logits[:, 0]}))
+    return larger(*measured)
+
+
 CHECKS = (
     Check(
         name="value_head",
@@ -67,5 +118,13 @@ CHECKS = (
         tolerance=1e-4,
         acts=(_train,),
         judge=_judge,
+    ),
+    Check(
+        name="value_head_export",
+        capability=capabilities.VALUE_HEAD,
+        claim="Transformers loads the export as a sequence classifier of one label, and scores as the engine",
+        tolerance=1e-5,
+        acts=(_export,),
+        judge=_judge_export,
     ),
 )

@@ -1,0 +1,33 @@
+"""A score of each whole sequence by a model with a value head: what a reward model gives, on any engine.
+
+An engine's `values[t]` is the head's output at the token before `t`. So the output at a row's last token, which is what
+transformers' `...ForSequenceClassification` gives as its logit, is the value at a token more. Which token that is does
+not matter: nothing is computed from it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from enginehouse.data import Batch, Ragged
+from enginehouse.engines.train import Outputs
+
+SCORE = Outputs(logprobs=False, values=True)
+"""What an engine is asked for: the `values` of `with_end(batch)`, of which one a row is not 0."""
+
+
+def with_end(batch: Batch) -> Batch:
+    """The rows of a batch with a token more, and the `loss_mask` that marks it alone; no other columns.
+
+    Args:
+        batch: `input_ids`, at least one token a row.
+    """
+    ids = batch.ragged("input_ids")
+    ends = ids.offsets[1:].numpy()
+    values = ids.values.numpy()
+    lengths = ids.lengths + 1
+    longer = Ragged.from_lengths(torch.from_numpy(np.insert(values, ends, values[ends - 1])), lengths)
+    mask = np.zeros(longer.tokens, dtype=bool)
+    mask[longer.offsets[1:].numpy() - 1] = True
+    return Batch({"input_ids": longer, "loss_mask": longer.like(torch.from_numpy(mask))})
