@@ -81,7 +81,7 @@ SAMPLE_COLUMNS = (
 """What an advantage may need of the samples, besides `old_logprobs` and `reference_logprobs` where those are computed;
 see `enginehouse.rl.episodes.batch_of`."""
 OF_ROLES = ("values", "token_rewards")
-"""What it may need besides: a critic's values, and rewards of single tokens, as of a KL term; 0 where there are none."""
+"""What it may need besides: a critic's values, and rewards of single tokens, as of a KL term, else 0."""
 IMPORTANCE_CAP, STALE_IMPORTANCE_CAP = "importance_cap", 2.0
 """An argument of losses, the largest importance weight of a token, and its value for samples of older weights where the
 config says none (`null` takes the weights away)."""

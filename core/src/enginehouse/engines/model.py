@@ -56,7 +56,7 @@ class ModelSpec:
         dtype: dtype of the parameters: `"float32"`, `"bfloat16"` or, of rollout engines alone, `"float16"`.
         head: what stands on top of the decoder: `"causal_lm"` gives logprobs, `"value"` one scalar a token.
         trust_remote_code: passed to transformers.
-        seed: seeds what the checkpoint does not hold (a fresh value head).
+        seed: seeds what the checkpoint does not hold (fresh adapters).
     """
 
     path: str

@@ -120,6 +120,22 @@ def with_weight(model: str, name: str, place: tuple[int, ...], value: float) -> 
 
 
 @functools.cache
+def with_value_head(model: str) -> str:
+    """Directory of a copy of a model that has a value head, whose values are of the size of 1."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    path = Path(tempfile.mkdtemp(prefix="critic-", dir=_root()))
+    shutil.copytree(model, path, dirs_exist_ok=True)
+    file = path / "model.safetensors"
+    weights = load_file(file)
+    hidden = weights["model.embed_tokens.weight"].shape[1]
+    weights["score.weight"] = torch.randn(1, hidden, generator=torch.Generator().manual_seed(0)) / hidden**0.5
+    save_file(weights, file, metadata={"format": "pt"})
+    return str(path)
+
+
+@functools.cache
 def stepped_model(path: str, steps: int, lr: float = 1e-6) -> str:
     """Directory of a model after some steps of AdamW on a row of random tokens; the more steps go on from the fewer."""
     import torch

@@ -12,7 +12,7 @@ import torch
 
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.train import LossSpec, LossValue, Mean, Outputs, TokenView
-from enginehouse_testing.models import PAD_ID, VOCABULARY_SIZE, tiny_experts, tiny_model, with_weight
+from enginehouse_testing.models import PAD_ID, VOCABULARY_SIZE, tiny_experts, tiny_model, with_value_head, with_weight
 
 ROWS = 16
 TEMPERATURE = 0.7
@@ -24,6 +24,7 @@ SQUARED_ERROR = LossSpec("enginehouse_testing.problem:squared_error", {}, Output
 NOT_FINITE = LossSpec("enginehouse_testing.problem:not_finite")
 
 MODELS = ("tied", "untied")
+CRITICS = ("tied critic", "untied critic")
 """What every engine is checked with; where one model is enough, with the first."""
 EXPERTS = ("experts",)
 """The same of the capability `experts`."""
@@ -40,8 +41,11 @@ UNUSED_ID = 6
 def model_path(name: str) -> str:
     """A tiny model: `"tied"` of Qwen3's shape, `"untied"` of Llama's, each dimension a multiple of 4; `"experts"`.
 
-    `"edge"` is the untied one with `HUGE` as one weight, in the embedding of `UNUSED_ID`.
+    `"edge"` is the untied one with `HUGE` as one weight, in the embedding of `UNUSED_ID`; `"tied critic"` the tied one
+    with a value head.
     """
+    if name in CRITICS:
+        return with_value_head(model_path(name.removesuffix(" critic")))
     if name == "experts":
         return tiny_experts()
     if name == "edge":

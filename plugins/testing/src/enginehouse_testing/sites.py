@@ -10,7 +10,7 @@ from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec, start_
 from enginehouse.controller.errors import WorkerDied
 from enginehouse.plugin import Layout, RolloutBackend, resolve
 from enginehouse_testing.check import Check, Seen
-from enginehouse_testing.problem import EDGE, EXPERTS, MODELS, model_path
+from enginehouse_testing.problem import CRITICS, EDGE, EXPERTS, MODELS, model_path
 from enginehouse_testing.prompts import ROLLOUT_MODELS, rollout_model
 from enginehouse_testing.rank import EngineUnderTest
 from enginehouse_testing.replica import ReplicaUnderTest
@@ -65,7 +65,7 @@ class TrainSite:
         self._groups: dict[tuple[int, str], WorkerGroup] = {}
         self._pools: dict[tuple[int, str], ResourcePool] = {}
         self._cluster: Cluster | None = None
-        self._models = {name: model_path(name) for name in (*MODELS, *EXPERTS, *EDGE)}
+        self._models = {name: model_path(name) for name in (*MODELS, *CRITICS, *EXPERTS, *EDGE)}
 
     def open(self) -> None:
         """See `Site`."""

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from enginehouse.engines.model import ModelSpec
@@ -32,8 +31,7 @@ def load_model(spec: ModelSpec, device: torch.device | str) -> PreTrainedModel:
     """Load the model of `spec` onto `device`, in evaluation mode (no dropout), every weight from the checkpoint.
 
     With `spec.head == "value"` the model has the submodule `score` in place of the language model's own head, a
-    `torch.nn.Linear(hidden, 1)` without bias: from the checkpoint if that has `score.weight`, else drawn with
-    `spec.seed`.
+    `torch.nn.Linear(hidden, 1)` without bias: from the checkpoint if that has `score.weight`, else zeros.
 
     Raises:
         ModelError: the directory is missing, is not a model, is of a kind transformers cannot load as a causal
@@ -144,7 +142,10 @@ def put_value_head(model: PreTrainedModel, spec: ModelSpec, dtype: torch.dtype |
 
 
 def value_head_weight(hidden: int, spec: ModelSpec) -> torch.Tensor:
-    """`(1, hidden)`: the checkpoint's if it has one, else normal with the standard deviation `1 / sqrt(hidden)`.
+    """`(1, hidden)`: the checkpoint's if it has one, else zeros.
+
+    A critic that begins with other values than 0 has them in the advantages: where rewards are rare, and advantages
+    are normalised, noise is then all that the first steps train on.
 
     Raises:
         ModelError: the checkpoint's has another shape.
@@ -153,8 +154,7 @@ def value_head_weight(hidden: int, spec: ModelSpec) -> torch.Tensor:
     found = ((name, _stored_tensor(Path(spec.path), name)) for name in names)
     name, stored = next(((name, tensor) for name, tensor in found if tensor is not None), ("", None))
     if stored is None:
-        drawn = np.random.default_rng(spec.seed).standard_normal((1, hidden), dtype=np.float32)
-        return torch.from_numpy(drawn) / hidden**0.5
+        return torch.zeros(1, hidden)
     if tuple(stored.shape) != (1, hidden):
         raise ModelError(f"{name} in {spec.path!r} has shape {tuple(stored.shape)}, not {(1, hidden)}")
     return stored

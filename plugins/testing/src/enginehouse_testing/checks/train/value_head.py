@@ -15,13 +15,13 @@ from enginehouse_testing.checks.train.training import step
 from enginehouse_testing.checks.train.weights import stored_tensors
 from enginehouse_testing.comparison import larger, largest_difference
 from enginehouse_testing.oracle import VALUE_HEAD, Oracle
-from enginehouse_testing.problem import MODELS, SQUARED_ERROR, batch, model_path
+from enginehouse_testing.problem import CRITICS, SQUARED_ERROR, batch, model_path
 from enginehouse_testing.rank import Rank, weights_of
 
 
 def _train(rank: Rank) -> dict[str, Any]:
     found = {}
-    for model in MODELS:
+    for model in CRITICS:
         with rank.engine(model, head="value", **TRAINING) as engine:
             shard = rank.shard(engine, batch())
             before = weights_of(engine)
@@ -43,7 +43,7 @@ def _right(model: str, head: tuple[float, ...]) -> tuple[torch.Tensor, dict[str,
 
 def _judge(seen: list[Seen]) -> Measured:
     measured = []
-    for model in MODELS:
+    for model in CRITICS:
         head = seen[0].value[model][0].get(VALUE_HEAD)
         if head is None:
             return Measured(float("inf"), f"{model} model: weights hold no {VALUE_HEAD}")
@@ -61,7 +61,7 @@ def _judge(seen: list[Seen]) -> Measured:
 def _export(rank: Rank) -> dict[str, Any]:
     """Values after training, and those of an engine made of the export; on rank 0 what transformers makes of that."""
     found: dict[str, Any] = {}
-    for model in MODELS:
+    for model in CRITICS:
         values = []
         for source in (model, rank.path(model)):
             with rank.engine(source, head="value", **TRAINING) as engine:
@@ -99,7 +99,7 @@ def _scored(directory: str) -> tuple[dict[str, Any], torch.Tensor]:
 def _judge_export(seen: list[Seen]) -> Measured:
     measured = []
     last = batch().ragged("input_ids").offsets[1:] - 1
-    for model in MODELS:
+    for model in CRITICS:
         stored, (wrong_keys, logits) = seen[0].value[f"{model} exported"]
         if wrong_keys or VALUE_HEAD not in stored or "lm_head.weight" in stored or logits.shape != (len(last), 1):
             return wrong(f"{model} model: the export is no classifier of one label: {stored}, {wrong_keys}")
