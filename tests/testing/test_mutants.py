@@ -17,7 +17,7 @@ MUTANTS = [
     ("Unreduced", "dp2", {*GRADIENT, "checkpoint", "export", "half_precision"}),
     # Clipping and AdamW itself forgive a factor: trained weights do not show it.
     ("PaddingCounted", "single", GRADIENT - TRAINS),
-    ("StaleExport", "single", {"export", "value_head_export"}),
+    ("StaleExport", "single", {"export", "value_head_files"}),
     ("SwappedNames", "single", {"weights", "export", *GRADIENT} - {"metrics"}),
     ("WrongMetadata", "single", {"weights"}),
     ("PartsElsewhere", "single", {"weights"}),

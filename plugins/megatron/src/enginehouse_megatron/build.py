@@ -20,7 +20,7 @@ from enginehouse.quiet import quiet_transformers
 from enginehouse_megatron.axes import CONTEXT, PIPELINE, TENSOR
 from enginehouse_megatron.check_model import check_divided, check_experts, check_router
 from enginehouse_megatron.layers import decoder_layers
-from enginehouse_megatron.output_layer import add_value_head, keep_padding, select_positions
+from enginehouse_megatron.output_layer import keep_padding, put_value_head, select_positions
 from enginehouse_torch.modeling.loading import model_directory
 
 if TYPE_CHECKING:
@@ -165,10 +165,10 @@ def _part(
         rope_scaling_factor=rope.get("factor", 1.0),
         vp_stage=stage,
     )
+    if spec.head == "value":
+        put_value_head(model, settings, device)
     select_positions(model, settings)
     keep_padding(model, getattr(config, "pad_token_id", None))
-    if spec.head == "value":
-        add_value_head(model, settings, device)
     return model.eval()
 
 

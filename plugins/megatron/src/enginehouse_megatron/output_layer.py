@@ -15,8 +15,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from enginehouse_torch.modeling.loading import VALUE_HEAD
-
 
 def select_positions(model: GPTModel, settings: TransformerConfig) -> None:
     """Give the output layer the positions that `only_at` names, of all ranks that share a sequence's tokens.
@@ -64,23 +62,21 @@ def keep_padding(model: GPTModel, padding: int | None) -> None:
     model.embedding.word_embeddings.register_forward_hook(keep)
 
 
-def add_value_head(model: GPTModel, settings: TransformerConfig, device: object) -> None:
-    """Let the last stage give values, `(1, positions, 1)`, without the language model's own output layer.
+class ValueHead(torch.nn.Linear):
+    """A value head where a `GPTModel` has its output layer.
 
     Every rank that splits matrices has the whole head and computes the same with it.
     """
-    if not model.post_process:
-        return
-    head = torch.nn.Linear(settings.hidden_size, 1, bias=False, dtype=settings.params_dtype, device=device)
-    model.add_module(VALUE_HEAD, head)
-    layer = model.output_layer
-    del layer.weight
-    layer.register_parameter("weight", None)
 
-    def forward(hidden: torch.Tensor, weight: object = None, runtime_gather_output: object = None) -> tuple:
-        return head(hidden), None
+    def forward(self, hidden: torch.Tensor, weight: object = None, runtime_gather_output: object = None) -> tuple:
+        """Values, `(positions, batch, 1)`, and no bias."""
+        return super().forward(hidden), None
 
-    layer.forward = forward
+
+def put_value_head(model: GPTModel, settings: TransformerConfig, device: object) -> None:
+    """Let the last stage give values, `(1, positions, 1)`, in place of logits."""
+    if model.post_process:
+        model.output_layer = ValueHead(settings.hidden_size, 1, bias=False, dtype=settings.params_dtype, device=device)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 
 from enginehouse.errors import ModelError, listed
 from enginehouse_megatron.forms import Form, Heads, Whole
+from enginehouse_megatron.output_layer import ValueHead
 from enginehouse_torch.modeling.finite import check_stored
 from enginehouse_torch.modeling.loading import EARLIER_VALUE_HEAD, VALUE_HEAD
 
@@ -150,7 +151,9 @@ def map_parameters(model: GPTModel, architecture: Architecture, files: ModelFile
     Raises:
         ModelError: the architecture does not say how a parameter is stored, or the checkpoint lacks a tensor.
     """
-    weights = {**architecture.weights, f"{VALUE_HEAD}.weight": Whole(f"{VALUE_HEAD}.weight", split=None)}
+    weights = dict(architecture.weights)
+    if isinstance(getattr(model, "output_layer", None), ValueHead):
+        weights["output_layer.weight"] = Whole(f"{VALUE_HEAD}.weight", split=None)
     first = next((layer.layer_number - 1 for layer in model.decoder.layers), 0)
     group = parallel_state.get_expert_model_parallel_group()
     experts_each = (model.config.num_moe_experts or 0) // group.size()

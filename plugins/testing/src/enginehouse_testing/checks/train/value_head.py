@@ -58,17 +58,21 @@ def _judge(seen: list[Seen]) -> Measured:
     return larger(*measured)
 
 
-def _export(rank: Rank) -> dict[str, Any]:
-    """Values after training, and those of an engine made of the export; on rank 0 what transformers makes of that."""
+def _write(rank: Rank) -> dict[str, Any]:
+    """Values after training, of engines of the export and of a checkpoint; on rank 0 what transformers makes of it."""
     found: dict[str, Any] = {}
     for model in CRITICS:
         values = []
-        for source in (model, rank.path(model)):
-            with rank.engine(source, head="value", **TRAINING) as engine:
+        saved = rank.path(f"{model} checkpoint")
+        for made in ("trained", "exported", "loaded"):
+            with rank.engine(rank.path(model) if made == "exported" else model, head="value", **TRAINING) as engine:
                 shard = rank.shard(engine, batch())
-                if source == model:
+                if made == "trained":
                     step(engine, shard, SQUARED_ERROR)
                     engine.export_hf(rank.path(model))
+                    engine.save(saved)
+                elif made == "loaded":
+                    engine.load(saved)
                 scored = engine.forward(shard.drop(["loss_mask"]), Outputs(logprobs=False, values=True))
                 values.append(None if scored is None else scored.ragged("values").values.cpu())
         found[model] = values
@@ -96,7 +100,7 @@ def _scored(directory: str) -> tuple[dict[str, Any], torch.Tensor]:
     return wrong_keys, logits
 
 
-def _judge_export(seen: list[Seen]) -> Measured:
+def _judge_written(seen: list[Seen]) -> Measured:
     measured = []
     last = batch().ragged("input_ids").offsets[1:] - 1
     for model in CRITICS:
@@ -104,8 +108,9 @@ def _judge_export(seen: list[Seen]) -> Measured:
         if wrong_keys or VALUE_HEAD not in stored or "lm_head.weight" in stored or logits.shape != (len(last), 1):
             return wrong(f"{model} model: the export is no classifier of one label: {stored}, {wrong_keys}")
         of_ranks = [value[model] for value in outputs_of(seen)]
-        before, again = (torch.cat([values[which] for values in of_ranks]) for which in (0, 1))
+        before, again, loaded = (torch.cat([values[which] for values in of_ranks]) for which in range(3))
         measured.append(largest_difference({"values": again}, {"values": before}))
+        measured.append(largest_difference({"values of a checkpoint": loaded}, {"values of a checkpoint": before}))
         measured.append(largest_difference({"scores": before[last]}, {"scores": logits[:, 0]}))
     return larger(*measured)
 
@@ -120,11 +125,11 @@ CHECKS = (
         judge=_judge,
     ),
     Check(
-        name="value_head_export",
+        name="value_head_files",
         capability=capabilities.VALUE_HEAD,
-        claim="Transformers loads the export as a sequence classifier of one label, and scores as the engine",
+        claim="Transformers loads the export as a classifier of one label, and scores as the engine and its checkpoint",
         tolerance=1e-5,
-        acts=(_export,),
-        judge=_judge_export,
+        acts=(_write,),
+        judge=_judge_written,
     ),
 )
