@@ -22,8 +22,8 @@ def test_core_declares_these_and_no_others():
         "rollout": [],
         "transport": ["inproc", "shared_memory", "collective", "point_to_point"],
         "dispatch_mode": ["one_to_all", "all_to_all", "rank_zero", "dp"],
-        "advantage": ["grpo", "rloo"],
-        "loss": ["clipped_policy", "supervised", "weighted_logprob"],
+        "advantage": ["gae", "grpo", "rloo"],
+        "loss": ["clipped_policy", "clipped_value", "supervised", "weighted_logprob"],
         "reward": ["exact_match"],
         "filter": ["mixed_rewards"],
     }
