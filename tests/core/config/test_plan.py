@@ -797,8 +797,14 @@ def test_arguments_left_from_another_loss_are_taken_away_as_the_message_says(mak
     assert make(*other, "algorithm.loss.arguments={}").loss_arguments == {}
 
 
-def test_an_advantage_with_a_critic_is_not_there_yet(make: Callable[..., Plan]):
-    assert "there is no critic yet" in refusal(make, "algorithm.advantage.name=gae", kind=PluginLookupError)
+@pytest.mark.parametrize(
+    ("name", "column"), [("gae", "values"), ("gdpo", "rewards"), ("distillation", "reference_logprobs")]
+)
+def test_an_advantage_is_refused_where_nobody_fills_a_column_it_needs(
+    make: Callable[..., Plan], name: str, column: str
+):
+    said = refusal(make, f"algorithm.advantage.name={name}")
+    assert f"the advantage {name!r} needs the column {column!r}" in said
 
 
 def test_a_file_named_like_a_module_that_is_not_the_users_never_stands_in_for_it(

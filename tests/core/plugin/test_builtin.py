@@ -22,8 +22,14 @@ def test_core_declares_these_and_no_others():
         "rollout": [],
         "transport": ["inproc", "shared_memory", "collective", "point_to_point"],
         "dispatch_mode": ["one_to_all", "all_to_all", "rank_zero", "dp"],
-        "advantage": ["grpo", "rloo"],
-        "loss": ["clipped_policy", "supervised", "weighted_logprob"],
+        "advantage": [
+            *("distillation", "gae", "gdpo", "gpg", "grpo", "opo", "process_rewards"),
+            *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo"),
+        ],
+        "loss": [
+            *("cispo", "clipped_policy", "gspo", "policy_gradient", "sapo"),
+            *("clipped_value", "supervised", "weighted_logprob"),
+        ],
         "reward": ["exact_match"],
         "filter": ["mixed_rewards"],
     }

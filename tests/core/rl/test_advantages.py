@@ -8,18 +8,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from enginehouse.data import Batch, Ragged
+from enginehouse.errors import ConfigError
+from enginehouse.rl.advantages.distillation import distillation
+from enginehouse.rl.advantages.gdpo import gdpo
+from enginehouse.rl.advantages.gpg import gpg
 from enginehouse.rl.advantages.grpo import grpo
+from enginehouse.rl.advantages.opo import opo
+from enginehouse.rl.advantages.process_rewards import process_rewards
+from enginehouse.rl.advantages.reinforce_plus_plus import reinforce_plus_plus
+from enginehouse.rl.advantages.reinforce_plus_plus_baseline import reinforce_plus_plus_baseline
 from enginehouse.rl.advantages.rloo import rloo
 from enginehouse.rl.roles import with_defaults
 
 
 def make_batch(rewards, groups):
-    masks = [[False] + [True] * (1 + i % 3) for i in range(len(rewards))]
+    mask = Ragged.from_list([torch.tensor([False] + [True] * (1 + i % 3)) for i in range(len(rewards))])
+    reward = torch.tensor(rewards, dtype=torch.float32)
     return Batch(
         {
-            "reward": torch.tensor(rewards, dtype=torch.float32),
+            "reward": reward,
+            "rewards": torch.stack([reward, reward.square()], dim=1),
             "group": torch.tensor(groups),
-            "loss_mask": Ragged.from_list([torch.tensor(mask) for mask in masks]),
+            "loss_mask": mask,
+            "response_tokens": mask.lengths - 1,
+            "token_rewards": mask.like(torch.zeros(mask.tokens)),
         }
     )
 
@@ -77,7 +89,7 @@ def samples_by_row(rewards, groups):
     st.sampled_from([0.7, 1.1, 3.3, 10.1, 100.1, -57.3]),
     st.integers(2, 16),
     st.integers(1, 3),
-    st.sampled_from([grpo, rloo]),
+    st.sampled_from([grpo, rloo, opo, gpg, process_rewards]),
 )
 def test_a_group_of_equal_rewards_credits_nothing(reward, size, groups, advantage):
     rewards = [reward] * (size * groups) + [1.0, 2.0]  # the last group has something to learn from
@@ -109,3 +121,61 @@ def test_an_advantage_of_whole_or_double_numbers_is_as_precise_as_any_other():
         batch = make_batch([1.0, 0.0], [0, 0]).with_columns(advantages=torch.tensor([2, -1], dtype=dtype))
         assert with_defaults(batch)["advantages"].values.dtype == torch.float32
         assert per_row(batch) == [2.0, -1.0]
+
+
+@pytest.mark.parametrize("advantage", [reinforce_plus_plus, reinforce_plus_plus_baseline, gdpo])
+@pytest.mark.parametrize("reward", [0.7, 100.1, -57.3])
+def test_a_step_of_equal_rewards_credits_nothing(advantage, reward):
+    assert per_row(advantage(make_batch([reward] * 12, [0, 1, 2] * 4))) == [0.0] * 12
+
+
+@pytest.mark.parametrize("reward", [0.7, 100.1, -57.3])
+def test_a_reward_that_is_equal_in_its_group_says_nothing_beside_others(reward):
+    batch = make_batch([1.0, 0.0, 3.0, 5.0], [0, 0, 1, 1])
+    alone = gdpo(batch.with_columns(rewards=batch["rewards"][:, :1]))
+    beside = gdpo(batch.with_columns(rewards=torch.stack([batch["reward"], torch.full((4,), reward)], dim=1)))
+    assert torch.equal(beside["advantages"], alone["advantages"])
+
+
+def test_as_many_weights_as_rewards():
+    with pytest.raises(ConfigError, match="3 for 2 rewards"):
+        gdpo(make_batch([1.0, 0.0], [0, 0]), weights=(1.0, 1.0, 1.0))
+
+
+def test_gpg_makes_up_for_groups_that_tell_nothing():
+    """Four of six samples are of groups with a gradient: what they are credited with is 6/4 of the distance."""
+    batch = make_batch([1.0, 1.0, 0.0, 2.0, 5.0, 3.0], [0, 0, 1, 1, 2, 2])
+    assert per_row(gpg(batch)) == [0.0, 0.0, -1.5, 1.5, 1.5, -1.5]
+
+
+def test_process_rewards_sum_the_steps_that_end_later_each_among_its_groups_steps():
+    mask = Ragged.from_list([[False, True, True, True], [False, True, False, True, True]])
+    steps = mask.like(torch.tensor([9.0, 0.0, 0.5, 0.0, 9.0, 1.0, 9.0, -1.0, 0.0]))  # of tokens that do not count: 9
+    batch = Batch(
+        {"reward": torch.tensor([1.0, 0.0]), "group": torch.tensor([3, 3]), "loss_mask": mask, "token_rewards": steps}
+    )
+    scores = [0.5, 1.0, 1.0, -1.0, 0.0]  # the row's own reward ends it, even if it is 0
+    mean, deviation = statistics.mean(scores), statistics.stdev(scores)
+    half, one, good, bad, none = [(score - mean) / deviation for score in scores]
+    expected = [0, half + one, half + one, one, 0, good + bad + none, 0, bad + none, none]
+    assert process_rewards(batch)["advantages"].values.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+@given(grouped)
+def test_process_rewards_without_any_are_grpo(samples):
+    groups, rewards = zip(*samples, strict=True)
+    batch = make_batch(rewards, groups)
+    assert per_row(process_rewards(batch)) == pytest.approx(per_row(grpo(batch)), rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize(("gamma", "expected"), [(0.0, [0, 1, 0, -2, 4]), (0.5, [0, 1, 0, 0, 4])])
+def test_distillation_credits_a_token_with_how_much_likelier_the_teacher_finds_it_and_those_after_it(gamma, expected):
+    mask = Ragged.from_list([[False, True, False, True, True]])
+    batch = Batch(
+        {
+            "loss_mask": mask,
+            "rollout_logprobs": mask.like(torch.tensor([0.0, -2, 7, -2, -2])),
+            "reference_logprobs": mask.like(torch.tensor([0.0, -1, 0, -4, 2])),
+        }
+    )
+    assert distillation(batch, gamma=gamma)["advantages"].values.tolist() == expected

@@ -1,5 +1,6 @@
 """Losses against formulas written out token by token, and independence of how a batch is cut."""
 
+import inspect
 import math
 
 import pytest
@@ -8,12 +9,17 @@ import torch
 from enginehouse.engines.train import TokenView
 from enginehouse.errors import ConfigError
 from enginehouse.rl.losses.aggregate import AGGREGATIONS
+from enginehouse.rl.losses.cispo import cispo
 from enginehouse.rl.losses.clipped_policy import clipped_policy
 from enginehouse.rl.losses.clipped_value import clipped_value
+from enginehouse.rl.losses.gspo import gspo
+from enginehouse.rl.losses.policy_gradient import policy_gradient
+from enginehouse.rl.losses.sapo import sapo
 from enginehouse.rl.losses.supervised import supervised
 from enginehouse.rl.losses.weighted_logprob import weighted_logprob
 
 LENGTHS = (3, 5, 2, 4)
+POLICY_LOSSES = (cispo, clipped_policy, gspo, policy_gradient, sapo)
 
 
 def make_view(lengths=LENGTHS, seed=0, rows=slice(None)) -> TokenView:
@@ -108,7 +114,7 @@ def test_aggregations_equal_their_definitions():
 @pytest.mark.parametrize(
     ("loss", "arguments"),
     [(clipped_policy, {"aggregation": aggregation, "max_tokens": 8}) for aggregation in AGGREGATIONS]
-    + [(clipped_policy, {"importance_cap": 1.5})]
+    + [(loss, {"importance_cap": 1.5, "importance_level": "sequence"}) for loss in POLICY_LOSSES]
     + [(supervised, {"aggregation": aggregation}) for aggregation in AGGREGATIONS[:3]]
     + [(weighted_logprob, {}), (clipped_value, {})],
 )
@@ -143,8 +149,9 @@ def test_a_view_without_counted_tokens_weighs_nothing():
         assert (value.total.item(), value.weight) == (0.0, 0.0)
 
 
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_a_row_without_counted_tokens_changes_nothing(aggregation):
+def test_a_row_without_counted_tokens_changes_nothing(aggregation, loss):
     """As of an episode that failed, masked: wherever it lies, and whatever else is in its micro-batch."""
     view = make_view(lengths=(3, 4, 5))
     silent = view.row == 1
@@ -156,8 +163,7 @@ def test_a_row_without_counted_tokens_changes_nothing(aggregation):
         2,
     )
     with_row, without = (
-        clipped_policy(one, aggregation=aggregation, max_tokens=8, kl_coefficient=0.1, importance_cap=1.5)
-        for one in (view, rest)
+        loss(one, aggregation=aggregation, max_tokens=8, kl_coefficient=0.1, importance_cap=1.5) for one in (view, rest)
     )
     assert with_row.total.item() == pytest.approx(without.total.item(), rel=1e-6)
     assert (with_row.weight, with_row.metrics) == (without.weight, without.metrics)
@@ -182,6 +188,10 @@ def test_mistakes_are_named():
         clipped_policy(make_view(), aggregation="sequence_mean_token_sum_scaled")
     with pytest.raises(ConfigError, match="importance_cap is 0"):
         clipped_policy(make_view(), importance_cap=0.0)
+    with pytest.raises(ConfigError, match="did you mean 'sequence'"):
+        clipped_policy(make_view(), importance_cap=2.0, importance_level="sequences")
+    with pytest.raises(ConfigError, match="did you mean 'mask'"):
+        clipped_policy(make_view(), importance_cap=2.0, importance_mode="masks")
 
 
 def test_an_importance_weight_scales_a_tokens_gradient_and_is_cut_at_the_cap():
@@ -233,3 +243,21 @@ def test_a_value_beyond_the_clip_range_and_nearer_to_the_return_has_no_gradient(
         view.outputs["values"].copy_(torch.tensor([9.0, 1.0, 0.25, -1.0]))  # the first token does not count
     clipped_value(view, clip=0.5).total.backward()
     assert view.outputs["values"].grad.tolist() == [0.0, 0.0, -1.75, -3.0]
+
+
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+def test_every_policy_loss_starts_as_the_policy_gradient(loss):
+    """Where nothing has moved yet, all are the same update; that is what a wrong sign or factor would break."""
+    view = make_view()
+    view.columns["old_logprobs"].copy_(view.outputs["logprobs"].detach())
+    (gradient,) = torch.autograd.grad(loss(view, aggregation="token_mean").total, view.outputs["logprobs"])
+    expected = torch.where(view.columns["loss_mask"], -view.columns["advantages"], 0.0)
+    torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+def test_every_policy_loss_takes_the_shared_arguments_and_says_so(loss):
+    shared = dict(list(inspect.signature(clipped_policy).parameters.items())[4:])
+    assert {"importance_cap", "aggregation", "kl_coefficient", "entropy_coefficient"} <= shared.keys()
+    assert shared.keys() <= inspect.signature(loss).parameters.keys()
+    assert all(f"    {name}: " in inspect.getdoc(loss) for name in inspect.signature(loss).parameters if name != "view")

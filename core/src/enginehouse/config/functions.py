@@ -74,11 +74,17 @@ def find_function(
 
 def _needs_nothing(definition: ast.AST | None) -> bool:
     """Whether a function can be called with one positional argument, by its definition."""
-    if not isinstance(definition, ast.FunctionDef) or definition.decorator_list:
+    if not isinstance(definition, ast.FunctionDef) or not all(map(_adds_defaults_only, definition.decorator_list)):
         return False
     signature = definition.args
     without_default = len(signature.posonlyargs) + len(signature.args) - len(signature.defaults)
     return without_default <= 1 and None not in signature.kw_defaults
+
+
+def _adds_defaults_only(decorator: ast.expr) -> bool:
+    """Whether a decorator is core's `policy_loss`: the arguments that it adds have defaults."""
+    called = decorator.func if isinstance(decorator, ast.Call) else None
+    return isinstance(called, ast.Name) and called.id == "policy_loss"
 
 
 def import_function(reference: str, key: str, python_path: Sequence[str] = ()) -> Callable[..., Any]:

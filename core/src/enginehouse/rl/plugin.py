@@ -4,9 +4,26 @@ from __future__ import annotations
 
 from enginehouse.plugin import Advantage, Filter, Loss, Reward, hookimpl
 
+POLICY_LOSSES = {
+    "cispo": "Policy gradient weighted by a clipped ratio (MiniMax 2025)",
+    "clipped_policy": "Clipped policy gradient (Schulman et al. 2017), symmetric or not",
+    "gspo": "Clipped policy gradient by the ratio of whole sequences (Zheng et al. 2025)",
+    "policy_gradient": "Policy gradient without a ratio (Williams 1992)",
+    "sapo": "Policy gradient through a gate that closes softly (Gao et al. 2025)",
+}
+"""What is made by `enginehouse.rl.losses.policy`, each in a file of its name."""
+
 
 @hookimpl
 def enginehouse_register_advantages(register):
+    register(
+        Advantage(
+            name="distillation",
+            summary="How much likelier a teacher finds each token (Lu et al. 2025)",
+            function="enginehouse.rl.advantages.distillation:distillation",
+            needs=("rollout_logprobs", "reference_logprobs", "loss_mask"),
+        )
+    )
     register(
         Advantage(
             name="gae",
@@ -17,11 +34,64 @@ def enginehouse_register_advantages(register):
     )
     register(
         Advantage(
+            name="gdpo",
+            summary="Each of several rewards against its group, then all samples (Liu et al. 2026)",
+            function="enginehouse.rl.advantages.gdpo:gdpo",
+            compares_samples=True,
+            needs=("rewards", "group"),
+        )
+    )
+    register(
+        Advantage(
+            name="gpg",
+            summary="Reward against the mean of its group, by how many groups tell (Chu et al. 2025)",
+            function="enginehouse.rl.advantages.gpg:gpg",
+            compares_samples=True,
+            needs=("reward", "group"),
+        )
+    )
+    register(
+        Advantage(
             name="grpo",
             summary="Reward against the mean of its group, divided by the group's deviation (Shao et al. 2024)",
             function="enginehouse.rl.advantages.grpo:grpo",
             compares_samples=True,
             needs=("reward", "group"),
+        )
+    )
+    register(
+        Advantage(
+            name="opo",
+            summary="Reward against the mean of its group, weighted by length (Hao et al. 2025)",
+            function="enginehouse.rl.advantages.opo:opo",
+            compares_samples=True,
+            needs=("reward", "group", "response_tokens"),
+        )
+    )
+    register(
+        Advantage(
+            name="process_rewards",
+            summary="Rewards of the steps from a token on, against its group's (Shao et al. 2024)",
+            function="enginehouse.rl.advantages.process_rewards:process_rewards",
+            compares_samples=True,
+            needs=("reward", "token_rewards", "group", "loss_mask"),
+        )
+    )
+    register(
+        Advantage(
+            name="reinforce_plus_plus",
+            summary="Discounted rewards from a token on, against all tokens (Hu et al. 2025)",
+            function="enginehouse.rl.advantages.reinforce_plus_plus:reinforce_plus_plus",
+            needs=("reward", "token_rewards", "loss_mask"),
+        )
+    )
+    register(
+        Advantage(
+            name="reinforce_plus_plus_baseline",
+            summary="Reward against the mean of its group, over all tokens' deviation (Hu et al. 2025)",
+            function="enginehouse.rl.advantages.reinforce_plus_plus_baseline:reinforce_plus_plus_baseline",
+            compares_samples=True,
+            needs=("reward", "group", "loss_mask"),
         )
     )
     register(
@@ -37,15 +107,16 @@ def enginehouse_register_advantages(register):
 
 @hookimpl
 def enginehouse_register_losses(register):
-    register(
-        Loss(
-            name="clipped_policy",
-            summary="Clipped policy gradient (Schulman et al. 2017), symmetric or not",
-            function="enginehouse.rl.losses.clipped_policy:clipped_policy",
-            needs_actor_logprobs=("importance_cap",),
-            taken_from={"max_tokens": "rollout.sampling.max_tokens"},
+    for name, summary in POLICY_LOSSES.items():
+        register(
+            Loss(
+                name=name,
+                summary=summary,
+                function=f"enginehouse.rl.losses.{name}:{name}",
+                needs_actor_logprobs=("importance_cap",),
+                taken_from={"max_tokens": "rollout.sampling.max_tokens"},
+            )
         )
-    )
     register(
         Loss(
             name="clipped_value",

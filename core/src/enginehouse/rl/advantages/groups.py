@@ -29,3 +29,9 @@ def group_statistics(rewards: torch.Tensor, group: torch.Tensor) -> tuple[torch.
     distances = rewards - torch.where(lowest == highest, lowest, means)[index]
     deviations = (none.index_add(0, index, distances.square()) / (sizes - 1).clamp(min=1)).sqrt()
     return sizes[index], distances, deviations[index]
+
+
+def group_sums(values: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+    """For each row the sum of float `values` `(rows,)` over its group."""
+    labels, index = group.unique(return_inverse=True)
+    return torch.zeros(len(labels), dtype=values.dtype).index_add(0, index, values)[index]

@@ -31,14 +31,19 @@ class CountedTokens:
         self.row = mask.row[mask.values]
         self.lengths = self.row.bincount(minlength=len(mask))
 
+    @property
+    def last(self) -> torch.Tensor:
+        """The index of the last one of each row that has any."""
+        return self.lengths.cumsum(0)[self.lengths > 0] - 1
+
     def of(self, column: Ragged) -> torch.Tensor:
         """Their values in a column that is aligned with the mask, `(counted,)`."""
         return column.values[self._mask.values].double()
 
     def rewards(self, batch: Batch) -> torch.Tensor:
         """Their `token_rewards`, and at each row's last the row's `reward`, `(counted,)`."""
-        rewards, there = self.of(batch.ragged("token_rewards")), self.lengths > 0
-        rewards[self.lengths.cumsum(0)[there] - 1] += batch["reward"].double()[there]
+        rewards = self.of(batch.ragged("token_rewards"))
+        rewards[self.last] += batch["reward"].double()[self.lengths > 0]
         return rewards
 
     def sums_to_the_end(self, values: torch.Tensor, discount: float) -> torch.Tensor:

@@ -35,7 +35,7 @@ def clipped_value(
     losses, outside = errors, torch.zeros_like(errors)
     if clip is not None:
         old = view.columns["values"][counted]
-        clipped_errors = (old + (values - old).clamp(-clip, clip) - returns).square()
+        clipped_errors = (values.clamp(old - clip, old + clip) - returns).square()
         losses, outside = torch.maximum(errors, clipped_errors), (clipped_errors > errors).float()
     total, weight = aggregate(losses / 2, view.row[counted], view.rows, aggregation)
     measured = {"clip_fraction": outside, "value_mean": values.detach(), "return_mean": returns}

@@ -1,0 +1,38 @@
+"""Process rewards: a token is credited with the steps that end after it, each judged among its group's steps.
+
+Source: DeepSeekMath (Shao et al. 2024), section 4.1.3, process supervision: with R all step rewards of the group,
+A_t = sum over the steps that end at t or later of (r - mean(R)) / std(R).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from enginehouse.rl.advantages.groups import group_statistics
+from enginehouse.rl.advantages.tokens import CountedTokens
+
+if TYPE_CHECKING:
+    from enginehouse.data import Batch
+
+
+def process_rewards(batch: Batch, *, epsilon: Annotated[float, Field(gt=0)] = 1e-6) -> Batch:
+    """Add `advantages` float32 by token.
+
+    A step ends at each token whose reward is not 0, and at a row's last counted token, whatever its reward: without
+    `token_rewards` this is `grpo`. So a step that is worth nothing needs a reward other than 0, and a KL term is
+    better in the loss, as it would make a step of each token.
+
+    Args:
+        batch: the samples of a step: `reward` float32 and `group` int64 `(rows,)`; by token `token_rewards` float32
+            and `loss_mask`.
+        epsilon: added to the standard deviation. A group of equal step rewards has advantages of exactly 0.
+    """
+    tokens = CountedTokens(batch.ragged("loss_mask"))
+    rewards = tokens.rewards(batch)
+    ends = rewards != 0
+    ends[tokens.last] = True
+    _, distances, deviations = group_statistics(rewards[ends], batch["group"][tokens.row[ends]])
+    rewards[ends] = distances / (deviations + epsilon)
+    return batch.with_columns(advantages=tokens.column(tokens.sums_to_the_end(rewards, 1.0)))

@@ -1,0 +1,22 @@
+"""REINFORCE++ with a baseline: a reward against its group's mean, in deviations of all tokens of the step.
+
+Source: Hu et al. 2025, "REINFORCE++", eq. 8 to 9. The group gives the mean alone: its deviation, which is noisy and is
+0 where all rewards are equal, is not divided by, but that of the whole batch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from enginehouse.rl.advantages.groups import group_statistics
+from enginehouse.rl.advantages.tokens import CountedTokens, normalized
+
+if TYPE_CHECKING:
+    from enginehouse.data import Batch
+
+
+def reinforce_plus_plus_baseline(batch: Batch) -> Batch:
+    """Add `advantages` float32 by token to a batch with `reward`, `group` `(rows,)` and `loss_mask`."""
+    tokens = CountedTokens(batch.ragged("loss_mask"))
+    _, distances, _ = group_statistics(batch["reward"], batch["group"])
+    return batch.with_columns(advantages=tokens.column(normalized(distances[tokens.row])))
