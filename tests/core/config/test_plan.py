@@ -297,7 +297,7 @@ def test_a_reward_beside_the_config_file_can_be_imported(project: Project, plugi
         ),
         (
             ["data.train=unanswered.jsonl"],
-            "needs 'answer', which is not among prompt, messages, response, finish_reason, the columns of "
+            "needs 'answer', which is not among prompt, messages, response, response_tokens, finish_reason, the columns of "
             "unanswered.jsonl and reward.arguments",
         ),
         (["algorithm.loss.arguments={clip_lo: 0.1}"], "does not take 'clip_lo'"),
@@ -335,7 +335,7 @@ def test_k1_in_the_loss_is_refused_with_the_reason_and_k1_in_the_reward_is_not(m
 
 
 @pytest.mark.parametrize("key", ["data.train", "data.validation"])
-@pytest.mark.parametrize("column", ["prompt", "messages", "response", "finish_reason"])
+@pytest.mark.parametrize("column", ["prompt", "messages", "response", "response_tokens", "finish_reason"])
 def test_a_column_that_a_reward_would_never_see_is_refused(
     make: Callable[..., Plan], project: Project, key: str, column: str
 ):

@@ -24,7 +24,7 @@ def test_core_declares_these_and_no_others():
         "dispatch_mode": ["one_to_all", "all_to_all", "rank_zero", "dp"],
         "advantage": ["grpo", "rloo"],
         "loss": ["clipped_policy", "supervised", "weighted_logprob"],
-        "reward": ["exact_match"],
+        "reward": ["code", "exact_match", "format", "length", "math", "numeric"],
         "filter": ["mixed_rewards"],
     }
 
