@@ -161,7 +161,7 @@ class Sandbox:
                 stderr=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 cwd=self.directory,
-                env={MARK: self._mark},
+                env={MARK: self._mark, "MALLOC_ARENA_MAX": "1"},  # of address space threads would reserve much
                 start_new_session=True,
             )
         assert self._process.stdout is not None
