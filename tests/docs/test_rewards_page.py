@@ -23,6 +23,7 @@ ROW = {
     "prompt": "<one?>",
     "messages": [{"role": "user", "content": "one?"}],
     "response": "1",
+    "response_tokens": 1,
     "finish_reason": "stop",
     "answer": "1",
     "data_source": "dict",

@@ -297,8 +297,8 @@ def test_a_reward_beside_the_config_file_can_be_imported(project: Project, plugi
         ),
         (
             ["data.train=unanswered.jsonl"],
-            "needs 'answer', which is not among prompt, messages, response, finish_reason, the columns of "
-            "unanswered.jsonl and reward.arguments",
+            "needs 'answer', which is not among prompt, messages, response, response_tokens, finish_reason, the "
+            "columns of unanswered.jsonl and reward.arguments",
         ),
         (["algorithm.loss.arguments={clip_lo: 0.1}"], "does not take 'clip_lo'"),
         (["algorithm.loss.arguments.clip_lo=1"], "did you mean 'clip_low'?"),
@@ -321,6 +321,31 @@ def test_arguments_that_a_function_cannot_take_are_refused(
     assert said in refusal(make, *overrides)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["format", "{pattern: '('}"], "the pattern '(' is no regular expression: missing ), "),
+        (["format", "{}"], "format needs 'pattern'"),
+        (["length", "{}"], "the reward 'length' takes target, or max_tokens and buffer_tokens"),
+        (["length", "{max_tokens: 5}"], "the reward 'length' takes target, or max_tokens and buffer_tokens"),
+        (["length", "{max_tokens: 5, buffer_tokens: 6}"], "buffer_tokens is 6, more than max_tokens, 5"),
+        (["length", "{target: 0}"], "reward.arguments.target: expected more than 0, got the number 0"),
+        (["math", "{}"], "the reward 'math' needs math-verify: pip install 'enginehouse[math]'"),
+        (["code", "{}"], "the reward 'code' takes inputs_column and outputs_column, or asserts_column, or all three"),
+        (["code", "{asserts_column: anser}"], "no column 'anser' of tests: did you mean 'answer'?"),
+        (["code", "{asserts_column: answer, isolation: none}"], "reward.arguments.isolation"),
+    ],
+)
+def test_a_built_in_reward_that_could_not_score_is_refused(
+    make: Callable[..., Plan], monkeypatch, overrides: list[str], said: str
+):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    name, arguments = overrides
+    message = refusal(make, f"reward.function={name}", f"reward.arguments={arguments}")
+    assert said in message
+    assert "reward." in message
+
+
 def test_a_reward_gets_what_it_takes(make: Callable[..., Plan]):
     assert make("reward.function=scoring:bare").reward == "scoring:bare"  # neither finish_reason nor the answer
 
@@ -335,7 +360,7 @@ def test_k1_in_the_loss_is_refused_with_the_reason_and_k1_in_the_reward_is_not(m
 
 
 @pytest.mark.parametrize("key", ["data.train", "data.validation"])
-@pytest.mark.parametrize("column", ["prompt", "messages", "response", "finish_reason"])
+@pytest.mark.parametrize("column", ["prompt", "messages", "response", "response_tokens", "finish_reason"])
 def test_a_column_that_a_reward_would_never_see_is_refused(
     make: Callable[..., Plan], project: Project, key: str, column: str
 ):

@@ -30,7 +30,7 @@ def test_core_declares_these_and_no_others():
             *("cispo", "clipped_policy", "gspo", "policy_gradient", "sapo"),
             *("clipped_value", "supervised", "weighted_logprob"),
         ],
-        "reward": ["exact_match"],
+        "reward": ["code", "exact_match", "format", "length", "math", "numeric"],
         "filter": ["mixed_rewards"],
     }
 

@@ -87,7 +87,8 @@ def test_a_reward_is_given_prompt_messages_response_and_columns():
     pool = Pool(*PLAIN)
     scored(pool)
     assert pool.rows[1] == {
-        "prompt": "<one?>", "messages": CHAT, "response": "r11", "finish_reason": "length", "answer": "a",
+        "prompt": "<one?>", "messages": CHAT, "response": "r11", "response_tokens": 1,
+            "finish_reason": "length", "answer": "a",
     }  # fmt: skip
     assert pool.rows[2]["messages"] is None
     assert pool.rows[2]["answer"] == "b"

@@ -48,7 +48,7 @@ from enginehouse.config.outline import Facts, outline_rl, outline_sft
 from enginehouse.config.paths import check_run_directory, has_chat_template, read_model
 from enginehouse.config.resume import check_resume
 from enginehouse.config.roles import RolePlan
-from enginehouse.config.rows import check_reward_columns, look_at_demonstrations, look_at_prompts, named
+from enginehouse.config.rows import check_reward, check_reward_columns, look_at_demonstrations, look_at_prompts, named
 from enginehouse.config.schema import Config, SFTConfig
 from enginehouse.config.secrets import check_secrets
 from enginehouse.engines.model import Device, ModelSpec
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
     from enginehouse.plugin import Backend, PluginManager
     from enginehouse.runtimes import Interpreter
 
-REWARD_GETS = ("prompt", "messages", "response", "finish_reason")
+REWARD_GETS = ("prompt", "messages", "response", "response_tokens", "finish_reason")
 """What a reward may take by name, besides the data set's columns; `reward.arguments` it has to take."""
 SAMPLE_COLUMNS = (
     *("input_ids", "loss_mask", "rollout_logprobs", "reward", "group", "response_tokens"),
@@ -613,6 +613,7 @@ class _Setting:
             check_reward_columns(function, config, columns or (), REWARD_GETS)
             if function is not None:
                 arguments = self.values(function, config.reward.function, "reward.arguments", arguments)
+                check_reward(function, "reward.function", arguments, columns)
             return reference, arguments
         return "", {}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -188,6 +188,24 @@ def check_reward_columns(
             said = f"{', '.join(gets)}, the columns of {one.where} and reward.arguments (docs/rewards.md)"
             passed = [name for name in given if taken is None or name in taken]
             check_call(function, "reward.function", [*passed, *arguments], said, values=arguments)
+
+
+def check_reward(
+    function: Callable[..., Any], key: str, arguments: Mapping[str, Any], columns: Sequence[Columns] | None
+) -> None:
+    """Have a reward that is marked by `checked_reward` look at its arguments and at the columns of each row.
+
+    Raises:
+        ConfigError: what it says, after `key`.
+    """
+    check = getattr(function, "check", lambda arguments, columns: None)
+    shapes: list[tuple[str, ...] | None] = [one.names for one in columns or ()]
+    for names in shapes or [None]:
+        try:
+            check(arguments, names)
+        except ConfigError as error:
+            error.args = (f"{key}: {error}", *error.args[1:])
+            raise
 
 
 class _Tokenizer:

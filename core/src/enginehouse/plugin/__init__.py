@@ -26,6 +26,7 @@ from enginehouse.plugin.records import (
     TrainBackend,
     Transport,
     batched_reward,
+    checked_reward,
     resolve,
 )  # fmt: skip
 
@@ -53,6 +54,7 @@ __all__ = [
     "TrainBackend",
     "Transport",
     "batched_reward",
+    "checked_reward",
     "configure_plugins",
     "hookimpl",
     "load_plugins",

@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from enginehouse.errors import EnginehouseError
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _freeze(record: Record, field_name: str, collection: type[frozenset] | type[tuple]) -> None:
@@ -295,3 +297,14 @@ def batched_reward(function: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a reward that scores many responses in a call: its arguments are lists, and it returns a list."""
     function.batched = True  # type: ignore[attr-defined]
     return function
+
+
+def checked_reward(check: Callable[[Mapping[str, Any], Sequence[str] | None], None]) -> Callable[[F], F]:
+    """Have `plan` call `check` with a reward's arguments and the names of the data's columns, None where these are not
+    known; it raises `ConfigError` where a run could not go well."""
+
+    def mark(function: F) -> F:
+        function.check = check  # type: ignore[attr-defined]
+        return function
+
+    return mark

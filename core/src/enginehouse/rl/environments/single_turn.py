@@ -29,7 +29,12 @@ class SingleTurn:
         given = {**task.columns, "prompt": task.prompt, "messages": task.messages}
         scores = await context.score(
             [
-                {**given, "response": response, "finish_reason": one.finish_reason}
+                {
+                    **given,
+                    "response": response,
+                    "response_tokens": len(one.token_ids),
+                    "finish_reason": one.finish_reason,
+                }
                 for one, response in zip(completions, responses, strict=True)
             ]
         )

@@ -35,7 +35,7 @@ from enginehouse.rl.rewards.batch import (
     put_back,
     said,
 )
-from enginehouse.rl.rewards.process import START_SECONDS, RewardProcess, named_exit
+from enginehouse.rl.rewards.process import START_SECONDS, RewardProcess
 from enginehouse.rl.rewards.program import (
     CLOSE_SECONDS,
     Failure,
@@ -44,6 +44,7 @@ from enginehouse.rl.rewards.program import (
     SetUp,
     Unstartable,
     end_marked,
+    named_exit,
     overdue,
 )
 

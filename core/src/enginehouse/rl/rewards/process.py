@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import os
 import pickle
-import signal
 import socket
 import subprocess
 import sys
@@ -179,11 +178,3 @@ class RewardProcess:
         """Close what was held open for it."""
         self.line.close()
         self._output.close()
-
-
-def named_exit(code: int | None) -> str:
-    """An exit code in words."""
-    if code is not None and code < 0:
-        with suppress(ValueError):
-            return f"killed by {signal.Signals(-code).name}"
-    return f"exit code {code}"

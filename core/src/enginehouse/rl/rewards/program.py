@@ -13,6 +13,7 @@ import math
 import os
 import pickle
 import queue
+import signal
 import socket
 import struct
 import sys
@@ -120,6 +121,14 @@ def end_marked(mark: str) -> None:
                     found = True
         if not found:
             return
+
+
+def named_exit(code: int | None) -> str:
+    """An exit code in words."""
+    if code is not None and code < 0:
+        with suppress(ValueError):
+            return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"
 
 
 def main(descriptor: int) -> None:

@@ -1,0 +1,36 @@
+"""Whether a response has the form that was asked for, as a regular expression says it."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Literal
+
+from enginehouse.errors import ConfigError
+from enginehouse.plugin import checked_reward
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any
+
+
+def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
+    """Refuse what is no regular expression."""
+    try:
+        re.compile(str(arguments.get("pattern", "")))
+    except re.error as error:
+        raise ConfigError(f"the pattern {arguments['pattern']!r} is no regular expression: {error}") from error
+
+
+@checked_reward(check)
+def format(response: str, *, pattern: str, match: Literal["full", "search"] = "full") -> float:
+    """Return 1.0 if the response matches, else 0.0. `.` matches the ends of lines too.
+
+    A pattern that takes exponential time is ended by `reward.timeout_seconds`, and the row has no score then.
+
+    Args:
+        pattern: a regular expression of Python's.
+        match: `full`: all of the response, white space at its ends aside; `search`: some part of it.
+    """
+    compiled = re.compile(pattern, re.DOTALL)
+    found = compiled.fullmatch(response.strip()) if match == "full" else compiled.search(response)
+    return float(found is not None)

@@ -1,0 +1,48 @@
+"""A penalty for responses that are too long, or not of the length that was asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from enginehouse.errors import ConfigError
+from enginehouse.plugin import checked_reward
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any
+
+
+def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
+    """Refuse arguments of which nothing follows, or two things."""
+    target, most, buffer = (arguments.get(name) for name in ("target", "max_tokens", "buffer_tokens"))
+    if (target is None) == (most is None) or (most is None) != (buffer is None):
+        raise ConfigError("the reward 'length' takes target, or max_tokens and buffer_tokens")
+    if most is not None and buffer is not None and buffer > most:
+        raise ConfigError(f"buffer_tokens is {buffer}, more than max_tokens, {most}")
+
+
+@checked_reward(check)
+def length(
+    response_tokens: int,
+    *,
+    target: Annotated[int, Field(gt=0)] | None = None,
+    max_tokens: Annotated[int, Field(gt=0)] | None = None,
+    buffer_tokens: Annotated[int, Field(gt=0)] | None = None,
+) -> float:
+    """Return 0.0 for a length that is right, down to -1.0 for one that is not.
+
+    With `max_tokens` and `buffer_tokens` it is the soft over-long punishment of DAPO (Yu et al. 2025, equation 13): 0
+    up to `max_tokens - buffer_tokens`, falling linearly to -1 at `max_tokens`.
+
+    Args:
+        target: how many tokens are wanted: the penalty is the share that is too many or too few.
+        max_tokens: from here on the penalty is whole.
+        buffer_tokens: so many before, it begins.
+    """
+    if target is not None:
+        return -min(abs(response_tokens - target) / target, 1.0)
+    if max_tokens is None or buffer_tokens is None:
+        raise ValueError("length takes target, or max_tokens and buffer_tokens")
+    return -min(max(response_tokens - (max_tokens - buffer_tokens), 0) / buffer_tokens, 1.0)

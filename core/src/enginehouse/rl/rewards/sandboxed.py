@@ -1,0 +1,291 @@
+"""What runs in a sandbox: restricts itself, then runs a program it is told. Nothing of enginehouse is imported here.
+
+Before the program's first line, this process gives up all privileges, and can no longer: make a process, run another
+program, signal or look into another process, speak over a network, open a file but the interpreter's and those of its
+own directory, change an owner, a mode or a time stamp, outlive its parent, use more than its limits. None of it can be
+taken back. What each rests on is said in docs/decisions/rewards.md.
+
+It is told by lines of JSON on a socket, and answers so. A program that reads its input says no more; one that is tested
+by statements evaluates them one by one, and returns values: what they are compared with is not in this process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import platform
+import resource
+import signal
+import struct
+import sys
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+FILES, SYSTEM_CALLS = "files", "system calls"
+"""What may be impossible to restrict: by Landlock, and by seccomp."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+# Privileges, limits, files
+
+PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
+_CAPABILITY_VERSION_3 = 0x20080522
+
+LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
+_WRITE_FILE, _READ_FILE, _READ_DIR, _REMOVE_FILE, _MAKE_REG, _TRUNCATE = (1 << bit for bit in (1, 2, 3, 5, 8, 14))
+_RIGHTS_OF_ABI = {1: 13, 2: 14, 3: 15, 5: 16}
+"""How many rights over files each version of Landlock knows."""
+
+READABLE = (
+    *("/lib", "/lib64", "/usr/lib", "/usr/lib64", os.path.join(sys.base_prefix, "lib")),
+    *("/etc/ld.so.cache", "/etc/localtime", "/usr/share/zoneinfo", "/dev/null", "/dev/urandom", "/dev/zero"),
+)
+"""What a program may read besides its own directory: the interpreter's library."""
+
+
+def limit(limits: Mapping[str, int]) -> None:
+    """Set limits of this process, by the names of `resource`. Without privileges they can only be lowered."""
+    for name, value in limits.items():
+        which = getattr(resource, name)
+        hard = resource.getrlimit(which)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(which, (value, value))
+
+
+def give_up_privileges(parent: int) -> None:
+    """Drop all capabilities, for good, and end with `parent`, a process id."""
+    _check(_libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    header = struct.pack("Ii", _CAPABILITY_VERSION_3, 0)
+    _check(_libc.capset(header, bytes(24)))
+    _check(_libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
+    if os.getppid() != parent:  # it has ended meanwhile
+        os._exit(1)
+
+
+def restrict_files(directory: str) -> bool:
+    """Leave this process the files of a directory, flat, and `READABLE` to read; whether Landlock is there."""
+    version = _libc.syscall(LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
+    if version < 1:
+        return False
+    handled = (1 << max(rights for since, rights in _RIGHTS_OF_ABI.items() if since <= version)) - 1
+    network, scopes = (3 if version >= 4 else 0), (3 if version >= 6 else 0)
+    ruleset_attr = struct.pack("QQQ", handled, network, scopes)[: 24 if version >= 6 else 16 if version >= 4 else 8]
+    ruleset = _libc.syscall(LANDLOCK_CREATE_RULESET, ruleset_attr, ctypes.c_size_t(len(ruleset_attr)), 0)
+    if ruleset < 0:
+        return False
+    own = _READ_FILE | _READ_DIR | _WRITE_FILE | _REMOVE_FILE | _MAKE_REG | _TRUNCATE
+    for path, rights in {**dict.fromkeys(READABLE, _READ_FILE | _READ_DIR), "/dev/null": 6, directory: own}.items():
+        try:
+            descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        except OSError:
+            continue
+        if not os.path.isdir(path):
+            rights &= _READ_FILE | _WRITE_FILE
+        rule = struct.pack("=Qi", rights & handled, descriptor)
+        _check(_libc.syscall(LANDLOCK_ADD_RULE, ruleset, 1, rule, 0))
+        os.close(descriptor)
+    _check(_libc.syscall(LANDLOCK_RESTRICT_SELF, ruleset, 0))
+    os.close(ruleset)
+    return True
+
+
+def _check(returned: int) -> None:
+    if returned < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+# System calls
+
+_ALLOWED = (
+    "read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, preadv 295 69, pwritev 296 "
+    "70, close 3 57, close_range 436 436, fstat 5 80, stat 4 -, lstat 6 -, newfstatat 262 79, statx 332 291, access "
+    "21 -, faccessat 269 48, faccessat2 439 439, lseek 8 62, mmap 9 222, munmap 11 215, mprotect 10 226, mremap 25 "
+    "216, madvise 28 233, brk 12 214, rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139, "
+    "rt_sigpending 127 136, rt_sigsuspend 130 133, rt_sigtimedwait 128 137, sigaltstack 131 132, pause 34 -, "
+    "dup 32 23, dup2 33 -, dup3 292 24, pipe 22 -, pipe2 293 59, getcwd 79 17, chdir 80 49, fchdir 81 50, "
+    "getdents64 217 61, readlink 89 -, readlinkat 267 78, unlink 87 -, unlinkat 263 35, rename 82 -, renameat 264 "
+    "38, renameat2 316 276, ftruncate 77 46, fsync 74 82, fdatasync 75 83, flock 73 32, fallocate 285 47, fadvise64 "
+    "221 223, getpid 39 172, gettid 186 178, getppid 110 173, getuid 102 174, geteuid 107 175, getgid 104 176, "
+    "getegid 108 177, getresuid 118 148, getresgid 120 150, getgroups 115 158, getpgrp 111 -, getpgid 121 155, "
+    "getsid 124 156, getrlimit 97 163, setrlimit 160 164, getrusage 98 165, times 100 153, uname 63 160, sysinfo 99 "
+    "179, clock_gettime 228 113, clock_getres 229 114, clock_nanosleep 230 115, nanosleep 35 101, gettimeofday 96 "
+    "169, time 201 -, futex 202 98, set_robust_list 273 99, get_robust_list 274 100, rseq 334 293, set_tid_address "
+    "218 96, sched_yield 24 124, sched_getaffinity 204 123, sched_getparam 143 121, sched_getscheduler 145 120, "
+    "getpriority 140 141, exit 60 93, exit_group 231 94, getrandom 318 278, select 23 -, pselect6 270 72, poll 7 -, "
+    "ppoll 271 73, epoll_create 213 -, epoll_create1 291 20, epoll_ctl 233 21, epoll_wait 232 -, epoll_pwait 281 "
+    "22, eventfd2 290 19, alarm 37 -, setitimer 38 103, getitimer 36 102, arch_prctl 158 -, restart_syscall 219 "
+    "128, wait4 61 260, waitid 247 95, membarrier 324 283, statfs 137 43, fstatfs 138 44, umask 95 166, sendfile 40 "
+    "71, copy_file_range 326 285, recvfrom 45 207, shutdown 48 210, getsockname 51 204, getsockopt 55 209, msync 26 "
+    "227, mincore 27 232 "
+)
+"""System calls that a program may make, whatever their arguments: name, number on x86_64, number on aarch64. All others
+fail with EPERM, those below where their arguments are not the ones allowed."""
+
+_MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+"""How the kernel names the machine to a filter."""
+
+_LOAD, _AND, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x54, 0x15, 0x45, 0x06
+_ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
+_CLONE_THREAD = 0x10000
+_NAME_OF_THREAD, _NAME_OF_MEMORY = 15, 0x53564D41
+_HARMLESS_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # is it a terminal, what is there to read, flags
+_HARMLESS_FCNTLS = (*range(8), 1030, 1032)  # duplicates, flags and locks; not F_SETOWN: it can have others signalled
+
+Instruction = tuple[int, int, int, int]
+
+
+def restrict_system_calls() -> bool:
+    """Leave this process the calls that cannot reach out of it; whether seccomp is there.
+
+    Of calls that take what they do as a number, this is looked at: threads can be made and processes not, this process
+    can be signalled and others not.
+    """
+    machine = platform.machine()
+    if machine not in _MACHINES:
+        return False
+    filters = b"".join(struct.pack("HBBI", *one) for one in _filter(machine))
+    buffer = ctypes.create_string_buffer(filters, len(filters))
+    program = struct.pack("HP", len(filters) // 8, ctypes.addressof(buffer))
+    return bool(_libc.prctl(PR_SET_SECCOMP, 2, program, 0, 0) == 0)
+
+
+def _filter(machine: str) -> Iterator[Instruction]:
+    x86, own = machine == "x86_64", os.getpid()
+    yield (_LOAD, 0, 0, 4)
+    yield (_EQUAL, 1, 0, _MACHINES[machine])
+    yield (_RETURN, 0, 0, _KILL)
+    yield (_LOAD, 0, 0, 0)
+    for entry in "".join(_ALLOWED).split(","):
+        number = entry.split()[1 if x86 else 2]
+        if number != "-":
+            yield from _where(int(number), [(_RETURN, 0, 0, _ALLOW)])
+    yield from _where(435, [(_RETURN, 0, 0, _ERROR | errno.ENOSYS)])  # clone3: libc then takes clone
+    yield from _where(56 if x86 else 220, _having(0, _CLONE_THREAD))
+    yield from _where(62 if x86 else 129, _one_of(0, [own]))  # kill
+    yield from _where(234 if x86 else 131, _one_of(0, [own]))  # tgkill
+    yield from _where(157 if x86 else 167, _one_of(0, [_NAME_OF_THREAD, _NAME_OF_MEMORY]))  # prctl
+    yield from _where(302 if x86 else 261, _one_of(0, [0, own]))  # prlimit64
+    yield from _where(16 if x86 else 29, _one_of(1, _HARMLESS_IOCTLS))
+    yield from _where(53 if x86 else 199, _one_of(0, [1]))  # socketpair: of this process with itself
+    yield from _where(72 if x86 else 25, _one_of(1, _HARMLESS_FCNTLS))
+    no_address = [_argument(4, 4), *_where(0, _one_of(4, [0])), (_RETURN, 0, 0, _ERROR | errno.EPERM)]
+    yield from _where(44 if x86 else 206, no_address)  # sendto: the other end of a pair
+    if x86:
+        yield from _where(2, _no_truncation(1))  # open
+    yield from _where(257 if x86 else 56, _no_truncation(2))  # openat
+    yield (_RETURN, 0, 0, _ERROR | errno.EPERM)
+
+
+def _where(number: int, then: list[Instruction]) -> list[Instruction]:
+    """What is done of one call; it returns."""
+    return [(_EQUAL, 0, len(then), number), *then]
+
+
+def _one_of(argument: int, values: Iterable[int]) -> list[Instruction]:
+    """Allowed where the lower half of an argument is one of these values."""
+    tests = [one for value in values for one in _where(value, [(_RETURN, 0, 0, _ALLOW)])]
+    return [_argument(argument), *tests, (_RETURN, 0, 0, _ERROR | errno.EPERM)]
+
+
+def _having(argument: int, bits: int) -> list[Instruction]:
+    """Allowed where an argument has one of these bits."""
+    allow, refuse = (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _ERROR | errno.EPERM)
+    return [_argument(argument), (_ANY_BIT, 0, 1, bits), allow, refuse]
+
+
+def _no_truncation(argument: int) -> list[Instruction]:
+    """Allowed unless a file is emptied by opening it to read, which older versions of Landlock take for reading."""
+    allow, refuse = (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _ERROR | errno.EPERM)
+    mask = (_AND, 0, 0, os.O_TRUNC | os.O_ACCMODE)
+    return [_argument(argument), mask, (_EQUAL, 0, 1, os.O_TRUNC), refuse, allow]
+
+
+def _argument(number: int, half: int = 0) -> Instruction:
+    return (_LOAD, 0, 0, 16 + 8 * number + half)
+
+
+# The program
+
+
+def main(descriptor: int) -> None:
+    """Serve the socket on the file descriptor."""
+    line = os.fdopen(descriptor, "rb")
+    setup = json.loads(_read(line))
+    try:
+        give_up_privileges(setup["parent"])
+        limit(setup["limits"])
+        done = {FILES: restrict_files(setup["directory"]), SYSTEM_CALLS: restrict_system_calls()}
+    except BaseException as error:
+        _write(line, {"error": f"{type(error).__name__}: {error}"})
+        return
+    _write(line, {"missing": [name for name, there in done.items() if not there]})
+    go_on = json.loads(_read(line) or b"{}")
+    if "program" not in go_on:
+        return
+    os.environ.clear()
+    os.environ.update(setup["environment"])
+    sys.argv = ["program"]
+    if go_on["tested"]:
+        _serve(line, _run(go_on["program"], "program"))
+    else:
+        line.close()
+        _run(go_on["program"], "__main__")
+
+
+def _run(source: str, name: str) -> dict[str, Any]:
+    """Run a program as a module of that name."""
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    exec(compile(source, "program.py", "exec"), module.__dict__)
+    return module.__dict__
+
+
+def _serve(line: Any, names: dict[str, Any]) -> None:
+    """Run statements and evaluate expressions among a program's names, as they come."""
+    _write(line, {"ready": True})
+    while asked := _read(line):
+        message = json.loads(asked)
+        try:
+            if "run" in message:
+                exec(compile(message["run"], "test.py", "exec"), names)
+                answer = {"done": message["token"]}
+            else:
+                value = eval(compile(message["evaluate"], "test.py", "eval"), names)
+                answer = {"value": repr(plain(value))}
+        except BaseException as error:
+            answer = {"raised": type(error).__name__}
+        _write(line, answer)
+
+
+def plain(value: Any) -> Any:
+    """A value as one that Python's literals can say, if it equals such: a `Counter` is a dict."""
+    if isinstance(value, dict):
+        return {plain(key): plain(one) for key, one in value.items()}
+    for kind in (list, tuple, set, frozenset):
+        if isinstance(value, kind):
+            made = [plain(one) for one in value]
+            return made if kind is list else tuple(made) if kind is tuple else set(made)
+    simple: Any
+    for simple in (bool, int, float, complex, str, bytes):
+        if isinstance(value, simple):
+            return simple(value)
+    return value
+
+
+def _read(line: Any) -> bytes:
+    """The next line; empty: there is none."""
+    return bytes(line.readline())
+
+
+def _write(line: Any, message: Mapping[str, Any]) -> None:
+    data = json.dumps(message).encode() + b"\n"
+    while data:
+        data = data[os.write(line.fileno(), data) :]
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,135 @@
+"""Core's own rewards, called as the pool calls them: by name."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import ModuleType
+
+import pytest
+
+from enginehouse.rl.rewards.builtin.format import format
+from enginehouse.rl.rewards.builtin.length import length
+from enginehouse.rl.rewards.builtin.math import math
+from enginehouse.rl.rewards.builtin.numeric import numeric
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("So it is 42.", "42"),
+        ("First 7, then 42", 42),
+        ("... #### 1,234", "She has 1,200 and 34 more.\n#### 1234"),
+        ("#### 5\nThe 7 dwarfs", "5"),
+        ("that makes $1,234,567.50 in all", "1234567.5"),
+        (r"\boxed{1{,}234} and not 5", "1234"),
+        (r"\boxed{3} or rather \boxed{\text{about } \frac{3}{4}}", "0.75"),
+        (r"\boxed{\boxed{8}}", "8"),
+        ("3/4", ".75"),
+        (r"$-\frac12$", "-0.5"),
+        (r"\dfrac{1}{3}", "0.33333333"),
+        ("x = \N{MINUS SIGN}5", "-5"),
+        ("10-3", "3"),
+        ("75%", "0.75"),
+        ("75%", "75"),
+        ("0.75", "75%"),
+        (r"75\%", "75 %"),
+        ("1.5e3", "1500"),
+        ("6.0", "6"),
+    ],
+)
+def test_numbers_are_compared_by_value(response, answer):
+    assert numeric(response=response, answer=answer) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        ("41", "42"),
+        ("none at all", "0"),
+        ("", "1"),
+        ("42", "no number"),
+        (r"42, so \boxed{x}", "42"),
+        ("1000001", "1000000"),
+        ("12345678901234567891", "12345678901234567890"),
+        ("75%", "7500"),
+        ("1/0", "0"),
+        ("1e999999999", "1"),
+        ("9" * 10_000, "9"),
+        ("-5", "5"),
+        (r"\boxed{" * 20_000, "1"),
+    ],
+)
+def test_another_number_or_none_is_wrong(response, answer):
+    assert numeric(response=response, answer=answer) == 0.0
+
+
+def test_how_far_a_number_may_be_off_is_an_argument():
+    assert [numeric(response="3.14", answer="3.14159", tolerance=tolerance) for tolerance in (0.01, 0.001)] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("response", "match", "expected"),
+    [
+        ("<think>a\nb</think> <answer>1</answer>", "full", 1.0),
+        ("  <think></think><answer></answer>\n", "full", 1.0),
+        ("Well: <think></think><answer></answer>", "full", 0.0),
+        ("Well: <think></think><answer></answer>", "search", 1.0),
+        ("<think></think>", "search", 0.0),
+    ],
+)
+def test_the_form_of_a_response_is_a_regular_expression(response, match, expected):
+    assert format(response=response, pattern=r"<think>.*</think>\s*<answer>.*</answer>", match=match) == expected
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"), [(1, 0), (16384, 0), (18432, -0.5), (20480, -1), (20481, -1), (10**9, -1)]
+)
+def test_the_soft_overlong_punishment_is_that_of_dapo(tokens, expected):
+    assert length(response_tokens=tokens, max_tokens=20480, buffer_tokens=4096) == expected
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(100, 0), (50, -0.5), (125, -0.25), (900, -1), (0, -1)])
+def test_a_target_length_is_missed_by_a_share(tokens, expected):
+    assert length(response_tokens=tokens, target=100) == expected
+
+
+def test_math_keeps_time_by_alarms_in_the_main_thread_alone(monkeypatch):
+    """Elsewhere the library would raise: only a main thread may set a signal's handler."""
+    stub = ModuleType("math_verify")
+    seconds = []
+
+    def parse(text, *, parsing_timeout):
+        seconds.append(parsing_timeout)
+        return text
+
+    def verify(gold, target, *, timeout_seconds):
+        seconds.append(timeout_seconds)
+        return gold == r"\boxed{1/2}" and target == "1/2"
+
+    stub.parse, stub.verify = parse, verify
+    monkeypatch.setitem(sys.modules, "math_verify", stub)
+    scores = [math(response="1/2", answer="1/2")]
+    thread = threading.Thread(target=lambda: scores.append(math(response="1/3", answer="1/2")))
+    thread.start()
+    thread.join()
+    assert scores == [1.0, 0.0]
+    assert all(seconds[:3])
+    assert seconds[3:] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "expected"),
+    [
+        (r"Thus \boxed{\frac{1}{2}}.", "0.5", 1.0),
+        (r"Thus $x = 2\sqrt{3}$", r"\sqrt{12}", 1.0),
+        (r"\boxed{(1, 2)}", r"(1,2)", 1.0),
+        (r"\boxed{3}", "4", 0.0),
+        ("I do not know", "4", 0.0),
+        (r"\boxed{\frac{1}{", "4", 0.0),
+        (r"\boxed{7}", 7, 1.0),
+    ],
+)
+def test_math_compares_what_is_equal_though_written_otherwise(response, answer, expected):
+    pytest.importorskip("math_verify")
+    assert math(response=response, answer=answer) == expected
