@@ -100,3 +100,34 @@ def test_an_engine_without_value_heads_is_refused(make: Callable[..., Plan], mon
     monkeypatch.setattr(capabilities, "VALUE_HEAD", "no_backend_has_it")
     with pytest.raises(UserError, match=r"critic\.engine\.backend: 'torch' has no value heads"):
         make(GAE)
+
+
+def test_a_reward_model_runs_where_it_has_a_path(make: Callable[..., Plan], project: Project):
+    project.make_model("judge")
+    planned = make(GAE, "critic.processes=2", "reward_model={path: judge, shares: critic, weight: 0.5}")
+    role = planned.roles["reward_model"]
+    assert (role.shares, role.processes, role.trained, role.model.head) == ("critic", 2, False, "value")
+    assert dict(planned.facts)["reward model"] == (
+        "judge, in the critic's processes; 0.5 times its score is added to the reward"
+    )
+    assert "reward_model" not in make(GAE).roles
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["reward_model.weight=2"], "reward_model is set, but has no path"),
+        (["reward_model.path=nowhere"], "reward_model.path: "),
+        (["reward_model.path=judge", "rollout.keep.name=mixed_rewards"], "rollout.keep: mixed_rewards looks at"),
+        (["reward_model.path=short"], "reward_model.path: the model has 24 positions (max_position_embeddings), and a "
+         "sample may need 25"),
+    ],
+)  # fmt: skip
+def test_a_reward_model_that_cannot_be_is_refused(
+    make: Callable[..., Plan], project: Project, overrides: list[str], said: str
+):
+    project.make_model("judge")
+    project.make_model("short", max_position_embeddings=24)
+    with pytest.raises(UserError) as caught:
+        make(*overrides)
+    assert said in str(caught.value)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.config.device import visible_gpus
-from enginehouse.config.roles import own_processes
+from enginehouse.config.roles import beside, own_processes
 from enginehouse.data.rendering import TokenLimit
 from enginehouse.engines.model import positions
 from enginehouse.plugin import Advantage
@@ -35,9 +35,10 @@ def check_batches(findings: Findings, config: Config, plugins: PluginManager, ro
     )
     if minibatches > samples:
         findings.refuse(f"{said}, which cannot be cut into {minibatches} minibatches (algorithm.minibatches)")
-    for role, section in (("reference", config.reference), ("critic", config.critic)):
+    for role, section in beside(config).items():
         if role in roles and (section.processes or 0) > samples:
-            findings.refuse(f"{said}, fewer than the {section.processes} processes of the {role} ({role}.processes)")
+            whose = f"{section.processes} processes of the {role.replace('_', ' ')} ({role}.processes)"
+            findings.refuse(f"{said}, fewer than the {whose}")
     if processes > samples:
         findings.refuse(f"{said}, fewer than the {processes} processes of the actor (actor.processes)")
     elif processes * minibatches > samples >= minibatches:
@@ -88,12 +89,12 @@ def check_placement(findings: Findings, config: Config, device: str, roles: Mapp
     """
     actor, rollout = config.actor.processes, config.rollout.replicas
     evaluation, apart = "evaluation" in roles, own_processes(roles)
-    for name, section in (("reference", config.reference), ("critic", config.critic)):
+    for name, section in beside(config).items():
         if name in apart and config.cluster.launcher == "inline":
-            key = "engine" if section.engine else "processes"
+            key, what = "engine" if section.engine else "processes", name.replace("_", " ")
             findings.refuse(
-                f"{name}.{key}: the {name} wants processes of its own, and an inline run has one for all roles; leave "
-                "it unset, or set cluster.launcher=ray"
+                f"{name}.{key}: the {what} wants processes of its own, and an inline run has one for all roles; leave "
+                f"it unset, set {name}.shares=actor, or cluster.launcher=ray"
             )
     if evaluation and config.cluster.launcher == "inline":
         findings.refuse(
@@ -206,6 +207,30 @@ def check_lengths(
                 f"drop such rows (data.overlong_prompts=drop leaves them out) or lower {key}",
             )
     return shortest
+
+
+def check_positions(
+    findings: Findings,
+    config: Config,
+    roles: Mapping[str, RolePlan],
+    models: Mapping[str, Mapping[str, Any]],
+    prompt: TokenLimit,
+) -> None:
+    """Check that the longest sample fits into the models beside the actor's.
+
+    Args:
+        roles: by name.
+        models: `config.json` of those that have a model of their own, by role.
+        prompt: how long prompts may be.
+    """
+    longest = prompt.tokens + config.rollout.sampling.max_tokens
+    for name, model in models.items():
+        needed = longest + (name == "reward_model")  # it reads a token more: `with_end`
+        if name in roles and (limit := positions(model)) is not None and limit < needed:
+            findings.refuse(
+                f"{name}.path: the model has {limit} positions (max_position_embeddings), and a sample may need "
+                f"{needed}: lower data.max_prompt_tokens or rollout.sampling.max_tokens"
+            )
 
 
 def row_limit(config: SFTConfig, model: Mapping[str, Any]) -> TokenLimit:

@@ -41,6 +41,7 @@ def outline_rl(
         *([("evaluation", _evaluation(config, roles["evaluation"]))] if "evaluation" in roles else []),
         ("reference", _reference(config, roles.get("reference"))),
         *([("critic", _critic(config, roles["critic"]))] if "critic" in roles else []),
+        *([("reward model", _reward_model(config, roles["reward_model"]))] if "reward_model" in roles else []),
         ("runtimes", _runtimes(roles)),
         ("weights", _weights(roles["rollout"], transport_reason)),
         ("reward", _reward(config)),
@@ -124,6 +125,11 @@ def _critic(config: Config, critic: RolePlan) -> str:
     warmup = config.critic.warmup_steps
     alone = f"; trained alone in the first {_count(warmup, 'step')}" if warmup else ""
     return f"{_beside(config.critic, critic, config)}; {config.critic.loss.name} loss{alone}"
+
+
+def _reward_model(config: Config, role: RolePlan) -> str:
+    section = config.reward_model
+    return f"{_beside(section, role, config)}; {section.weight:g} times its score is added to the reward"
 
 
 def _beside(section: Beside, role: RolePlan, config: Config) -> str:

@@ -24,6 +24,7 @@ from enginehouse.config.arithmetic import (
     check_evaluation,
     check_lengths,
     check_placement,
+    check_positions,
     check_rows,
     row_limit,
 )
@@ -47,7 +48,7 @@ from enginehouse.config.functions import extend_path, find_function
 from enginehouse.config.outline import Facts, outline_rl, outline_sft
 from enginehouse.config.paths import check_run_directory, has_chat_template, read_model
 from enginehouse.config.resume import check_resume
-from enginehouse.config.roles import RolePlan
+from enginehouse.config.roles import RolePlan, beside
 from enginehouse.config.rows import check_reward, check_reward_columns, look_at_demonstrations, look_at_prompts, named
 from enginehouse.config.schema import Config, SFTConfig
 from enginehouse.config.secrets import check_secrets
@@ -127,7 +128,8 @@ class RunPlan:
 @dataclass(frozen=True, kw_only=True)
 class Plan(RunPlan):
     """A reinforcement-learning run, checked. Its roles are `"actor"`, `"rollout"`, for an advantage that needs values
-    `"critic"`, where a model of its own is the reference `"reference"`, and where an engine of its own answers
+    `"critic"`, where a model of its own is the reference `"reference"`, where one scores samples `"reward_model"`, and
+    where an engine of its own answers
     validation prompts `"evaluation"`.
 
     Attributes:
@@ -224,6 +226,7 @@ def plan(
     placed = {"actor": _Placed(train, actor)}
     setting.critic(config, placed, needs, critic_steps)
     setting.reference(config, placed, optimizer_steps)
+    setting.reward_model(config, placed, optimizer_steps)
     roles = {name: one.role for name, one in placed.items()}
     roles["rollout"] = RolePlan(
         kind="rollout",
@@ -249,7 +252,7 @@ def plan(
         check_model(findings, evaluator, evaluation.options, model, "evaluation")
         if evaluator is rollout:
             check_servers(findings, rollout, rollout_options, evaluation.options)
-    for name, section in (("critic", config.critic), ("reference", config.reference)):
+    for name, section in beside(config).items():
         if name in placed and (section.path or section.engine):
             read, path_key = (setting.models[name], f"{name}.path") if section.path else (model, "model.path")
             key = name if section.engine else "actor"
@@ -258,6 +261,7 @@ def plan(
     check_placement(findings, config, setting.device, roles)
     limit = check_lengths(findings, config, roles, model)
     check_evaluation(findings, config)
+    check_positions(findings, config, roles, setting.models, limit)
     rows = look_at_prompts(findings, config, limit, bool(model))
     if config.train.validate_every and not config.data.validation_files():
         findings.refuse("train.validate_every is set, but there is no file to validate on (data.validation)")
@@ -285,8 +289,7 @@ def plan(
     directory = setting.run_directory(
         {
             "model.path": config.model.path,
-            "reference.path": config.reference.path,
-            "critic.path": config.critic.path,
+            **{f"{name}.path": section.path for name, section in beside(config).items()},
             **_by_key("data.train", config.data.train),
             **{f"data.validation.{name}".rstrip("."): path for name, path in config.data.validation_files().items()},
         },
@@ -472,6 +475,21 @@ class _Setting:
         if given or not adapted:
             self.place("reference", reference, config, placed, optimizer_steps)
 
+    def reward_model(self, config: Config, placed: dict[str, _Placed], optimizer_steps: int) -> None:
+        """Place the reward model, if there is one; arguments as of `reference`."""
+        section = config.reward_model
+        if section.path:
+            self.place("reward_model", section, config, placed, optimizer_steps, head="value")
+            if config.rollout.keep:
+                self.findings.refuse(
+                    f"rollout.keep: {config.rollout.keep.name} looks at rewards as samples end, and the reward model "
+                    "scores the whole step's: leave one of rollout.keep and reward_model.path unset"
+                )
+        elif section != type(section)():
+            self.findings.refuse(
+                "reward_model is set, but has no path: set reward_model.path to a directory with a sequence classifier"
+            )
+
     def place(
         self,
         name: str,
@@ -570,7 +588,7 @@ class _Setting:
             if config.data.chat_template and not has_chat_template(path):
                 raise ConfigError(f"data.chat_template is true, but the tokenizer in {path} has no chat template")
         if isinstance(config, Config):
-            for name, section in (("reference", config.reference), ("critic", config.critic)):
+            for name, section in beside(config).items():
                 self.models[name] = {}
                 if section.path:
                     with self.findings.collecting():

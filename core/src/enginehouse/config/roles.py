@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from enginehouse.config.schema import Beside, Config
     from enginehouse.engines.model import ModelSpec
     from enginehouse.runtimes import Interpreter
 
@@ -45,3 +46,8 @@ class RolePlan:
 def own_processes(roles: Mapping[str, RolePlan]) -> dict[str, RolePlan]:
     """The roles that live in processes of their own."""
     return {name: role for name, role in roles.items() if role.shares is None}
+
+
+def beside(config: Config) -> dict[str, Beside]:
+    """The sections of the models beside the actor's, by the roles' names."""
+    return {"critic": config.critic, "reference": config.reference, "reward_model": config.reward_model}

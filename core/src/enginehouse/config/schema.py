@@ -235,7 +235,7 @@ class Beside(Section):
         gt=0,
         description="How many of its own; unset: where nothing is shared as many as the actor's",
     )
-    shares: Literal["actor", "critic", "reference"] | None = Field(
+    shares: Literal["actor", "critic", "reference", "reward_model"] | None = Field(
         default=None,
         description="The role in whose processes it lives; unset: actor, or none where engine or processes are set",
     )
@@ -312,6 +312,17 @@ class Critic(Beside):
     warmup_steps: int = Field(
         default=0, ge=0, description="Steps at the beginning of a run in which it is trained and the actor is not"
     )
+
+
+class RewardModel(Beside):
+    """A model that scores whole samples, beside the reward's function or instead of one. It runs if it has a path."""
+
+    path: str | None = Field(
+        default=None,
+        description="Directory of a sequence classifier with one label and the actor's tokenizer, as `enginehouse rm` "
+        "trains; unset: no reward model runs",
+    )
+    weight: float = Field(default=1.0, description="Its score is multiplied by it and added to the reward")
 
 
 class KL(Section):
@@ -434,6 +445,7 @@ class Config(Section):
     evaluation: Evaluation = Field(default_factory=Evaluation)
     reference: Reference = Field(default_factory=Reference)
     critic: Critic = Field(default_factory=Critic)
+    reward_model: RewardModel = Field(default_factory=RewardModel)
     algorithm: Algorithm = Field(default_factory=Algorithm)
     weights: Weights = Field(default_factory=Weights)
     train: Train = Field(default_factory=Train)

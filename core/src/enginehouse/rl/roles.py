@@ -44,6 +44,7 @@ from enginehouse.plugin.requirements import installed_versions
 from enginehouse.rl.columns import Answer, Requests, assemble
 from enginehouse.rl.drawing import Drawing
 from enginehouse.rl.generation import make_requests, seeded_requests
+from enginehouse.rl.sequence_scores import SCORE, with_end
 from enginehouse.runtimes import CURRENT, RUNTIME_VARIABLE
 from enginehouse.weights.receiver import WeightReceiver
 from enginehouse.weights.transports.ends import address_of, weights_for
@@ -84,6 +85,15 @@ class TrainWorker(Worker):
     def forward_base(self, batch: Batch, outputs: Outputs, prefix: str = "") -> Batch | None:
         """As `forward`, without adapters; see `TrainsAdapters.forward_base`."""
         return _renamed(self._offering(capabilities.LORA).forward_base(batch, outputs), prefix)
+
+    @register(dispatch="dp")
+    def score_rows(self, batch: Batch) -> Batch | None:
+        """Score whole sequences by a model with a value head: `score` float32 `(rows,)` of `input_ids`."""
+        scored = self.engine.forward(with_end(batch), SCORE)
+        if scored is None:
+            return None
+        values = scored.ragged("values")
+        return Batch({"score": values.values[values.offsets[1:] - 1]})
 
     @register(dispatch="dp", collect="merge")
     def update(

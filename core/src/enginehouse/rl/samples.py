@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 RESERVED = (
-    *("mean", "std", "max", "min", "groups_all_equal", "failures"),
+    *("mean", "std", "max", "min", "groups_all_equal", "failures", "model"),
     *("reward_stderr", "tokens_mean", "truncated", "dropped"),
 )
 """Names under `reward/` or `validation/` that are the run's own, so that no figure of a reward may have them."""

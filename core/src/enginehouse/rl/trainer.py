@@ -33,10 +33,11 @@ from enginehouse.rl.minibatches import assign_minibatches
 from enginehouse.rl.mismatch import MismatchWarnings, measuring, mismatch
 from enginehouse.rl.placement import place
 from enginehouse.rl.player import FleetPolicy, Kind, player_of
-from enginehouse.rl.rewards.pool import RewardPool
+from enginehouse.rl.rewards.pool import RewardError, RewardPool
 from enginehouse.rl.roles import with_defaults
 from enginehouse.rl.samples import sample_metrics, sample_rows
 from enginehouse.rl.schedule import Schedule
+from enginehouse.rl.sequence_scores import SCORE
 from enginehouse.rl.stalls import Stalls
 from enginehouse.rl.tasks import Tasks
 from enginehouse.rl.validation import Validation
@@ -52,8 +53,6 @@ if TYPE_CHECKING:
     from enginehouse.rl.player import AnyPlayer
     from enginehouse.runs import Progress, RunDirectory
 
-VALUES = Outputs(logprobs=False, values=True)
-"""What a critic computes."""
 PROBE_SEQUENCES, PROBE_TOKENS = 4, 32
 """Prompts that trainer and rollout both score when the effect of a weight update is checked, and of how many of their
 last tokens: rollout engines that cannot be read back are asked at every update."""
@@ -183,7 +182,7 @@ class Trainer(Loop):
             for _ in self.progress.counted(drawn, "samples", groups * samples, int):
                 pass
         with self.clock.phase("reward"):
-            return rows_of(self.feed.take())
+            return self.with_model_scores(rows_of(self.feed.take()))
 
     def begin_next(self, step: int) -> None:
         """While a step's update runs, begin the next one as far as its requests, which go out once the new weights are
@@ -197,13 +196,34 @@ class Trainer(Loop):
         """Groups to be trained on until the run ends, a step's included."""
         return (self.steps - step + 1) * self.config.train.prompts_per_step
 
+    def with_model_scores(self, samples: DistributedBatch) -> DistributedBatch:
+        """Add the reward model's score, if there is one, to `reward`, and to the figures as `model`; a row without a
+        token of the policy's keeps its reward.
+
+        Raises:
+            RewardError: a score is not finite.
+        """
+        if (group := self.roles.groups.get("reward_model")) is None or not len(samples):
+            return samples
+        scores = group.score_rows(Balanced(samples.select(["input_ids"]), by="input_ids")).column("score")
+        if not scores.isfinite().all():
+            row = int((~scores.isfinite()).nonzero()[0])
+            raise RewardError(f"the reward model's score of sample {row} of the step is {scores[row].item()}")
+        drawn = samples["weight_version"] >= 0
+        figures = [
+            {**figures, "model": score} if there else figures
+            for figures, score, there in zip(samples["reward_figures"], scores.tolist(), drawn.tolist(), strict=True)
+        ]
+        reward = samples["reward"] + self.config.reward_model.weight * scores * drawn
+        return samples.with_columns(reward=reward, reward_figures=figures)
+
     def begin_values(self, samples: DistributedBatch) -> Future | None:
         """Have the critic, if there is one, estimate `values`, a batch that is to be: of a counted token the value of
         the state that it was drawn from, 0 for the others."""
         if "critic" not in self.roles.groups:
             return None
         dealt = Balanced(samples.select(["input_ids", "loss_mask"]), by="input_ids")
-        return self.roles.groups["critic"].call("forward", dealt, VALUES, blocking=False)
+        return self.roles.groups["critic"].call("forward", dealt, SCORE, blocking=False)
 
     def with_old_logprobs(self, samples: DistributedBatch) -> tuple[DistributedBatch, dict[str, float]]:
         """Add `old_logprobs`, what the policy ratio divides by, if the actor is to compute them anew; else they are the
@@ -272,7 +292,7 @@ class Trainer(Loop):
             measured = measuring(each.loss, self.version) if self.plan.old_logprobs == "rollout" else None
             updates["actor"] = replace(each, first_loss=measured)
         if "critic" in self.roles.groups:
-            updates["critic"] = replace(each, loss=LossSpec(critic.loss.name, self.plan.critic_loss_arguments, VALUES))
+            updates["critic"] = replace(each, loss=LossSpec(critic.loss.name, self.plan.critic_loss_arguments, SCORE))
         return updates
 
     def loss(self) -> LossSpec:
@@ -312,7 +332,7 @@ class Trainer(Loop):
                 parts = self.progress.counted(groups, "samples", len(tasks) * each, lambda group: len(group.rewards))
                 whole = [group for group in parts if len(group.rewards) == each]
         whole.sort(key=lambda group: group.task.serial)
-        samples, answered = rows_of(whole).fetch(), [group.task.serial for group in whole]
+        samples, answered = self.with_model_scores(rows_of(whole)).fetch(), [group.task.serial for group in whole]
         validation.warn_of_dropped(step, answered)
         metrics = validation.figures(samples, answered)
         if self.config.train.samples_every:

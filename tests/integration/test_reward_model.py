@@ -1,0 +1,79 @@
+"""A reward model scores a run's samples as transformers does, and its score is part of the reward."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from .conftest import QUICKSTART, Start
+from .run_process import RunProcess
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def judge(house: Path) -> Path:
+    """A sequence classifier with the quickstart model's body, as transformers writes one."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    body = house / QUICKSTART / "work" / "model"
+    torch.manual_seed(5)
+    model = AutoModelForSequenceClassification.from_pretrained(body, num_labels=1, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(body)
+    model.config.pad_token_id = tokenizer.pad_token_id or 0
+    torch.nn.init.normal_(model.score.weight)
+    model.save_pretrained(house / "judge")
+    tokenizer.save_pretrained(house / "judge")
+    return house / "judge"
+
+
+def first_samples(run: RunProcess) -> list[dict[str, Any]]:
+    """What the first step wrote of its samples."""
+    (file,) = (run.directory / "samples").glob("step-000001.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("placed", [["cluster.launcher=inline"], ["reward_model.processes=2"]], ids=["beside", "apart"])
+def test_its_score_is_that_of_transformers_and_part_of_the_reward(train: Start, judge: Path, placed: list[str]):
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    run = train("reward.function=rewards:varied", "train.steps=2", "train.samples_every=1", *placed,
+                "reward_model.weight=0.25", "reward_model.path=judge")  # fmt: skip
+    ended = run.finish()
+    assert ended.code == 0, ended.err
+    model = AutoModelForSequenceClassification.from_pretrained(judge, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(judge)
+    rows = first_samples(run)
+    assert len({row["reward/model"] for row in rows}) > 8
+    compared = 0
+    for row in rows:
+        prompt, response = (
+            tokenizer(row[part], add_special_tokens=False)["input_ids"] for part in ("prompt", "response")
+        )
+        ids = prompt + response + [tokenizer.eos_token_id] * (row["finish_reason"] == "stop")
+        if len(ids) != len(prompt) + row["tokens"]:
+            continue  # a special token that the text does not show
+        with torch.no_grad():
+            score = model(torch.tensor([ids])).logits.item()
+        assert row["reward/model"] == pytest.approx(score, abs=1e-4)
+        compared += 1
+    assert compared > 8
+    first = run.metrics[0]
+    assert first["reward/model"] == pytest.approx(sum(row["reward/model"] for row in rows) / len(rows), abs=1e-5)
+    assert first["reward/mean"] == pytest.approx(sum(row["reward"] for row in rows) / len(rows), abs=1e-5)
+    assert run.pid("reward_model") == run.pid("actor") or "processes" in placed[0]
+
+
+def test_the_functions_reward_and_the_weighted_score_add_up(train: Start, judge: Path):
+    task = ("reward.function=rewards:varied", "train.steps=1", "train.samples_every=1", "cluster.launcher=inline")
+    both, alone = train(*task, "reward_model={path: judge, weight: 0.25}"), train(*task)
+    assert (both.finish().code, alone.finish().code) == (0, 0)
+    for row, plain in zip(first_samples(both), first_samples(alone), strict=True):
+        assert row["response"] == plain["response"]
+        assert row["reward"] == pytest.approx(plain["reward"] + 0.25 * row["reward/model"], abs=1e-5)
