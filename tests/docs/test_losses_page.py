@@ -1,29 +1,36 @@
-"""docs/losses.md: its example is a loss, and plan takes and checks it as the page says."""
+"""docs/losses.md: its examples are losses and a package, and plan takes and checks them as the page says."""
 
 from __future__ import annotations
 
+import importlib
+import math
 import re
+import sys
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from distributions import Distributions
 from projects import Project
 
 from enginehouse.config.load import load_config
 from enginehouse.config.plan import plan
+from enginehouse.data import Batch, Ragged
 from enginehouse.engines import TokenView
 from enginehouse.errors import ConfigError
 from enginehouse.plugin import load_plugins, resolve
+from enginehouse.rl.roles import with_defaults
 
 PAGE = (Path(__file__).parents[2] / "docs" / "losses.md").read_text(encoding="utf-8")
 
 
-def block(language: str) -> str:
-    """The page's only block in a language."""
-    (found,) = re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
-    return found
+def block(language: str, number: int = 0) -> str:
+    """A block in a language: the first, or a later one."""
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)[number]
 
 
 @pytest.fixture
@@ -59,3 +66,55 @@ def test_the_loss_on_the_page_of_losses_is_that_of_its_docstring(written: Projec
     value.total.backward()
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == [0.0, -1.0, -3.0, 0.0, 1.0]
+
+
+@pytest.fixture
+def package(project: Project, distributions: Distributions) -> Iterator[Project]:
+    """The page's package, installed as its `pyproject.toml` says, and a config that names what it brings."""
+    declared = tomllib.loads(block("toml"))["project"]
+    (entry_point,) = declared["entry-points"]["enginehouse"].items()
+    folder = distributions.site / "my_algorithm"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    for number in (1, 2):
+        code = block("python", number)
+        (folder / code.splitlines()[0].removeprefix("# my_algorithm/")).write_text(code)
+    info = distributions.site / "my_algorithm-0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {declared['name']}\nVersion: {declared['version']}\n")
+    (info / "entry_points.txt").write_text(f"[enginehouse]\n{entry_point[0]} = {entry_point[1]}\n")
+    project.config |= yaml.safe_load(block("yaml", 1))
+    importlib.invalidate_caches()
+    yield project
+    for module in [name for name in sys.modules if name.partition(".")[0] == "my_algorithm"]:
+        del sys.modules[module]
+
+
+def test_the_package_on_the_page_of_losses_is_planned(package: Project):
+    path = package.save()
+
+    def planned(*overrides: str) -> Any:
+        return plan(load_config(path, overrides), load_plugins(enabled=("torch", "my_algorithm")), path)
+
+    assert planned().advantage_needs == ("reward", "group")
+    assert planned().loss_arguments == {"clip": 0.1, "max_tokens": 8}
+    with pytest.raises(ConfigError, match=r"algorithm\.loss\.arguments\.clip: expected at most 0\.5"):
+        planned("algorithm.loss.arguments.clip=0.7")
+
+
+@pytest.mark.usefixtures("package")
+def test_the_loss_of_the_page_of_losses_reads_the_column_of_its_advantage():
+    advantage, loss = resolve("my_algorithm.rarity:rare"), resolve("my_algorithm.rarity:wide")
+    mask = Ragged.from_list([[False, True]] * 4)
+    rewards = {"reward": torch.tensor([1.0, 0.0, 0.0, 0.0]), "group": torch.zeros(4, dtype=torch.int64)}
+    batch = with_defaults(advantage(Batch({**rewards, "loss_mask": mask})))
+    assert batch["rarity"].tolist() == [0.75, 0.25, 0.25, 0.25]
+    columns = {name: batch[name].values for name in ("loss_mask", "advantages")} | {"rarity": batch["rarity"]}
+    logprobs = torch.tensor([0.0, 0.3, 0.0, -0.3, 0.0, 0.0, 0.0, 0.0], requires_grad=True)
+    view = TokenView({"logprobs": logprobs}, columns | {"old_logprobs": torch.zeros(8)}, mask.row, 4)
+    value = loss(view, clip=0.2)
+    assert value.weight == 4
+    assert value.total.item() == pytest.approx(-(0.75 * math.exp(0.3) - 0.25 * 0.75 - 0.25 - 0.25))
+    value.total.backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([0, -0.75 * math.exp(0.3), 0, 0, 0, 0.25, 0, 0.25])

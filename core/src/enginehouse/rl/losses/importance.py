@@ -19,24 +19,19 @@ import torch
 from enginehouse.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from enginehouse.engines.train import TokenView
+    from enginehouse.rl.losses.policy import PolicyTokens
 
 ImportanceLevel = Literal["token", "sequence"]
 ImportanceMode = Literal["truncate", "mask"]
 
 
 def importance_weights(
-    view: TokenView,
-    counted: torch.Tensor,
-    cap: float,
-    level: ImportanceLevel = "token",
-    mode: ImportanceMode = "truncate",
+    tokens: PolicyTokens, cap: float, level: ImportanceLevel = "token", mode: ImportanceMode = "truncate"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `exp(old_logprobs - rollout_logprobs)` of each counted token, bounded by `cap`, without a gradient.
 
     Args:
-        view: columns `old_logprobs`, as the actor computed them, and `rollout_logprobs`, float32 `(tokens,)`.
-        counted: int64 `(counted,)`, the tokens the loss counts.
+        tokens: their `old_logprobs` are as the actor computed them; column `rollout_logprobs` float32.
         cap: largest weight; more than 0.
         level: `"sequence"` gives each token the product over the counted tokens of its row.
         mode: a weight above the cap becomes the cap (`"truncate"`) or 0 (`"mask"`).
@@ -53,10 +48,9 @@ def importance_weights(
         if value not in known:
             raise ConfigError(f"unknown importance_{key} {value!r}; {nearest(value, known)}")
     with torch.no_grad():
-        log_ratio = view.columns["old_logprobs"][counted] - view.columns["rollout_logprobs"][counted]
+        log_ratio = tokens.old_logprobs - tokens.column("rollout_logprobs")
         if level == "sequence":
-            row = view.row[counted]
-            log_ratio = log_ratio.new_zeros(view.rows).index_add_(0, row, log_ratio)[row]
+            log_ratio = log_ratio.new_zeros(tokens.rows).index_add_(0, tokens.row, log_ratio)[tokens.row]
         ratio = log_ratio.exp()
         outside = ratio > cap
         return ratio.masked_fill(outside, cap if mode == "truncate" else 0.0), outside

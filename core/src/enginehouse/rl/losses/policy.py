@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
@@ -22,7 +21,6 @@ from enginehouse.rl.losses.aggregate import Aggregation, aggregate
 from enginehouse.rl.losses.importance import ImportanceLevel, ImportanceMode, importance_weights
 
 
-@dataclass(frozen=True, slots=True)
 class PolicyTokens:
     """The counted tokens of a micro-batch, end to end; each tensor is `(counted,)`.
 
@@ -34,11 +32,24 @@ class PolicyTokens:
         rows: number of rows.
     """
 
-    logprobs: torch.Tensor
-    old_logprobs: torch.Tensor
-    advantages: torch.Tensor
-    row: torch.Tensor
-    rows: int
+    def __init__(self, view: TokenView):
+        self._view = view
+        self._counted = view.columns["loss_mask"].nonzero().squeeze(-1)
+        self.row, self.rows = view.row[self._counted], view.rows
+        self.logprobs = self.output("logprobs")
+        self.old_logprobs, self.advantages = self.column("old_logprobs"), self.column("advantages")
+
+    def output(self, name: str) -> torch.Tensor:
+        """What the model computed for them, `view.outputs`."""
+        return self._view.outputs[name][self._counted]
+
+    def column(self, name: str) -> torch.Tensor:
+        """Their values in a column by token."""
+        return self._view.columns[name][self._counted]
+
+    def row_column(self, name: str) -> torch.Tensor:
+        """Their rows' values in a column `(rows,)`."""
+        return self._view.columns[name][self.row]
 
     @property
     def log_ratio(self) -> torch.Tensor:
@@ -66,13 +77,9 @@ def policy_loss(aggregation: Aggregation = "token_mean") -> Callable[[Equation],
         @functools.wraps(equation)
         def loss(view: TokenView, **arguments: Any) -> LossValue:
             shared = {name: arguments.pop(name) for name in SHARED if name in arguments}
-            counted = view.columns["loss_mask"].nonzero().squeeze(-1)
-            old_logprobs, advantages = view.columns["old_logprobs"][counted], view.columns["advantages"][counted]
-            tokens = PolicyTokens(
-                view.outputs["logprobs"][counted], old_logprobs, advantages, view.row[counted], view.rows
-            )
+            tokens = PolicyTokens(view)
             losses, figures = equation(tokens, **arguments)
-            return finished(view, counted, tokens, losses, figures, **{"aggregation": aggregation} | shared)
+            return finished(tokens, losses, figures, **{"aggregation": aggregation} | shared)
 
         own = list(inspect.signature(equation, eval_str=True).parameters.values())[1:]
         defaults = {"aggregation": aggregation}
@@ -87,8 +94,6 @@ def policy_loss(aggregation: Aggregation = "token_mean") -> Callable[[Equation],
 
 
 def finished(
-    view: TokenView,
-    counted: torch.Tensor,
     tokens: PolicyTokens,
     losses: torch.Tensor,
     figures: Mapping[str, torch.Tensor],
@@ -121,21 +126,21 @@ def finished(
     """
     extra: dict[str, torch.Tensor] = {}
     if importance_cap is not None:
-        weights, cut = importance_weights(view, counted, importance_cap, importance_level, importance_mode)
+        weights, cut = importance_weights(tokens, importance_cap, importance_level, importance_mode)
         losses = losses * weights
         extra |= {"importance_weight": weights, "importance_capped": cut}
     if kl_coefficient:
-        extra["kl"] = token_kl(tokens.logprobs, view.columns["reference_logprobs"][counted], kl_estimator)
+        extra["kl"] = token_kl(tokens.logprobs, tokens.column("reference_logprobs"), kl_estimator)
         losses = losses + kl_coefficient * extra["kl"]
     if entropy_coefficient:
-        extra["entropy"] = view.outputs["entropy"][counted]
+        extra["entropy"] = tokens.output("entropy")
         losses = losses - entropy_coefficient * extra["entropy"]
     total, weight = aggregate(losses, tokens.row, tokens.rows, aggregation, max_tokens)
     with torch.no_grad():
         log_ratio = tokens.log_ratio
         measured = {**figures, "ratio": log_ratio.exp(), "policy_kl": log_ratio.expm1() - log_ratio, **extra}
         sums = torch.stack([value.sum().float() for value in measured.values()]).tolist()  # one transfer
-    count = float(len(counted))
+    count = float(len(tokens.row))
     return LossValue(total, weight, {name: Mean(value, count) for name, value in zip(measured, sums, strict=True)})
 
 
