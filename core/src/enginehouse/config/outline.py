@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from enginehouse.config.arithmetic import samples_per_step
 from enginehouse.config.rows import named
+from enginehouse.config.schema import DPOConfig
 from enginehouse.runtimes import CURRENT
 
 if TYPE_CHECKING:
     from enginehouse.config.roles import RolePlan
     from enginehouse.config.rows import Rows
-    from enginehouse.config.schema import Config, Engine, Model, SFTConfig
+    from enginehouse.config.schema import Config, Engine, Model, PreferenceConfig, SFTConfig
 
 Facts = list[tuple[str, str]]
 
@@ -66,6 +67,41 @@ def outline_sft(config: SFTConfig, model: Mapping[str, Any], rows: int, roles: M
     ]
 
 
+def outline_preferences(
+    config: PreferenceConfig, model: Mapping[str, Any], rows: int, held_out: int, roles: Mapping[str, RolePlan]
+) -> Facts:
+    """A run on preferences.
+
+    Args:
+        model: the model's `config.json`.
+        rows: those of the training files.
+        held_out: those of the files of held-out preferences.
+        roles: by name.
+    """
+    train, data, every = config.train, config.data, config.train.validate_every
+    rated = isinstance(config, DPOConfig) and config.algorithm.loss == "kto"
+    noun, each = ("rated responses", 1) if rated else ("pairs", 2)
+    facts = [
+        ("model", _model(config.model, model)),
+        ("actor", f"{_count(config.actor.processes, 'process')} of {_engine(config.actor.engine)}"),
+    ]
+    if isinstance(config, DPOConfig):
+        facts.append(("reference", _reference_model(config, roles.get("reference"))))
+        facts.append(("algorithm", f"{config.algorithm.loss} loss, beta {config.algorithm.beta:g}"))
+    else:
+        facts.append(("algorithm", "a reward model, by the Bradley-Terry loss"))
+    longest = train.rows_per_step * each * data.max_tokens
+    often = f"every {_count(every, 'step')} and " if every else ""
+    return [
+        *facts,
+        ("runtimes", _runtimes(roles)),
+        ("data", _data(rows, noun, data.train, train.steps * train.rows_per_step)),
+        ("a step", f"{train.rows_per_step} {noun}, at most {longest:,} tokens, read once more to find their gradient"),
+        *([("validation", f"{held_out:,} {noun}, {often}after the last step")] if data.validation else []),
+        ("the run", f"{train.steps} steps, an optimizer step each"),
+    ]
+
+
 def _model(section: Model, model: Mapping[str, Any]) -> str:
     names = model.get("architectures") or [model.get("model_type", "unknown architecture")]
     return f"{section.path}: {', '.join(names)} in {section.dtype}"
@@ -113,6 +149,11 @@ def _reference(config: Config, reference: RolePlan | None) -> str:
     kl = config.algorithm.kl
     if not kl.coefficient:
         return "none (algorithm.kl.coefficient is 0)"
+    what = _reference_model(config, reference)
+    return f"{what}; {kl.coefficient:g} times the {kl.estimator} divergence in the {kl.place}"
+
+
+def _reference_model(config: Config | DPOConfig, reference: RolePlan | None) -> str:
     path = config.reference.path or config.model.path
     if reference is None:
         what = "the actor's base, without its adapters"
@@ -122,7 +163,7 @@ def _reference(config: Config, reference: RolePlan | None) -> str:
         own = config.reference.engine
         engine = _engine(own) if own else f"{reference.backend} with the actor's options"
         what = f"{path}: {_count(reference.processes, 'process')} of {engine}, apart from the actor's"
-    return f"{what}; {kl.coefficient:g} times the {kl.estimator} divergence in the {kl.place}"
+    return what
 
 
 def _environment(config: Config) -> str:

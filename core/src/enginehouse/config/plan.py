@@ -21,9 +21,11 @@ from enginehouse.config.arithmetic import (
     check_batches,
     check_cluster,
     check_cores,
+    check_dpo,
     check_evaluation,
     check_lengths,
     check_placement,
+    check_reference_apart,
     check_rows,
     row_limit,
 )
@@ -33,6 +35,7 @@ from enginehouse.config.backends import (
     check_processes,
     check_servers,
     check_targets,
+    check_value_head,
     choose_colocation,
     choose_interpreter,
     choose_transport,
@@ -44,12 +47,19 @@ from enginehouse.config.backends import (
 from enginehouse.config.device import pick_device
 from enginehouse.config.findings import Findings
 from enginehouse.config.functions import extend_path, find_function
-from enginehouse.config.outline import Facts, outline_rl, outline_sft
+from enginehouse.config.outline import Facts, outline_preferences, outline_rl, outline_sft
 from enginehouse.config.paths import check_run_directory, has_chat_template, read_model
 from enginehouse.config.resume import check_resume
-from enginehouse.config.roles import RolePlan
-from enginehouse.config.rows import check_reward_columns, look_at_demonstrations, look_at_prompts, named
-from enginehouse.config.schema import Config, SFTConfig
+from enginehouse.config.roles import RolePlan, own_processes
+from enginehouse.config.rows import (
+    check_reward_columns,
+    look_at_demonstrations,
+    look_at_preferences,
+    look_at_prompts,
+    named,
+    preference_columns,
+)
+from enginehouse.config.schema import AnyConfig, Config, DPOConfig, PreferenceConfig, RMConfig, SFTConfig
 from enginehouse.config.secrets import check_secrets
 from enginehouse.engines.model import Device, ModelSpec
 from enginehouse.errors import ConfigError, ModelError, nearest
@@ -68,6 +78,7 @@ from enginehouse.plugin import (
 if TYPE_CHECKING:
     from enginehouse.config.rows import Columns
     from enginehouse.config.schema import Engine
+    from enginehouse.data.preference_files import PreferenceColumns
     from enginehouse.data.rendering import TokenLimit
     from enginehouse.plugin import Backend, PluginManager
     from enginehouse.runtimes import Interpreter
@@ -104,7 +115,7 @@ class RunPlan:
         spare_unfinished: `run.overwrite` is not to delete a run that can be gone on with.
     """
 
-    config: Config | SFTConfig
+    config: AnyConfig
     roles: Mapping[str, RolePlan]
     device: Device
     run_directory: Path
@@ -168,6 +179,21 @@ class SFTPlan(RunPlan):
     """
 
     config: SFTConfig
+    row_limit: TokenLimit
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferencePlan(RunPlan):
+    """A run on preferences, checked. Its roles are `"actor"`, which is a reward model or a policy, and of a policy,
+    where a model of its own is the reference, `"reference"`.
+
+    Attributes:
+        columns: of the data.
+        row_limit: how long a prompt with a response may be.
+    """
+
+    config: PreferenceConfig
+    columns: PreferenceColumns
     row_limit: TokenLimit
 
 
@@ -333,12 +359,78 @@ def plan_sft(
     )
 
 
+def plan_preferences(
+    config: PreferenceConfig,
+    plugins: PluginManager | None = None,
+    config_path: str | Path | None = None,
+    resume: bool = False,
+    overrides: Sequence[str] = (),
+) -> PreferencePlan:
+    """Check a run of DPO or KTO, or one that trains a reward model; as `plan`."""
+    setting = _Setting(config, plugins, config_path, resume, overrides)
+    findings, processes = setting.findings, config.actor.processes
+    train = find_backend(findings, setting.plugins, TrainBackend, config.actor.engine, "actor", setting.device)
+    actor_options = scheduled_options(
+        findings, setting.plugins, train, config.actor.engine, processes, config.train.steps
+    )
+    runs_in = setting.interpreter(train, config.actor.engine, actor_options, "actor")
+    actor = setting.trained_role(config, actor_options, runs_in)
+    roles = {"actor": actor}
+    model = setting.model(config)
+    check_model(findings, train, actor_options, model, "actor")
+    check_targets(findings, actor_options, config.model.path)
+    reference_backend = train
+    reference_path = None
+    if isinstance(config, DPOConfig):
+        reference_path = config.reference.path
+        reference_backend, reference = setting.reference_role(config, train, actor, config.train.steps)
+        if reference:
+            roles["reference"] = reference
+            if config.reference.path or config.reference.engine:
+                own, key = bool(config.reference.path), "reference" if config.reference.engine else "actor"
+                read, path_key = (setting.reference_model, "reference.path") if own else (model, "model.path")
+                check_model(findings, reference_backend, reference.options, read, key, path_key)
+        check_dpo(findings, config)
+    else:
+        check_value_head(findings, train)
+        roles["actor"] = replace(actor, model=replace(actor.model, head="value"))
+    check_rows(findings, config)
+    apart = own_processes(roles)
+    check_reference_apart(findings, config, apart)
+    gpus = {name: role.processes * role.gpus for name, role in apart.items()}
+    check_cluster(findings, config.cluster, processes, gpus, setting.device)
+    check_cores(findings, config.cluster, sum(role.processes for role in apart.values()), setting.device)
+    # A score takes a token more (`enginehouse.rl.sequence_scores`).
+    limit = row_limit(config, model, further=int(isinstance(config, RMConfig)))
+    rows, held_out = look_at_preferences(findings, config, limit, bool(model))
+    if config.train.validate_every and not config.data.validation:
+        findings.refuse("train.validate_every is set, but there is no file to validate on (data.validation)")
+    directory = setting.run_directory(
+        {
+            "model.path": config.model.path,
+            "reference.path": reference_path,
+            **_by_key("data.train", config.data.train),
+            **_by_key("data.validation", config.data.validation or []),
+        }
+    )
+    findings.raise_problems(setting.source)
+    return PreferencePlan(
+        config=config,
+        roles=roles,
+        columns=preference_columns(config),
+        row_limit=limit,
+        **setting.common(
+            outline_preferences(config, model, rows, held_out, roles), directory, (train, reference_backend)
+        ),
+    )
+
+
 class _Setting:
     """What the checks of one config share: plugins, device, where to import from, what was found."""
 
     def __init__(
         self,
-        config: Config | SFTConfig,
+        config: AnyConfig,
         plugins: PluginManager | None,
         config_path: str | Path | None,
         resume: bool,
@@ -395,7 +487,7 @@ class _Setting:
         model, seed = self.config.model, self.config.train.seed
         return ModelSpec(os.path.abspath(path), dtype=model.dtype, trust_remote_code=model.trust_remote_code, seed=seed)
 
-    def trained_role(self, config: Config | SFTConfig, options: dict[str, Any], interpreter: Interpreter) -> RolePlan:
+    def trained_role(self, config: AnyConfig, options: dict[str, Any], interpreter: Interpreter) -> RolePlan:
         """The actor."""
         return RolePlan(
             kind="train",
@@ -417,12 +509,20 @@ class _Setting:
             actor: the actor's role.
             optimizer_steps: of the run.
         """
+        if not _uses_reference(config):
+            for name in sorted(name for name, value in config.reference if value):
+                self.findings.note(
+                    f"reference.{name} is set, but algorithm.kl.coefficient is 0: no reference model runs"
+                )
+            return train, None
+        return self.reference_role(config, train, actor, optimizer_steps)
+
+    def reference_role(
+        self, config: Config | DPOConfig, train: TrainBackend | None, actor: RolePlan, optimizer_steps: int
+    ) -> tuple[TrainBackend | None, RolePlan | None]:
+        """As `reference`, of a run that compares with one."""
         findings, reference = self.findings, config.reference
         engine, given = reference.engine, {name for name, value in reference if value}
-        if not _uses_reference(config):
-            for name in sorted(given):
-                findings.note(f"reference.{name} is set, but algorithm.kl.coefficient is 0: no reference model runs")
-            return train, None
         adapted = train is not None and capabilities.LORA in train.capabilities and bool(actor.options.get("lora"))
         if adapted and not given:
             return train, None
@@ -463,7 +563,7 @@ class _Setting:
             effect_check_every=int(check_capabilities(findings, config, record, "evaluation") > 0),
         )
 
-    def model(self, config: Config | SFTConfig) -> Mapping[str, Any]:
+    def model(self, config: AnyConfig) -> Mapping[str, Any]:
         """Check the model and what goes with it; returns its `config.json`, empty after a problem.
 
         `reference_model` is that of a reference model of its own from then on.
@@ -474,7 +574,7 @@ class _Setting:
             model = read_model(path)
             if config.data.chat_template and not has_chat_template(path):
                 raise ConfigError(f"data.chat_template is true, but the tokenizer in {path} has no chat template")
-        if isinstance(config, Config) and config.reference.path:
+        if isinstance(config, (Config, DPOConfig)) and config.reference.path:
             with self.findings.collecting():
                 self.reference_model = _read_reference(config.reference.path, model)
         return model
@@ -648,3 +748,12 @@ def _kl_arguments(config: Config) -> tuple[str, ...]:
     """Names of the arguments the loss gets if the KL term is its business."""
     kl = config.algorithm.kl
     return tuple(KL_ARGUMENTS) if kl.coefficient and kl.place == "loss" else ()
+
+
+PLANS: dict[str, Callable[..., RunPlan]] = {
+    "train": plan,
+    "sft": plan_sft,
+    "dpo": plan_preferences,
+    "rm": plan_preferences,
+}
+"""By the command that runs what they check."""
