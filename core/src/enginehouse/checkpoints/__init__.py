@@ -47,7 +47,7 @@ class Checkpoint:
         elapsed_seconds: of the run, when it was written.
         loop: what the loop keeps of its own, as plain data.
         config: the run's config then, as plain data.
-        kind: the command that runs such a config, `"train"` or `"sft"`.
+        kind: the command that runs such a config, `"train"` or another of `enginehouse.config.schema.SCHEMAS`.
         data: digests of the files of training data, by path as the config has it; empty in one of format 1.
         files: size in bytes and digest of each file, by its path in the directory; empty in one of format 1.
         roles: whose state is in it, each in a folder of its name.

@@ -24,9 +24,11 @@ class Part(NamedTuple):
 
 @click.command()
 @click.argument("part", required=False)
-@click.option("--sft", "supervised", is_flag=True, help="Those of `enginehouse sft`.")
-@click.option("--markdown", is_flag=True, help="All of them, of both commands, as a page.")
-def keys(part: str | None, supervised: bool, markdown: bool) -> None:
+@click.option("--sft", "command", flag_value="sft", help="Those of `enginehouse sft`.")
+@click.option("--dpo", "command", flag_value="dpo", help="Those of `enginehouse dpo`.")
+@click.option("--rm", "command", flag_value="rm", help="Those of `enginehouse rm`.")
+@click.option("--markdown", is_flag=True, help="All of them, of all commands, as a page.")
+def keys(part: str | None, command: str | None, markdown: bool) -> None:
     """List the keys of a config with types, bounds and defaults; with PART, those that begin with it.
 
     \b
@@ -35,14 +37,14 @@ def keys(part: str | None, supervised: bool, markdown: bool) -> None:
 
     What a backend adds under engine.options: enginehouse plugins show NAME.
     """
-    from enginehouse.config.schema import Config, SFTConfig
+    from enginehouse.config.schema import SCHEMAS
 
-    if markdown and (part or supervised):
-        raise click.UsageError("--markdown writes a page of all keys: leave out PART and --sft")
+    if markdown and (part or command):
+        raise click.UsageError("--markdown writes a page of all keys: leave out PART and --sft, --dpo, --rm")
     if markdown:
         click.echo(_page(), nl=False)
         return
-    parts = _parts(SFTConfig if supervised else Config)
+    parts = _parts(SCHEMAS[command or "train"])
     _show(parts if part is None else _chosen(parts, part))
 
 
@@ -89,9 +91,9 @@ def _show(parts: list[Part]) -> None:
 
 
 def _page() -> str:
-    from enginehouse.config.schema import Config, SFTConfig
+    from enginehouse.config.schema import SCHEMAS
 
-    rl = _parts(Config)
+    rl = _parts(SCHEMAS["train"])
     lines = [
         "# Config keys",
         "",
@@ -100,10 +102,9 @@ def _page() -> str:
         "",
         "## enginehouse train",
         *_tables(rl),
-        "",
-        "## enginehouse sft",
-        *_tables(_parts(SFTConfig), but=rl),
     ]
+    for command in [command for command in SCHEMAS if command != "train"]:
+        lines += ["", f"## enginehouse {command}", *_tables(_parts(SCHEMAS[command]), but=rl)]
     return "\n".join(lines) + "\n"
 
 

@@ -9,8 +9,10 @@ import click
 @click.argument("config", type=click.Path())
 @click.argument("overrides", nargs=-1)
 @click.option("--resume", is_flag=True, help="As if the run in run.directory were to go on.")
-@click.option("--sft", "supervised", is_flag=True, help="CONFIG is one for `enginehouse sft`.")
-def plan(config: str, overrides: tuple[str, ...], resume: bool, supervised: bool) -> None:
+@click.option("--sft", "command", flag_value="sft", help="CONFIG is one for `enginehouse sft`.")
+@click.option("--dpo", "command", flag_value="dpo", help="CONFIG is one for `enginehouse dpo`.")
+@click.option("--rm", "command", flag_value="rm", help="CONFIG is one for `enginehouse rm`.")
+def plan(config: str, overrides: tuple[str, ...], resume: bool, command: str | None) -> None:
     """Check CONFIG with OVERRIDES, and say what `enginehouse train` would do with them. Nothing is started or written.
 
     \b
@@ -20,17 +22,9 @@ def plan(config: str, overrides: tuple[str, ...], resume: bool, supervised: bool
     Exit codes: 0 the run can start, 2 it cannot; then everything that is wrong is listed.
     """
     from enginehouse.config.load import load_config
-    from enginehouse.config.plan import RunPlan, plan_sft
-    from enginehouse.config.plan import plan as plan_rl
-    from enginehouse.config.schema import Config, SFTConfig
+    from enginehouse.config.plan import PLANS
+    from enginehouse.config.schema import SCHEMAS
 
-    planned: RunPlan
-    if supervised:
-        planned = plan_sft(
-            load_config(config, overrides, SFTConfig), config_path=config, resume=resume, overrides=overrides
-        )
-    else:
-        planned = plan_rl(
-            load_config(config, overrides, Config), config_path=config, resume=resume, overrides=overrides
-        )
-    click.echo(planned.render())
+    command = command or "train"
+    loaded = load_config(config, overrides, SCHEMAS[command])
+    click.echo(PLANS[command](loaded, config_path=config, resume=resume, overrides=overrides).render())

@@ -16,7 +16,7 @@ from enginehouse.plugin import Advantage
 if TYPE_CHECKING:
     from enginehouse.config.findings import Findings
     from enginehouse.config.roles import RolePlan
-    from enginehouse.config.schema import Cluster, Config, SFTConfig
+    from enginehouse.config.schema import AnyConfig, Cluster, Config, DPOConfig, PreferenceConfig, SFTConfig
     from enginehouse.plugin import PluginManager
 
 
@@ -70,7 +70,7 @@ def check_batches(findings: Findings, config: Config, plugins: PluginManager, ro
         )
 
 
-def check_rows(findings: Findings, config: SFTConfig) -> None:
+def check_rows(findings: Findings, config: SFTConfig | PreferenceConfig) -> None:
     """Check that a supervised step's rows can be shared out to processes."""
     processes, rows = config.actor.processes, config.train.rows_per_step
     if processes > rows:
@@ -78,6 +78,34 @@ def check_rows(findings: Findings, config: SFTConfig) -> None:
             f"a step has {rows} rows (train.rows_per_step), fewer than the {processes} processes of the actor "
             "(actor.processes)"
         )
+
+
+def check_dpo(findings: Findings, config: DPOConfig) -> None:
+    """Check the arguments of a loss of preferences: one that it does not take would do nothing."""
+    algorithm = config.algorithm
+    for name, losses in (
+        ("label_smoothing", ("sigmoid",)),
+        ("desirable_weight", ("kto",)),
+        ("undesirable_weight", ("kto",)),
+    ):
+        value, unset = getattr(algorithm, name), type(algorithm).model_fields[name].default
+        if value != unset and algorithm.loss not in losses:
+            findings.refuse(
+                f"algorithm.{name} is {value:g}: only algorithm.loss={losses[0]} takes it, not {algorithm.loss}"
+            )
+    if algorithm.loss == "kto" and config.train.rows_per_step < 2:
+        findings.refuse("train.rows_per_step is 1: kto compares the responses of a step, and needs at least 2")
+
+
+def check_inline(findings: Findings, config: AnyConfig, apart: Mapping[str, RolePlan]) -> None:
+    """Check that an inline run has no model with processes of its own beside the actor's; `apart` are those."""
+    for name, section in beside(config).items():
+        if name in apart and config.cluster.launcher == "inline":
+            key, what = "engine" if section.engine else "processes", name.replace("_", " ")
+            findings.refuse(
+                f"{name}.{key}: the {what} wants processes of its own, and an inline run has one for all roles; leave "
+                f"it unset, set {name}.shares=actor, or cluster.launcher=ray"
+            )
 
 
 def check_placement(findings: Findings, config: Config, device: str, roles: Mapping[str, RolePlan]) -> None:
@@ -89,13 +117,7 @@ def check_placement(findings: Findings, config: Config, device: str, roles: Mapp
     """
     actor, rollout = config.actor.processes, config.rollout.replicas
     evaluation, apart = "evaluation" in roles, own_processes(roles)
-    for name, section in beside(config).items():
-        if name in apart and config.cluster.launcher == "inline":
-            key, what = "engine" if section.engine else "processes", name.replace("_", " ")
-            findings.refuse(
-                f"{name}.{key}: the {what} wants processes of its own, and an inline run has one for all roles; leave "
-                f"it unset, set {name}.shares=actor, or cluster.launcher=ray"
-            )
+    check_inline(findings, config, apart)
     if evaluation and config.cluster.launcher == "inline":
         findings.refuse(
             "evaluation.engine wants a process of its own, and an inline run has one for all roles; leave it unset, or "
@@ -233,10 +255,16 @@ def check_positions(
             )
 
 
-def row_limit(config: SFTConfig, model: Mapping[str, Any]) -> TokenLimit:
-    """How long a demonstration may be: as the config says, or what the model, given its `config.json`, has room for."""
+def row_limit(config: SFTConfig | PreferenceConfig, model: Mapping[str, Any], further: int = 0) -> TokenLimit:
+    """How long a row may be: as the config says, or what the model, given its `config.json`, has room for.
+
+    Args:
+        further: tokens that are added to each row.
+    """
     number = positions(model)
-    if number is not None and number < config.data.max_tokens:
+    if number is not None and number - further < config.data.max_tokens:
         said = f"the model's positions (max_position_embeddings), {number}"
-        return TokenLimit(number, said, "drop such rows, or shorten them")
+        if further:
+            said = f"the {number - further} that leave room for a score in {said}"
+        return TokenLimit(number - further, said, "drop such rows, or shorten them")
     return TokenLimit.of("data.max_tokens", config.data.max_tokens)

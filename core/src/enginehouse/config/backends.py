@@ -25,6 +25,7 @@ from enginehouse.plugin.capabilities import (
     SAME_PROCESS,
     SEED,
     STOP_STRINGS,
+    VALUE_HEAD,
     WEIGHT_CHECKSUMS,
 )
 from enginehouse.plugin.references import find_definition, lacking
@@ -378,6 +379,15 @@ def scheduled_options(
     if warmup >= optimizer_steps:
         findings.note(f"the warm-up of {warmup} optimizer steps does not end within the run's {optimizer_steps}")
     return options
+
+
+def check_value_head(findings: Findings, record: TrainBackend | None) -> None:
+    """Check that a backend trains models that give values."""
+    if record is not None and VALUE_HEAD not in record.capabilities:
+        findings.refuse(
+            f"actor.engine.backend: backend {record.name!r} has no value heads (capability {VALUE_HEAD!r}), which a "
+            "reward model is"
+        )
 
 
 def check_capabilities(

@@ -39,7 +39,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[C]
         path: YAML file; plain scalars follow YAML 1.2 (`enginehouse.config.document`).
         overrides: `"dotted.key=value"`, the value as YAML: `"rollout.engine.backend=vllm"`, `"train.steps=10"`,
             `"rollout.sampling.stop=[a, b]"`. A mapping replaces what the file has there; later ones win.
-        schema: `Config` or `SFTConfig`.
+        schema: one of `enginehouse.config.schema.SCHEMAS`.
 
     Raises:
         ConfigError: the file is missing or malformed, or anything in it or in an override is; all problems of

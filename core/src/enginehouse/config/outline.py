@@ -7,12 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 from enginehouse.config.arithmetic import samples_per_step
 from enginehouse.config.rows import named
+from enginehouse.config.schema import DPOConfig
 from enginehouse.runtimes import CURRENT
 
 if TYPE_CHECKING:
     from enginehouse.config.roles import RolePlan
     from enginehouse.config.rows import Rows
-    from enginehouse.config.schema import Beside, Config, Engine, Model, SFTConfig
+    from enginehouse.config.schema import (
+        AnyConfig,
+        Beside,
+        Config,
+        DPOConfig,
+        Engine,
+        Model,
+        PreferenceConfig,
+        SFTConfig,
+    )
 
 Facts = list[tuple[str, str]]
 
@@ -68,6 +78,41 @@ def outline_sft(config: SFTConfig, model: Mapping[str, Any], rows: int, roles: M
     ]
 
 
+def outline_preferences(
+    config: PreferenceConfig, model: Mapping[str, Any], rows: int, held_out: int, roles: Mapping[str, RolePlan]
+) -> Facts:
+    """A run on preferences.
+
+    Args:
+        model: the model's `config.json`.
+        rows: those of the training files.
+        held_out: those of the files of held-out preferences.
+        roles: by name.
+    """
+    train, data, every = config.train, config.data, config.train.validate_every
+    rated = isinstance(config, DPOConfig) and config.algorithm.loss == "kto"
+    noun, each = ("rated responses", 1) if rated else ("pairs", 2)
+    facts = [
+        ("model", _model(config.model, model)),
+        ("actor", f"{_count(config.actor.processes, 'process')} of {_engine(config.actor.engine)}"),
+    ]
+    if isinstance(config, DPOConfig):
+        facts.append(("reference", _reference_model(config, roles.get("reference"))))
+        facts.append(("algorithm", f"{config.algorithm.loss} loss, beta {config.algorithm.beta:g}"))
+    else:
+        facts.append(("algorithm", "a reward model, by the Bradley-Terry loss"))
+    longest = train.rows_per_step * each * data.max_tokens
+    often = f"every {_count(every, 'step')} and " if every else ""
+    return [
+        *facts,
+        ("runtimes", _runtimes(roles)),
+        ("data", _data(rows, noun, data.train, train.steps * train.rows_per_step)),
+        ("a step", f"{train.rows_per_step} {noun}, at most {longest:,} tokens, read once more to find their gradient"),
+        *([("validation", f"{held_out:,} {noun}, {often}after the last step")] if data.validation else []),
+        ("the run", f"{train.steps} steps, an optimizer step each"),
+    ]
+
+
 def _model(section: Model, model: Mapping[str, Any]) -> str:
     names = model.get("architectures") or [model.get("model_type", "unknown architecture")]
     return f"{section.path}: {', '.join(names)} in {section.dtype}"
@@ -115,10 +160,14 @@ def _reference(config: Config, reference: RolePlan | None) -> str:
     kl = config.algorithm.kl
     if not kl.coefficient:
         return "none (algorithm.kl.coefficient is 0)"
-    what = "the actor's base, without its adapters"
-    if reference is not None:
-        what = _beside(config.reference, reference, config)
+    what = _reference_model(config, reference)
     return f"{what}; {kl.coefficient:g} times the {kl.estimator} divergence in the {kl.place}"
+
+
+def _reference_model(config: Config | DPOConfig, reference: RolePlan | None) -> str:
+    if reference is None:
+        return "the actor's base, without its adapters"
+    return _beside(config.reference, reference, config)
 
 
 def _critic(config: Config, critic: RolePlan) -> str:
@@ -132,7 +181,7 @@ def _reward_model(config: Config, role: RolePlan) -> str:
     return f"{_beside(section, role, config)}; {section.weight:g} times its score is added to the reward"
 
 
-def _beside(section: Beside, role: RolePlan, config: Config) -> str:
+def _beside(section: Beside, role: RolePlan, config: AnyConfig) -> str:
     """Where a model beside the actor's runs."""
     path, own = section.path or config.model.path, section.engine
     engine = _engine(own) if own else f"{role.backend} with the {section.shares or 'actor'}'s options"

@@ -21,7 +21,9 @@ from enginehouse.config.arithmetic import (
     check_batches,
     check_cluster,
     check_cores,
+    check_dpo,
     check_evaluation,
+    check_inline,
     check_lengths,
     check_placement,
     check_positions,
@@ -34,6 +36,7 @@ from enginehouse.config.backends import (
     check_processes,
     check_servers,
     check_targets,
+    check_value_head,
     choose_colocation,
     choose_interpreter,
     choose_transport,
@@ -45,12 +48,20 @@ from enginehouse.config.backends import (
 from enginehouse.config.device import pick_device
 from enginehouse.config.findings import Findings
 from enginehouse.config.functions import extend_path, find_function
-from enginehouse.config.outline import Facts, outline_rl, outline_sft
+from enginehouse.config.outline import Facts, outline_preferences, outline_rl, outline_sft
 from enginehouse.config.paths import check_run_directory, has_chat_template, read_model
 from enginehouse.config.resume import check_resume
-from enginehouse.config.roles import RolePlan, beside
-from enginehouse.config.rows import check_reward, check_reward_columns, look_at_demonstrations, look_at_prompts, named
-from enginehouse.config.schema import Config, SFTConfig
+from enginehouse.config.roles import RolePlan, beside, own_processes
+from enginehouse.config.rows import (
+    check_reward,
+    check_reward_columns,
+    look_at_demonstrations,
+    look_at_preferences,
+    look_at_prompts,
+    named,
+    preference_columns,
+)
+from enginehouse.config.schema import AnyConfig, Config, DPOConfig, PreferenceConfig, RMConfig, SFTConfig
 from enginehouse.config.secrets import check_secrets
 from enginehouse.engines.model import Device, ModelSpec
 from enginehouse.errors import ConfigError, ModelError, nearest
@@ -69,6 +80,7 @@ from enginehouse.plugin import (
 if TYPE_CHECKING:
     from enginehouse.config.rows import Columns
     from enginehouse.config.schema import Beside, Engine
+    from enginehouse.data.preference_files import PreferenceColumns
     from enginehouse.data.rendering import TokenLimit
     from enginehouse.plugin import Backend, PluginManager
     from enginehouse.runtimes import Interpreter
@@ -107,7 +119,7 @@ class RunPlan:
         spare_unfinished: `run.overwrite` is not to delete a run that can be gone on with.
     """
 
-    config: Config | SFTConfig
+    config: AnyConfig
     roles: Mapping[str, RolePlan]
     device: Device
     run_directory: Path
@@ -175,6 +187,21 @@ class SFTPlan(RunPlan):
     """
 
     config: SFTConfig
+    row_limit: TokenLimit
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferencePlan(RunPlan):
+    """A run on preferences, checked. Its roles are `"actor"`, which is a reward model or a policy, and of a policy,
+    where a model of its own is the reference, `"reference"`.
+
+    Attributes:
+        columns: of the data.
+        row_limit: how long a prompt with a response may be.
+    """
+
+    config: PreferenceConfig
+    columns: PreferenceColumns
     row_limit: TokenLimit
 
 
@@ -252,11 +279,7 @@ def plan(
         check_model(findings, evaluator, evaluation.options, model, "evaluation")
         if evaluator is rollout:
             check_servers(findings, rollout, rollout_options, evaluation.options)
-    for name, section in beside(config).items():
-        if name in placed and (section.path or section.engine):
-            read, path_key = (setting.models[name], f"{name}.path") if section.path else (model, "model.path")
-            key = name if section.engine else "actor"
-            check_model(findings, placed[name].backend, placed[name].role.options, read, key, path_key)
+    setting.check_models(config, placed, model)
     check_batches(findings, config, setting.plugins, roles)
     check_placement(findings, config, setting.device, roles)
     limit = check_lengths(findings, config, roles, model)
@@ -353,6 +376,68 @@ def plan_sft(
     )
 
 
+def plan_preferences(
+    config: PreferenceConfig,
+    plugins: PluginManager | None = None,
+    config_path: str | Path | None = None,
+    resume: bool = False,
+    overrides: Sequence[str] = (),
+) -> PreferencePlan:
+    """Check a run of DPO or KTO, or one that trains a reward model; as `plan`."""
+    setting = _Setting(config, plugins, config_path, resume, overrides)
+    findings, processes = setting.findings, config.actor.processes
+    train = find_backend(findings, setting.plugins, TrainBackend, config.actor.engine, "actor", setting.device)
+    actor_options = scheduled_options(
+        findings, setting.plugins, train, config.actor.engine, processes, config.train.steps
+    )
+    runs_in = setting.interpreter(train, config.actor.engine, actor_options, "actor")
+    actor = setting.trained_role(config, actor_options, runs_in)
+    model = setting.model(config)
+    check_model(findings, train, actor_options, model, "actor")
+    check_targets(findings, actor_options, config.model.path)
+    placed = {"actor": _Placed(train, actor)}
+    if isinstance(config, DPOConfig):
+        setting.reference(config, placed, config.train.steps)
+        setting.check_models(config, placed, model)
+        check_dpo(findings, config)
+    else:
+        check_value_head(findings, train)
+        placed["actor"] = _Placed(train, replace(actor, model=replace(actor.model, head="value")))
+    roles = {name: one.role for name, one in placed.items()}
+    check_rows(findings, config)
+    apart = own_processes(roles)
+    check_inline(findings, config, apart)
+    gpus = {name: role.processes * role.gpus for name, role in apart.items()}
+    check_cluster(findings, config.cluster, processes, gpus, setting.device)
+    check_cores(findings, config.cluster, sum(role.processes for role in apart.values()), setting.device)
+    # A score takes a token more (`enginehouse.rl.sequence_scores`).
+    limit = row_limit(config, model, further=int(isinstance(config, RMConfig)))
+    rows, held_out = look_at_preferences(findings, config, limit, bool(model))
+    if config.train.validate_every and not config.data.validation:
+        findings.refuse("train.validate_every is set, but there is no file to validate on (data.validation)")
+    directory = setting.run_directory(
+        {
+            "model.path": config.model.path,
+            **{f"{name}.path": section.path for name, section in beside(config).items()},
+            **_by_key("data.train", config.data.train),
+            **_by_key("data.validation", config.data.validation or []),
+        },
+        roles,
+    )
+    findings.raise_problems(setting.source)
+    return PreferencePlan(
+        config=config,
+        roles=roles,
+        columns=preference_columns(config),
+        row_limit=limit,
+        **setting.common(
+            outline_preferences(config, model, rows, held_out, roles),
+            directory,
+            [one.backend for one in placed.values()],
+        ),
+    )
+
+
 class _Placed(NamedTuple):
     """A role of a training engine, and the engine's record; None after a problem."""
 
@@ -365,7 +450,7 @@ class _Setting:
 
     def __init__(
         self,
-        config: Config | SFTConfig,
+        config: AnyConfig,
         plugins: PluginManager | None,
         config_path: str | Path | None,
         resume: bool,
@@ -422,7 +507,7 @@ class _Setting:
         model, seed = self.config.model, self.config.train.seed
         return ModelSpec(os.path.abspath(path), dtype=model.dtype, trust_remote_code=model.trust_remote_code, seed=seed)
 
-    def trained_role(self, config: Config | SFTConfig, options: dict[str, Any], interpreter: Interpreter) -> RolePlan:
+    def trained_role(self, config: AnyConfig, options: dict[str, Any], interpreter: Interpreter) -> RolePlan:
         """The actor."""
         return RolePlan(
             kind="train",
@@ -456,8 +541,8 @@ class _Setting:
             )
         self.place("critic", critic, config, placed, optimizer_steps, trained=True, head="value")
 
-    def reference(self, config: Config, placed: dict[str, _Placed], optimizer_steps: int) -> None:
-        """Place the reference model of a KL term, unless there is none, or it is the actor's own base.
+    def reference(self, config: Config | DPOConfig, placed: dict[str, _Placed], optimizer_steps: int) -> None:
+        """Place the reference model of DPO or a KL term, unless there is none, or it is the actor's own base.
 
         Args:
             placed: the roles of training engines so far; it is added.
@@ -465,7 +550,7 @@ class _Setting:
         """
         reference, (train, actor) = config.reference, placed["actor"]
         given = {name for name, value in reference if value}
-        if not _uses_reference(config):
+        if isinstance(config, Config) and not _uses_reference(config):
             for name in sorted(given):
                 self.findings.note(
                     f"reference.{name} is set, but algorithm.kl.coefficient is 0: no reference model runs"
@@ -494,7 +579,7 @@ class _Setting:
         self,
         name: str,
         section: Beside,
-        config: Config,
+        config: AnyConfig,
         placed: dict[str, _Placed],
         optimizer_steps: int,
         *,
@@ -555,6 +640,14 @@ class _Setting:
             ),
         )
 
+    def check_models(self, config: AnyConfig, placed: Mapping[str, _Placed], model: Mapping[str, Any]) -> None:
+        """Check the models beside the actor's, whose own is `model`, by the engines that run them."""
+        for name, section in beside(config).items():
+            if name in placed and (section.path or section.engine):
+                read, path_key = (self.models[name], f"{name}.path") if section.path else (model, "model.path")
+                key = name if section.engine else "actor"
+                check_model(self.findings, placed[name].backend, placed[name].role.options, read, key, path_key)
+
     def evaluation(self, config: Config, train: TrainBackend | None) -> tuple[RolloutBackend | None, RolePlan | None]:
         """Check the engine for validations; None twice where it is the rollout. `train` is the actor's backend."""
         findings, engine = self.findings, config.evaluation.engine
@@ -576,7 +669,7 @@ class _Setting:
             effect_check_every=int(check_capabilities(findings, config, record, "evaluation") > 0),
         )
 
-    def model(self, config: Config | SFTConfig) -> Mapping[str, Any]:
+    def model(self, config: AnyConfig) -> Mapping[str, Any]:
         """Check the model and what goes with it; returns its `config.json`, empty after a problem.
 
         `models` holds those of roles with a model of their own from then on.
@@ -587,12 +680,11 @@ class _Setting:
             model = read_model(path)
             if config.data.chat_template and not has_chat_template(path):
                 raise ConfigError(f"data.chat_template is true, but the tokenizer in {path} has no chat template")
-        if isinstance(config, Config):
-            for name, section in beside(config).items():
-                self.models[name] = {}
-                if section.path:
-                    with self.findings.collecting():
-                        self.models[name] = _read_model_of(name, section.path, model)
+        for name, section in beside(config).items():
+            self.models[name] = {}
+            if section.path:
+                with self.findings.collecting():
+                    self.models[name] = _read_model_of(name, section.path, model)
         return model
 
     def run_directory(self, needed: Mapping[str, str | None], roles: Mapping[str, RolePlan]) -> Path:
@@ -771,3 +863,12 @@ def _kl_arguments(config: Config) -> tuple[str, ...]:
     """Names of the arguments the loss gets if the KL term is its business."""
     kl = config.algorithm.kl
     return tuple(KL_ARGUMENTS) if kl.coefficient and kl.place == "loss" else ()
+
+
+PLANS: dict[str, Callable[..., RunPlan]] = {
+    "train": plan,
+    "sft": plan_sft,
+    "dpo": plan_preferences,
+    "rm": plan_preferences,
+}
+"""By the command that runs what they check."""

@@ -13,7 +13,7 @@ from enginehouse.checkpoints import Checkpoint, newest_checkpoint
 from enginehouse.config.earlier_run import RUN_MARKER, read_record, steps_taken
 from enginehouse.config.load import section_type
 from enginehouse.config.run_lock import check_free
-from enginehouse.config.schema import SFTConfig
+from enginehouse.config.schema import SCHEMAS
 from enginehouse.data.digests import data_digests
 from enginehouse.errors import ConfigError
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from enginehouse.config.findings import Findings
-    from enginehouse.config.schema import Config
+    from enginehouse.config.schema import AnyConfig
 
 FIXED = ("model.path", "model.dtype", "data", "train.seed", "train.prompts_per_step", "train.rows_per_step",
          "rollout.samples_per_prompt")  # fmt: skip
@@ -32,12 +32,12 @@ UNSAID = ("run", "cluster", "plugins")
 """Sections whose changes are not worth a note."""
 
 
-def kind_of(config: Config | SFTConfig) -> str:
+def kind_of(config: AnyConfig) -> str:
     """The command that runs a config of this type."""
-    return "sft" if isinstance(config, SFTConfig) else "train"
+    return next(kind for kind, schema in SCHEMAS.items() if isinstance(config, schema))
 
 
-def check_resume(findings: Findings, config: Config | SFTConfig, trained: Sequence[str]) -> Checkpoint | None:
+def check_resume(findings: Findings, config: AnyConfig, trained: Sequence[str]) -> Checkpoint | None:
     """Find what a config's run goes on from, and check that it can, with the roles it trains; None after a problem."""
     directory = Path(config.run.directory).absolute()
     checkpoint = None
@@ -117,7 +117,7 @@ def _found(findings: Findings, directory: Path) -> Checkpoint:
     return replace(checkpoint, record=record)
 
 
-def _check_data(config: Config | SFTConfig, checkpoint: Checkpoint) -> None:
+def _check_data(config: AnyConfig, checkpoint: Checkpoint) -> None:
     """Check that the training data are those that the run began with.
 
     Raises:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from enginehouse.config.schema import Beside, Config
+    from enginehouse.config.schema import AnyConfig, Beside
     from enginehouse.engines.model import ModelSpec
     from enginehouse.runtimes import Interpreter
 
@@ -48,6 +48,7 @@ def own_processes(roles: Mapping[str, RolePlan]) -> dict[str, RolePlan]:
     return {name: role for name, role in roles.items() if role.shares is None}
 
 
-def beside(config: Config) -> dict[str, Beside]:
-    """The sections of the models beside the actor's, by the roles' names."""
-    return {"critic": config.critic, "reference": config.reference, "reward_model": config.reward_model}
+def beside(config: AnyConfig) -> dict[str, Beside]:
+    """The sections of a config that are of models beside the actor's, by the roles' names."""
+    names = ("critic", "reference", "reward_model")
+    return {name: getattr(config, name) for name in names if hasattr(config, name)}

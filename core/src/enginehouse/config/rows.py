@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.config.arguments import check_call
+from enginehouse.config.schema import DPOConfig, DPOData, RMData
 from enginehouse.data.files import RowProblems, Shape, Table, open_table
+from enginehouse.data.preference_files import PreferenceColumns, PreferenceTable
 from enginehouse.data.rendering import (
     Renderer,
     TokenLimit,
@@ -23,7 +25,7 @@ from enginehouse.plugin.records import keywords
 
 if TYPE_CHECKING:
     from enginehouse.config.findings import Findings
-    from enginehouse.config.schema import Config, SFTConfig
+    from enginehouse.config.schema import AnyConfig, Config, PreferenceConfig, SFTConfig
 
 READ_SECONDS = 5.0
 """About how long `plan` reads a config's files; a second reads some hundred megabytes."""
@@ -134,6 +136,48 @@ def look_at_demonstrations(findings: Findings, config: SFTConfig, limit: TokenLi
     return len(table) + table.unread
 
 
+def preference_columns(config: PreferenceConfig) -> PreferenceColumns:
+    """The columns of a config's preferences."""
+    data = config.data
+    if isinstance(data, DPOData) and isinstance(config, DPOConfig) and config.algorithm.loss == "kto":
+        return PreferenceColumns(data.prompt, (data.completion,), "label", data.label)
+    margin = data.margin if isinstance(data, RMData) else None
+    return PreferenceColumns(data.prompt, (data.chosen, data.rejected), "margin" if margin else "", margin or "")
+
+
+def look_at_preferences(
+    findings: Findings, config: PreferenceConfig, limit: TokenLimit, model_found: bool
+) -> tuple[int, int]:
+    """As `look_at_prompts`, for a run on preferences; returns the number of rows, and of those to validate on."""
+    until = time.monotonic() + READ_SECONDS
+    tokenizer = _Tokenizer(findings, config) if model_found else None
+    validation = config.data.validation
+    held_out = _look_at_preferences(findings, config, validation, limit, tokenizer, until) if validation else 0
+    rows = _look_at_preferences(findings, config, config.data.train, limit, tokenizer, until)
+    return rows, held_out
+
+
+def _look_at_preferences(
+    findings: Findings,
+    config: PreferenceConfig,
+    paths: str | Sequence[str],
+    limit: TokenLimit,
+    tokenizer: _Tokenizer | None,
+    until: float,
+) -> int:
+    rows = 0
+    with findings.collecting():
+        read = PreferenceTable(named(paths)[1], preference_columns(config), until - time.monotonic())
+        rows = len(read) + read.table.unread
+        _note_unread(findings, read.table, named(paths)[0])
+        problems = RowProblems()
+        read.figures(problems)
+        problems.raise_any()
+        if tokenizer is not None:
+            _look_at_preference_lengths(findings, config, read, named(paths)[0], limit, tokenizer)
+    return rows
+
+
 def named(train: str | Sequence[str]) -> tuple[str, list[str]]:
     """What messages call one file, or several; and their paths."""
     paths = [train] if isinstance(train, str) else list(train)
@@ -211,7 +255,7 @@ def check_reward(
 class _Tokenizer:
     """The model's tokenizer, loaded when it is needed: that imports torch."""
 
-    def __init__(self, findings: Findings, config: Config | SFTConfig):
+    def __init__(self, findings: Findings, config: AnyConfig):
         self._findings, self._model = findings, config.model
         self._tokenizer: Any = None
         self._failed = False
@@ -228,13 +272,17 @@ class _Tokenizer:
 def _open(findings: Findings, paths: Sequence[str], needed: Sequence[str], until: float) -> Table | None:
     with findings.collecting():
         table = open_table(paths, needed, until - time.monotonic())
-        if table.unread:
-            findings.note(
-                f"{len(table):,} of {len(table) + table.unread:,} rows of {named(paths)[0]} were read; the run reads "
-                "all of them before anything starts"
-            )
+        _note_unread(findings, table, named(paths)[0])
         return table
     return None
+
+
+def _note_unread(findings: Findings, table: Table, name: str) -> None:
+    if table.unread:
+        findings.note(
+            f"{len(table):,} of {len(table) + table.unread:,} rows of {name} were read; the run reads all of them "
+            "before anything starts"
+        )
 
 
 def _look_at_prompt_lengths(
@@ -299,6 +347,36 @@ def _look_at_demonstration_lengths(
     rows, lengths = _lengths(findings, name, "demonstrations", len(table), unsure, size, tokens)
     problems.raise_any()
     check_length(lengths, limit, "prompt and response together", lambda row: table.where(rows[row]))
+
+
+def _look_at_preference_lengths(
+    findings: Findings,
+    config: PreferenceConfig,
+    read: PreferenceTable,
+    name: str,
+    limit: TokenLimit,
+    tokenizer: _Tokenizer,
+) -> None:
+    def is_short(row: int) -> bool:
+        texts = read.texts(row)
+        plain = not config.data.chat_template and read.has_prompts and all(isinstance(text, str) for text in texts)
+        return plain and is_surely_short(texts[0], limit.tokens - max(len(text.encode()) for text in texts[1:]))
+
+    unsure = [row for row in range(len(read)) if not is_short(row)]
+    if not unsure or (loaded := tokenizer()) is None:
+        return
+    renderer = Renderer(loaded, config.data.chat_template)
+    problems = RowProblems()
+
+    def tokens(rows: Sequence[int]) -> list[int]:
+        prompts, responses = read.tokens(renderer, rows, problems)
+        return [len(prompt) + max(map(len, of_row)) for prompt, *of_row in zip(prompts, *responses, strict=True)]
+
+    rows, lengths = _lengths(
+        findings, name, "preferences", len(read), unsure, lambda row: sum(map(_size, read.texts(row))), tokens
+    )
+    problems.raise_any()
+    check_length(lengths, limit, "prompt and response together", lambda row: read.table.where(rows[row]))
 
 
 def _lengths(

@@ -243,7 +243,7 @@ class Beside(Section):
 
 
 class Reference(Beside):
-    """The frozen model a KL term holds the policy near to. It runs only for a KL term."""
+    """The frozen model a KL term, or DPO, holds the policy near to. It runs only for these."""
 
     path: str | None = Field(
         default=None, description="Model directory; unset: model.path, of an actor with adapters its own base"
@@ -488,3 +488,109 @@ class SFTConfig(Section):
     cluster: Cluster = Field(default_factory=Cluster)
     plugins: Plugins = Field(default_factory=Plugins)
     run: Run = Field(default_factory=Run)
+
+
+_VALIDATION = Field(default=None, description="File of held-out preferences, or a list of files; unset: none")
+_RESPONSE = "a string, or a list of chat messages"
+
+
+class RMData(Section):
+    """Pairs of responses, as JSONL or Parquet files."""
+
+    train: str | list[str] = Field(description="File of pairs, or a list of files")
+    validation: str | list[str] | None = _VALIDATION
+    prompt: str = Field(
+        default="prompt",
+        description="Column with the prompt: a string, or a list of chat messages; in files without it both responses "
+        "begin with the prompt",
+    )
+    chosen: str = Field(default="chosen", description=f"Column with the better response: {_RESPONSE}")
+    rejected: str = Field(default="rejected", description="Column with the worse response")
+    margin: str | None = Field(
+        default=None, description="Column with a number, by how much the scores are to differ; unset: 0"
+    )
+    max_tokens: int = Field(default=2048, gt=0, description="A longer prompt with a response is an error")
+    chat_template: bool | None = Field(
+        default=None, description="Apply the tokenizer's chat template; unset: to messages only"
+    )
+
+    _paths = field_validator("train", mode="before")(_one_path_or_several)
+
+
+class DPOData(Section):
+    """Pairs of responses, or for the loss kto single ones with a label, as JSONL or Parquet files."""
+
+    train: str | list[str] = Field(description="File of preferences, or a list of files")
+    validation: str | list[str] | None = _VALIDATION
+    prompt: str = Field(
+        default="prompt",
+        description="Column with the prompt: a string, or a list of chat messages; in files of pairs without it both "
+        "responses begin with the prompt",
+    )
+    chosen: str = Field(default="chosen", description=f"Column with the better response: {_RESPONSE}")
+    rejected: str = Field(default="rejected", description="Column with the worse response")
+    completion: str = Field(default="completion", description=f"Of kto, column with the response: {_RESPONSE}")
+    label: str = Field(default="label", description="Of kto, column that says whether it is desirable: true or false")
+    max_tokens: int = Field(default=2048, gt=0, description="A longer prompt with a response is an error")
+    chat_template: bool | None = Field(
+        default=None, description="Apply the tokenizer's chat template; unset: to messages only"
+    )
+
+    _paths = field_validator("train", mode="before")(_one_path_or_several)
+
+
+class DPOAlgorithm(Section):
+    """How preferences become a gradient."""
+
+    loss: Literal["sigmoid", "hinge", "ipo", "kto"] = Field(
+        default="sigmoid", description="sigmoid is DPO as of its paper; kto takes single responses with a label"
+    )
+    beta: float = Field(default=0.1, gt=0, description="How dear it is to leave the reference")
+    label_smoothing: float = Field(
+        default=0.0, ge=0, lt=0.5, description="Of sigmoid, the share of labels that are taken to be wrong"
+    )
+    desirable_weight: float = Field(default=1.0, ge=0, description="Of kto, the weight of desirable responses")
+    undesirable_weight: float = Field(default=1.0, ge=0, description="Of kto, the weight of the others")
+
+
+class PreferenceTrain(Section):
+    """The loop over preferences."""
+
+    steps: int = Field(default=100, gt=0, description="Of the whole run, those before a --resume included")
+    rows_per_step: int = Field(default=64, gt=0, description="Rows of the data, pairs that is, of an optimizer step")
+    seed: int = _SEED
+    validate_every: int = Field(default=0, ge=0, description="Steps between validations; 0: only after the last")
+    checkpoint_every: int = _CHECKPOINT_EVERY
+    checkpoints_kept: int = _CHECKPOINTS_KEPT
+
+
+class RMConfig(Section):
+    """A run that trains a reward model, on the same engines."""
+
+    model: Model
+    data: RMData
+    actor: Actor = Field(default_factory=Actor)
+    train: PreferenceTrain = Field(default_factory=PreferenceTrain)
+    cluster: Cluster = Field(default_factory=Cluster)
+    plugins: Plugins = Field(default_factory=Plugins)
+    run: Run = Field(default_factory=Run)
+
+
+class DPOConfig(Section):
+    """A run that trains a policy on preferences, on the same engines."""
+
+    model: Model
+    data: DPOData
+    actor: Actor = Field(default_factory=Actor)
+    reference: Reference = Field(default_factory=Reference)
+    algorithm: DPOAlgorithm = Field(default_factory=DPOAlgorithm)
+    train: PreferenceTrain = Field(default_factory=PreferenceTrain)
+    cluster: Cluster = Field(default_factory=Cluster)
+    plugins: Plugins = Field(default_factory=Plugins)
+    run: Run = Field(default_factory=Run)
+
+
+PreferenceConfig = DPOConfig | RMConfig
+AnyConfig = Config | SFTConfig | DPOConfig | RMConfig
+SCHEMAS: dict[str, type[AnyConfig]] = {"train": Config, "sft": SFTConfig, "dpo": DPOConfig, "rm": RMConfig}
+"""By the command that runs it."""

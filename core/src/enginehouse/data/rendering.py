@@ -176,6 +176,70 @@ class Renderer:
             found.raise_any()
         return tokens
 
+    def completions(
+        self,
+        prompts: Sequence[Any],
+        texts: Sequence[str],
+        completions: Sequence[Any],
+        column: str,
+        where: Where,
+        problems: RowProblems,
+    ) -> list[np.ndarray]:
+        """Tokenize what follows prompts: a string as by `responses`, chat messages as the template writes them there.
+
+        Args:
+            prompts: as `prompts` got them.
+            texts: of each, as `prompts` returned it; "" where something was wrong.
+            completions: strings, or lists of messages.
+            column: where they stand, for messages.
+            where: as for `prompts`.
+            problems: as for `prompts`.
+
+        Returns:
+            The token ids of each (int32); none where something is wrong.
+        """
+        tokens: list[np.ndarray] = [np.empty(0, np.int32)] * len(completions)
+        chats = [row for row, completion in enumerate(completions) if isinstance(completion, list) and texts[row]]
+        others = [row for row, completion in enumerate(completions) if not isinstance(completion, list)]
+        strings = self.responses(
+            [completions[row] for row in others], column, lambda index: where(others[index]), problems
+        )
+        replies = [
+            self._reply(prompts[row], texts[row], completions[row], where(row), column, problems) for row in chats
+        ]
+        for row, ids in (*zip(others, strings, strict=True), *zip(chats, self.tokens(replies, False), strict=True)):
+            tokens[row] = ids
+        return tokens
+
+    def _reply(self, prompt: Any, text: str, reply: list[Any], place: str, column: str, problems: RowProblems) -> str:
+        """What the template writes for the messages of a reply after the prompt's; "" if it cannot."""
+        said = f"{place}: the response in column {column!r}"
+        if isinstance(prompt, str) and not self.chat_template:
+            problems.add(f"{said} is a list of chat messages, and the prompt a string: give both in the same form")
+        elif not _are_messages(reply):
+            problems.add(f"{said} is {_shown(reply)}; expected a string, or chat messages with 'role' and 'content'")
+        else:
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            try:
+                whole = self._templated([*messages, *reply], add_generation_prompt=False)
+            except DataError as error:
+                problems.add(f"{said}: {error}")
+                return ""
+            if whole.startswith(text) and len(whole) > len(text):
+                return whole.removeprefix(text)
+            problems.add(f"{said}: the chat template writes the prompt otherwise where a reply follows it")
+        return ""
+
+    def _templated(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool) -> str:
+        # Arrow gives every message all keys that any message has; templates take an absent key better than a None.
+        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        try:
+            return self.tokenizer.apply_chat_template(
+                given, add_generation_prompt=add_generation_prompt, tokenize=False
+            )
+        except Exception as error:  # templates raise what they like
+            raise DataError(f"the chat template refuses the messages: {error}") from error
+
     def _rendered(self, prompt: Any, row: int, where: Where, problems: RowProblems) -> str | None:
         try:
             return self._text(prompt)
@@ -190,9 +254,8 @@ class Renderer:
             return prompt
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if not _are_messages(messages):
-            shown = repr(prompt)
             raise DataError(
-                f"the prompt is {shown[:80] + '...' if len(shown) > 80 else shown} "
+                f"the prompt is {_shown(prompt)} "
                 f"({type(prompt).__name__}); expected a string, or a list of chat messages with 'role' and 'content'"
             )
         if messages[-1]["role"] == "assistant":
@@ -213,12 +276,12 @@ class Renderer:
                 f"{reason}, but the model's tokenizer has no chat template: "
                 "give plain strings, or a model whose tokenizer has one"
             )
-        # Arrow gives every message all keys that any message has; templates take an absent key better than a None.
-        messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        try:
-            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # templates raise what they like
-            raise DataError(f"the chat template refuses the messages: {error}") from error
+        return self._templated(messages, add_generation_prompt=True)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text[:80] + "..." if len(text) > 80 else text
 
 
 def _are_messages(value: Any) -> bool:

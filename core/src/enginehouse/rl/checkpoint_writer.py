@@ -17,7 +17,7 @@ from enginehouse.config.resume import kind_of
 from enginehouse.errors import SaveError, first_line
 
 if TYPE_CHECKING:
-    from enginehouse.config.schema import Config, SFTConfig
+    from enginehouse.config.schema import AnyConfig
     from enginehouse.controller import WorkerGroup
     from enginehouse.runs import RunDirectory
 
@@ -80,7 +80,7 @@ class CheckpointWriter:
         self,
         trained: Mapping[str, WorkerGroup],
         run: RunDirectory,
-        config: Config | SFTConfig,
+        config: AnyConfig,
         background: bool,
         published: Callable[[int, Path], None],
         data: Mapping[str, str] | None = None,

@@ -26,7 +26,7 @@ from enginehouse.rl.stalls import Stalls
 if TYPE_CHECKING:
     from enginehouse.checkpoints import Checkpoint
     from enginehouse.config.plan import RunPlan
-    from enginehouse.config.schema import Config, SFTConfig
+    from enginehouse.config.schema import AnyConfig
     from enginehouse.controller import DistributedBatch, WorkerGroup
     from enginehouse.data import Batch
     from enginehouse.engines.train import LossSpec
@@ -82,7 +82,7 @@ class Loop(ABC):
 
     roles: Roles
     checkpoint_writer: CheckpointWriter
-    config: Config | SFTConfig
+    config: AnyConfig
 
     def __init__(self, plan: RunPlan, run: RunDirectory, progress: Progress):
         self.run_directory, self.progress, self.clock = run, progress, run.clock

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from enginehouse.config.roles import RolePlan
     from enginehouse.config.schema import Cluster
     from enginehouse.controller import DistributedBatch
+    from enginehouse.data import Batch
     from enginehouse.engines.train import Outputs
 
 SHORTEST_START_LIMIT_SECONDS = 300.0
@@ -71,7 +72,7 @@ class Roles:
         parts: dict[str, WorkerGroup | RolloutFleet] = {**self.groups, **self.fleets}
         return {name: parts[name].call("describe") for name in self.plans}
 
-    def score_by_reference(self, batch: DistributedBatch, outputs: Outputs) -> DistributedBatch:
+    def score_by_reference(self, batch: Batch | DistributedBatch, outputs: Outputs) -> DistributedBatch:
         """What the reference gives for `batch`, in columns `reference_...`: its own role, else the actor's base."""
         dealt = Balanced(batch, by="input_ids")
         if reference := self.groups.get("reference"):

@@ -138,6 +138,13 @@ def enginehouse_register_losses(register):
             function="enginehouse.rl.losses.weighted_logprob:weighted_logprob",
         )
     )
+    register(
+        Loss(
+            name="weighted_value",
+            summary="Values weighted by a column: any loss of values on any engine",
+            function="enginehouse.rl.losses.weighted_value:weighted_value",
+        )
+    )
 
 
 @hookimpl

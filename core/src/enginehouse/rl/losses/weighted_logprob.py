@@ -7,15 +7,17 @@ weights outside can train any algorithm on an engine that can do nothing else.
 from __future__ import annotations
 
 from enginehouse.engines.train import LossValue, TokenView
+from enginehouse.rl.losses.aggregate import Unscaled, aggregate
 
 
-def weighted_logprob(view: TokenView, *, column: str = "weights") -> LossValue:
-    """Compute the mean over counted tokens of `-weight * logprob`.
+def weighted_logprob(view: TokenView, *, column: str = "weights", aggregation: Unscaled = "token_mean") -> LossValue:
+    """Compute `-weight * logprob` of the counted tokens.
 
     Args:
         view: output `logprobs`; columns `loss_mask` and `column`, float32 `(tokens,)`.
         column: name of the column of weights.
+        aggregation: see `enginehouse.rl.losses.aggregate`.
     """
     counted = view.columns["loss_mask"].nonzero().squeeze(-1)
     losses = -view.columns[column][counted] * view.outputs["logprobs"][counted]
-    return LossValue(losses.sum(), float(len(counted)))
+    return LossValue(*aggregate(losses, view.row[counted], view.rows, aggregation))

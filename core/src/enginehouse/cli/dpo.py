@@ -1,0 +1,40 @@
+"""`enginehouse dpo`: a run on preferences, by DPO or KTO, on the same engines."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command()
+@click.argument("config", type=click.Path())
+@click.argument("overrides", nargs=-1)
+@click.option("--resume", is_flag=True, help="Go on with the run in run.directory, from its newest checkpoint.")
+@click.option("-q", "--quiet", is_flag=True, help="Say only how it ended.")
+def dpo(config: str, overrides: tuple[str, ...], resume: bool, quiet: bool) -> None:
+    """Train a policy on preferences by DPO or KTO, as the YAML file CONFIG says.
+
+    The data are pairs, rows of {prompt, chosen, rejected}; for algorithm.loss=kto rated responses, rows of
+    {prompt, completion, label}.
+
+    OVERRIDES are dotted.key=value, the value in YAML; they win over the file. Paths in both are relative to the current
+    directory. --resume and exit codes as those of `enginehouse train`.
+
+    \b
+    enginehouse dpo dpo.yaml train.steps=200 algorithm.beta=0.05
+    enginehouse dpo kto.yaml algorithm.loss=kto
+    """
+    from enginehouse.cli.session import run_plan
+    from enginehouse.config.load import load_config
+    from enginehouse.config.plan import plan_preferences
+    from enginehouse.config.schema import DPOConfig
+
+    planned = plan_preferences(
+        load_config(config, overrides, DPOConfig), config_path=config, resume=resume, overrides=overrides
+    )
+
+    def build(run, progress):
+        from enginehouse.rl.preferences.loop import trainer
+
+        return trainer(planned, run, progress)
+
+    run_plan(planned, build, quiet=quiet)

@@ -1,0 +1,39 @@
+"""`enginehouse rm`: a run that trains a reward model, on the same engines."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command()
+@click.argument("config", type=click.Path())
+@click.argument("overrides", nargs=-1)
+@click.option("--resume", is_flag=True, help="Go on with the run in run.directory, from its newest checkpoint.")
+@click.option("-q", "--quiet", is_flag=True, help="Say only how it ended.")
+def rm(config: str, overrides: tuple[str, ...], resume: bool, quiet: bool) -> None:
+    """Train a reward model on preferences, as the YAML file CONFIG says.
+
+    The data are pairs, rows of {prompt, chosen, rejected}. The model that is written is one of transformers'
+    AutoModelForSequenceClassification.
+
+    OVERRIDES are dotted.key=value, the value in YAML; they win over the file. Paths in both are relative to the current
+    directory. --resume and exit codes as those of `enginehouse train`.
+
+    \b
+    enginehouse rm rm.yaml train.steps=200 actor.engine.options.lr=1e-5
+    """
+    from enginehouse.cli.session import run_plan
+    from enginehouse.config.load import load_config
+    from enginehouse.config.plan import plan_preferences
+    from enginehouse.config.schema import RMConfig
+
+    planned = plan_preferences(
+        load_config(config, overrides, RMConfig), config_path=config, resume=resume, overrides=overrides
+    )
+
+    def build(run, progress):
+        from enginehouse.rl.preferences.loop import trainer
+
+        return trainer(planned, run, progress)
+
+    run_plan(planned, build, quiet=quiet)
