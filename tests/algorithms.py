@@ -55,7 +55,8 @@ Where ours and theirs differ, on purpose:
   one token.
 - `gpg` counts the samples of groups with a gradient, as the paper does; verl those whose reward is not 0.
 - `grpo` adds 1e-6 to the deviation, as verl does; TRL 1e-4.
-- verl bounds log ratios at 20 before it takes their exponential, and TRL's `cispo` has no lower bound.
+- verl bounds log ratios at 20 before it takes their exponential, and `k3` at 10; ours bounds neither.
+- The upper bound of `cispo` is `1 + clip_high`, as verl's; TRL's is `epsilon_high` itself, and it has no lower one.
 - Tokens that do not count have an advantage and a return of 0; verl's `gae` leaves numbers there.
 - The entropy bonus of TRL is a mean over tokens whatever the loss's own mean is; ours is a part of each token's loss.
 """
