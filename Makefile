@@ -64,10 +64,13 @@ bench: $(VENV)/.developer  ## measure: make bench NAME=grpo
 matrix: $(VENV)/.installed  ## find out which engines work together: docs/compatibility.md, from certificates and runs
 	$(BIN)/enginehouse matrix --output docs/compatibility.md $(ARGS)
 
+algorithms:  ## write docs/algorithms.md: every advantage and loss, and whose code each was compared with
+	$(BIN)/python -m tests.algorithms
+
 reliability:  ## write docs/reliability.md from the tests that show it
 	$(PYTHON) -m tests.reliability
 
 clean:  ## remove what builds and runs left; .venv stays
 	rm -rf runs build dist benchmarks/out examples/*/work .pytest_cache .mypy_cache .ruff_cache
 
-.PHONY: help install demo test test-long test-exhaustive runtimes lint bench matrix reliability clean
+.PHONY: help install demo test test-long test-exhaustive runtimes lint bench matrix algorithms reliability clean

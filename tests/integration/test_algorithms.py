@@ -91,3 +91,26 @@ def test_an_advantage_of_ones_own_reads_any_column_of_numbers(train: Start):
 def test_an_entropy_bonus_with_asymmetric_and_dual_clipping(train: Start):
     arguments = "{clip_high: 0.28, dual_clip: 3.0, aggregation: sequence_mean_token_mean, entropy_coefficient: 0.01}"
     finished(train(*VARIED, f"algorithm.loss.arguments={arguments}"))
+
+
+@pytest.mark.parametrize(
+    ("advantage", "loss", "arguments", "figure"),
+    [
+        ("opo", "gspo", "{clip_low: 0.1, clip_high: 0.1}", "clip_fraction"),
+        ("gpg", "policy_gradient", "{importance_cap: 1.0, importance_level: sequence}", "importance_capped"),
+        ("reinforce_plus_plus_baseline", "cispo", "{importance_cap: 1.0, importance_mode: mask}", "importance_weight"),
+        ("grpo", "sapo", "{tau_negative: 2.0}", "gate"),
+    ],
+)
+def test_each_policy_loss_trains_and_reports(train: Start, advantage: str, loss: str, arguments: str, figure: str):
+    lines = finished(
+        train(
+            *VARIED,
+            f"algorithm.advantage.name={advantage}",
+            f"algorithm.loss={{name: {loss}, arguments: {arguments}}}",
+            "algorithm.old_logprobs=actor",
+            "algorithm.minibatches=2",
+        )
+    )
+    assert all(0 <= line[figure] <= 1 for line in lines)
+    assert all(line["ratio"] > 0 for line in lines)

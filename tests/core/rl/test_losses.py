@@ -261,3 +261,14 @@ def test_every_policy_loss_takes_the_shared_arguments_and_says_so(loss):
     assert {"importance_cap", "aggregation", "kl_coefficient", "entropy_coefficient"} <= shared.keys()
     assert shared.keys() <= inspect.signature(loss).parameters.keys()
     assert all(f"    {name}: " in inspect.getdoc(loss) for name in inspect.signature(loss).parameters if name != "view")
+
+
+def test_supervised_is_torchs_cross_entropy():
+    logits = torch.randn(6, 9, generator=torch.Generator().manual_seed(3))
+    chosen = torch.tensor([4, 0, 8, 1, 1, 5])
+    logprobs = torch.cat([torch.zeros(1), logits.log_softmax(-1).gather(1, chosen[:, None]).squeeze(1)])
+    mask = torch.tensor([False, True, True, False, True, False, True])
+    view = TokenView({"logprobs": logprobs}, {"loss_mask": mask}, torch.zeros(7, dtype=torch.int64), 1)
+    value = supervised(view)
+    labels = chosen.masked_fill(~mask[1:], -100)
+    assert value.total.item() / value.weight == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item())

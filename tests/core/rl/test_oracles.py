@@ -110,7 +110,7 @@ def test_a_kl_estimator_and_its_gradient_are_theirs(case):
     torch.testing.assert_close(gradient[mask], by_token(case["gradient"], batch), **CLOSE)
 
 
-@of_kind("distillation")
+@of_kind("advantage and loss")
 def test_distillation_by_the_policy_gradient_is_theirs(case):
     batch = make_batch("turns", {"logprobs": case["logprobs"]})
     made = ours("advantage", "distillation")(batch)

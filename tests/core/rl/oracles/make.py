@@ -287,7 +287,7 @@ def trl_distillation() -> None:
     label = "trl.experimental.iw_opd.iw_opd_trainer:IWOPDTrainer._compute_iw_opd_loss"
     (gradient,) = torch.autograd.grad(loss, logprobs)
     found = {"loss": loss.item(), "gradient": gradient, "logprobs": logprobs.detach()}
-    add("distillation", "distillation", label, **found)
+    add("advantage and loss", "distillation", label, **found)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """GAE: a token is credited with the errors that the critic's values make from there on, later ones with less weight.
 
-Source: Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage Estimation", eq. 16:
+Source: Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage Estimation":
 A_t = sum over k of (gamma * lam)^k * delta_(t+k), with delta_t = r_t + gamma * V(s_(t+1)) - V(s_t) and V = 0 after the
 row's last counted token. What the critic learns is A_t + V(s_t).
 """

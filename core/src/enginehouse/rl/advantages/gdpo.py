@@ -1,6 +1,6 @@
 """GDPO: several rewards, each judged within its group by itself, so that none drowns another.
 
-Source: Liu et al. 2026, "GDPO: Group reward-Decoupled Normalization Policy Optimization", eq. 4 to 6: A_i is the
+Source: Liu et al. 2026, "GDPO: Group reward-Decoupled Normalization Policy Optimization": A_i is the
 weighted sum over rewards k of (r_ik - mean(r_k)) / std(r_k) of the group; then normalised over the step's samples.
 """
 

@@ -1,6 +1,6 @@
 """GPG: a reward against its group's mean, larger the fewer groups have anything to learn from.
 
-Source: Chu et al. 2025, "GPG: A Simple and Strong Reinforcement Learning Baseline", eq. 5 to 7: A_i = alpha * (r_i -
+Source: Chu et al. 2025, "GPG: A Simple and Strong Reinforcement Learning Baseline": A_i = alpha * (r_i -
 mean(r)), alpha = B / (B - M), where M of the step's B samples are of groups with equal rewards, whose gradient is 0.
 With the loss `policy_gradient`.
 """

@@ -1,6 +1,6 @@
 """REINFORCE++: a token is credited with the rewards from there on, against those of all tokens of the step.
 
-Source: Hu et al. 2025, "REINFORCE++", eq. 5 to 7: the return of token t is the discounted sum of the rewards from t on,
+Source: Hu et al. 2025, "REINFORCE++": the return of token t is the discounted sum of the rewards from t on,
 each token's KL term among them; advantages are the returns of the whole batch, normalised.
 """
 

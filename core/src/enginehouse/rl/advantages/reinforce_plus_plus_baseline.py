@@ -1,7 +1,7 @@
 """REINFORCE++ with a baseline: a reward against its group's mean, in deviations of all tokens of the step.
 
-Source: Hu et al. 2025, "REINFORCE++", eq. 8 to 9. The group gives the mean alone: its deviation, which is noisy and is
-0 where all rewards are equal, is not divided by, but that of the whole batch.
+Source: Hu et al. 2025, "REINFORCE++", its form with a baseline. The group gives the mean alone: what is divided by is
+not its deviation, which is noisy and is 0 where all rewards are equal, but that of the whole batch.
 """
 
 from __future__ import annotations

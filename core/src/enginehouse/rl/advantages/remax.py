@@ -1,6 +1,6 @@
 """ReMax: a sample is credited with its rewards minus the reward of the greedy response to its prompt.
 
-Source: Li et al. 2023, "ReMax", eq. 5: A_t = sum of the rewards from t on, minus the baseline. The column `baseline` is
+Source: Li et al. 2023, "ReMax": A_t = sum of the rewards from t on, minus the baseline. The column `baseline` is
 somebody's to fill: core has no greedy responses among its samples.
 """
 

@@ -1,6 +1,6 @@
 """CISPO: a policy gradient whose ratio is clipped as a weight, so that no token's gradient is lost.
 
-Source: MiniMax 2025, "MiniMax-M1", eq. 4 to 5: -sg[clip(ratio, 1 - low, 1 + high)] * A * log p. There the lower bound
+Source: MiniMax 2025, "MiniMax-M1": -sg[clip(ratio, 1 - low, 1 + high)] * A * log p. There the lower bound
 is left out, as it is here by default.
 """
 

@@ -1,6 +1,6 @@
 """GSPO: the clipped policy loss with one ratio for a whole sequence, as the reward is one for a whole sequence.
 
-Source: Zheng et al. 2025, "Group Sequence Policy Optimization", eq. 5 to 7, in the token form of eq. 13 to 14: with
+Source: Zheng et al. 2025, "Group Sequence Policy Optimization", in its form by token (GSPO-token): with
 s = (p(response) / p_old(response))^(1 / length), the ratio of token t is sg[s] * p(t) / sg[p(t)], whose value is s, and
 whose gradient is s times that of the token's logprob.
 """

@@ -1,6 +1,6 @@
 """The policy gradient itself, without a ratio: exact for one update by samples of the policy as it is.
 
-Source: REINFORCE (Williams 1992); Sutton & Barto 2018, eq. 13.11. With the advantage `gpg` it is GPG (Chu et al. 2025).
+Source: REINFORCE (Williams 1992). With the advantage `gpg` it is GPG (Chu et al. 2025).
 """
 
 from __future__ import annotations

@@ -1,0 +1,147 @@
+"""The page of algorithms, docs/algorithms.md: every advantage and loss, and who was compared with whom.
+
+`make algorithms` writes it from the records, the functions' own docstrings, and the cases of verl's and TRL's code in
+`core/rl/oracles/cases.json`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from enginehouse.config.arguments import KL_ARGUMENTS, Argument, arguments_of
+from enginehouse.config.schema import KLEstimator
+from enginehouse.plugin import Function, load_plugins, resolve
+from enginehouse.rl.losses.aggregate import AGGREGATIONS
+from enginehouse.rl.losses.policy import SHARED
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "algorithms.md"
+CASES = ROOT / "tests" / "core" / "rl" / "oracles" / "cases.json"
+HEAD = """\
+# Advantages and losses
+
+`make algorithms` wrote this page. An algorithm is an advantage and a loss, `algorithm.advantage.name` and
+`algorithm.loss.name`, with their `arguments`: GRPO is `grpo` with `clipped_policy`, GSPO is `grpo` with `gspo`, Dr.
+GRPO is `grpo` with `scale: false` and the aggregation `sequence_mean_token_sum_scaled`, GPG is `gpg` with
+`policy_gradient`, on-policy distillation is `distillation` with `policy_gradient`. One of your own:
+[losses.md](losses.md).
+"""
+MEANS = {
+    "token_mean": ("token-mean", "dapo"),
+    "sequence_mean_token_mean": ("seq-mean-token-mean", "grpo"),
+    "sequence_mean_token_sum": ("seq-mean-token-sum", ""),
+    "sequence_mean_token_sum_scaled": ("seq-mean-token-sum-norm", "dr_grpo"),
+}
+"""Ours, and what verl (`loss_agg_mode`) and TRL (`loss_type`) call it."""
+ELSEWHERE = {
+    "process_rewards": "`core/rl/test_advantages.py`: the paper's sum, and `grpo` where there are no steps",
+    "supervised": "`core/rl/test_losses.py`: torch's cross entropy",
+    "weighted_logprob": "`core/rl/test_losses.py`: the gradient of `clipped_policy`, by its weights",
+}
+"""Where neither verl nor TRL has one."""
+APART = """
+Where ours and theirs differ, on purpose:
+
+- A group of one sample is credited with nothing; verl credits it with its reward as it is.
+- Equal rewards give exactly 0, whatever they are. A rounded mean leaves a tiny number, which the division by an as tiny
+  deviation makes large: verl's `grpo` credits eleven equal rewards of 0.7, in float32, with 0.1.
+- `gdpo` is normalised over samples, as in the paper and in TRL; verl's over tokens. So it was compared on responses of
+  one token.
+- `gpg` counts the samples of groups with a gradient, as the paper does; verl those whose reward is not 0.
+- `grpo` adds 1e-6 to the deviation, as verl does; TRL 1e-4.
+- verl bounds log ratios at 20 before it takes their exponential, and `k3` at 10; ours bounds neither.
+- The upper bound of `cispo` is `1 + clip_high`, as verl's; TRL's is `epsilon_high` itself, and it has no lower one.
+- Tokens that do not count have an advantage and a return of 0; verl's `gae` leaves numbers there.
+- The entropy bonus of TRL is a mean over tokens whatever the loss's own mean is; ours is a part of each token's loss.
+"""
+
+
+def page() -> str:
+    """The page's text."""
+    written = json.loads(CASES.read_text(encoding="utf-8"))
+    lines = [HEAD, "## Advantages\n", *_advantages(), "\n## Losses\n", *_losses(), "\n## Means\n"]
+    lines += ["`aggregation` of a loss:\n", "| here | verl's `loss_agg_mode` | TRL's `loss_type` |", "|---|---|---|"]
+    lines += [_row(f"`{ours}`", *(f"`{name}`" if name else "" for name in MEANS[ours])) for ours in AGGREGATIONS]
+    lines += ["\n## Who was compared with whom\n", *_compared(written)]
+    return "\n".join(lines) + "\n"
+
+
+def _advantages() -> Iterator[str]:
+    yield from ("| name | what it is | columns | arguments |", "|---|---|---|---|")
+    for record in _records("advantage"):
+        yield _row(f"`{record.name}`", record.summary, _names(record.needs), _words(arguments_of(_of(record), 1)))
+
+
+def _losses() -> Iterator[str]:
+    records = list(_records("loss"))
+    yield from ("| name | what it is | arguments |", "|---|---|---|")
+    for record in records:
+        arguments = arguments_of(_of(record), 1)
+        policy = SHARED.keys() <= {argument.name for argument in arguments}
+        own = [argument for argument in arguments if not policy or argument.name not in SHARED]
+        default = inspect.signature(_of(record)).parameters["aggregation"].default if policy else None
+        also = f"those of all policy losses, `aggregation` by default `{default}`" if policy else ""
+        yield _row(f"`{record.name}`", record.summary, "; ".join(filter(None, [_words(own), also])))
+    shared = [one for one in arguments_of(_of(records[0]), 1) if one.name in SHARED and one.name not in KL_ARGUMENTS]
+    yield "\nAll policy losses take, besides the KL term (`algorithm.kl`):\n"
+    yield from ("| argument | type | what it is |", "|---|---|---|")
+    for one in shared:
+        yield _row(f"`{one.name}`", one.type, one.description)
+    yield f"\nThe KL term's estimators are {_names(get_args(KLEstimator))}."
+
+
+def _compared(written: Mapping[str, Any]) -> Iterator[str]:
+    packages = " and ".join(f"{name} {version}" for name, version in written["packages"].items())
+    yield (
+        f"`tests/core/rl/oracles/make.py` ran the code of {packages} on rows of several turns, and wrote down\n"
+        "what came of it; `tests/core/rl/test_oracles.py` compares ours, and for losses and the KL term the\n"
+        "gradient by each logprob (of `clipped_value` by each value). All agree to 1e-6. `remax` has no name in a\n"
+        "config: nothing fills its column `baseline`, the reward of a greedy response.\n"
+    )
+    found: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for case in written["cases"]:
+        arguments = found[f"{case['kind']} `{case['name']}`", f"`{case['theirs']}`"]
+        for name, value in case["arguments"].items():
+            arguments[name].append(str(value))
+    yield from ("| ours | theirs | with |", "|---|---|---|")
+    for (ours, theirs), arguments in sorted(found.items()):
+        yield _row(
+            ours, theirs, "; ".join(f"`{name}` {', '.join(dict.fromkeys(arguments[name]))}" for name in arguments)
+        )
+    for name, where in ELSEWHERE.items():
+        yield _row(f"`{name}`", "nobody's", where)
+    yield APART.rstrip("\n")
+
+
+def _records(kind: str) -> Iterator[Any]:
+    """Core's own records of a kind, by name."""
+    provided = (one.record for one in load_plugins(enabled=[]).providers() if one.plugin.internal)
+    return iter(sorted((record for record in provided if record.kind == kind), key=lambda record: record.name))
+
+
+def _of(record: Function) -> Any:
+    return resolve(record.function)
+
+
+def _words(arguments: list[Argument]) -> str:
+    return "; ".join(
+        f"`{one.name}` ({one.type}; default {one.default}): {one.description.rstrip('.')}" for one in arguments
+    )
+
+
+def _names(names: tuple[str, ...]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(re.sub(r"(?<!\\)\|", r"\\|", cell) for cell in cells) + " |"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
