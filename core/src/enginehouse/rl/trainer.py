@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.config.plan import REWARD_GETS
-from enginehouse.config.rows import check_reward_columns, columns_of, named
+from enginehouse.config.rows import check_rewards, columns_of, named
 from enginehouse.controller import Balanced
 from enginehouse.controller.launchers.event_loop import event_loop
 from enginehouse.data.prompts import PromptDataset, PromptSampler
@@ -30,7 +30,7 @@ from enginehouse.rl.minibatches import assign_minibatches
 from enginehouse.rl.mismatch import MismatchWarnings, measuring, mismatch
 from enginehouse.rl.placement import place
 from enginehouse.rl.player import FleetPolicy, Kind, player_of
-from enginehouse.rl.rewards.pool import RewardPool
+from enginehouse.rl.rewards.weighted import WeightedRewards, with_rewards
 from enginehouse.rl.roles import with_defaults
 from enginehouse.rl.samples import sample_metrics, sample_rows
 from enginehouse.rl.schedule import Schedule
@@ -58,7 +58,7 @@ class Trainer(Loop):
     """Trains the actor of a plan by reinforcement learning. Arguments as of `Loop`."""
 
     config: Config
-    rewards: RewardPool
+    rewards: WeightedRewards
     environments: EnvironmentWorkers
 
     def __init__(self, plan: Plan, run: RunDirectory, progress: Progress):
@@ -85,7 +85,7 @@ class Trainer(Loop):
     def workers(self) -> Iterator[None]:
         with ExitStack() as stack:
             if not self.config.environment.processes:
-                self.rewards = stack.enter_context(closing(RewardPool.of(self.plan)))
+                self.rewards = stack.enter_context(closing(WeightedRewards(self.plan)))
             self.roles = stack.enter_context(place(self.plan, self.probe))
             self.event_loop = stack.enter_context(event_loop())
             if self.config.environment.processes:
@@ -181,7 +181,7 @@ class Trainer(Loop):
             for _ in self.progress.counted(drawn, "samples", groups * samples, int):
                 pass
         with self.clock.phase("reward"):
-            return rows_of(self.feed.take())
+            return with_rewards(rows_of(self.feed.take()), self.plan.rewards)
 
     def begin_next(self, step: int) -> None:
         """While a step's update runs, begin the next one as far as its requests, which go out once the new weights are
@@ -350,7 +350,7 @@ class Trainer(Loop):
 
     def _dataset(self, path: str | list[str]) -> PromptDataset:
         """Read prompts. All rows are looked at here, before anything starts; the plan may have looked at fewer."""
-        config, data, (name, paths) = self.config, self.config.data, named(path)
+        data, (name, paths) = self.config.data, named(path)
         dataset = PromptDataset.load(
             paths,
             self.tokenizer,
@@ -361,7 +361,7 @@ class Trainer(Loop):
             self.progress.counted,
         )
         columns = columns_of(dataset.shapes(), name, data.prompt, dataset.where)
-        check_reward_columns(resolve(self.plan.reward), config, columns, REWARD_GETS)
+        check_rewards(self.plan.rewards, columns, REWARD_GETS)
         if dataset.dropped:
             self.dropped[name] = dataset.dropped
             limit = self.plan.prompt_limit.option
