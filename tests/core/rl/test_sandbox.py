@@ -29,7 +29,8 @@ HOSTILE = {
     "prints without end": "while True: print('x' * 1000)",
     "sleeps": "time.sleep(60)",
     "loops": "while True: pass",
-    "loops in threads": "[threading.Thread(target=lambda: [0 for _ in iter(int, 1)]).start() for _ in range(8)]; threading.Event().wait()",
+    "loops in threads": "for _ in range(8): threading.Thread(target=sum, args=(iter(int, 1),)).start()\n"
+    "threading.Event().wait()",
     "starts threads without end": "while True: threading.Thread(target=time.sleep, args=(60,)).start()",
     "connects to a host": "socket.create_connection(('127.0.0.1', {port}))",
     "connects to a socket of this host": "socket.socket(socket.AF_UNIX).connect('/dev/log')",
