@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -51,6 +52,30 @@ def test_a_run_with_an_environment_worker_is_that_of_the_controller_alone(train:
     for step in (1, 4):
         inline, apart = ((run.directory / f"samples/step-{step:06d}.jsonl").read_text() for run in runs)
         assert apart == inline
+
+
+def test_several_rewards_are_weighed_alike_wherever_they_are_scored(train: Start):
+    several = (
+        "train.steps=2",
+        "train.samples_every=1",
+        "reward.function=null",
+        "reward.functions.varied={function: 'rewards:varied', weight: 2, normalize: group}",
+        "reward.functions.size={function: length, arguments: {target: 3}, clip: [-0.5, 0]}",
+        "reward.functions.same={function: length, arguments: {target: 3}, normalize: batch}",
+    )
+    runs = train(*several, "cluster.launcher=inline"), train(*several, "environment.processes=1")
+    for run in runs:
+        ended = run.finish()
+        assert (ended.code, ended.err) == (0, "")
+    alone, worker = (
+        [{name: value for name, value in line.items() if not name.startswith(OF_TIME)} for line in run.metrics]
+        for run in runs
+    )
+    assert worker == alone
+    assert {"reward/varied", "reward/size", "reward/same"} < set(alone[0])
+    for run in runs:
+        sample = json.loads((run.directory / "samples/step-000002.jsonl").read_text().splitlines()[0])
+        assert sample["reward/size"] == sample["reward/same"] <= 0
 
 
 def test_samples_of_older_weights_come_from_workers_too(train: Start):

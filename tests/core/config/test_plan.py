@@ -57,7 +57,7 @@ def test_a_plan_fills_in_what_depends_on_something_else(make: Callable[..., Plan
     planned = make("algorithm.epochs=2", "algorithm.minibatches=3")
     assert planned.roles["actor"].options["total_steps"] == 10 * 2 * 3
     assert planned.roles["rollout"].transport == "inproc"
-    assert planned.reward == "scoring:right"
+    assert [(one.name, one.function) for one in planned.rewards] == [("", "scoring:right")]
     assert planned.advantage == "enginehouse.rl.advantages.grpo:grpo"
     assert planned.run_directory == project.root / "runs/one"
     assert planned.python_path == (str(project.root),)
@@ -347,7 +347,44 @@ def test_a_built_in_reward_that_could_not_score_is_refused(
 
 
 def test_a_reward_gets_what_it_takes(make: Callable[..., Plan]):
-    assert make("reward.function=scoring:bare").reward == "scoring:bare"  # neither finish_reason nor the answer
+    (reward,) = make("reward.function=scoring:bare").rewards  # neither finish_reason nor the answer
+    assert reward.function == "scoring:bare"
+
+
+SEVERAL = (
+    "reward.function=null",
+    "reward.functions={right: {function: 'scoring:right'}, form: {function: format, arguments: {pattern: x}}}",
+)
+
+
+def test_several_rewards_are_planned_in_the_order_of_the_config(make: Callable[..., Plan]):
+    planned = make(*SEVERAL, "reward.functions.form.weight=0.2", "reward.functions.form.clip=[-1, 1]")
+    right, form = planned.rewards
+    assert (right.name, right.function, right.given.weight) == ("right", "scoring:right", 1.0)
+    assert (form.name, form.arguments, form.given.weight) == ("form", {"pattern": "x"}, 0.2)
+    assert [form.clipped(score) for score in (-3.0, 0.5, 3.0)] == [-1.0, 0.5, 1.0]
+    assert "1 x scoring:right (right) + 0.2 x format (form), in 1 process each" in planned.render()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["reward.functions.form.function=formt"], ["reward.functions.form.function: ", "did you mean 'format'?"]),
+        (["reward.functions.form.arguments={}"], ["reward.functions.form.function: format needs 'pattern'"]),
+        (["reward.functions.form.arguments.pattern='('"], ["reward.functions.form.function: the pattern '('"]),
+        (["reward.functions.form.arguments.match=most"], ["reward.functions.form.arguments.match: expected one of"]),
+        (["reward.functions.mean={function: format, arguments: {pattern: x}}"], ["reward.functions.mean: a metric"]),
+        (["reward.functions.form.arguments.api_key=x"], ["reward.functions.form.arguments.api_key holds a secret"]),
+        (
+            ["reward.functions.form.arguments={}", "reward.functions.right.function='scoring:rigth'"],
+            ["2 problems", "reward.functions.form.function: ", "reward.functions.right.function: module 'scoring'"],
+        ),
+    ],
+)
+def test_each_of_several_rewards_is_checked(make: Callable[..., Plan], overrides: list[str], said: list[str]):
+    with pytest.raises(UserError) as caught:
+        make(*SEVERAL, *overrides)
+    assert [part for part in said if part not in str(caught.value)] == []
 
 
 def test_k1_in_the_loss_is_refused_with_the_reason_and_k1_in_the_reward_is_not(make: Callable[..., Plan]):
@@ -774,7 +811,7 @@ def test_the_value_of_an_enum_becomes_its_member_and_stays_a_value_in_the_config
     assert planned.loss_arguments == {"kind": kind.SOFT, "place": place.RIGHT}
     assert type(planned.loss_arguments["kind"]) is kind  # equal to its value, and no less a member
     assert planned.advantage_arguments == {"kind": kind.HARD, "places": (place.LEFT, place.RIGHT)}
-    assert planned.reward_arguments == {"place": place.LEFT}
+    assert planned.rewards[0].arguments == {"place": place.LEFT}
     assert planned.config.algorithm.loss.arguments == {"kind": "soft", "place": 2}
     said = refusal(make, "algorithm.loss={name: 'enumerated:lost', arguments: {kind: sof}}")
     assert "kind: expected one of 'soft' or 'hard', got the string 'sof'; did you mean 'soft'?" in said
@@ -911,7 +948,7 @@ def test_plans_of_several_projects_in_one_process_find_each_its_own_modules(
     (other / "scoring.py").write_text("def theirs(prompt, response, **columns): return 0.0")
     extend_path([str(other)])
     extend_path([str(project.root)])
-    assert make().reward == "scoring:right"
+    assert make().rewards[0].function == "scoring:right"
     assert sys.path.index(str(project.root)) == sys.path.index(str(other)) - 1
 
 

@@ -52,7 +52,7 @@ BAD_ROWS = {
     "a value nested deeply": ('{"prompt": "a", "answer": ' + "[" * 90_000 + "]" * 90_000 + "}", "nested more than 64"),
     "no prompt": ('{"answer": "2"}', "row 9 (line 10) has no column 'prompt'"),
     "no answer": ('{"prompt": "1+1="}', "needs 'answer', which is not among prompt, messages, response, "
-                  "finish_reason, the columns of train.jsonl, row 9 (line 10)"),
+                  "response_tokens, finish_reason, the columns of train.jsonl, row 9 (line 10)"),
     "a column that the run gives": ('{"prompt": "1+1=", "answer": "2", "response": ""}',
                                     "train.jsonl, row 9 (line 10): a reward gets 'response' from the run"),
     "a prompt of another type": ('{"prompt": 7, "answer": "2"}', "row 9 (line 10): the prompt is 7 (int)"),

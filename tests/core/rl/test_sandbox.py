@@ -29,7 +29,8 @@ HOSTILE = {
     "prints without end": "while True: print('x' * 1000)",
     "sleeps": "time.sleep(60)",
     "loops": "while True: pass",
-    "loops in threads": "[threading.Thread(target=lambda: [0 for _ in iter(int, 1)]).start() for _ in range(8)]",
+    "loops in threads": "for _ in range(8): threading.Thread(target=sum, args=(iter(int, 1),)).start()\n"
+    "threading.Event().wait()",
     "starts threads without end": "while True: threading.Thread(target=time.sleep, args=(60,)).start()",
     "connects to a host": "socket.create_connection(('127.0.0.1', {port}))",
     "connects to a socket of this host": "socket.socket(socket.AF_UNIX).connect('/dev/log')",
@@ -179,6 +180,18 @@ ASSERTS = [
 )  # fmt: skip
 def test_asserts_are_passed_by_values_and_by_no_way_of_leaving_before_them(program, expected):
     assert code(fenced(program), asserts_column="tests", tests=ASSERTS, seconds=1.0) == expected
+
+
+def test_values_that_equal_a_literal_pass_for_it_though_they_are_of_another_type():
+    program = """
+import collections, decimal, fractions
+Pair = collections.namedtuple("Pair", "a b")
+values = [collections.Counter("aab"), {1: 2}.keys(), Pair(1, (2,)), decimal.Decimal(3), fractions.Fraction(1, 4), set()]
+"""
+    wanted = ["{'a': 2, 'b': 1}", "{1}", "(1, (2,))", "3", "0.25", "set()"]
+    tests = [f"assert values[{number}] == {literal}" for number, literal in enumerate(wanted)]
+    assert code(fenced(program), asserts_column="tests", tests=tests) == 1.0
+    assert code(fenced(program), asserts_column="tests", tests=[f"{tests[-1]} | {{1}}", "assert values[4] == 0"]) == 0.0
 
 
 def test_a_function_that_checks_is_a_test():

@@ -25,10 +25,14 @@ def described_options(model: type[BaseModel], prefix: str = "") -> list[Option]:
 
 
 def _options(model: type[BaseModel], prefix: str) -> Iterator[Option]:
-    from enginehouse.config.load import section_type
+    from enginehouse.config.load import named_section_type, section_type
 
     for name, field in model.model_fields.items():
         section = section_type(field.annotation)
+        if named := named_section_type(field.annotation):
+            yield Option(prefix + name, "sections by name", "unset", field.description or "")
+            yield from _options(named, f"{prefix}{name}.NAME.")
+            continue
         if section is None:
             yield Option(prefix + name, _type(field), _default(field), field.description or "")
             continue

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -303,13 +303,20 @@ def keys(schema: type[BaseModel], above: Key = ()) -> Iterator[Key]:
         inner = section_type(described.annotation)
         if inner:
             yield from keys(inner, (*above, name))
+        elif named := named_section_type(described.annotation):
+            yield from keys(named, (*above, name, "NAME"))
         else:
             yield (*above, name)
 
 
 def _section(schema: type[BaseModel], key: Key) -> type[BaseModel]:
-    for part in key:
-        inner = section_type(schema.model_fields[part].annotation)
+    parts = iter(key)
+    for part in parts:
+        annotation = schema.model_fields[part].annotation
+        inner = section_type(annotation)
+        if inner is None:
+            inner = named_section_type(annotation)
+            next(parts, None)
         assert inner is not None, f"{part} of {schema.__name__} is not a section"
         schema = inner
     return schema
@@ -320,6 +327,11 @@ def section_type(annotation: Any) -> type[BaseModel] | None:
     inner = [one for one in get_args(annotation) if one is not type(None)]
     kind = inner[0] if len(inner) == 1 else annotation
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def named_section_type(annotation: Any) -> type[BaseModel] | None:
+    """The config class of sections that the user names (`dict[str, Section]`); None for anything else."""
+    return section_type(get_args(annotation)[1]) if get_origin(annotation) is dict else None
 
 
 def _field_description(schema: type[BaseModel], key: Key) -> str:

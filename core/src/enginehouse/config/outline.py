@@ -201,9 +201,13 @@ def _environment(config: Config) -> str:
 def _reward(config: Config) -> str:
     reward = config.reward
     failing = "ends the run" if reward.on_error == "fail" else "counts as 0"
+    functions = [
+        one.function if not name else f"{one.weight:g} x {one.function} ({name})"
+        for name, one in reward.named().items()
+    ]
+    where = f"in {_count(reward.processes, 'process')}{' each' if len(functions) > 1 else ''}"
     return (
-        f"{reward.function}, in {_count(reward.processes, 'process')}; one that raises or takes more than "
-        f"{reward.timeout_seconds:g} s {failing}"
+        f"{' + '.join(functions)}, {where}; one that raises or takes more than {reward.timeout_seconds:g} s {failing}"
     )
 
 

@@ -51,6 +51,7 @@ from enginehouse.config.functions import extend_path, find_function
 from enginehouse.config.outline import Facts, outline_preferences, outline_rl, outline_sft
 from enginehouse.config.paths import check_run_directory, has_chat_template, read_model
 from enginehouse.config.resume import check_resume
+from enginehouse.config.rewards import RewardPlan, is_reserved, key_of
 from enginehouse.config.roles import RolePlan, beside, own_processes
 from enginehouse.config.rows import (
     check_reward,
@@ -79,7 +80,7 @@ from enginehouse.plugin import (
 
 if TYPE_CHECKING:
     from enginehouse.config.rows import Columns
-    from enginehouse.config.schema import Beside, Engine
+    from enginehouse.config.schema import Beside, Engine, NamedReward
     from enginehouse.data.preference_files import PreferenceColumns
     from enginehouse.data.rendering import TokenLimit
     from enginehouse.plugin import Backend, PluginManager
@@ -89,10 +90,10 @@ REWARD_GETS = ("prompt", "messages", "response", "response_tokens", "finish_reas
 """What a reward may take by name, besides the data set's columns; `reward.arguments` it has to take."""
 SAMPLE_COLUMNS = (
     *("input_ids", "loss_mask", "rollout_logprobs", "reward", "group", "response_tokens"),
-    *("first_version", "weight_version", "finish_reason", "reward_figures", "reward_failure"),
+    *("rewards", "first_version", "weight_version", "finish_reason", "reward_figures", "reward_failure"),
 )
 """What an advantage may need of the samples, besides `old_logprobs` and `reference_logprobs` where those are computed;
-see `enginehouse.rl.episodes.batch_of`."""
+see `enginehouse.rl.episodes.batch_of`; `rewards` is of `enginehouse.rl.rewards.weighted.with_rewards`."""
 OF_ROLES = ("values", "token_rewards")
 """What it may need besides: a critic's values, and rewards of single tokens, as of a KL term, else 0."""
 IMPORTANCE_CAP, STALE_IMPORTANCE_CAP = "importance_cap", 2.0
@@ -141,12 +142,10 @@ class RunPlan:
 class Plan(RunPlan):
     """A reinforcement-learning run, checked. Its roles are `"actor"`, `"rollout"`, for an advantage that needs values
     `"critic"`, where a model of its own is the reference `"reference"`, where one scores samples `"reward_model"`, and
-    where an engine of its own answers
-    validation prompts `"evaluation"`.
+    where an engine of its own answers validation prompts `"evaluation"`.
 
     Attributes:
-        reward: `"module:function"`.
-        reward_arguments: as the reward takes them: the member of an `Enum`, where the config has its value.
+        rewards: what the samples are scored by.
         advantage: `"module:function"`.
         advantage_arguments: as the advantage takes them.
         advantage_needs: the columns that it is given; None: all but texts.
@@ -160,8 +159,7 @@ class Plan(RunPlan):
     """
 
     config: Config
-    reward: str
-    reward_arguments: dict[str, Any]
+    rewards: tuple[RewardPlan, ...]
     advantage: str
     advantage_arguments: dict[str, Any]
     advantage_needs: tuple[str, ...] | None
@@ -288,7 +286,7 @@ def plan(
     rows = look_at_prompts(findings, config, limit, bool(model))
     if config.train.validate_every and not config.data.validation_files():
         findings.refuse("train.validate_every is set, but there is no file to validate on (data.validation)")
-    reward, reward_arguments = setting.reward(config, rows.columns)
+    rewards = tuple(setting.reward(name, one, rows.columns) for name, one in config.reward.named().items())
     advantage, advantage_arguments = setting.function(
         Advantage, algorithm.advantage.name, "algorithm.advantage", algorithm.advantage.arguments
     )
@@ -322,8 +320,7 @@ def plan(
     return Plan(
         config=config,
         roles=roles,
-        reward=reward,
-        reward_arguments=reward_arguments,
+        rewards=rewards,
         advantage=advantage,
         advantage_arguments=advantage_arguments,
         advantage_needs=needs,
@@ -708,24 +705,21 @@ class _Setting:
             )
         return Path(run.directory).absolute()
 
-    def reward(self, config: Config, columns: Sequence[Columns] | None) -> tuple[str, dict[str, Any]]:
-        """Check the reward against what it will be called with; `columns` is None where a file is unknown.
-
-        Returns:
-            `"module:function"`, and the arguments of the config as it takes them.
-        """
-        arguments = config.reward.arguments
-        check_secrets(self.findings, "reward.arguments", arguments)
+    def reward(self, name: str, given: NamedReward, columns: Sequence[Columns] | None) -> RewardPlan:
+        """Check a reward against what it will be called with; `columns` is None where a file is unknown."""
+        key, arguments, reference = key_of(name), given.arguments, ""
+        if is_reserved(name):
+            self.findings.refuse(f"{key}: a metric of the run's own is called {name!r}; name the reward differently")
+        check_secrets(self.findings, f"{key}.arguments", arguments)
         with self.findings.collecting():
             reference, function = find_function(
-                self.plugins, Reward, config.reward.function, "reward.function", self.python_path, always=True
+                self.plugins, Reward, given.function, f"{key}.function", self.python_path, always=True
             )
-            check_reward_columns(function, config, columns or (), REWARD_GETS)
+            check_reward_columns(function, key, arguments, columns or (), REWARD_GETS)
             if function is not None:
-                arguments = self.values(function, config.reward.function, "reward.arguments", arguments)
-                check_reward(function, "reward.function", arguments, columns)
-            return reference, arguments
-        return "", {}
+                arguments = self.values(function, given.function, f"{key}.arguments", arguments)
+                check_reward(function, f"{key}.function", arguments, columns)
+        return RewardPlan(name, reference, arguments, given)
 
     def function(
         self,

@@ -21,10 +21,11 @@ from enginehouse.data.rendering import (
     load_tokenizer,
 )
 from enginehouse.errors import ConfigError, nearest
-from enginehouse.plugin.records import keywords
+from enginehouse.plugin.records import keywords, resolve
 
 if TYPE_CHECKING:
     from enginehouse.config.findings import Findings
+    from enginehouse.config.rewards import RewardPlan
     from enginehouse.config.schema import AnyConfig, Config, PreferenceConfig, SFTConfig
 
 READ_SECONDS = 5.0
@@ -200,19 +201,24 @@ def columns_of(shapes: Sequence[Shape], name: str, prompt: str, where: Callable[
 
 
 def check_reward_columns(
-    function: Callable[..., Any] | None, config: Config, columns: Sequence[Columns], gets: Sequence[str]
+    function: Callable[..., Any] | None,
+    key: str,
+    arguments: Mapping[str, Any],
+    columns: Sequence[Columns],
+    gets: Sequence[str],
 ) -> None:
     """Check that a reward can be called with the columns of each row.
 
     Args:
         function: the reward; None: only names are checked.
+        key: its section of the config.
+        arguments: what that gives it.
         columns: of all rows.
         gets: what a reward gets besides.
 
     Raises:
         ConfigError: naming the rows, and the first column that is missing, too many, or taken by something else.
     """
-    arguments = config.reward.arguments
     taken = None if function is None else keywords(function)
     for one in columns:
         for name in gets:
@@ -225,13 +231,19 @@ def check_reward_columns(
         given = [*gets, *one.names]
         if clash := [name for name in arguments if name in given]:
             raise ConfigError(
-                f"reward.arguments: a reward already gets {', '.join(map(repr, clash))}, from the run or as a column "
+                f"{key}.arguments: a reward already gets {', '.join(map(repr, clash))}, from the run or as a column "
                 f"of {one.where}; name the argument differently"
             )
         if function is not None and columns:
-            said = f"{', '.join(gets)}, the columns of {one.where} and reward.arguments (docs/rewards.md)"
+            said = f"{', '.join(gets)}, the columns of {one.where} and {key}.arguments (docs/rewards.md)"
             passed = [name for name in given if taken is None or name in taken]
-            check_call(function, "reward.function", [*passed, *arguments], said, values=arguments)
+            check_call(function, f"{key}.function", [*passed, *arguments], said, values=arguments)
+
+
+def check_rewards(rewards: Sequence[RewardPlan], columns: Sequence[Columns], gets: Sequence[str]) -> None:
+    """`check_reward_columns` of each reward of a run."""
+    for one in rewards:
+        check_reward_columns(resolve(one.function), one.key, one.arguments, columns, gets)
 
 
 def check_reward(

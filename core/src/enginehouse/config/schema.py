@@ -7,9 +7,10 @@ and model is in `enginehouse.config.plan`.
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from enginehouse.engines.model import NO_FLOAT16
 
@@ -250,13 +251,41 @@ class Reference(Beside):
     )
 
 
+_REWARD_ARGUMENTS: Any = Field(
+    default_factory=dict,
+    description="Given to it by name, besides the data's columns; ${NAME} stands for an environment variable",
+)
+
+
+class NamedReward(Section):
+    """One of several rewards."""
+
+    function: str = Field(description="A registered name, or module:function")
+    arguments: dict[str, Any] = _REWARD_ARGUMENTS
+    weight: float = Field(default=1.0, allow_inf_nan=False, description="Its scores are multiplied by it, then added")
+    clip: tuple[float, float] | None = Field(default=None, description="Least and largest score; beyond, these count")
+    normalize: Literal["none", "group", "batch"] = Field(
+        default="none",
+        description="Take the mean off a score and divide it by the deviation, of its group or of the step",
+    )
+
+    @field_validator("clip")
+    @classmethod
+    def _in_order(cls, clip: tuple[float, float] | None) -> tuple[float, float] | None:
+        if clip is not None and not clip[0] < clip[1]:
+            raise ValueError("the least score comes first, and is less than the largest")
+        return clip
+
+
 class Reward(Section):
     """The reward of a response, computed in a pool of processes."""
 
-    function: str = Field(description="A registered name, or module:function")
-    arguments: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Given to it by name, besides the data's columns; ${NAME} stands for an environment variable",
+    function: str | None = Field(
+        default=None, description="A registered name, or module:function; unset where there are several"
+    )
+    arguments: dict[str, Any] = _REWARD_ARGUMENTS
+    functions: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][\w-]*$")], NamedReward] = Field(
+        default_factory=dict, description="Several by name, in place of function; each in processes of its own"
     )
     processes: int = Field(default=1, gt=0, description="How many processes score responses")
     timeout_seconds: float = Field(
@@ -276,6 +305,20 @@ class Reward(Section):
         description="Share of a step's or validation's responses that may be without a score; more end the run, "
         "whatever on_error says",
     )
+
+    @model_validator(mode="after")
+    def _one_or_several(self) -> Reward:
+        if self.function is not None and self.functions:
+            raise ValueError("one function is wanted, or several under functions")
+        if self.functions and self.arguments:
+            raise ValueError("each of the functions has arguments of its own")
+        return self
+
+    def named(self) -> Mapping[str, NamedReward]:
+        """The rewards by name; the only one by none. Where a reward model scores alone there is no other."""
+        if self.function is None:
+            return self.functions
+        return {"": NamedReward(function=self.function, arguments=self.arguments)}
 
 
 class Advantage(Section):
@@ -438,7 +481,7 @@ class Config(Section):
 
     model: Model
     data: Data
-    reward: Reward
+    reward: Reward = Field(default_factory=Reward)
     actor: Actor = Field(default_factory=Actor)
     rollout: Rollout = Field(default_factory=Rollout)
     environment: Environment = Field(default_factory=Environment)
@@ -452,6 +495,14 @@ class Config(Section):
     cluster: Cluster = Field(default_factory=Cluster)
     plugins: Plugins = Field(default_factory=Plugins)
     run: Run = Field(default_factory=Run)
+
+    @field_validator("reward_model")
+    @classmethod
+    def _something_scores(cls, model: RewardModel, info: ValidationInfo) -> RewardModel:
+        reward = info.data.get("reward")
+        if reward is not None and not reward.named() and not model.path:
+            raise ValueError("reward.function is wanted, several under reward.functions, or a reward_model.path")
+        return model
 
 
 class SFTData(Section):

@@ -31,7 +31,7 @@ from enginehouse.rl.columns import Requests
 from enginehouse.rl.episodes import NOTES, Played, batch_of
 from enginehouse.rl.placement import start_seconds
 from enginehouse.rl.player import FleetPolicy, Kind, failed_metrics, in_words, player_of
-from enginehouse.rl.rewards.pool import RewardPool
+from enginehouse.rl.rewards.weighted import WeightedRewards
 from enginehouse.rl.samples import as_bytes
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class EnvironmentWorker(Worker):
     def __init__(self, plan: Plan, kinds: Mapping[str, Kind]):
         model = plan.config.model
         self._tokenizer = load_tokenizer(model.path, model.trust_remote_code)
-        self._rewards = RewardPool.of(plan)
+        self._rewards = WeightedRewards(plan)
         self._plan = plan
         self._begin(kinds, plan.config.cluster.call_timeout_seconds)
 
@@ -541,7 +541,8 @@ def environment_workers(plan: Plan, kinds: Mapping[str, Kind]) -> Iterator[Envir
     cluster = plan.config.cluster
     processes = plan.config.environment.processes
     kinds = {name: replace(kind, tasks=math.ceil(kind.tasks / processes)) for name, kind in kinds.items()}
-    plan = replace(plan, reward_arguments=from_environment(plan.reward_arguments))  # nodes may lack the variables
+    rewards = tuple(replace(one, arguments=from_environment(one.arguments)) for one in plan.rewards)
+    plan = replace(plan, rewards=rewards)  # nodes may lack the variables
     pool = ResourcePool([processes], timeout=start_seconds(cluster), name="environment")
     try:
         group = WorkerGroup(

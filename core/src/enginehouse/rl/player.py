@@ -38,7 +38,6 @@ from enginehouse.rl.environments.single_turn import SingleTurn
 from enginehouse.rl.episodes import Played
 from enginehouse.rl.rewards import program
 from enginehouse.rl.rewards.batch import RewardError
-from enginehouse.rl.rewards.scorer import Scorer
 from enginehouse.rl.router import PoisonousRows
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ if TYPE_CHECKING:
     from enginehouse.config.schema import OnFailure
     from enginehouse.engines.environment import Environment, Policy, Task
     from enginehouse.engines.rollout import Completion, GenerateResult, SamplingParams
-    from enginehouse.rl.rewards.pool import RewardPool
+    from enginehouse.rl.rewards.weighted import WeightedRewards
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +55,7 @@ REASONS = ("error", "time", "replica")
 
 T = TypeVar("T")
 Scores = Callable[[Sequence[Mapping[str, Any]]], Awaitable[Sequence[Score]]]
-"""Scores rows, as `Scorer` does."""
+"""Scores rows, as `WeightedRewards.scorer` does."""
 
 
 class EpisodeFailed(EnginehouseError):
@@ -409,7 +408,7 @@ async def _settled(
 def player_of(
     plan: Plan,
     policy_of: Callable[[Task], Policy],
-    rewards: RewardPool,
+    rewards: WeightedRewards,
     kind: Kind,
 ) -> Player:
     """What plays tasks as a plan says.
@@ -421,7 +420,7 @@ def player_of(
         kind: what they are played for.
     """
     rollout, samples = plan.config.rollout, kind.sampling.n
-    scorer = Scorer(rewards, kind.tasks * samples)
+    scorer = rewards.scorer(kind.tasks * samples)
     keep = partial(resolve(plan.keep), **plan.keep_arguments) if kind.filtered and plan.keep else None
     return Player(SingleTurn(), policy_of, scorer, samples, rollout.on_failure, rollout.episode_seconds, keep)
 

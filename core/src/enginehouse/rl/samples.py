@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from enginehouse.config.rewards import is_reserved
 from enginehouse.data import Batch, Ragged
 from enginehouse.errors import ConfigError
 
@@ -18,14 +19,6 @@ if TYPE_CHECKING:
     from enginehouse.controller import DistributedBatch
     from enginehouse.engines.environment import Score
 
-
-RESERVED = (
-    *("mean", "std", "max", "min", "groups_all_equal", "failures", "model"),
-    *("reward_stderr", "tokens_mean", "truncated", "dropped"),
-)
-"""Names under `reward/` or `validation/` that are the run's own, so that no figure of a reward may have them."""
-RESERVED_BEGINNINGS = ("mean@", "pass@")
-"""What names under `validation/` that are the run's own begin with."""
 WRITTEN = ("prompt", "response", "reward", "finish_reason", "response_tokens", "reward_figures", "reward_failure")
 """Columns of which something is written."""
 ROWS_READ_AT_ONCE = 64
@@ -81,7 +74,7 @@ def check_figures(scores: Sequence[Score], function: str) -> None:
         ConfigError: a figure has a name of the run's own, or one with a "/" in it.
     """
     for name in dict.fromkeys(name for score in scores for name in score.figures):
-        if name in RESERVED or name.startswith(RESERVED_BEGINNINGS):
+        if is_reserved(name):
             raise ConfigError(
                 f"reward.function: {function} returns a figure {name!r}, which is what a metric of the run's "
                 "own is called, in reward/ or validation/: name it differently"

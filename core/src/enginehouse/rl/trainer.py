@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from enginehouse.config.plan import REWARD_GETS
-from enginehouse.config.rows import check_reward_columns, columns_of, named
+from enginehouse.config.rows import check_rewards, columns_of, named
 from enginehouse.controller import Balanced
 from enginehouse.controller.launchers.event_loop import event_loop
 from enginehouse.data import Ragged
@@ -33,7 +33,8 @@ from enginehouse.rl.minibatches import assign_minibatches
 from enginehouse.rl.mismatch import MismatchWarnings, measuring, mismatch
 from enginehouse.rl.placement import place
 from enginehouse.rl.player import FleetPolicy, Kind, player_of
-from enginehouse.rl.rewards.pool import RewardError, RewardPool
+from enginehouse.rl.rewards.pool import RewardError
+from enginehouse.rl.rewards.weighted import WeightedRewards, with_rewards
 from enginehouse.rl.roles import with_defaults
 from enginehouse.rl.samples import sample_metrics, sample_rows
 from enginehouse.rl.schedule import Schedule
@@ -62,7 +63,7 @@ class Trainer(Loop):
     """Trains the actor of a plan by reinforcement learning. Arguments as of `Loop`."""
 
     config: Config
-    rewards: RewardPool
+    rewards: WeightedRewards
     environments: EnvironmentWorkers
 
     def __init__(self, plan: Plan, run: RunDirectory, progress: Progress):
@@ -91,7 +92,7 @@ class Trainer(Loop):
     def workers(self) -> Iterator[None]:
         with ExitStack() as stack:
             if not self.config.environment.processes:
-                self.rewards = stack.enter_context(closing(RewardPool.of(self.plan)))
+                self.rewards = stack.enter_context(closing(WeightedRewards(self.plan)))
             self.roles = stack.enter_context(place(self.plan, self.probe))
             self.event_loop = stack.enter_context(event_loop())
             if self.config.environment.processes:
@@ -182,7 +183,7 @@ class Trainer(Loop):
             for _ in self.progress.counted(drawn, "samples", groups * samples, int):
                 pass
         with self.clock.phase("reward"):
-            return self.with_model_scores(rows_of(self.feed.take()))
+            return self.with_model_scores(with_rewards(rows_of(self.feed.take()), self.plan.rewards))
 
     def begin_next(self, step: int) -> None:
         """While a step's update runs, begin the next one as far as its requests, which go out once the new weights are
@@ -197,8 +198,8 @@ class Trainer(Loop):
         return (self.steps - step + 1) * self.config.train.prompts_per_step
 
     def with_model_scores(self, samples: DistributedBatch) -> DistributedBatch:
-        """Add the reward model's score, if there is one, to `reward`, and to the figures as `model`; a row without a
-        token of the policy's keeps its reward.
+        """Add the reward model's score, if there is one, to `reward`, to `rewards` as the last, and to the figures as
+        `model`; a row without a token of the policy's keeps its reward.
 
         Raises:
             RewardError: a score is not finite.
@@ -214,8 +215,11 @@ class Trainer(Loop):
             {**figures, "model": score} if there else figures
             for figures, score, there in zip(samples["reward_figures"], scores.tolist(), drawn.tolist(), strict=True)
         ]
-        reward = samples["reward"] + self.config.reward_model.weight * scores * drawn
-        return samples.with_columns(reward=reward, reward_figures=figures)
+        scores = scores * drawn
+        found = {"reward": samples["reward"] + self.config.reward_model.weight * scores, "reward_figures": figures}
+        if "rewards" in samples:
+            found["rewards"] = torch.cat([samples["rewards"], scores[:, None]], 1)
+        return samples.with_columns(**found)
 
     def begin_values(self, samples: DistributedBatch) -> Future | None:
         """Have the critic, if there is one, estimate `values`, a batch that is to be: of a counted token the value of
@@ -396,7 +400,7 @@ class Trainer(Loop):
 
     def _dataset(self, path: str | list[str]) -> PromptDataset:
         """Read prompts. All rows are looked at here, before anything starts; the plan may have looked at fewer."""
-        config, data, (name, paths) = self.config, self.config.data, named(path)
+        data, (name, paths) = self.config.data, named(path)
         dataset = PromptDataset.load(
             paths,
             self.tokenizer,
@@ -407,7 +411,7 @@ class Trainer(Loop):
             self.progress.counted,
         )
         columns = columns_of(dataset.shapes(), name, data.prompt, dataset.where)
-        check_reward_columns(resolve(self.plan.reward), config, columns, REWARD_GETS)
+        check_rewards(self.plan.rewards, columns, REWARD_GETS)
         if dataset.dropped:
             self.dropped[name] = dataset.dropped
             limit = self.plan.prompt_limit.option

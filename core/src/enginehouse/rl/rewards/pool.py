@@ -50,6 +50,7 @@ from enginehouse.rl.rewards.program import (
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import Plan
+    from enginehouse.config.rewards import RewardPlan
 
 __all__ = ["RewardError", "RewardPool", "ScoringBatch"]
 
@@ -83,6 +84,7 @@ class RewardPool:
         function: `"module:function"`. It gets, by name, what it takes of a row's values, and `arguments`; what it may
             return is said in docs/rewards.md.
         arguments: further keyword arguments of every call.
+        name: the reward's in messages, if it is one of several.
         processes: number of processes.
         timeout_seconds: longest time for one row, or one call of a batched reward; its process is ended then.
         concurrency: rows that a process of an `async` reward has at work at once.
@@ -98,6 +100,7 @@ class RewardPool:
         function: str,
         arguments: Mapping[str, Any] | None = None,
         *,
+        name: str = "",
         processes: int = 1,
         timeout_seconds: float = 30.0,
         concurrency: int = 32,
@@ -107,7 +110,7 @@ class RewardPool:
         record: Path | None = None,
     ):
         self.function = function
-        self._named = f"role reward, method {function}, node {os.uname().nodename}"
+        self._named = f"role reward{name and ' '}{name}, method {function}, node {os.uname().nodename}"
         self._policy = FailurePolicy(self._named, timeout_seconds, on_error, max_failures)
         self._concurrency = concurrency
         self._record = record
@@ -131,19 +134,20 @@ class RewardPool:
         self._thread.start()
 
     @classmethod
-    def of(cls, plan: Plan) -> RewardPool:
-        """The pool a plan asks for."""
+    def of(cls, plan: Plan, of: RewardPlan) -> RewardPool:
+        """The pool a plan asks for, of one of its rewards."""
         reward = plan.config.reward
         return cls(
-            plan.reward,
-            from_environment(plan.reward_arguments),
+            of.function,
+            from_environment(of.arguments),
+            name=of.name,
             processes=reward.processes,
             timeout_seconds=reward.timeout_seconds,
             concurrency=reward.concurrency,
             on_error=reward.on_error,
             max_failures=reward.max_failures,
             python_path=plan.python_path,
-            record=plan.run_directory / "reward_error.txt",
+            record=plan.run_directory / f"reward_error{of.name and '.'}{of.name}.txt",
         )
 
     def batch(self, expected_rows: int) -> ScoringBatch:

@@ -42,6 +42,7 @@ START_SECONDS = 20.0
 STALE_SECONDS = 300.0
 """A directory that nobody holds is deleted when it is older than this: whoever made it was killed."""
 PREFIX = "enginehouse-sandbox-"
+_deleted_stale = -STALE_SECONDS
 
 Isolation = Literal["required", "best"]
 
@@ -278,7 +279,11 @@ def refusal(missing: Sequence[str]) -> str:
 
 
 def _delete_stale() -> None:
-    """Delete the directories of sandboxes whose owner was killed: nobody holds their lock."""
+    """Delete now and then the directories of sandboxes whose owner was killed: nobody holds their lock."""
+    global _deleted_stale
+    if time.monotonic() - _deleted_stale < STALE_SECONDS:
+        return
+    _deleted_stale = time.monotonic()
     for directory in Path(tempfile.gettempdir()).glob(PREFIX + "*"):
         with suppress(OSError):
             if time.time() - directory.stat().st_mtime < STALE_SECONDS:

@@ -21,7 +21,8 @@ import signal
 import struct
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import suppress
 from typing import Any
 
 FILES, SYSTEM_CALLS = "files", "system calls"
@@ -262,17 +263,20 @@ def _serve(line: Any, names: dict[str, Any]) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A value as one that Python's literals can say, if it equals such: a `Counter` is a dict."""
+    """A value as one that Python's literals can say, if it equals such: a `Counter` is a dict, a `Fraction` a float."""
     if isinstance(value, dict):
         return {plain(key): plain(one) for key, one in value.items()}
-    for kind in (list, tuple, set, frozenset):
+    for kind, made in ((list, list), (tuple, tuple), (Set, set)):
         if isinstance(value, kind):
-            made = [plain(one) for one in value]
-            return made if kind is list else tuple(made) if kind is tuple else set(made)
+            return made(plain(one) for one in value)
     simple: Any
     for simple in (bool, int, float, complex, str, bytes):
         if isinstance(value, simple):
             return simple(value)
+    for number in (int, float):
+        with suppress(Exception):
+            if (converted := number(value)) == value:
+                return converted
     return value
 
 

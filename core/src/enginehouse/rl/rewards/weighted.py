@@ -1,0 +1,103 @@
+"""Several rewards of a run, each in a pool of its own; what is trained on is their weighted sum."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from enginehouse.rl.advantages.groups import group_statistics
+from enginehouse.rl.rewards.pool import RewardPool
+from enginehouse.rl.rewards.program import Score
+from enginehouse.rl.rewards.scorer import Scorer
+
+if TYPE_CHECKING:
+    from enginehouse.config.plan import Plan
+    from enginehouse.config.rewards import RewardPlan
+    from enginehouse.controller import DistributedBatch
+
+EPSILON = 1e-6
+"""Added to a deviation that is divided by."""
+
+Scoring = Callable[[Sequence[Mapping[str, Any]]], Awaitable[Sequence[Score]]]
+
+
+class WeightedRewards:
+    """The pools of a plan's rewards.
+
+    Args:
+        plan: of the run.
+    """
+
+    def __init__(self, plan: Plan):
+        self._rewards = plan.rewards
+        with ExitStack() as stack:
+            self._pools = [stack.enter_context(closing(RewardPool.of(plan, one))) for one in plan.rewards]
+            self._open = stack.pop_all()
+
+    def scorer(self, rows: int) -> Scoring:
+        """What scores rows as they come, on one event loop; `rows` as of `Scorer`."""
+        scorers = [Scorer(pool, rows) for pool in self._pools]
+        if len(scorers) == 1 and not self._rewards[0].name:
+            return scorers[0]
+
+        async def score(values: Sequence[Mapping[str, Any]]) -> Sequence[Score]:
+            scoring = [asyncio.ensure_future(scorer(values)) for scorer in scorers]
+            try:
+                by_reward = await asyncio.gather(*scoring)
+            finally:
+                for one in scoring:
+                    one.cancel()
+            if not by_reward:  # a reward model scores alone, later
+                return [Score(0.0, {}, "")] * len(values)
+            return [self._sum(scores) for scores in zip(*by_reward, strict=True)]
+
+        return score
+
+    def close(self) -> None:
+        """End the pools."""
+        self._open.close()
+
+    def _sum(self, scores: Sequence[Score]) -> Score:
+        """A row's score of its scores. One without a score counts 0, if the run goes on."""
+        figures: dict[str, float] = {}
+        failures = []
+        for one, score in zip(self._rewards, scores, strict=True):
+            figures[one.name] = score.reward
+            figures |= {f"{one.name}.{name}": value for name, value in score.figures.items()}
+            failures += [f"{one.name} {score.failure}"] if score.failure else []
+        reward = sum(
+            one.given.weight * one.clipped(score.reward) for one, score in zip(self._rewards, scores, strict=True)
+        )
+        return Score(reward, figures, "; ".join(failures))
+
+
+def with_rewards(samples: DistributedBatch, rewards: Sequence[RewardPlan]) -> DistributedBatch:
+    """Add `rewards` float32 `(rows, k)`, each clipped, in the order of the config; and where one is to be normalised
+    over its group or the batch, make `reward` anew of them.
+
+    Args:
+        samples: all of a step, their groups whole, as of `rows_of`.
+        rewards: of the run.
+    """
+    if not rewards:
+        return samples.with_columns(rewards=torch.empty(len(samples), 0))
+    if not rewards[0].name:
+        return samples.with_columns(rewards=samples["reward"].unsqueeze(1))
+    figures = samples["reward_figures"]
+    clipped = [[one.clipped(of_row.get(one.name, 0.0)) for one in rewards] for of_row in figures]
+    each = torch.tensor(clipped, dtype=torch.float64).view(len(samples), len(rewards))
+    samples = samples.with_columns(rewards=each.float())
+    if all(one.given.normalize == "none" for one in rewards):
+        return samples
+    groups = {"group": samples["group"], "batch": torch.zeros(len(samples), dtype=torch.int64)}
+    total = torch.zeros(len(samples), dtype=torch.float64)
+    for one, values in zip(rewards, each.unbind(1), strict=True):
+        if one.given.normalize != "none":
+            _, distances, deviations = group_statistics(values, groups[one.given.normalize])
+            values = distances / (deviations + EPSILON)
+        total += one.given.weight * values
+    return samples.with_columns(reward=total.float())
