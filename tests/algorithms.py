@@ -43,6 +43,7 @@ ELSEWHERE = {
     "process_rewards": "`core/rl/test_advantages.py`: the paper's sum, and `grpo` where there are no steps",
     "supervised": "`core/rl/test_losses.py`: torch's cross entropy",
     "weighted_logprob": "`core/rl/test_losses.py`: the gradient of `clipped_policy`, by its weights",
+    "weighted_value": "`core/rl/test_losses.py`: `weighted_logprob`, of values",
 }
 """Where neither verl nor TRL has one."""
 APART = """

@@ -859,14 +859,11 @@ def test_arguments_left_from_another_loss_are_taken_away_as_the_message_says(mak
     assert make(*other, "algorithm.loss.arguments={}").loss_arguments == {}
 
 
-@pytest.mark.parametrize(
-    ("name", "column"), [("gae", "values"), ("gdpo", "rewards"), ("distillation", "reference_logprobs")]
-)
-def test_an_advantage_is_refused_where_nobody_fills_a_column_it_needs(
-    make: Callable[..., Plan], name: str, column: str
-):
-    said = refusal(make, f"algorithm.advantage.name={name}")
-    assert f"the advantage {name!r} needs the column {column!r}" in said
+def test_an_advantage_that_reads_a_teachers_logprobs_makes_a_reference(make: Callable[..., Plan]):
+    planned = make("algorithm.advantage.name=distillation")
+    assert planned.uses_reference
+    assert planned.roles["reference"].shares == "actor"
+    assert dict(planned.facts)["reference"] == "model, in the actor's processes; for the distillation advantages"
 
 
 def test_a_file_named_like_a_module_that_is_not_the_users_never_stands_in_for_it(

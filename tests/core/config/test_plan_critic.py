@@ -131,3 +131,13 @@ def test_a_reward_model_that_cannot_be_is_refused(
     with pytest.raises(UserError) as caught:
         make(*overrides)
     assert said in str(caught.value)
+
+
+def test_a_reward_model_may_score_alone(make: Callable[..., Plan], project: Project):
+    project.make_model("judge")
+    del project.config["reward"]
+    planned = make("reward_model.path=judge")
+    assert planned.rewards == ()
+    assert "reward" not in dict(planned.facts)
+    with pytest.raises(UserError, match=r"reward\.function is wanted, several under reward\.functions, or reward_model"):
+        make()

@@ -28,7 +28,7 @@ def test_core_declares_these_and_no_others():
         ],
         "loss": [
             *("cispo", "clipped_policy", "gspo", "policy_gradient", "sapo"),
-            *("clipped_value", "supervised", "weighted_logprob"),
+            *("clipped_value", "supervised", "weighted_logprob", "weighted_value"),
         ],
         "reward": ["code", "exact_match", "format", "length", "math", "numeric"],
         "filter": ["mixed_rewards"],

@@ -34,6 +34,7 @@ def outline_rl(
     roles: Mapping[str, RolePlan],
     apart: str,
     transport_reason: str,
+    uses_reference: bool,
 ) -> Facts:
     """A reinforcement-learning run.
 
@@ -43,18 +44,19 @@ def outline_rl(
         roles: by name.
         apart: why the rollout does not live in the actor's processes; empty where it does.
         transport_reason: why the rollout has the weight transport it has.
+        uses_reference: whether something compares with a reference.
     """
     return [
         ("model", _model(config.model, model)),
         ("actor", f"{_count(config.actor.processes, 'process')} of {_engine(config.actor.engine)}"),
         ("rollout", _rollout(config, apart)),
         *([("evaluation", _evaluation(config, roles["evaluation"]))] if "evaluation" in roles else []),
-        ("reference", _reference(config, roles.get("reference"))),
+        ("reference", _reference(config, roles.get("reference"), uses_reference)),
         *([("critic", _critic(config, roles["critic"]))] if "critic" in roles else []),
         *([("reward model", _reward_model(config, roles["reward_model"]))] if "reward_model" in roles else []),
         ("runtimes", _runtimes(roles)),
         ("weights", _weights(roles["rollout"], transport_reason)),
-        ("reward", _reward(config)),
+        *([("reward", _reward(config))] if config.reward.named() else []),
         *([("environment", _environment(config))] if config.environment.processes else []),
         ("algorithm", f"{config.algorithm.advantage.name} advantages, {config.algorithm.loss.name} loss"),
         ("data", _prompts(config, rows)),
@@ -156,11 +158,13 @@ def _evaluation(config: Config, evaluation: RolePlan) -> str:
     )
 
 
-def _reference(config: Config, reference: RolePlan | None) -> str:
+def _reference(config: Config, reference: RolePlan | None, used: bool) -> str:
     kl = config.algorithm.kl
-    if not kl.coefficient:
+    if not used:
         return "none (algorithm.kl.coefficient is 0)"
     what = _reference_model(config, reference)
+    if not kl.coefficient:
+        return f"{what}; for the {config.algorithm.advantage.name} advantages"
     return f"{what}; {kl.coefficient:g} times the {kl.estimator} divergence in the {kl.place}"
 
 

@@ -149,6 +149,8 @@ class Plan(RunPlan):
         advantage: `"module:function"`.
         advantage_arguments: as the advantage takes them.
         advantage_needs: the columns that it is given; None: all but texts.
+        uses_reference: whether a KL term or the advantage compares with a reference: the role of that name, else the
+            actor without its adapters.
         keep: `"module:function"` of the filter of groups; None: all are trained on.
         keep_arguments: as it takes them.
         old_logprobs: whose logprobs the ratio divides by, `"rollout"` or `"actor"`.
@@ -163,17 +165,13 @@ class Plan(RunPlan):
     advantage: str
     advantage_arguments: dict[str, Any]
     advantage_needs: tuple[str, ...] | None
+    uses_reference: bool
     keep: str | None
     keep_arguments: dict[str, Any]
     old_logprobs: Literal["rollout", "actor"]
     loss_arguments: dict[str, Any]
     critic_loss_arguments: dict[str, Any]
     prompt_limit: TokenLimit
-
-    @property
-    def uses_reference(self) -> bool:
-        """Whether a KL term compares with a reference: the role of that name, else the actor without its adapters."""
-        return _uses_reference(self.config)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,6 +228,7 @@ def plan(
     setting = _Setting(config, plugins, config_path, resume, overrides)
     findings, algorithm = setting.findings, config.algorithm
     needs = _needs_of(setting.plugins, config)
+    uses_reference = algorithm.kl.coefficient > 0 or "reference_logprobs" in (needs or ())
     alone = config.critic.warmup_steps if "values" in (needs or ()) else 0
     each = algorithm.epochs * algorithm.minibatches
     critic_steps, optimizer_steps = config.train.steps * each, max(config.train.steps - alone, 1) * each
@@ -250,7 +249,7 @@ def plan(
     actor = setting.trained_role(config, actor_options, actor_runs_in)
     placed = {"actor": _Placed(train, actor)}
     setting.critic(config, placed, needs, critic_steps)
-    setting.reference(config, placed, optimizer_steps)
+    setting.reference(config, placed, optimizer_steps, uses_reference)
     setting.reward_model(config, placed, optimizer_steps)
     roles = {name: one.role for name, one in placed.items()}
     roles["rollout"] = RolePlan(
@@ -286,6 +285,8 @@ def plan(
     rows = look_at_prompts(findings, config, limit, bool(model))
     if config.train.validate_every and not config.data.validation_files():
         findings.refuse("train.validate_every is set, but there is no file to validate on (data.validation)")
+    if not config.reward.named() and not config.reward_model.path:
+        findings.refuse("reward.function is wanted, several under reward.functions, or reward_model.path")
     rewards = tuple(setting.reward(name, one, rows.columns) for name, one in config.reward.named().items())
     advantage, advantage_arguments = setting.function(
         Advantage, algorithm.advantage.name, "algorithm.advantage", algorithm.advantage.arguments
@@ -305,7 +306,7 @@ def plan(
         else ("", {})
     )
     _check_old_logprobs(findings, setting.plugins, config, old_logprobs)
-    _check_needs(findings, config, needs, old_logprobs)
+    _check_needs(findings, config, needs, old_logprobs, uses_reference)
     _check_kl(findings, config)
     directory = setting.run_directory(
         {
@@ -324,6 +325,7 @@ def plan(
         advantage=advantage,
         advantage_arguments=advantage_arguments,
         advantage_needs=needs,
+        uses_reference=uses_reference,
         keep=keep,
         keep_arguments=keep_arguments,
         old_logprobs=old_logprobs,
@@ -331,7 +333,7 @@ def plan(
         critic_loss_arguments=critic_loss_arguments,
         prompt_limit=limit,
         **setting.common(
-            outline_rl(config, model, rows, roles, apart, reason),
+            outline_rl(config, model, rows, roles, apart, reason, uses_reference),
             directory,
             (*(one.backend for one in placed.values()), rollout, evaluator),
         ),
@@ -394,7 +396,7 @@ def plan_preferences(
     check_targets(findings, actor_options, config.model.path)
     placed = {"actor": _Placed(train, actor)}
     if isinstance(config, DPOConfig):
-        setting.reference(config, placed, config.train.steps)
+        setting.reference(config, placed, config.train.steps, True)
         setting.check_models(config, placed, model)
         check_dpo(findings, config)
     else:
@@ -538,16 +540,19 @@ class _Setting:
             )
         self.place("critic", critic, config, placed, optimizer_steps, trained=True, head="value")
 
-    def reference(self, config: Config | DPOConfig, placed: dict[str, _Placed], optimizer_steps: int) -> None:
-        """Place the reference model of DPO or a KL term, unless there is none, or it is the actor's own base.
+    def reference(
+        self, config: Config | DPOConfig, placed: dict[str, _Placed], optimizer_steps: int, used: bool
+    ) -> None:
+        """Place the reference model of DPO, a KL term or an advantage, unless it is the actor's own base.
 
         Args:
             placed: the roles of training engines so far; it is added.
             optimizer_steps: of the actor, in the run.
+            used: whether one is compared with.
         """
         reference, (train, actor) = config.reference, placed["actor"]
         given = {name for name, value in reference if value}
-        if isinstance(config, Config) and not _uses_reference(config):
+        if not used:
             for name in sorted(given):
                 self.findings.note(
                     f"reference.{name} is set, but algorithm.kl.coefficient is 0: no reference model runs"
@@ -770,18 +775,16 @@ def _needs_of(plugins: PluginManager, config: Config) -> tuple[str, ...] | None:
     return next((record.needs for record in records if isinstance(record, Advantage)), None)
 
 
-def _check_needs(findings: Findings, config: Config, needs: Sequence[str] | None, old_logprobs: str) -> None:
+def _check_needs(
+    findings: Findings, config: Config, needs: Sequence[str] | None, old_logprobs: str, uses_reference: bool
+) -> None:
     """Refuse a column that the samples will not have."""
     there = [*SAMPLE_COLUMNS, *OF_ROLES]
-    there += ["old_logprobs"] * (old_logprobs == "actor") + ["reference_logprobs"] * _uses_reference(config)
+    there += ["old_logprobs"] * (old_logprobs == "actor") + ["reference_logprobs"] * uses_reference
     for column in needs or ():
         if column not in there:
             name = config.algorithm.advantage.name
             findings.refuse(f"the advantage {name!r} needs the column {column!r}: {nearest(column, there)}")
-
-
-def _uses_reference(config: Config) -> bool:
-    return config.algorithm.kl.coefficient > 0
 
 
 def _read_model_of(role: str, path: str, model: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -496,14 +496,6 @@ class Config(Section):
     plugins: Plugins = Field(default_factory=Plugins)
     run: Run = Field(default_factory=Run)
 
-    @field_validator("reward_model")
-    @classmethod
-    def _something_scores(cls, model: RewardModel, info: ValidationInfo) -> RewardModel:
-        reward = info.data.get("reward")
-        if reward is not None and not reward.named() and not model.path:
-            raise ValueError("reward.function is wanted, several under reward.functions, or a reward_model.path")
-        return model
-
 
 class SFTData(Section):
     """Demonstrations, as JSONL or Parquet files."""

@@ -248,7 +248,8 @@ class Trainer(Loop):
         return batch.drop(["old_entropy"]), {"entropy": entropy.value}
 
     def with_reference(self, batch: DistributedBatch) -> tuple[DistributedBatch, dict[str, float]]:
-        """Add `reference_logprobs`, if there is a KL term, and take the term from the rewards if that is its place.
+        """Add `reference_logprobs`, if something compares with a reference, and take the KL term, if there is one, from
+        the rewards if that is its place.
 
         Returns:
             The batch; and `kl`, the mean of the term's tokens, where the loss does not measure it.
@@ -257,7 +258,7 @@ class Trainer(Loop):
         if not self.plan.uses_reference:
             return batch, {}
         batch = batch.joined(self.roles.score_by_reference(batch.select(["input_ids", "loss_mask"]), self._outputs()))
-        if kl.place == "loss":
+        if kl.place == "loss" or not kl.coefficient:
             return batch, {}
         by_token = "token_rewards" in (self.plan.advantage_needs or ())
         batch, mean = with_kl_in_reward(batch, kl.coefficient, kl.estimator, by_token)
@@ -303,7 +304,7 @@ class Trainer(Loop):
         """The configured loss, with the KL term if that is its place."""
         algorithm = self.config.algorithm
         arguments = dict(self.plan.loss_arguments)
-        if self.plan.uses_reference and algorithm.kl.place == "loss":
+        if algorithm.kl.coefficient and algorithm.kl.place == "loss":
             arguments |= {"kl_coefficient": algorithm.kl.coefficient, "kl_estimator": algorithm.kl.estimator}
         outputs = self._outputs(entropy=bool(arguments.get("entropy_coefficient")))
         return LossSpec(algorithm.loss.name, arguments, outputs)
