@@ -23,7 +23,7 @@ def test_core_declares_these_and_no_others():
         "transport": ["inproc", "shared_memory", "collective", "point_to_point"],
         "dispatch_mode": ["one_to_all", "all_to_all", "rank_zero", "dp"],
         "advantage": ["grpo", "rloo"],
-        "loss": ["clipped_policy", "supervised", "weighted_logprob"],
+        "loss": ["clipped_policy", "supervised", "weighted_logprob", "weighted_value"],
         "reward": ["exact_match"],
         "filter": ["mixed_rewards"],
     }

@@ -20,8 +20,8 @@ from enginehouse.rl.placement import place
 from enginehouse.rl.preferences.bradley_terry import bradley_terry
 from enginehouse.rl.preferences.dpo import dpo
 from enginehouse.rl.preferences.kto import kto
-from enginehouse.rl.preferences.slopes import Judgement, row_sums, with_weights
-from enginehouse.rl.sequence_scores import SCORE, with_end
+from enginehouse.rl.preferences.slopes import Judgement, with_weights
+from enginehouse.rl.sequence_scores import SCORE, row_sums, with_end
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import PreferencePlan
