@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ import yaml
 from click.testing import CliRunner
 
 from enginehouse.cli.main import main
+from enginehouse.errors import EnginehouseError
+from enginehouse.rl.preferences.loop import PreferenceTrainer
 from enginehouse_testing.models import tiny_model
 
 LETTERS = "abcdefghijklmn"
@@ -108,6 +112,38 @@ def test_a_resumed_run_is_the_one_that_was_not_interrupted(house: Path, command:
     assert figures(resumed) == figures(straight)
     models = [(house / "runs" / name / "model" / "model.safetensors").read_bytes() for name in ("straight", "resumed")]
     assert models[0] == models[1]
+
+
+def test_a_run_that_fails_in_a_validation_logs_the_loss_and_goes_on(house: Path, monkeypatch: pytest.MonkeyPatch):
+    def fails(self: PreferenceTrainer, held_out: object) -> dict[str, float]:
+        raise EnginehouseError("no validation today")
+
+    straight = run("dpo", "straight", "train.steps=6")
+    with monkeypatch.context() as patched:
+        patched.setattr(PreferenceTrainer, "validate", fails)
+        done = CliRunner().invoke(
+            main, ["dpo", "run.yaml", "run.directory=runs/failed", "train.steps=6", "train.validate_every=4"]
+        )
+        assert done.exit_code == 1, done.output
+    resumed = run("dpo", "failed", "train.steps=6", "--resume")
+    assert [row["loss"] for row in resumed] == [row["loss"] for row in straight]
+    assert resumed[-1]["validation/loss"] == straight[-1]["validation/loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [("dpo", ("cluster.launcher=ray", "actor.processes=2", "reference.processes=1")),
+     ("rm", ("cluster.launcher=ray", "actor.processes=2", "actor.engine.backend=fsdp"))],
+)  # fmt: skip
+def test_pairs_that_are_split_over_ranks_are_trained_alike(house: Path, command: str, options: tuple[str, ...]):
+    alone = run(command, "alone", "train.steps=4", "train.rows_per_step=5")
+    arguments = ["run.yaml", "run.directory=runs/split", "train.steps=4", "train.rows_per_step=5", *options]
+    subprocess.run([sys.executable, "-m", "enginehouse.cli.main", command, *arguments], check=True, timeout=200)
+    lines = Path("runs/split/metrics.jsonl").read_text().splitlines()
+    for one, other in zip(alone, map(json.loads, lines), strict=True):
+        same = ("loss", "margin", "rewards/chosen", "grad_norm")
+        assert [other[name] for name in same] == pytest.approx([one[name] for name in same], rel=1e-3, abs=1e-5)
 
 
 def test_margins_of_the_data_are_taken_off(house: Path):

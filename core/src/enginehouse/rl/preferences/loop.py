@@ -38,6 +38,7 @@ class PreferenceTrainer(Loop):
     """
 
     loss: LossSpec
+    _loss = 0.0
 
     def __init__(self, plan: PreferencePlan, run: RunDirectory, progress: Progress):
         super().__init__(plan, run, progress)
@@ -75,6 +76,7 @@ class PreferenceTrainer(Loop):
         with self.clock.phase("score"):
             rows, found = self.judge(items)
         figures = means([found])
+        self._loss = figures["loss"]
         with self.clock.phase("update"):
             tokens = {"tokens": float(rows["input_ids"].tokens)}
             metrics = self.update(step, with_weights(rows, found.slopes), self.loss, lambda: {**tokens, **figures})
@@ -82,7 +84,10 @@ class PreferenceTrainer(Loop):
         if self.held_out is not None and (step == self.steps or (every and step % every == 0)):
             with self.clock.phase("validation"):
                 metrics |= {f"validation/{name}": value for name, value in self.validate(self.held_out).items()}
-        return {**metrics, "loss": figures["loss"]}  # the update's is the linear one
+        return metrics
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        super()._log(step, {**metrics, "loss": self._loss})  # the update's is the linear one
 
     def validate(self, held_out: PreferenceDataset) -> dict[str, float]:
         """The figures of all held-out items, as of now."""
