@@ -33,6 +33,10 @@ class Project:
         self.make_model("model")
         self.write_rows("train.jsonl", [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(40)])
         self.write_rows("demonstrations.jsonl", [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(40)])
+        pairs = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": str(n)} for n in range(40)]
+        self.write_rows("pairs.jsonl", pairs)
+        rated = [{"prompt": f"{n}+1=", "completion": str(n + 1 - n % 2), "label": n % 2 == 0} for n in range(40)]
+        self.write_rows("rated.jsonl", rated)
         (root / "scoring.py").write_text(REWARD)
         self.config: dict[str, Any] = {
             "model": {"path": "model"},
@@ -49,6 +53,14 @@ class Project:
             "train": {"steps": 5, "rows_per_step": 8},
             "cluster": {"device": "cpu"},
             "run": {"directory": "runs/warm"},
+        }
+
+        self.preference_config: dict[str, Any] = {
+            "model": {"path": "model"},
+            "data": {"train": "pairs.jsonl", "max_tokens": 32},
+            "train": {"steps": 5, "rows_per_step": 8},
+            "cluster": {"device": "cpu", "launcher": "inline"},
+            "run": {"directory": "runs/preferred"},
         }
 
     def make_model(self, name: str, **config: Any) -> Path:
@@ -73,6 +85,11 @@ class Project:
     def save_sft(self, name: str = "sft.yaml") -> Path:
         path = self.root / name
         path.write_text(yaml.safe_dump(self.sft_config))
+        return path
+
+    def save_preferences(self, name: str = "preferences.yaml") -> Path:
+        path = self.root / name
+        path.write_text(yaml.safe_dump(self.preference_config))
         return path
 
 

@@ -14,16 +14,16 @@ GRADIENT = {"gradients", "cut_independence", "metrics", *TRAINS}
 
 MUTANTS = [
     ("MeanOfMeans", "single", {*GRADIENT}),
-    ("Unreduced", "dp2", {*GRADIENT, "checkpoint", "export", "half_precision"}),
+    ("Unreduced", "dp2", {*GRADIENT, "checkpoint", "export", "half_precision", "value_head_files"}),
     # Clipping and AdamW itself forgive a factor: trained weights do not show it.
     ("PaddingCounted", "single", GRADIENT - TRAINS),
     ("StaleExport", "single", {"export", "value_head_files"}),
-    ("SwappedNames", "single", {"weights", "export", *GRADIENT} - {"metrics"}),
+    ("SwappedNames", "single", {"weights", "export", "value_head_files", *GRADIENT} - {"metrics"}),
     ("WrongMetadata", "single", {"weights"}),
     ("PartsElsewhere", "single", {"weights"}),
     ("UnsavedRandomState", "single", {"checkpoint"}),
     ("ScheduleBegunAnew", "single", {"checkpoint"}),
-    ("OptimizerLost", "single", {"checkpoint"}),
+    ("OptimizerLost", "single", {"checkpoint", "value_head_files"}),
     ("TemperatureIgnored", "single", {"logprobs", *GRADIENT} - {"value_head"}),
     ("OffByOne", "single", {"logprobs", "export", "half_precision"}),
     ("NotFiniteTaken", "dp2", {"skips_nonfinite"}),
@@ -31,7 +31,7 @@ MUTANTS = [
     ("DecayForgotten", "single", {"metrics", *TRAINS}),
     ("LossMisreported", "single", {"metrics"}),
     ("SmallStepsLost", "single", {"half_precision"}),
-    ("Raising", "single", {"checkpoint"}),
+    ("Raising", "single", {"checkpoint", "value_head_files"}),
 ]
 
 WHOLE = pytest.mark.parametrize(

@@ -289,6 +289,7 @@ def test_a_reward_model_of_transformers_scores_as_there_and_an_export_is_one_aga
     engine.export_hf(str(tmp_path / "again"))
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "again")
     assert again.config.num_labels == 1
+    assert not (tmp_path / "again" / "generation_config.json").exists()
     for row in range(len(batch)):
         ids = batch.row(row)["input_ids"][None, :-1]
         with torch.no_grad():

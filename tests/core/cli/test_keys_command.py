@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from enginehouse.cli.main import main
 from enginehouse.cli.options_schema import described_options
-from enginehouse.config.schema import Config, SFTConfig
+from enginehouse.config.schema import SCHEMAS, Config
 
 PAGE = Path(__file__).parents[3] / "docs" / "config.md"
 
@@ -32,13 +32,15 @@ def test_it_lists_those_of_a_part_and_of_supervised_runs():
     names = [line.split()[0] for line in said("algorithm.kl").splitlines()]
     assert names == ["key", "algorithm", *(f"algorithm.kl.{name}" for name in ("coefficient", "estimator", "place"))]
     assert "train.rows_per_step" in said("--sft", "train")
+    assert "algorithm.beta" in said("--dpo", "algorithm")
+    assert "data.margin" in said("--rm", "data")
 
 
 def test_a_part_that_is_not_there_is_answered_with_the_nearest():
     assert "no key begins with 'rollout.samplin'; did you mean 'rollout.sampling'?" in said("rollout.samplin", code=2)
 
 
-@pytest.mark.parametrize("schema", [Config, SFTConfig])
+@pytest.mark.parametrize("schema", SCHEMAS.values())
 def test_every_key_says_what_it_is_for(schema):
     assert [option.name for option in described_options(schema) if not option.description] == []
 

@@ -31,3 +31,13 @@ def with_end(batch: Batch) -> Batch:
     mask = np.zeros(longer.tokens, dtype=bool)
     mask[longer.offsets[1:].numpy() - 1] = True
     return Batch({"input_ids": longer, "loss_mask": longer.like(torch.from_numpy(mask))})
+
+
+def row_sums(column: Ragged) -> torch.Tensor:
+    """One number a row, float64 `(rows,)`: the sum of what `forward` gave, which is 0 but where `loss_mask` is true.
+
+    Args:
+        column: `values` of `with_end(batch)`, or `logprobs`; no row is empty.
+    """
+    sums = np.add.reduceat(column.values.numpy(), column.offsets.numpy()[:-1], dtype=np.float64)
+    return torch.from_numpy(sums)

@@ -119,7 +119,7 @@ class Progress:
         self.history.start(steps, done)
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take in a step's metrics; shown are reward, loss, `grad_norm`, `entropy`, tokens/s, `time/*` and failures."""
+        """Take in a step's metrics; shown are reward, loss, accuracy, gradient, entropy, speed, times and failures."""
         self.history.add(step, metrics)
         if self.mode != "lines":
             return
@@ -187,6 +187,7 @@ class Progress:
         for label, name in (
             ("reward", history.named("reward/mean")),
             ("loss", history.named("loss")),
+            ("accuracy", history.named("accuracy")),
             ("gradient", history.named("grad_norm")),
             ("entropy", history.named("entropy")),
             ("tokens/s", history.named("tokens_per_second")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,8 +57,15 @@ def next_steps(run: RunDirectory, steps: int) -> list[str]:
     if run.saved_model:
         link = run.path / "model"
         model = shown(link if link.exists() else run.saved_model)
-        hints.append(f"use the model: AutoModelForCausalLM.from_pretrained({model!r})")
+        hints.append(f"use the model: {_auto_class(run.saved_model)}.from_pretrained({model!r})")
     return hints
+
+
+def _auto_class(model: Path) -> str:
+    """What of transformers loads a model: a reward model is a classifier."""
+    config = model / "config.json"
+    (architecture, *_) = (json.loads(config.read_text()) if config.is_file() else {}).get("architectures") or [""]
+    return f"AutoModelFor{'SequenceClassification' if architecture.endswith('Classification') else 'CausalLM'}"
 
 
 def summary_panel(run: RunDirectory, history: History, status: Status) -> RenderableType:

@@ -39,7 +39,7 @@ def kto(
     rewards = beta * (policy - reference.double())
     above = rewards - beta * z0
     gains = torch.where(label, torch.sigmoid(above), torch.sigmoid(-above))
-    weights = torch.where(label, desirable_weight, undesirable_weight).double()
+    weights = torch.tensor([undesirable_weight, desirable_weight], dtype=torch.float64)[label.long()]
     metrics = {
         "accuracy": ((above > 0) == label).double(),
         "rewards/chosen": rewards[label],

@@ -20,8 +20,8 @@ from enginehouse.rl.placement import place
 from enginehouse.rl.preferences.bradley_terry import bradley_terry
 from enginehouse.rl.preferences.dpo import dpo
 from enginehouse.rl.preferences.kto import kto
-from enginehouse.rl.preferences.slopes import Judgement, row_sums, with_weights
-from enginehouse.rl.sequence_scores import SCORE, with_end
+from enginehouse.rl.preferences.slopes import Judgement, with_weights
+from enginehouse.rl.sequence_scores import SCORE, row_sums, with_end
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import PreferencePlan
@@ -38,6 +38,7 @@ class PreferenceTrainer(Loop):
     """
 
     loss: LossSpec
+    _loss = 0.0
 
     def __init__(self, plan: PreferencePlan, run: RunDirectory, progress: Progress):
         super().__init__(plan, run, progress)
@@ -75,6 +76,7 @@ class PreferenceTrainer(Loop):
         with self.clock.phase("score"):
             rows, found = self.judge(items)
         figures = means([found])
+        self._loss = figures["loss"]
         with self.clock.phase("update"):
             tokens = {"tokens": float(rows["input_ids"].tokens)}
             update = Update(with_weights(rows, found.slopes), self.loss)
@@ -83,7 +85,10 @@ class PreferenceTrainer(Loop):
         if self.held_out is not None and (step == self.steps or (every and step % every == 0)):
             with self.clock.phase("validation"):
                 metrics |= {f"validation/{name}": value for name, value in self.validate(self.held_out).items()}
-        return {**metrics, "loss": figures["loss"]}  # the update's is the linear one
+        return metrics
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        super()._log(step, {**metrics, "loss": self._loss})  # the update's is the linear one
 
     def validate(self, held_out: PreferenceDataset) -> dict[str, float]:
         """The figures of all held-out items, as of now."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from enginehouse.data import Batch, Ragged
+from enginehouse.data import Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +48,6 @@ def judgement(losses: torch.Tensor, figures: torch.Tensor, metrics: Mapping[str,
 def leaf(figures: torch.Tensor) -> torch.Tensor:
     """Figures in float64, to differentiate by."""
     return figures.detach().double().requires_grad_()
-
-
-def row_sums(column: Ragged) -> torch.Tensor:
-    """The sum of each row's values, float64 `(rows,)`; no row is empty."""
-    sums = np.add.reduceat(column.values.numpy(), column.offsets.numpy()[:-1], dtype=np.float64)
-    return torch.from_numpy(sums)
 
 
 def with_weights(batch: Batch, slopes: torch.Tensor) -> Batch:

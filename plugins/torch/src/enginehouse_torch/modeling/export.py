@@ -112,6 +112,8 @@ def write_companions(
     config.save_pretrained(directory)
     if generation is not None:
         generation.save_pretrained(directory)
+    else:
+        (directory / "generation_config.json").unlink(missing_ok=True)
     _copy_tokenizer(Path(spec.path), directory)
 
 
