@@ -41,6 +41,7 @@ HOSTILE = {
     "changes a mode outside": "os.chmod('{secret}', 0o777)",
     "reads a secret of the user's": "print(open('{secret}').read())",
     "reads its parent's environment": "print(open(f'/proc/{{os.getppid()}}/environ').read())",
+    "writes to what its parent holds open": "os.open(f'/proc/{{os.getppid()}}/fd/1', os.O_WRONLY)",
     "reads the tests": "print(open('{tests}').read())",
     "links to a file outside": "os.symlink('{secret}', 'link'), print(open('link').read())",
     "leaves a daemon": "os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0); time.sleep(60)",
