@@ -17,6 +17,7 @@ import pytest
 from enginehouse.errors import ConfigError
 from enginehouse.rl.rewards import sandbox, sandboxed
 from enginehouse.rl.rewards.builtin.code import code
+from enginehouse.rl.rewards.pool import RewardPool
 from enginehouse.rl.rewards.program import MARK
 from enginehouse.rl.rewards.sandbox import Sandbox, SandboxError
 
@@ -41,6 +42,7 @@ HOSTILE = {
     "changes a mode outside": "os.chmod('{secret}', 0o777)",
     "reads a secret of the user's": "print(open('{secret}').read())",
     "reads its parent's environment": "print(open(f'/proc/{{os.getppid()}}/environ').read())",
+    "writes to what its parent holds open": "os.open(f'/proc/{{os.getppid()}}/fd/1', os.O_WRONLY)",
     "reads the tests": "print(open('{tests}').read())",
     "links to a file outside": "os.symlink('{secret}', 'link'), print(open('link').read())",
     "leaves a daemon": "os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0); time.sleep(60)",
@@ -228,6 +230,32 @@ def test_a_program_ends_with_the_process_that_runs_it_and_its_directory_is_delet
     with Sandbox(1) as process:
         assert [*tmp_path.iterdir()] == [Path(process.directory)] != [stale]
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_program_ends_with_the_row_that_is_late(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    arguments = {**OF_PAIRS, "seconds": 60, "total_seconds": 60}
+    pool = RewardPool(f"{code.__module__}:code", arguments, timeout_seconds=3, on_error="zero", max_failures=1)
+    try:
+        rows = [{"response": fenced(program), **PAIRS} for program in (ADD, "while True: pass")]
+        right, late = pool.score(rows)
+    finally:
+        pool.close()
+    assert (right.reward, late.reward) == (1.0, 0.0)
+    assert "did not return within 3 s" in late.failure
+
+    def still_there():
+        for process in psutil.process_iter():
+            try:
+                if process.cwd().startswith(str(tmp_path)):
+                    return True
+            except psutil.Error:
+                pass
+        return False
+
+    until = time.monotonic() + 10
+    while still_there():
+        assert time.monotonic() < until
 
 
 DAEMON = "import os, time\nif not os.fork():\n  os.setsid()\n  if not os.fork():\n    time.sleep(60)\n  os._exit(0)"

@@ -138,8 +138,7 @@ class Sandbox:
     def close(self) -> None:
         """End the process and delete its files."""
         if hasattr(self, "_process"):
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.kill()
             self._process.wait()
             if sandboxed.SYSTEM_CALLS in self.missing:
                 end_marked(self._mark)  # it may have started others
@@ -178,9 +177,7 @@ class Sandbox:
             "RLIMIT_CPU": max(1, round(self._seconds + 1)),
             "RLIMIT_FSIZE": FILE_BYTES,
             "RLIMIT_NOFILE": OPEN_FILES,
-            "RLIMIT_CORE": 0,
-            "RLIMIT_MEMLOCK": 0,
-            "RLIMIT_MSGQUEUE": 0,
+            "RLIMIT_CORE": 1,  # where cores go to a program, 0 is no limit
         }
         environment = {"HOME": self.directory, "TMPDIR": self.directory, "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
         about = {"parent": os.getpid(), "limits": limits, "directory": self.directory, "environment": environment}
