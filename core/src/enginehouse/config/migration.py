@@ -37,7 +37,11 @@ def answer_key(key: str) -> str:
 
     Names of either side may be short: `rollout.n` and `n` are `actor_rollout_ref.rollout.n`.
     """
-    return next((str(row) for row in _rows() if not row.values and any(_same(key, one) for one in row.names)), "")
+    keys = [row for row in _rows() if not row.values]
+    fitting = [row for row in keys if key in row.names] or [
+        row for row in keys if any(_same(key, n) for n in row.names)
+    ]
+    return str(fitting[0]) if fitting else ""
 
 
 def answer_value(value: object) -> str:
