@@ -102,8 +102,7 @@ def _compared(written: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"`tests/core/rl/oracles/make.py` ran the code of {packages} on rows of several turns, and wrote down\n"
         "what came of it; `tests/core/rl/test_oracles.py` compares ours, and for losses and the KL term the\n"
-        "gradient by each logprob (of `clipped_value` by each value). All agree to 1e-6. `remax` has no name in a\n"
-        "config: nothing fills its column `baseline`, the reward of a greedy response.\n"
+        "gradient by each logprob (of `clipped_value` by each value). All agree to 1e-6.\n"
     )
     found: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for case in written["cases"]:

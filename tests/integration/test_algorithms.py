@@ -114,3 +114,14 @@ def test_each_policy_loss_trains_and_reports(train: Start, advantage: str, loss:
     )
     assert all(0 <= line[figure] <= 1 for line in lines)
     assert all(line["ratio"] > 0 for line in lines)
+
+
+@pytest.mark.parametrize(
+    "environment", [("cluster.launcher=inline",), ("environment.processes=1",)], ids=["here", "apart"]
+)
+def test_a_greedy_response_beside_each_prompts_is_what_remax_compares_with(train: Start, environment: tuple[str, ...]):
+    run = train(*VARIED[:-1], "algorithm.advantage.name=remax", "train.samples_every=1", *environment)
+    lines = finished(run)
+    rows = (run.directory / "samples" / "step-000001.jsonl").read_text().splitlines()
+    assert len(rows) == 16, "the greedy ones are not trained on"
+    assert all(line["grad_norm"] > 0 for line in lines)

@@ -24,7 +24,7 @@ def test_core_declares_these_and_no_others():
         "dispatch_mode": ["one_to_all", "all_to_all", "rank_zero", "dp"],
         "advantage": [
             *("distillation", "gae", "gdpo", "gpg", "grpo", "opo", "process_rewards"),
-            *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo"),
+            *("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo"),
         ],
         "loss": [
             *("cispo", "clipped_policy", "gspo", "policy_gradient", "sapo"),

@@ -18,7 +18,6 @@ from enginehouse.rl.roles import with_defaults
 WRITTEN = json.loads((Path(__file__).parent / "oracles" / "cases.json").read_text(encoding="utf-8"))
 CASES = WRITTEN["cases"]
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
-UNREGISTERED = {("advantage", "remax"): "enginehouse.rl.advantages.remax:remax"}
 
 
 def of_kind(kind):
@@ -32,7 +31,7 @@ def of_kind(kind):
 
 
 def ours(kind, name):
-    return resolve(UNREGISTERED.get((kind, name)) or load_plugins(enabled=[]).get(kind, name).function)
+    return resolve(load_plugins(enabled=[]).get(kind, name).function)
 
 
 def make_batch(name, changed=None):

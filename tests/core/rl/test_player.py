@@ -13,7 +13,7 @@ from enginehouse.controller.errors import ClusterLost, RemoteError, WorkerDied
 from enginehouse.engines.environment import Episode, Task
 from enginehouse.engines.rollout import Completion, SamplingParams
 from enginehouse.errors import ConfigError, EnginehouseError
-from enginehouse.rl.player import MOST_RETRIES, EpisodeFailed, FleetPolicy, Player
+from enginehouse.rl.player import MOST_RETRIES, EpisodeFailed, FleetPolicy, Greedy, Player
 from enginehouse.rl.replica import ReplicasLost
 from enginehouse.rl.rewards.batch import RewardError
 from enginehouse.rl.rewards.program import Score
@@ -372,3 +372,38 @@ def test_a_reason_is_warned_of_once_a_step_and_traced_once(caplog):
 def test_an_error_of_ours_is_told_in_its_own_words():
     with pytest.raises(EpisodeFailed, match=r"failed: the prompt is too long\n"):
         play(Whole(EnginehouseError("the prompt is too long")), "fail")
+
+
+class Rewarded:
+    """Gives as many episodes as are asked for, whose reward is the temperature that their tokens were drawn at."""
+
+    def __init__(self, fails_greedy=False):
+        self.fails_greedy = fails_greedy
+
+    async def run(self, task, policy, context):
+        await policy.samples([1], context.samples)
+        temperature = policy._fleet.requests[-1].sampling.temperature if isinstance(policy, FleetPolicy) else 0.0
+        if temperature == 0.0 and self.fails_greedy:
+            raise ValueError("greedy")
+        return [made(temperature + 0.25)] * context.samples
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_baseline_is_played_greedily_beside_the_group_and_is_not_one_of_it(fails):
+    fleet = Fleet()
+
+    async def scorer(rows):
+        raise AssertionError("the environment scores")
+
+    baseline = Player(
+        Rewarded(fails), lambda _: Greedy(policy(fleet).branch("greedy"), SamplingParams()), scorer, 1, "drop"
+    )
+    player = Player(Rewarded(), lambda _: policy(fleet), scorer, 4, "drop", baseline=baseline)
+    played = asyncio.run(player.played(TASK))
+    if fails:
+        assert (played.kept, played.rewards) == (False, ())
+        assert player.metrics()["failed_error"] == 1
+        return
+    assert (played.kept, played.rewards, played.group.baseline) == (True, (1.25,) * 4, 0.25)
+    assert sorted((one.sampling.temperature, one.sampling.n) for one in fleet.requests) == [(0.0, 1), (1.0, 4)]
+    assert len({one.id for one in fleet.requests}) == 2

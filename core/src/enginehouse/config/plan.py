@@ -94,8 +94,9 @@ SAMPLE_COLUMNS = (
 )
 """What an advantage may need of the samples, besides `old_logprobs` and `reference_logprobs` where those are computed;
 see `enginehouse.rl.episodes.batch_of`; `rewards` is of `enginehouse.rl.rewards.weighted.with_rewards`."""
-OF_ROLES = ("values", "token_rewards")
-"""What it may need besides: a critic's values, and rewards of single tokens, as of a KL term, else 0."""
+OF_ROLES = ("values", "token_rewards", "baseline")
+"""What it may need besides: a critic's values; rewards of single tokens, as of a KL term, else 0; and the reward of the
+prompt's greedy response."""
 IMPORTANCE_CAP, STALE_IMPORTANCE_CAP = "importance_cap", 2.0
 """An argument of losses, the largest importance weight of a token, and its value for samples of older weights where the
 config says none (`null` takes the weights away)."""

@@ -143,10 +143,17 @@ class Episode:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The episodes of a task, which are judged against each other."""
+    """The episodes of a task, which are judged against each other.
+
+    Attributes:
+        task: which it is.
+        episodes: those that are left.
+        baseline: the reward of a greedy one beside them, where the advantage compares with it.
+    """
 
     task: Task
     episodes: Sequence[Episode]
+    baseline: float | None = None
 
 
 class Environment(Protocol):

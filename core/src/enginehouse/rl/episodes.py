@@ -70,7 +70,7 @@ def batch_of(groups: Sequence[Group]) -> Batch:
         many the policy chose), `first_version` and `weight_version` int64 (the oldest and the newest that one of these
         is of; -1 where there is none), each `(rows,)`; and the objects `finish_reason`, `prompt`, `response`,
         `reward_figures` (other figures of the reward, by name) and `reward_failure` (why a row has no reward and counts
-        as 0; empty where it has one).
+        as 0; empty where it has one). Where groups have one, `baseline` float32 `(rows,)`.
     """
     episodes = [episode for group in groups for episode in group.episodes]
     lengths = torch.tensor([len(episode.tokens) for episode in episodes], dtype=torch.int64)
@@ -78,8 +78,13 @@ def batch_of(groups: Sequence[Group]) -> Batch:
     mask = Ragged.from_lengths(torch.from_numpy(_flat([one.mask for one in episodes], np.bool_)), lengths)
     oldest, newest = _versions(episodes, mask)
     tokens = mask.like(torch.from_numpy(_flat([one.tokens for one in episodes], np.int64)))
+    baselines = [group.baseline for group in groups if group.baseline is not None]
+    compared = {}
+    if groups and len(baselines) == len(groups):
+        compared["baseline"] = torch.from_numpy(np.repeat(np.array(baselines, np.float32), sizes))
     return Batch(
         {
+            **compared,
             "input_ids": tokens,
             "loss_mask": mask,
             "rollout_logprobs": tokens.like(torch.from_numpy(_flat([one.logprobs for one in episodes], np.float32))),

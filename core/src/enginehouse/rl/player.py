@@ -120,6 +120,34 @@ class FleetPolicy:
         return int.from_bytes(mixed, "little") >> 1
 
 
+class Greedy:
+    """Implements `enginehouse.engines.environment.Policy`: the likeliest tokens of another one.
+
+    Args:
+        policy: who is asked.
+        sampling: how, unless a call says otherwise.
+    """
+
+    def __init__(self, policy: Policy, sampling: SamplingParams):
+        self.tokenizer = policy.tokenizer
+        self._policy, self._sampling = policy, sampling
+
+    async def generate(self, tokens: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
+        """See the protocol."""
+        (completion,) = await self.samples(tokens, 1, sampling)
+        return completion
+
+    async def samples(
+        self, tokens: Sequence[int], n: int, sampling: SamplingParams | None = None
+    ) -> Sequence[Completion]:
+        """See the protocol."""
+        return await self._policy.samples(tokens, n, replace(sampling or self._sampling, temperature=0.0))
+
+    def branch(self, name: str) -> Greedy:
+        """See the protocol."""
+        return Greedy(self._policy.branch(name), self._sampling)
+
+
 class AnyPlayer(Protocol):
     """What the feed asks: a `Player`, or what has one play elsewhere."""
 
@@ -166,6 +194,7 @@ class Player:
         seconds: longest time for making one, or all of a group where the environment does not play each by itself;
             waiting for replicas and rewards is part of it. None: any.
         keep: which groups are trained on. None: all.
+        baseline: plays the one episode of a task whose reward the others' are compared with. None: nothing does.
 
     Attributes:
         last: what failed last.
@@ -180,8 +209,9 @@ class Player:
         on_failure: OnFailure = "fail",
         seconds: float | None = None,
         keep: Callable[[Group], bool] | None = None,
+        baseline: Player | None = None,
     ):
-        self._keep = keep
+        self._keep, self._baseline = keep, baseline
         self.scorer, self.samples, self.on_failure = scorer, samples, on_failure
         self._environment, self._policy_of, self._seconds = environment, policy_of, seconds
         self.last: BaseException | None = None
@@ -191,7 +221,17 @@ class Player:
 
     async def played(self, task: Task, scoring: Callable[[], None] = lambda: None) -> Played:
         """As `play`, and whether its episodes are trained on."""
-        group = Group(task, await self.play(task, scoring))
+        if self._baseline is None:
+            group = Group(task, await self.play(task, scoring))
+        else:
+            alone = asyncio.create_task(self._baseline.play(task))
+            alone.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # this fails first, maybe
+            try:
+                episodes = await self.play(task, scoring)
+                compared = await alone
+            finally:
+                alone.cancel()
+            group = Group(task, episodes if compared else (), compared[0].score.reward if compared else None)
         kept = len(group.episodes) > 0 and (self._keep is None or self._keep(group))
         return Played(task, tuple(episode.score.reward for episode in group.episodes), kept, group)
 
@@ -268,7 +308,7 @@ class Player:
     def counted(self) -> Counter[str]:
         """How many episodes failed since this or `metrics` was asked for last, by reason."""
         counts, self._counts = self._counts, Counter()
-        return counts
+        return counts if self._baseline is None else counts + self._baseline.counted()
 
     def warn_again(self) -> None:
         """Warn of the next failure of each reason, though one was warned of."""
@@ -422,7 +462,15 @@ def player_of(
     rollout, samples = plan.config.rollout, kind.sampling.n
     scorer = rewards.scorer(kind.tasks * samples)
     keep = partial(resolve(plan.keep), **plan.keep_arguments) if kind.filtered and plan.keep else None
-    return Player(SingleTurn(), policy_of, scorer, samples, rollout.on_failure, rollout.episode_seconds, keep)
+    failing = rollout.on_failure, rollout.episode_seconds
+    baseline = None
+    if kind.filtered and "baseline" in (plan.advantage_needs or ()):
+
+        def greedy_of(task: Task) -> Policy:
+            return Greedy(policy_of(task).branch("greedy"), kind.sampling)
+
+        baseline = Player(SingleTurn(), greedy_of, scorer, 1, *failing)
+    return Player(SingleTurn(), policy_of, scorer, samples, *failing, keep, baseline)
 
 
 def failed_metrics(counts: Mapping[str, int]) -> dict[str, float]:

@@ -96,6 +96,14 @@ def enginehouse_register_advantages(register):
     )
     register(
         Advantage(
+            name="remax",
+            summary="Rewards from a token on, against that of the prompt's greedy response (Li et al. 2023)",
+            function="enginehouse.rl.advantages.remax:remax",
+            needs=("reward", "token_rewards", "baseline", "loss_mask"),
+        )
+    )
+    register(
+        Advantage(
             name="rloo",
             summary="Reward against the mean of the others of its group (Ahmadian et al. 2024)",
             function="enginehouse.rl.advantages.rloo:rloo",

@@ -1,7 +1,7 @@
 """ReMax: a sample is credited with its rewards minus the reward of the greedy response to its prompt.
 
-Source: Li et al. 2023, "ReMax": A_t = sum of the rewards from t on, minus the baseline. The column `baseline` is
-somebody's to fill: core has no greedy responses among its samples.
+Source: Li et al. 2023, "ReMax": A_t = sum of the rewards from t on, minus the baseline. Each prompt is answered
+once more for it, and that answer is not trained on.
 """
 
 from __future__ import annotations
