@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -125,3 +126,14 @@ def test_a_greedy_response_beside_each_prompts_is_what_remax_compares_with(train
     rows = (run.directory / "samples" / "step-000001.jsonl").read_text().splitlines()
     assert len(rows) == 16, "the greedy ones are not trained on"
     assert all(line["grad_norm"] > 0 for line in lines)
+
+
+def test_responses_that_were_cut_are_not_trained_on(train: Start):
+    task = (*VARIED, "rollout.sampling.max_tokens=3", "algorithm.mask_truncated=true")
+    run = train(*task, "train.samples_every=1")
+    assert run.finish().code == 0
+    for step, line in enumerate(run.metrics, start=1):
+        rows = (run.directory / "samples" / f"step-{step:06}.jsonl").read_text().splitlines()
+        tokens = sum(row["tokens"] for row in map(json.loads, rows) if row["finish_reason"] == "stop")
+        assert line["response/stopped"] < 1
+        assert (line["skipped"] == 1) == (tokens == 0)

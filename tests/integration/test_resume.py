@@ -155,7 +155,8 @@ def test_a_killed_run_goes_on_exactly_where_its_checkpoint_was_taken(start: Star
 
 @pytest.mark.essential
 def test_a_killed_run_with_a_critic_goes_on_with_both_optimizers(start: Start, ends: Ends):
-    ppo = (*TASK, "algorithm.advantage.name=gae", "critic.warmup_steps=1", INLINE)
+    kl = "algorithm.kl={coefficient: 0.1, place: reward, target: 1.0e-4}"
+    ppo = (*TASK, "algorithm.advantage.name=gae", "critic.warmup_steps=1", kl, INLINE)
     straight, name = finished(start("train", *ppo)), "killed-ppo"
     task = (*ppo, "train.checkpoint_every=3", f"run.directory=runs/{name}")
     ended_early(start("train", *task, name=name, env=ends(12, "update", "SIGKILL")), -9)  # the 7th step's, of the actor
@@ -165,6 +166,7 @@ def test_a_killed_run_with_a_critic_goes_on_with_both_optimizers(start: Start, e
         *("actor", "critic")
     }
     assert_the_same(run, straight)
+    assert len({row["kl_coefficient"] for row in run.metrics}) == STEPS
 
 
 def test_a_killed_run_with_generation_ahead_loses_no_task_and_trains_none_twice(

@@ -859,6 +859,11 @@ def test_arguments_left_from_another_loss_are_taken_away_as_the_message_says(mak
     assert make(*other, "algorithm.loss.arguments={}").loss_arguments == {}
 
 
+@pytest.mark.parametrize("kl", ["{target: 0.1}", "{target: 0.1, coefficient: 0.1}", "{target: 0.1, place: reward}"])
+def test_a_target_of_the_divergence_without_a_term_in_the_reward_is_refused(make: Callable[..., Plan], kl: str):
+    assert "algorithm.kl.target adapts the coefficient of a term in the reward" in refusal(make, f"algorithm.kl={kl}")
+
+
 def test_an_advantage_that_reads_a_teachers_logprobs_makes_a_reference(make: Callable[..., Plan]):
     planned = make("algorithm.advantage.name=distillation")
     assert planned.uses_reference

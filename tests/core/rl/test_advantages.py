@@ -18,7 +18,7 @@ from enginehouse.rl.advantages.process_rewards import process_rewards
 from enginehouse.rl.advantages.reinforce_plus_plus import reinforce_plus_plus
 from enginehouse.rl.advantages.reinforce_plus_plus_baseline import reinforce_plus_plus_baseline
 from enginehouse.rl.advantages.rloo import rloo
-from enginehouse.rl.roles import with_defaults
+from enginehouse.rl.roles import TRAINED, with_defaults
 
 
 def make_batch(rewards, groups):
@@ -179,3 +179,10 @@ def test_distillation_credits_a_token_with_how_much_likelier_the_teacher_finds_i
         }
     )
     assert distillation(batch, gamma=gamma)["advantages"].values.tolist() == expected
+
+
+def test_no_token_counts_of_a_row_that_is_not_trained_on():
+    mask = Ragged.from_list([[False, True], [False, True, True], [True]], dtype=torch.bool)
+    batch = with_defaults(Batch({"loss_mask": mask, TRAINED: torch.tensor([True, False, True])}))
+    assert batch["loss_mask"].values.tolist() == [False, True, False, False, False, True]
+    assert TRAINED not in batch

@@ -8,7 +8,7 @@ import torch
 from enginehouse.controller import DistributedBatch
 from enginehouse.data import Batch, Ragged
 from enginehouse.errors import ConfigError
-from enginehouse.rl.kl import ESTIMATORS, token_kl, with_kl_in_reward
+from enginehouse.rl.kl import ESTIMATORS, adapted, token_kl, with_kl_in_reward
 
 
 @pytest.fixture(scope="module")
@@ -80,3 +80,15 @@ def test_in_the_reward_a_row_pays_for_its_own_tokens():
         penalised, mean = with_kl_in_reward(DistributedBatch.of(batch.split(parts)), 0.1, "k1")
         torch.testing.assert_close(penalised["reward"], torch.tensor([0.9, 1.0]))
         assert mean == pytest.approx(1 / 3)
+        by_token, mean = with_kl_in_reward(DistributedBatch.of(batch.split(parts)), 0.1, "k1", by_token=True)
+        torch.testing.assert_close(by_token["reward"], torch.tensor([1.0, 1.0]))
+        paid = by_token.fetch(["token_rewards"])["token_rewards"]
+        torch.testing.assert_close(paid.values, torch.tensor([0.0, -0.05, -0.05, 0.0, 0.0]))
+        assert mean == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("divergence", "expected"), [(0.1, 0.2), (0.11, 0.202), (0.09, 0.198), (5.0, 0.204), (-1.0, 0.196)]
+)
+def test_an_adapted_coefficient_follows_the_divergence_by_at_most_two_percent(divergence: float, expected: float):
+    assert adapted(0.2, divergence, target=0.1) == pytest.approx(expected)

@@ -824,6 +824,11 @@ def _check_old_logprobs(findings: Findings, plugins: PluginManager, config: Conf
 def _check_kl(findings: Findings, config: Config) -> None:
     """Check that the KL term does something, and that the loss gets its arguments from there alone."""
     kl = config.algorithm.kl
+    if kl.target is not None and not (kl.coefficient and kl.place == "reward"):
+        findings.refuse(
+            "algorithm.kl.target adapts the coefficient of a term in the reward: set algorithm.kl.place=reward and "
+            "algorithm.kl.coefficient to what it begins with"
+        )
     if kl.coefficient and kl.place == "loss" and kl.estimator == "k1":
         findings.refuse(
             "algorithm.kl: k1 in the loss regularises nothing, since its gradient is zero in expectation; set "

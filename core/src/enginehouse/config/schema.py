@@ -374,6 +374,12 @@ class KL(Section):
     coefficient: float = Field(default=0.0, ge=0, description="Its weight; 0: no reference model runs")
     estimator: KLEstimator = Field(default="k3", description="Schulman's estimators from one sample")
     place: Literal["loss", "reward"] = Field(default="loss", description="Added to the loss, or taken off the reward")
+    target: float | None = Field(
+        default=None,
+        gt=0,
+        description="Divergence in nats a token that the coefficient is adapted to, step by step, with place reward; "
+        "unset: it stays",
+    )
 
 
 class Algorithm(Section):
@@ -384,6 +390,10 @@ class Algorithm(Section):
     kl: KL = Field(default_factory=KL)
     epochs: int = Field(default=1, gt=0, description="Passes over each step's samples")
     minibatches: int = Field(default=1, gt=0, description="Optimizer steps a pass")
+    mask_truncated: bool = Field(
+        default=False,
+        description="Train on no token of responses that were cut at their longest; their rewards count all the same",
+    )
     old_logprobs: Literal["rollout", "actor"] | None = Field(
         default=None,
         description="What the ratio divides by: the rollout's own logprobs, or the actor's computed anew; unset: the "

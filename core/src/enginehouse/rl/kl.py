@@ -55,6 +55,15 @@ def token_kl(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, estimator
     raise ConfigError(f"unknown KL estimator {estimator!r}; {nearest(estimator, ESTIMATORS)}")
 
 
+def adapted(coefficient: float, divergence: float, target: float) -> float:
+    """The next step's coefficient: larger after a divergence above `target`, smaller below it, by at most 2%.
+
+    Source: Ziegler et al. 2019, "Fine-Tuning Language Models from Human Preferences", section 2.2, with K = 0.1.
+    """
+    error = min(max(divergence / target - 1, -0.2), 0.2)
+    return coefficient * (1 + 0.1 * error)
+
+
 def with_kl_in_reward(
     batch: DistributedBatch, coefficient: float, estimator: KLEstimator, by_token: bool = False
 ) -> tuple[DistributedBatch, float]:

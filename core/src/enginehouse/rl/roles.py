@@ -52,6 +52,9 @@ from enginehouse.weights.transports.lookup import load_transport
 
 log = logging.getLogger(__name__)
 
+TRAINED = "trained"
+"""A column bool `(rows,)` of a batch to be trained on: whether the row's tokens count."""
+
 
 class TrainWorker(Worker):
     """One rank of a training engine.
@@ -470,8 +473,12 @@ class RolloutWorker(Worker):
 
 
 def with_defaults(batch: Batch) -> Batch:
-    """What a loss is given for each token, where the controller knows less: of `advantages` `(rows,)` each counted
-    token has its row's; of samples without `old_logprobs` these are the rollout's."""
+    """What a loss is given for each token, where the controller knows less: no token of a row that `TRAINED` says is
+    not trained on counts; of `advantages` `(rows,)` each counted token has its row's; of samples without
+    `old_logprobs` these are the rollout's."""
+    if TRAINED in batch:
+        mask = batch.ragged("loss_mask")
+        batch = batch.with_columns(loss_mask=mask.like(mask.values & batch[TRAINED][mask.row])).drop([TRAINED])
     if "old_logprobs" not in batch and "rollout_logprobs" in batch:
         batch = batch.with_columns(old_logprobs=batch["rollout_logprobs"])
     if "advantages" not in batch or not isinstance(batch["advantages"], torch.Tensor):

@@ -27,7 +27,7 @@ from enginehouse.rl.environment_workers import environment_workers
 from enginehouse.rl.episodes import FOR_PEOPLE, rows_of, tasks_of
 from enginehouse.rl.feed import Feed, played
 from enginehouse.rl.generation import outputs_as_sampled, row_seed, sampling_params, step_seed
-from enginehouse.rl.kl import with_kl_in_reward
+from enginehouse.rl.kl import adapted, with_kl_in_reward
 from enginehouse.rl.loop import Loop, Update
 from enginehouse.rl.minibatches import assign_minibatches
 from enginehouse.rl.mismatch import MismatchWarnings, measuring, mismatch
@@ -35,7 +35,7 @@ from enginehouse.rl.placement import place
 from enginehouse.rl.player import FleetPolicy, Kind, player_of
 from enginehouse.rl.rewards.pool import RewardError
 from enginehouse.rl.rewards.weighted import WeightedRewards, with_rewards
-from enginehouse.rl.roles import with_defaults
+from enginehouse.rl.roles import TRAINED, with_defaults
 from enginehouse.rl.samples import sample_metrics, sample_rows
 from enginehouse.rl.schedule import Schedule
 from enginehouse.rl.sequence_scores import SCORE
@@ -80,6 +80,7 @@ class Trainer(Loop):
         self.tasks = Tasks(PromptSampler(prompts, config.train.prompts_per_step, config.train.seed))
         self.probe = [tokens[-PROBE_TOKENS:].tolist() for tokens in prompts.all(PROBE_SEQUENCES)["prompt_ids"]]
         self.advantage = resolve(plan.advantage)
+        self.kl_coefficient = config.algorithm.kl.coefficient
         self.version = 0
         self.warnings = MismatchWarnings(config.weights.effect_tolerance, bool(config.train.staleness))
         beside = [name for name, role in plan.roles.items() if role.trained and name != "actor"]
@@ -129,10 +130,12 @@ class Trainer(Loop):
 
     def state(self) -> dict[str, Any]:
         # the version is what the update's weights will be called
-        return {**self.feed.state(), "weight_version": self.version + 1}
+        return {**self.feed.state(), "weight_version": self.version + 1, "kl_coefficient": self.kl_coefficient}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.tasks.restore(state)
+        if self.config.algorithm.kl.target is not None:
+            self.kl_coefficient = state.get("kl_coefficient", self.kl_coefficient)
         self.version = state["weight_version"] - 1  # the first sync brings those weights once more
 
     def run_step(self, step: int) -> Mapping[str, float]:
@@ -261,8 +264,11 @@ class Trainer(Loop):
         if kl.place == "loss" or not kl.coefficient:
             return batch, {}
         by_token = "token_rewards" in (self.plan.advantage_needs or ())
-        batch, mean = with_kl_in_reward(batch, kl.coefficient, kl.estimator, by_token)
-        return batch, {"kl": mean}
+        batch, mean = with_kl_in_reward(batch, self.kl_coefficient, kl.estimator, by_token)
+        if kl.target is None:
+            return batch, {"kl": mean}
+        used, self.kl_coefficient = self.kl_coefficient, adapted(self.kl_coefficient, mean, kl.target)
+        return batch, {"kl": mean, "kl_coefficient": used}
 
     def with_advantages(self, batch: DistributedBatch) -> DistributedBatch:
         """Add what the advantage estimator makes of the columns it needs; no other is read here."""
@@ -280,8 +286,11 @@ class Trainer(Loop):
 
     def training_batch(self, batch: DistributedBatch, step: int) -> DistributedBatch:
         """What an update sends to the actor: every column of numbers, and which mini-batch each row belongs to."""
-        batch = batch.drop([name for name in batch.columns if name in FOR_PEOPLE or batch.is_objects(name)])
         algorithm = self.config.algorithm
+        if algorithm.mask_truncated:
+            cut = torch.tensor([reason == "length" for reason in batch["finish_reason"]])
+            batch = batch.with_columns(**{TRAINED: ~cut})
+        batch = batch.drop([name for name in batch.columns if name in FOR_PEOPLE or batch.is_objects(name)])
         if algorithm.minibatches == 1:
             return batch
         seed = step_seed(self.config.train.seed, step)
