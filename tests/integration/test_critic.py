@@ -49,3 +49,16 @@ def test_the_actor_stays_as_it_is_while_the_critic_warms_up(train: Start, house:
     warm, after = (load_file(run.directory / "models" / f"step-{step:06}/model.safetensors") for step in (2, 3))
     assert all(torch.equal(before[name], warm[name]) for name in before)
     assert not all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_sharded_engines_train_a_critic_beside_the_actor_as_torch_does(train: Start, backend: str):
+    task = (*PPO, "train.steps=2", "actor.engine.options={lr: 1.0e-3}", "critic.shares=actor")
+    of_torch = finished(train(*task, "critic.engine.options={lr: 3.0e-3}", INLINE))
+    engines = (f"actor.engine.backend={backend}", f"critic.engine={{backend: {backend}, options: {{lr: 3.0e-3}}}}")
+    sharded = finished(train(*task, *engines, "actor.processes=2", "rollout.placement=separate"))
+    assert sharded.metrics[0]["critic/lr"] == 3e-3
+    first = {name: value for name, value in figures(of_torch)[0].items() if name.startswith(("critic/", "reward/"))}
+    for name, value in first.items():
+        assert sharded.metrics[0][name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+    assert sharded.metrics[1]["critic/loss"] == pytest.approx(of_torch.metrics[1]["critic/loss"], rel=1e-2)
