@@ -30,7 +30,11 @@ def test_it_lists_every_key_with_type_default_and_purpose():
 
 def test_it_lists_those_of_a_part_and_of_supervised_runs():
     names = [line.split()[0] for line in said("algorithm.kl").splitlines()]
-    assert names == ["key", "algorithm", *(f"algorithm.kl.{name}" for name in ("coefficient", "estimator", "place"))]
+    assert names == [
+        "key",
+        "algorithm",
+        *(f"algorithm.kl.{name}" for name in ("coefficient", "estimator", "place", "target")),
+    ]
     assert "train.rows_per_step" in said("--sft", "train")
     assert "algorithm.beta" in said("--dpo", "algorithm")
     assert "data.margin" in said("--rm", "data")
