@@ -30,7 +30,7 @@ def test_core_declares_these_and_no_others():
             *("cispo", "clipped_policy", "gspo", "policy_gradient", "sapo"),
             *("clipped_value", "supervised", "weighted_logprob", "weighted_value"),
         ],
-        "reward": ["code", "exact_match", "format", "length", "math", "numeric"],
+        "reward": ["code", "exact_match", "format", "length", "math", "numeric", "served"],
         "filter": ["mixed_rewards"],
     }
 

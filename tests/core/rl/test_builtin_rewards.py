@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import http.server
+import json
 import sys
 import threading
+from collections.abc import Iterator
 from types import ModuleType
+from typing import Literal
 
 import pytest
 
@@ -12,6 +17,7 @@ from enginehouse.rl.rewards.builtin.format import format
 from enginehouse.rl.rewards.builtin.length import length
 from enginehouse.rl.rewards.builtin.math import math
 from enginehouse.rl.rewards.builtin.numeric import numeric
+from enginehouse.rl.rewards.builtin.served import served
 
 
 @pytest.mark.parametrize(
@@ -133,3 +139,50 @@ def test_math_keeps_time_by_alarms_in_the_main_thread_alone(monkeypatch):
 def test_math_compares_what_is_equal_though_written_otherwise(response, answer, expected):
     pytest.importorskip("math_verify")
     assert math(response=response, answer=answer) == expected
+
+
+class Classifier(http.server.BaseHTTPRequestHandler):
+    """Stands in for a server of a reward model: it answers in the form of the one that is asked for."""
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        text = asked.get("input", asked.get("text"))
+        score = [float(len(text))] * (2 if "labels" in text else 1)
+        answer = {"data": [{"probs": score}]} if asked.get("use_activation") is False else {"embedding": score}
+        status = 404 if self.path != "/classify" or "refuse" in text else 200
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer if status == 200 else {"error": "no such model"}).encode())
+
+    def log_message(self, format, *arguments): ...
+
+
+@pytest.fixture(scope="module")
+def classifier() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Classifier) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("server", ["vllm", "sglang"])
+def test_a_served_reward_models_score_is_taken_whatever_the_server(classifier: str, server: Literal["vllm", "sglang"]):
+    assert asyncio.run(served("ab", "cde", url=classifier + "/", server=server, ending="!")) == 6.0
+
+
+@pytest.mark.parametrize(
+    ("text", "url", "said"),
+    [
+        ("labels", "", "/classify answered no single score, as a reward model of vllm's would"),
+        ("refuse", "", "/classify refuses with status 404.*no such model"),
+        ("", "/v1", "/v1/classify refuses with status 404"),
+    ],
+)
+def test_a_server_that_has_no_score_is_named(classifier: str, text: str, url: str, said: str):
+    with pytest.raises(RuntimeError, match=said):
+        asyncio.run(served("a", text, url=classifier + url))
+
+
+def test_a_server_that_is_not_there_is_named():
+    with pytest.raises(RuntimeError, match=r"http://127\.0\.0\.1:1/classify cannot be asked"):
+        asyncio.run(served("a", "b", url="http://127.0.0.1:1"))

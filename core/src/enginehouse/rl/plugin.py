@@ -164,6 +164,7 @@ def enginehouse_register_rewards(register):
         "length": "0 to -1 for a response that is too long (Yu et al. 2025), or not of a length that is wanted",
         "math": "1 where the response's answer, in LaTeX or plain, equals the data's, by math-verify",
         "numeric": "1 where the response's number is the answer's, as for GSM8K, else 0",
+        "served": "The score of a reward model that is served by vLLM or SGLang",
     }.items():
         register(Reward(name=name, summary=summary, function=f"enginehouse.rl.rewards.builtin.{name}:{name}"))
 
