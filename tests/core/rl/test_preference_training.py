@@ -62,6 +62,7 @@ def run(command: str, name: str, *overrides: str) -> list[dict[str, Any]]:
     """Run a command to its end; returns the metrics of its steps."""
     done = CliRunner().invoke(main, [command, "run.yaml", f"run.directory=runs/{name}", *overrides])
     assert done.exit_code == 0, done.output
+    assert "validation/accuracy: " in done.output
     return [json.loads(line) for line in Path("runs", name, "metrics.jsonl").read_text().splitlines()]
 
 

@@ -33,6 +33,8 @@ def summary_facts(run: RunDirectory, history: History, status: Status) -> list[t
             first, last, count = change
             over = f"means of the first and the last {count} steps" if count > 1 else "the first and the last step"
             facts.append((label, f"{figure(first)} -> {figure(last)} ({over})"))
+    if (accuracy := history.now("validation/accuracy")) is not None:  # of preferences
+        facts.append(("validation/accuracy", f"{figure(accuracy)}, of held-out rows"))
     if history.validations:
         facts += history.validations.facts()
     if history.steps_per_second:
