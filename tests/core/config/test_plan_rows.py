@@ -218,7 +218,7 @@ def test_several_files_are_planned_and_their_order_kept(make: Callable[..., Plan
     project.write_rows("more.jsonl", [{**GOOD, "prompt": f"{n}+2="} for n in range(30)])
     assert "70 prompts in train.jsonl, more.jsonl, each" in make("data.train=[train.jsonl, more.jsonl]").render()
     assert "no data file mroe.jsonl" in refusal(make, "data.train=[train.jsonl, mroe.jsonl]")
-    for wrong in ("[]", "7", "[train.jsonl, 7]", "{a: train.jsonl}"):
+    for wrong in ("[]", "7", "[train.jsonl, 7]"):
         assert "data.train (in the override 'data.train=" in (said := refusal(make, f"data.train={wrong}"))
         assert "a path is wanted, or a list of paths" in said
 
@@ -265,3 +265,67 @@ def test_demonstrations_are_looked_at_too(project: Project):
     project.write_rows("more.jsonl", [good, {**good, "response": "1" * 128}])
     said = refusal(make, "data.train=more.jsonl", "data.max_tokens=500")
     assert "has 133 tokens, more than the model's positions (max_position_embeddings), 128" in said
+
+
+WEIGHTED = "data.train={train.jsonl: 3, more.jsonl: 1}"
+
+
+def test_a_plan_says_the_share_and_the_epochs_of_each_file(make: Callable[..., Plan], project: Project):
+    project.write_rows("more.jsonl", [{**GOOD, "level": n} for n in range(5)])
+    project.write_rows("train.jsonl", [{**GOOD, "prompt": f"{n}+1=", "level": n} for n in range(40)])
+    said = make(WEIGHTED, "data.order_by=level").render()
+    assert (
+        "0.75 of train.jsonl: 40 prompts, 1.5 epochs, 0.25 of more.jsonl: 5 prompts, 4 epochs; by level, the lowest"
+        in said
+    )
+
+
+ORDERS = {
+    "no such column": ({}, "train.jsonl has no column 'level'", "data.order_by=level"),
+    "a column of one file alone": ({"level": 1}, "more.jsonl, row 1 (line 2) has no column 'level'", WEIGHTED),
+    "text": ({"level": "hard"}, "train.jsonl, row 3 (line 4): 'level' is 'hard' (str)", "data.order_by=level"),
+    "true": ({"level": True}, "train.jsonl, row 3 (line 4): 'level' is True (bool)", "data.order_by=level"),
+    "no number": ({"level": float("nan")}, "row 3 (line 4): 'level' is nan (float)", "data.order_by=level"),
+}
+
+
+@pytest.mark.parametrize("wrong", ORDERS)
+def test_a_column_that_cannot_order_rows_is_refused_by_name_row_and_file(project: Project, wrong: str):
+    column, said, override = ORDERS[wrong]
+    write_tokenizer(project)
+    there = {"level": 0} if column else {}
+    project.write_rows("train.jsonl", [GOOD | there] * 3 + [GOOD | column] + [GOOD | there] * 40)
+    project.write_rows("more.jsonl", [GOOD | {"level": 1}, GOOD, *[GOOD | {"level": 1}] * 5])
+    project.save()
+    for command in ("plan", "train"):
+        done = CliRunner().invoke(main, [command, "grpo.yaml", override, "data.order_by=level"])
+        assert done.exit_code == 2, done.output
+        assert said in done.output
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        ("{train.jsonl: 0}", "the weight of train.jsonl is 0: a number above 0 is wanted"),
+        ("{train.jsonl: -1}", "the weight of train.jsonl is -1"),
+        ("{train.jsonl: .inf}", "the weight of train.jsonl is inf"),
+        ("{train.jsonl: much}", "the weight of train.jsonl is 'much'"),
+        ("{train.jsonl: true}", "the weight of train.jsonl is True"),
+        ("{a: train.jsonl}", "the weight of a is 'train.jsonl': a number above 0 is wanted"),
+        ("{}", "a path is wanted, or a list of paths"),
+        ("{trian.jsonl: 1}", "there is no data file trian.jsonl; the nearest in"),
+        (
+            "{train.jsonl: 1, few.jsonl: 3}",
+            "train.prompts_per_step is 8, and 0.75 of them are drawn from few.jsonl, which holds only 5 prompts",
+        ),
+        ("{train.jsonl: 1, long.jsonl: 1}", "long.jsonl has a weight in data.train, and no row of it is left to draw"),
+    ],
+)
+def test_weights_that_cannot_be_drawn_by_are_refused(project: Project, weights: str, said: str):
+    write_tokenizer(project)
+    project.write_rows("few.jsonl", [GOOD] * 5)
+    project.write_rows("long.jsonl", [{**GOOD, "prompt": "1" * 40}] * 20)
+    project.save()
+    done = CliRunner().invoke(main, ["plan", "grpo.yaml", f"data.train={weights}", "data.overlong_prompts=drop"])
+    assert done.exit_code == 2, done.output
+    assert said in done.output

@@ -196,3 +196,28 @@ def test_a_sampler_draws_batches_and_resumes(write: Any, tokenizer: Any) -> None
     resumed.load_state_dict(state)
     for _ in range(4):
         assert resumed.next().equal(sampler.next())
+
+
+def test_files_with_weights_go_round_by_themselves_in_the_order_of_a_column(write: Any, tokenizer: Any) -> None:
+    one = write("one.jsonl", [{"prompt": "p" * (1 + n % 3), "level": level} for n, level in enumerate([9, 2.5, 4])])
+    two = write("two.parquet", [{"prompt": f"q{n}", "level": -n, "x": n} for n in range(2)])
+    weights = {str(one): 2, str(two): 1.0}
+    dataset = PromptDataset.load(weights, tokenizer, max_prompt_tokens=2, overlong="drop", order_by="level")
+    assert [(source.name, source.rows, source.weight) for source in dataset.sources] == [("one", 2, 2), ("two", 2, 1.0)]
+    drawn = PromptSampler(dataset, prompts_per_step=12).next()["columns"]
+    assert [row["level"] for row in drawn if "x" not in row] == [2.5, 9] * 4
+    assert [row["x"] for row in drawn if "x" in row] == [1, 0] * 2
+
+
+def test_a_weighted_file_of_which_nothing_is_left_is_refused(write: Any, tokenizer: Any) -> None:
+    weights = {str(write("a.jsonl", [{"prompt": "p"}])): 1, str(write("b.jsonl", [{"prompt": "pppp"}])): 1}
+    with pytest.raises(DataError, match=r"b\.jsonl has a weight in data\.train, and no row of it is left"):
+        PromptDataset.load(weights, tokenizer, max_prompt_tokens=2, overlong="drop")
+
+
+def test_sources_are_called_by_the_shortest_end_of_their_paths_that_differs(write: Any, tokenizer: Any) -> None:
+    for folder in ("gsm", "code"):
+        (write("x.jsonl", [{"prompt": "p"}]).parent / folder).mkdir()
+    paths = [write(name, [{"prompt": "p"}]) for name in ("gsm/train.jsonl", "code/train.jsonl", "b.jsonl")]
+    dataset = PromptDataset.load({str(path): 1 for path in paths}, tokenizer)
+    assert [source.name for source in dataset.sources] == ["gsm/train", "code/train", "b"]

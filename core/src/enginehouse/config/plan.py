@@ -9,7 +9,7 @@ only if a function that has to be looked at imports it. What is checked lies bes
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -799,7 +799,7 @@ def _read_model_of(role: str, path: str, model: Mapping[str, Any]) -> Mapping[st
     return own
 
 
-def _by_key(key: str, paths: str | Sequence[str]) -> dict[str, str]:
+def _by_key(key: str, paths: str | Iterable[str]) -> dict[str, str]:
     """Paths by the key that names each."""
     paths = named(paths)[1]
     return {key if len(paths) == 1 else f"{key}[{number}]": path for number, path in enumerate(paths)}

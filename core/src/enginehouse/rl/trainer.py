@@ -74,7 +74,7 @@ class Trainer(Loop):
         self.dropped: dict[str, int] = {}
         with progress.task("reading data"):
             self.tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
-            prompts = self._dataset(config.data.train)
+            prompts = self._dataset(config.data.train, config.data.order_by)
             self.validation = Validation.of(config, self._dataset)
         self.prompts = prompts
         self.tasks = Tasks(PromptSampler(prompts, config.train.prompts_per_step, config.train.seed))
@@ -157,6 +157,7 @@ class Trainer(Loop):
                 **measured,
                 **divergence,
                 **self.feed.metrics(),
+                **self.tasks.epochs(),
                 **self.rollout_metrics(),
                 "tokens": float(samples.lengths("input_ids").sum()),
             }
@@ -399,17 +400,18 @@ class Trainer(Loop):
     def _outputs(self, entropy: bool = False) -> Outputs:
         return outputs_as_sampled(self.config.rollout.sampling, entropy)
 
-    def _dataset(self, path: str | list[str]) -> PromptDataset:
+    def _dataset(self, path: str | list[str] | dict[str, float], order_by: str | None = None) -> PromptDataset:
         """Read prompts. All rows are looked at here, before anything starts; the plan may have looked at fewer."""
-        data, (name, paths) = self.config.data, named(path)
+        data, (name, _) = self.config.data, named(path)
         dataset = PromptDataset.load(
-            paths,
+            path,
             self.tokenizer,
             data.prompt,
             self.plan.prompt_limit,
             data.chat_template,
             data.overlong_prompts,
             self.progress.counted,
+            order_by,
         )
         columns = columns_of(dataset.shapes(), name, data.prompt, dataset.where)
         check_rewards(self.plan.rewards, columns, REWARD_GETS)
