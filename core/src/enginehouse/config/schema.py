@@ -227,7 +227,9 @@ class Evaluation(Section):
     )
     sampling: EvaluationSampling = Field(default_factory=EvaluationSampling)
     samples_per_prompt: int = Field(
-        default=1, gt=0, description="Responses drawn for each prompt of a validation; several: mean@k and pass@k too"
+        default=1,
+        gt=0,
+        description="Responses drawn for each prompt of a validation; several: mean@k, pass@k and majority@k",
     )
     max_prompts: int | None = Field(
         default=None,

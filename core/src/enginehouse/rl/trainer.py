@@ -24,7 +24,7 @@ from enginehouse.engines.train import LossSpec, Mean, Outputs, metric_values
 from enginehouse.plugin import plugins
 from enginehouse.plugin.records import resolve
 from enginehouse.rl.environment_workers import environment_workers
-from enginehouse.rl.episodes import FOR_PEOPLE, rows_of, tasks_of
+from enginehouse.rl.episodes import FOR_PEOPLE, TEXTS, rows_of, tasks_of
 from enginehouse.rl.feed import Feed, played
 from enginehouse.rl.generation import outputs_as_sampled, row_seed, sampling_params, step_seed
 from enginehouse.rl.kl import with_kl_in_reward
@@ -269,7 +269,7 @@ class Trainer(Loop):
         """Add what the advantage estimator makes of the columns it needs; no other is read here."""
         needs = self.plan.advantage_needs
         if needs is None:
-            given = with_defaults(batch.drop(["prompt", "response"]).fetch())
+            given = with_defaults(batch.drop(list(TEXTS)).fetch())
         else:
             if "token_rewards" in needs and "token_rewards" not in batch:
                 lengths = batch.lengths("input_ids")
