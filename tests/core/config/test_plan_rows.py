@@ -329,3 +329,51 @@ def test_weights_that_cannot_be_drawn_by_are_refused(project: Project, weights: 
     done = CliRunner().invoke(main, ["plan", "grpo.yaml", f"data.train={weights}", "data.overlong_prompts=drop"])
     assert done.exit_code == 2, done.output
     assert said in done.output
+
+
+HELD_OUT = "data.validation=train.jsonl"
+DRAWN = ("evaluation.samples_per_prompt=3", "evaluation.sampling.temperature=1")
+BEST = {
+    "no file": ("validation/reward", "there is no file to validate on (data.validation)", ()),
+    "no validation's": (
+        "reward",
+        "'reward', and no validation measures that; Choices: validation/reward",
+        (HELD_OUT,),
+    ),
+    "a name mistyped": ("validation/rewrd", "did you mean 'validation/reward'", (HELD_OUT,)),
+    "another k": ("validation/pass@3", "did you mean 'validation/pass@", (HELD_OUT, "evaluation.samples_per_prompt=4")),
+    "what is best when it is least": ("validation/truncated", "Choices: validation/reward", (HELD_OUT,)),
+    "a file without its name": (
+        "validation/reward",
+        "did you mean 'validation/b/reward'?",
+        ("data.validation={b: train.jsonl}",),
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", BEST)
+def test_a_metric_that_no_validation_measures_is_refused(make: Callable[..., Plan], wrong: str):
+    metric, said, overrides = BEST[wrong]
+    message = refusal(make, f"train.save_best={metric}", *overrides)
+    assert "train.save_best is " in message
+    assert said in message
+
+
+@pytest.mark.parametrize(
+    ("metric", "overrides"),
+    [
+        ("validation/reward", (HELD_OUT,)),
+        ("validation/majority@3", (HELD_OUT, *DRAWN)),
+        ("validation/pass@2", (HELD_OUT, *DRAWN)),
+        ("validation/b/format", ("data.validation={b: train.jsonl}",)),  # maybe a figure of the reward
+        ("validation/2/reward", (HELD_OUT, "evaluation.by=answer")),
+    ],
+)
+def test_what_a_validation_measures_can_choose_the_best_model(
+    make: Callable[..., Plan], metric: str, overrides: tuple[str, ...]
+):
+    notes = make(f"train.save_best={metric}", *overrides).notes
+    assert "train.save_best is set, and train.validate_every is 0: the last step's model is the best" in notes
+    assert not any(
+        "save_best" in note for note in make(f"train.save_best={metric}", "train.validate_every=2", *overrides).notes
+    )

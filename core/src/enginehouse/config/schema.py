@@ -454,6 +454,14 @@ class Train(Section):
     )
     samples_every: int = Field(default=10, ge=0, description="Steps between files of samples; 0: none")
     save_every: int = Field(default=0, ge=0, description="Steps between model exports; 0: only at the end")
+    models_kept: int | None = Field(
+        default=None, gt=0, description="The newest model exports, the one at the end among them; unset: all"
+    )
+    save_best: str | None = Field(
+        default=None,
+        description="Metric of a validation, as validation/reward: the model with the largest so far is exported to "
+        "models/best, besides those of save_every; that before the first step does not count",
+    )
     checkpoint_every: int = _CHECKPOINT_EVERY
     checkpoints_kept: int = _CHECKPOINTS_KEPT
 

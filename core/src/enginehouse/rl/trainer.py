@@ -6,6 +6,7 @@ What runs where is decided elsewhere (`enginehouse.rl.placement`), what an algor
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -21,6 +22,7 @@ from enginehouse.data import Ragged
 from enginehouse.data.prompts import PromptDataset, PromptSampler
 from enginehouse.data.rendering import load_tokenizer
 from enginehouse.engines.train import LossSpec, Mean, Outputs, metric_values
+from enginehouse.errors import ConfigError, nearest
 from enginehouse.plugin import plugins
 from enginehouse.plugin.records import resolve
 from enginehouse.rl.environment_workers import environment_workers
@@ -53,6 +55,8 @@ if TYPE_CHECKING:
     from enginehouse.rl.fleet import RolloutFleet
     from enginehouse.rl.player import AnyPlayer
     from enginehouse.runs import Progress, RunDirectory
+
+log = logging.getLogger(__name__)
 
 PROBE_SEQUENCES, PROBE_TOKENS = 4, 32
 """Prompts that trainer and rollout both score when the effect of a weight update is checked, and of how many of their
@@ -346,6 +350,15 @@ class Trainer(Loop):
         self.run_directory.log_validation(step, metrics)
         self.progress.validated(step, metrics, validation.how)
         plugins().observe("validated", run=self, step=step, metrics=metrics)
+        if (best := self.config.train.save_best) is None:
+            return
+        if best not in metrics:
+            said = f"the validation at step {step} measured no {best!r} (train.save_best); {nearest(best, metrics)}"
+            if not step:
+                raise ConfigError(said)
+            log.warning("%s", said)
+        elif step:
+            self.save_best(step, best, metrics[best])
 
     def rollout_metrics(self) -> dict[str, float]:
         """What happened to the rollout replicas since this was asked for last."""
