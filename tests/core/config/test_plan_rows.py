@@ -377,3 +377,27 @@ def test_what_a_validation_measures_can_choose_the_best_model(
     assert not any(
         "save_best" in note for note in make(f"train.save_best={metric}", "train.validate_every=2", *overrides).notes
     )
+
+
+@pytest.mark.parametrize("override", ["data.system=be brief", "data.tools=tools"])
+def test_a_plan_refuses_what_no_chat_template_would_write(project: Project, override: str):
+    write_tokenizer(project, TEMPLATE)
+    project.write_rows("train.jsonl", [{**GOOD, "tools": [{"name": "look"}]}] * 40)
+    project.save()
+    said = "train.jsonl, row 0 (line 1) and 39 more rows: the prompt is a string, to which no chat template is applied"
+    for command in ("plan", "train"):
+        done = CliRunner().invoke(main, [command, "grpo.yaml", override])
+        assert done.exit_code == 2, done.output
+        assert said in done.output
+    done = CliRunner().invoke(main, ["plan", "grpo.yaml", "data.system=''"])
+    assert done.exit_code == 2, done.output
+    assert "data.system" in done.output
+
+
+def test_a_system_message_counts_for_the_length_of_a_prompt(make: Callable[..., Plan], project: Project):
+    write_tokenizer(project, TEMPLATE)
+    long = ("data.chat_template=true", "data.max_prompt_tokens=24")
+    make(*long)
+    assert "the prompt has 36 tokens, more than data.max_prompt_tokens=24" in refusal(
+        make, *long, "data.system=be brief"
+    )

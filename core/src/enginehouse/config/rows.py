@@ -85,9 +85,9 @@ def look_at_prompts(findings: Findings, config: Config, limit: TokenLimit, model
     files = [named(data.train), *validation_files(config)]
     until = time.monotonic() + READ_SECONDS
     # The training files are the largest, so they come last and get what time the others left.
-    held = [_open(findings, paths, (data.prompt,), until) for _, paths in reversed(files[1:])][::-1]
-    needed = (data.prompt,) if data.order_by is None else (data.prompt, data.order_by)
-    train = _open(findings, files[0][1], needed, until)
+    needed = [data.prompt, *([data.tools] if data.tools else [])]
+    held = [_open(findings, paths, needed, until) for _, paths in reversed(files[1:])][::-1]
+    train = _open(findings, files[0][1], [*needed, *([data.order_by] if data.order_by else [])], until)
     tables = [train, *held]
     tokenizer = _Tokenizer(findings, config) if model_found else None
     dropped: list[int] = []
@@ -328,17 +328,21 @@ def _look_at_prompt_lengths(
 ) -> tuple[list[int], bool]:
     """Check prompts that may be too long; returns which are to be dropped, and if some were not looked at."""
     data = config.data
-    prompts = table.needed[data.prompt]
-    unsure = [
-        row for row, prompt in enumerate(prompts) if data.chat_template or not is_surely_short(prompt, limit.tokens)
-    ]
+    prompts, tools = table.needed[data.prompt], table.needed[data.tools] if data.tools else None
+    templated = data.chat_template or data.system is not None or tools is not None
+    unsure = [row for row, prompt in enumerate(prompts) if templated or not is_surely_short(prompt, limit.tokens)]
     if not unsure or (loaded := tokenizer()) is None:
         return [], False
-    renderer = Renderer(loaded, data.chat_template)
+    renderer = Renderer(loaded, data.chat_template, data.system)
     problems = RowProblems()
 
     def tokens(rows: Sequence[int]) -> list[int]:
-        _, ids = renderer.prompts([prompts[row] for row in rows], lambda row: table.where(rows[row]), problems=problems)
+        _, ids = renderer.prompts(
+            [prompts[row] for row in rows],
+            lambda row: table.where(rows[row]),
+            problems=problems,
+            tools=None if tools is None else [tools[row] for row in rows],
+        )
         return [len(one) for one in ids]
 
     rows, lengths = _lengths(findings, name, "prompts", len(prompts), unsure, lambda row: _size(prompts[row]), tokens)

@@ -88,6 +88,14 @@ class Data(Section):
         default=None, description="Apply the tokenizer's chat template; unset: to messages only"
     )
 
+    system: str | None = Field(
+        default=None, min_length=1, description="System message of chats that begin with none; unset: they have none"
+    )
+    tools: str | None = Field(
+        default=None,
+        description="Column with what the model may call, for the chat template: a list of JSON schemas, or its text",
+    )
+
     _paths = field_validator("train", mode="before")(_paths_or_weights)
 
     @field_validator("validation", mode="before")

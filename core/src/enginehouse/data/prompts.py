@@ -58,6 +58,8 @@ class PromptDataset:
         overlong: Literal["error", "drop"] = "error",
         counted: Counted = uncounted,
         order_by: str | None = None,
+        system: str | None = None,
+        tools: str | None = None,
     ) -> PromptDataset:
         """Read JSONL or Parquet files and tokenize their prompts.
 
@@ -71,6 +73,8 @@ class PromptDataset:
             overlong: what to do with prompts that are too long; `"drop"` leaves them out.
             counted: shows how many are done.
             order_by: column with a number, for `ranks`.
+            system: the system message of chats that begin with none.
+            tools: column with what the model may call, a list of JSON schemas or its text, for the chat template.
 
         Raises:
             DataError: saying which file, row and column is wrong and what would be right; all prompts are too long, or
@@ -79,10 +83,11 @@ class PromptDataset:
         limit = max_prompt_tokens
         if isinstance(limit, int):
             limit = TokenLimit.of("data.max_prompt_tokens", limit)
-        needed = list(dict.fromkeys(name for name in (prompt_column, order_by) if name is not None))
+        needed = list(dict.fromkeys(name for name in (prompt_column, order_by, tools) if name is not None))
         table = open_table(list(path) if isinstance(path, Mapping) else path, needed)
         order = None if order_by is None else ranks(table.needed[order_by], order_by, table.where)
-        texts, tokens = Renderer(tokenizer, chat_template).prompts(table.needed[prompt_column], table.where, counted)
+        renderer, given = Renderer(tokenizer, chat_template, system), table.needed[tools] if tools else None
+        texts, tokens = renderer.prompts(table.needed[prompt_column], table.where, counted, tools=given)
         lengths = [len(ids) for ids in tokens]
         if overlong == "error":
             check_length(lengths, limit, "the prompt", table.where)

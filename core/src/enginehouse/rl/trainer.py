@@ -425,6 +425,8 @@ class Trainer(Loop):
             data.overlong_prompts,
             self.progress.counted,
             order_by,
+            data.system,
+            data.tools,
         )
         columns = columns_of(dataset.shapes(), name, data.prompt, dataset.where)
         check_rewards(self.plan.rewards, columns, REWARD_GETS)
