@@ -161,13 +161,21 @@ def test_equal_values_are_shuffled_anew_each_epoch() -> None:
     assert easy != easy_again
 
 
-def test_sources_of_other_sizes_cannot_be_resumed() -> None:
-    def sampler(*sizes: int) -> Sampler:
-        return Sampler(Numbers(sum(sizes)), 2, sources=[Source(str(n), "", rows, 1) for n, rows in enumerate(sizes)])
+def test_other_sources_or_in_another_order_cannot_be_resumed() -> None:
+    def sampler(**sizes: int) -> Sampler:
+        return Sampler(Numbers(sum(sizes.values())), 2, sources=[Source(*one, 1) for one in of(sizes)])
 
-    with pytest.raises(DataError, match=r"a data set of 2 \+ 3 rows, this one has 3 \+ 2"):
-        sampler(3, 2).load_state_dict(sampler(2, 3).state_dict())
-    with pytest.raises(DataError, match=r"a data set of 5 rows, this one has 3 \+ 2"):
-        sampler(3, 2).load_state_dict(sampler(5).state_dict())
+    def of(sizes: dict[str, int]) -> list[tuple[str, str, int]]:
+        return [(name, f"{name}.jsonl", rows) for name, rows in sizes.items()]
+
+    state = json.loads(json.dumps(sampler(a=2, b=3).state_dict()))
+    sampler(a=2, b=3).load_state_dict(state)
+    for others in ({"a": 3, "b": 2}, {"b": 2, "a": 3}, {"b": 3, "a": 2}):
+        with pytest.raises(
+            DataError, match=r"written with the rows \[\['a', 2\], \['b', 3\]\] of data.train, and these"
+        ):
+            sampler(**others).load_state_dict(state)
+    with pytest.raises(DataError, match="written with the rows None"):
+        sampler(a=2, b=3).load_state_dict(sampler(a=5).state_dict())
     with pytest.raises(ValueError, match=r"sources of \[5, 0\] rows"):
-        sampler(5, 0)
+        sampler(a=5, b=0)

@@ -109,7 +109,7 @@ class Sampler:
         """Where the sampler stands, as plain numbers."""
         epoch, position = divmod(self.drawn, len(self.dataset))
         state: dict[str, Any] = {"seed": self.seed, "epoch": epoch, "position": position, "rows": len(self.dataset)}
-        return state | ({"sources": self._sizes.tolist()} if len(self._sources) > 1 else {})
+        return state | ({"sources": self._named()} if len(self._sources) > 1 else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken, with its seed; the number of rows a step may differ.
@@ -125,11 +125,15 @@ class Sampler:
                     f"cannot resume: the checkpoint is damaged: the sampler's {name} is {value!r}, where a whole "
                     "number is wanted, none below 0 but the seed"
                 )
-        sizes = self._sizes.tolist()
-        if (were := state.get("sources", [state["rows"]])) != sizes:
+        if state["rows"] != len(self.dataset):
             raise DataError(
-                f"cannot resume: the checkpoint was written with a data set of {_in_words(were)} rows, "
-                f"this one has {_in_words(sizes)}. Resume with the same file, or start a new run"
+                f"cannot resume: the checkpoint was written with a data set of {state['rows']} rows, "
+                f"this one has {len(self.dataset)}. Resume with the same file, or start a new run"
+            )
+        if len(self._sources) > 1 and (were := state.get("sources")) != self._named():
+            raise DataError(
+                f"cannot resume: the checkpoint was written with the rows {were} of data.train, and these are "
+                f"{self._named()}. Resume with the same files in the same order, or start a new run"
             )
         if state["position"] > len(self.dataset):
             raise DataError(
@@ -139,6 +143,10 @@ class Sampler:
         self.seed = state["seed"]
         self.drawn = state["epoch"] * len(self.dataset) + state["position"]
         self._forget()
+
+    def _named(self) -> list[list[Any]]:
+        """Name and rows of each source, as they come out of JSON."""
+        return [[source.name, source.rows] for source in self._sources]
 
     def _forget(self) -> None:
         """Forget what was made with another seed."""
@@ -184,7 +192,3 @@ class Sampler:
                 order = order[np.argsort(self._ranks[start : start + len(order)][order], kind="stable")]
             self._orders[source, epoch] = order
         return self._orders[source, epoch]
-
-
-def _in_words(sizes: Any) -> str:
-    return " + ".join(map(str, sizes)) if isinstance(sizes, list) else repr(sizes)
