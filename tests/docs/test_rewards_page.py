@@ -46,6 +46,7 @@ def blocks(language: str) -> list[str]:
         ("judged", (0.1, {})),
         ("modelled", (1.0, {})),
         ("adapted", (1.0, {"score": 1.0, "acc": 1.0})),
+        ("lettered", (1.0, {})),
     ],
 )
 def test_the_examples_on_the_page_of_rewards_are_rewards(tmp_path: Path, name: str, expected: tuple[float, object]):

@@ -370,3 +370,16 @@ def test_an_adapter_is_exported_only_where_that_says_all():
                 engine.export_adapter("nowhere")
         finally:
             engine.shutdown()
+
+
+def test_adapters_are_in_the_groups_of_the_weights_they_are_added_to():
+    batch = make_batch(4, 4)
+    engine = make_adapted(
+        tiny_model(), lora={**LORA, "targets": ["q_proj", "v_proj"]}, lr_groups={"*.q_proj.weight": 0}
+    )
+    before = weights_of(engine)
+    train(engine, "causal_lm", batch, 2)
+    moved = {name for name, weight in weights_of(engine).items() if not torch.equal(weight, before[name])}
+    engine.shutdown()
+    assert moved
+    assert all("v_proj" in name for name in moved)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fsdp_train_cases import make_sharded, score_and_train
+from fsdp_train_cases import OPTIONS, make_sharded, refusal, score_and_train
 from torch_train_cases import NOT_FINITE, POLICY, make_batch, make_engine, weights_of
 
 from enginehouse.errors import ConfigError, ModelError
@@ -56,6 +56,26 @@ def test_any_layout_scores_and_trains_like_the_oracle(run_ranks, oracle, sizes, 
             torch.testing.assert_close(full[name], weight, atol=1e-4, rtol=0)
             assert torch.equal(full[name], results[0][2][name]), "ranks gathered different weights"
         assert mesh.dp_size == len(sizes)
+
+
+GROUPS = {"*.embed_tokens.*": 0.0, "model.layers.0.*": 0.25, "*.norm*": 4.0}
+
+
+def test_groups_of_parameters_have_the_learning_rates_that_they_have_in_one_process(run_ranks):
+    path = tiny_model("qwen3", False)
+    alone = make_engine(path, **OPTIONS, weight_decay=0.1, lr_groups=GROUPS)
+    _, stepped, _ = score_and_train(alone, make_batch(4, 4))
+    for _, found, full, *_ in run_ranks(
+        2, _train, path, "causal_lm", [9, 7], {"weight_decay": 0.1, "lr_groups": GROUPS}
+    ):
+        assert [one["lr"] for one in found] == [one["lr"] for one in stepped]
+        for name, weight in weights_of(alone).items():
+            torch.testing.assert_close(full[name], weight, atol=1e-4, rtol=0)
+
+
+def test_a_pattern_that_no_parameter_matches_is_an_error_at_the_start(run_ranks):
+    said = run_ranks(1, refusal, tiny_model(), {"lr_groups": {"*.layers.*.qproj.*": 0.5}})
+    assert "lr_groups: no trained parameter is called '*.layers.*.qproj.*'" in said[0]
 
 
 def _half(rank, world_size, path):

@@ -1,8 +1,11 @@
 """The learning rate over the steps of a run, and clipping."""
 
+import re
+
 import pytest
 import torch
-from torch_train_cases import POLICY, make_batch, make_engine
+from pydantic import ValidationError
+from torch_train_cases import POLICY, make_batch, make_engine, oracle_policy_loss, plain_model, weights_of
 
 from enginehouse.errors import ConfigError
 from enginehouse_testing.models import tiny_model
@@ -62,3 +65,64 @@ def test_a_large_gradient_is_scaled_down_to_the_limit():
         after = [weight for _, weight in engine.weight_source().iter_full()]
         moved[limit] = torch.stack([(a - b).double().norm() for a, b in zip(after, before, strict=True)]).norm().item()
     assert moved[2e-3] == pytest.approx(2 * moved[1e-3], rel=0.05)
+
+
+GROUPS = {"*.embed_tokens.*": 0.0, "model.layers.0.*": 0.25, "*.norm*": 4.0, "*.layers.0.mlp.*": 9.0}
+"""The last is not reached: all that it matches, the second does."""
+
+
+def _factor(name):
+    return 0.0 if "embed_tokens" in name else 0.25 if ".layers.0." in name else 4.0 if ".norm" in name else 1.0
+
+
+def test_groups_of_parameters_have_learning_rates_of_their_own():
+    path, batch = tiny_model("qwen3", tied=False), make_batch(4, 4)
+    engine = make_engine(path, lr=1e-2, weight_decay=0.1, eps=1e-3, max_grad_norm=1e9, lr_groups=GROUPS)
+    model = plain_model(path)
+    groups = [{"params": [p], "lr": 1e-2 * _factor(name)} for name, p in model.named_parameters()]
+    adamw = torch.optim.AdamW(groups, weight_decay=0.1, eps=1e-3)
+    for _ in range(3):
+        engine.forward_backward(batch, POLICY)
+        assert engine.optim_step()["lr"] == 1e-2
+        oracle_policy_loss(model, batch).backward()
+        adamw.step()
+        adamw.zero_grad()
+    before, oracle = weights_of(make_engine(path)), dict(model.named_parameters())
+    found = weights_of(engine)
+    assert torch.equal(found["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
+    for name, weight in found.items():
+        torch.testing.assert_close(weight, oracle[name].detach(), atol=1e-5, rtol=0)
+
+
+def test_training_with_groups_goes_on_from_a_checkpoint_without_them_and_back(tmp_path):
+    path, batch = tiny_model("qwen3", tied=False), make_batch(4, 4)
+
+    def trained(engine):
+        for _ in range(2):
+            engine.forward_backward(batch, POLICY)
+            engine.optim_step()
+        return engine
+
+    trained(make_engine(path, lr=1e-2)).save(str(tmp_path / "plain"))
+    grouped = make_engine(path, lr=1e-2, lr_groups={"*.norm*": 1.0, "*.mlp.*": 1.0, "*": 1.0 + 1e-12})
+    grouped.load(str(tmp_path / "plain"))
+    grouped.save(str(tmp_path / "grouped"))
+    straight = make_engine(path, lr=1e-2)
+    straight.load(str(tmp_path / "grouped"))
+    there, here = weights_of(trained(grouped)), weights_of(trained(straight))
+    for name, weight in there.items():
+        torch.testing.assert_close(weight, here[name], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("pattern", ["model.layers.7.*", "lm_head.*", "norm"])
+def test_a_pattern_that_no_parameter_matches_is_an_error_at_the_start(pattern):
+    with pytest.raises(
+        ConfigError, match=rf"lr_groups: no trained parameter is called '{re.escape(pattern)}'; .*Choices"
+    ):
+        make_engine(tiny_model("qwen3", tied=True), lr_groups={"model.norm.weight": 2.0, pattern: 0.1})
+
+
+@pytest.mark.parametrize("factor", [-1.0, float("inf"), float("nan"), "much"])
+def test_a_factor_is_a_number_and_not_below_zero(factor):
+    with pytest.raises(ValidationError, match="lr_groups"):
+        TorchTrainOptions(lr_groups={"*": factor})

@@ -218,7 +218,7 @@ def test_several_files_are_planned_and_their_order_kept(make: Callable[..., Plan
     project.write_rows("more.jsonl", [{**GOOD, "prompt": f"{n}+2="} for n in range(30)])
     assert "70 prompts in train.jsonl, more.jsonl, each" in make("data.train=[train.jsonl, more.jsonl]").render()
     assert "no data file mroe.jsonl" in refusal(make, "data.train=[train.jsonl, mroe.jsonl]")
-    for wrong in ("[]", "7", "[train.jsonl, 7]", "{a: train.jsonl}"):
+    for wrong in ("[]", "7", "[train.jsonl, 7]"):
         assert "data.train (in the override 'data.train=" in (said := refusal(make, f"data.train={wrong}"))
         assert "a path is wanted, or a list of paths" in said
 
@@ -265,3 +265,139 @@ def test_demonstrations_are_looked_at_too(project: Project):
     project.write_rows("more.jsonl", [good, {**good, "response": "1" * 128}])
     said = refusal(make, "data.train=more.jsonl", "data.max_tokens=500")
     assert "has 133 tokens, more than the model's positions (max_position_embeddings), 128" in said
+
+
+WEIGHTED = "data.train={train.jsonl: 3, more.jsonl: 1}"
+
+
+def test_a_plan_says_the_share_and_the_epochs_of_each_file(make: Callable[..., Plan], project: Project):
+    project.write_rows("more.jsonl", [{**GOOD, "level": n} for n in range(5)])
+    project.write_rows("train.jsonl", [{**GOOD, "prompt": f"{n}+1=", "level": n} for n in range(40)])
+    said = make(WEIGHTED, "data.order_by=level").render()
+    assert (
+        "0.75 of train.jsonl: 40 prompts, 1.5 epochs, 0.25 of more.jsonl: 5 prompts, 4 epochs; by level, the lowest"
+        in said
+    )
+
+
+ORDERS = {
+    "no such column": ({}, "train.jsonl has no column 'level'", "data.order_by=level"),
+    "a column of one file alone": ({"level": 1}, "more.jsonl, row 1 (line 2) has no column 'level'", WEIGHTED),
+    "text": ({"level": "hard"}, "train.jsonl, row 3 (line 4): 'level' is 'hard' (str)", "data.order_by=level"),
+    "true": ({"level": True}, "train.jsonl, row 3 (line 4): 'level' is True (bool)", "data.order_by=level"),
+    "no number": ({"level": float("nan")}, "row 3 (line 4): 'level' is nan (float)", "data.order_by=level"),
+}
+
+
+@pytest.mark.parametrize("wrong", ORDERS)
+def test_a_column_that_cannot_order_rows_is_refused_by_name_row_and_file(project: Project, wrong: str):
+    column, said, override = ORDERS[wrong]
+    write_tokenizer(project)
+    there = {"level": 0} if column else {}
+    project.write_rows("train.jsonl", [GOOD | there] * 3 + [GOOD | column] + [GOOD | there] * 40)
+    project.write_rows("more.jsonl", [GOOD | {"level": 1}, GOOD, *[GOOD | {"level": 1}] * 5])
+    project.save()
+    for command in ("plan", "train"):
+        done = CliRunner().invoke(main, [command, "grpo.yaml", override, "data.order_by=level"])
+        assert done.exit_code == 2, done.output
+        assert said in done.output
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        ("{train.jsonl: 0}", "the weight of train.jsonl is 0: a number above 0 is wanted"),
+        ("{train.jsonl: -1}", "the weight of train.jsonl is -1"),
+        ("{train.jsonl: .inf}", "the weight of train.jsonl is inf"),
+        ("{train.jsonl: much}", "the weight of train.jsonl is 'much'"),
+        ("{train.jsonl: true}", "the weight of train.jsonl is True"),
+        ("{a: train.jsonl}", "the weight of a is 'train.jsonl': a number above 0 is wanted"),
+        ("{}", "a path is wanted, or a list of paths"),
+        ("{trian.jsonl: 1}", "there is no data file trian.jsonl; the nearest in"),
+        (
+            "{train.jsonl: 1, few.jsonl: 3}",
+            "train.prompts_per_step is 8, and 0.75 of them are drawn from few.jsonl, which holds only 5 prompts",
+        ),
+        ("{train.jsonl: 1, long.jsonl: 1}", "long.jsonl has a weight in data.train, and no row of it is left to draw"),
+    ],
+)
+def test_weights_that_cannot_be_drawn_by_are_refused(project: Project, weights: str, said: str):
+    write_tokenizer(project)
+    project.write_rows("few.jsonl", [GOOD] * 5)
+    project.write_rows("long.jsonl", [{**GOOD, "prompt": "1" * 40}] * 20)
+    project.save()
+    done = CliRunner().invoke(main, ["plan", "grpo.yaml", f"data.train={weights}", "data.overlong_prompts=drop"])
+    assert done.exit_code == 2, done.output
+    assert said in done.output
+
+
+HELD_OUT = "data.validation=train.jsonl"
+DRAWN = ("evaluation.samples_per_prompt=3", "evaluation.sampling.temperature=1")
+BEST = {
+    "no file": ("validation/reward", "there is no file to validate on (data.validation)", ()),
+    "no validation's": (
+        "reward",
+        "'reward', and no validation measures that; Choices: validation/reward",
+        (HELD_OUT,),
+    ),
+    "a name mistyped": ("validation/rewrd", "did you mean 'validation/reward'", (HELD_OUT,)),
+    "another k": ("validation/pass@3", "did you mean 'validation/pass@", (HELD_OUT, "evaluation.samples_per_prompt=4")),
+    "what is best when it is least": ("validation/truncated", "Choices: validation/reward", (HELD_OUT,)),
+    "a file without its name": (
+        "validation/reward",
+        "did you mean 'validation/b/reward'?",
+        ("data.validation={b: train.jsonl}",),
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", BEST)
+def test_a_metric_that_no_validation_measures_is_refused(make: Callable[..., Plan], wrong: str):
+    metric, said, overrides = BEST[wrong]
+    message = refusal(make, f"train.save_best={metric}", *overrides)
+    assert "train.save_best is " in message
+    assert said in message
+
+
+@pytest.mark.parametrize(
+    ("metric", "overrides"),
+    [
+        ("validation/reward", (HELD_OUT,)),
+        ("validation/majority@3", (HELD_OUT, *DRAWN)),
+        ("validation/pass@2", (HELD_OUT, *DRAWN)),
+        ("validation/b/format", ("data.validation={b: train.jsonl}",)),  # maybe a figure of the reward
+        ("validation/2/reward", (HELD_OUT, "evaluation.by=answer")),
+    ],
+)
+def test_what_a_validation_measures_can_choose_the_best_model(
+    make: Callable[..., Plan], metric: str, overrides: tuple[str, ...]
+):
+    notes = make(f"train.save_best={metric}", *overrides).notes
+    assert "train.save_best is set, and train.validate_every is 0: the last step's model is the best" in notes
+    assert not any(
+        "save_best" in note for note in make(f"train.save_best={metric}", "train.validate_every=2", *overrides).notes
+    )
+
+
+@pytest.mark.parametrize("override", ["data.system=be brief", "data.tools=tools"])
+def test_a_plan_refuses_what_no_chat_template_would_write(project: Project, override: str):
+    write_tokenizer(project, TEMPLATE)
+    project.write_rows("train.jsonl", [{**GOOD, "tools": [{"name": "look"}]}] * 40)
+    project.save()
+    said = "train.jsonl, row 0 (line 1) and 39 more rows: the prompt is a string, to which no chat template is applied"
+    for command in ("plan", "train"):
+        done = CliRunner().invoke(main, [command, "grpo.yaml", override])
+        assert done.exit_code == 2, done.output
+        assert said in done.output
+    done = CliRunner().invoke(main, ["plan", "grpo.yaml", "data.system=''"])
+    assert done.exit_code == 2, done.output
+    assert "data.system" in done.output
+
+
+def test_a_system_message_counts_for_the_length_of_a_prompt(make: Callable[..., Plan], project: Project):
+    write_tokenizer(project, TEMPLATE)
+    long = ("data.chat_template=true", "data.max_prompt_tokens=24")
+    make(*long)
+    assert "the prompt has 36 tokens, more than data.max_prompt_tokens=24" in refusal(
+        make, *long, "data.system=be brief"
+    )

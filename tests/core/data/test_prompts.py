@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -196,3 +197,95 @@ def test_a_sampler_draws_batches_and_resumes(write: Any, tokenizer: Any) -> None
     resumed.load_state_dict(state)
     for _ in range(4):
         assert resumed.next().equal(sampler.next())
+
+
+def test_files_with_weights_go_round_by_themselves_in_the_order_of_a_column(write: Any, tokenizer: Any) -> None:
+    one = write("one.jsonl", [{"prompt": "p" * (1 + n % 3), "level": level} for n, level in enumerate([9, 2.5, 4])])
+    two = write("two.parquet", [{"prompt": f"q{n}", "level": -n, "x": n} for n in range(2)])
+    weights = {str(one): 2, str(two): 1.0}
+    dataset = PromptDataset.load(weights, tokenizer, max_prompt_tokens=2, overlong="drop", order_by="level")
+    assert [(source.name, source.rows, source.weight) for source in dataset.sources] == [("one", 2, 2), ("two", 2, 1.0)]
+    drawn = PromptSampler(dataset, prompts_per_step=12).next()["columns"]
+    assert [row["level"] for row in drawn if "x" not in row] == [2.5, 9] * 4
+    assert [row["x"] for row in drawn if "x" in row] == [1, 0] * 2
+
+
+def test_a_weighted_file_of_which_nothing_is_left_is_refused(write: Any, tokenizer: Any) -> None:
+    weights = {str(write("a.jsonl", [{"prompt": "p"}])): 1, str(write("b.jsonl", [{"prompt": "pppp"}])): 1}
+    with pytest.raises(DataError, match=r"b\.jsonl has a weight in data\.train, and no row of it is left"):
+        PromptDataset.load(weights, tokenizer, max_prompt_tokens=2, overlong="drop")
+
+
+def test_sources_are_called_by_the_shortest_end_of_their_paths_that_differs(write: Any, tokenizer: Any) -> None:
+    for folder in ("gsm", "code"):
+        (write("x.jsonl", [{"prompt": "p"}]).parent / folder).mkdir()
+    paths = [write(name, [{"prompt": "p"}]) for name in ("gsm/train.jsonl", "code/train.jsonl", "b.jsonl")]
+    dataset = PromptDataset.load({str(path): 1 for path in paths}, tokenizer)
+    assert [source.name for source in dataset.sources] == ["gsm/train", "code/train", "b"]
+
+
+WITH_TOOLS = (
+    "{% if tools %}tools:{% for t in tools %}{{ t.name }} {{ t.keys() | join(',') }}.{% endfor %};{% endif %}"
+    + TEMPLATE
+)
+LOOK = {"name": "look", "strict": None, "limit": 3}
+HI = [{"role": "user", "content": "hi"}]
+
+
+def test_a_system_message_is_put_before_chats_that_have_none(write: Any, chat_tokenizer: Any) -> None:
+    path = write("a.jsonl", [{"prompt": prompt} for prompt in (HI, CHAT, "hi")])
+    batch = PromptDataset.load(path, chat_tokenizer, chat_template=True, system="be brief").all()
+    hi = "system:be brief\nuser:hi\nassistant:"
+    assert batch["prompt"] == (hi, RENDERED, hi)
+    assert batch["messages"] == (HI, CHAT, None)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_tools_of_a_column_are_given_to_the_template_and_the_reward(write: Any, name: str) -> None:
+    rows = [{"prompt": HI, "tools": [LOOK, {"name": "go"}]}, {"prompt": HI, "tools": None}, {"prompt": HI, "tools": []}]
+    batch = PromptDataset.load(write(name, rows), make_tokenizer(WITH_TOOLS), tools="tools").all()
+    bare = "user:hi\nassistant:"
+    assert batch["prompt"] == (f"tools:look name,limit.go name.;{bare}", bare, bare)
+    assert [bool(columns["tools"]) for columns in batch["columns"]] == [True, False, False]
+
+
+def test_the_text_of_tools_is_taken_as_it_stands(write: Any) -> None:
+    rows = [{"prompt": HI, "schemas": json.dumps([LOOK])}, {"prompt": HI, "schemas": ""}]
+    batch = PromptDataset.load(write("a.parquet", rows), make_tokenizer(WITH_TOOLS), tools="schemas").all()
+    assert batch["prompt"] == ("tools:look name,strict,limit.;user:hi\nassistant:", "user:hi\nassistant:")
+
+
+REFUSING = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + TEMPLATE
+UNWRITTEN = {
+    "a template without tools": (
+        TEMPLATE, [HI, HI], {"tools": [LOOK]}, {"tools": "tools"},
+        r"row 0 \(line 1\) and 1 more rows: the row has tools .* writes none"),
+    "tools without a template": (
+        None, [HI], {"tools": [LOOK]}, {"tools": "tools"}, "tokenizer has no chat template"),
+    "tools for a string": (
+        WITH_TOOLS, ["a", "b"], {"tools": [LOOK]}, {"tools": "tools"},
+        r"and 1 more rows: the prompt is a string, .* and it has tools \(data.tools\): set data.chat_template=true"),
+    "a system message for a string": (
+        TEMPLATE, ["a", "b"], {}, {"system": "be brief"}, r"and 1 more rows: .* data.system is set: set data.chat_tem"),
+    "a system message without a template": (
+        None, [HI], {}, {"system": "be brief"}, "tokenizer has no chat template"),
+    "a template that refuses a system message": (
+        REFUSING, [HI], {}, {"system": "s"}, "the messages, the first of which is data.system: no system role"),
+    "no list": (
+        WITH_TOOLS, [HI], {"tools": {"name": "look"}}, {"tools": "tools"},
+        r"row 0 \(line 1\): its tools \(data.tools\) are {'name': 'look'} \(dict\); expected a list of JSON schemas"),
+    "no schemas": (
+        WITH_TOOLS, [HI], {"tools": ["look"]}, {"tools": "tools"}, r"are \['look'\] \(list\); expected a list"),
+    "no JSON": (
+        WITH_TOOLS, [HI], {"tools": "[look"}, {"tools": "tools"}, "are not valid JSON: .*: '\\[look'"),
+    "no column": (
+        WITH_TOOLS, [HI], {"tools": []}, {"tools": "tool"}, "has no column 'tool': did you mean 'tools'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", UNWRITTEN)
+def test_what_a_chat_template_cannot_write_is_said(write: Any, wrong: str) -> None:
+    template, prompts, columns, options, said = UNWRITTEN[wrong]
+    path = write("a.jsonl", [{"prompt": prompt} | columns for prompt in prompts])
+    with pytest.raises(DataError, match=said):
+        PromptDataset.load(path, make_tokenizer(template), **options)

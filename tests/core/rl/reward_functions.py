@@ -28,6 +28,8 @@ def troubled(prompt, response, **columns):
         raise ValueError("no digits in it")
     if response == "die":
         os.kill(os.getpid(), signal.SIGKILL)
+    if response == "numbered":
+        return {"reward": 1.0, "answer": 42}
     if response == "text":
         return "1.0"
     if response == "nan":
@@ -134,6 +136,11 @@ async def prints_and_waits(prompt, response, **columns):
 
 def figures(prompt, response, **columns):
     return {"reward": 1, "format": numpy.float64(len(response))} if response else {"score": 1, "acc": 1}
+
+
+def answers(response):
+    digits = "".join(filter(str.isdigit, response))
+    return {"reward": bool(digits), "answer": digits or None}
 
 
 def frugal(response, answer=None):

@@ -13,6 +13,7 @@ from typing import Literal
 
 import pytest
 
+from enginehouse.rl.rewards.builtin.exact_match import exact_match
 from enginehouse.rl.rewards.builtin.format import format
 from enginehouse.rl.rewards.builtin.length import length
 from enginehouse.rl.rewards.builtin.math import math
@@ -45,7 +46,7 @@ from enginehouse.rl.rewards.builtin.served import served
     ],
 )
 def test_numbers_are_compared_by_value(response, answer):
-    assert numeric(response=response, answer=answer) == 1.0
+    assert numeric(response=response, answer=answer)["reward"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -67,11 +68,18 @@ def test_numbers_are_compared_by_value(response, answer):
     ],
 )
 def test_another_number_or_none_is_wrong(response, answer):
-    assert numeric(response=response, answer=answer) == 0.0
+    assert numeric(response=response, answer=answer)["reward"] == 0.0
 
 
 def test_how_far_a_number_may_be_off_is_an_argument():
-    assert [numeric(response="3.14", answer="3.14159", tolerance=tolerance) for tolerance in (0.01, 0.001)] == [1, 0]
+    scores = [numeric(response="3.14", answer="3.14159", tolerance=tolerance) for tolerance in (0.01, 0.001)]
+    assert [score["reward"] for score in scores] == [1, 0]
+
+
+def test_rewards_that_look_for_an_answer_say_which_it_is():
+    assert numeric(response="#### 1,234.50", answer="7") == {"reward": 0.0, "answer": "2469/2"}
+    assert numeric(response="none", answer="7") == {"reward": 0.0, "answer": ""}
+    assert exact_match("1+1=", " 2 ", answer="2") == {"reward": 1.0, "answer": "2"}
 
 
 @pytest.mark.parametrize(
@@ -119,7 +127,7 @@ def test_math_keeps_time_by_alarms_in_the_main_thread_alone(monkeypatch):
     thread = threading.Thread(target=lambda: scores.append(math(response="1/3", answer="1/2")))
     thread.start()
     thread.join()
-    assert scores == [1.0, 0.0]
+    assert [score["reward"] for score in scores] == [1.0, 0.0]
     assert all(seconds[:3])
     assert seconds[3:] == [None] * 3
 
@@ -138,7 +146,7 @@ def test_math_keeps_time_by_alarms_in_the_main_thread_alone(monkeypatch):
 )
 def test_math_compares_what_is_equal_though_written_otherwise(response, answer, expected):
     pytest.importorskip("math_verify")
-    assert math(response=response, answer=answer) == expected
+    assert math(response=response, answer=answer)["reward"] == expected
 
 
 class Classifier(http.server.BaseHTTPRequestHandler):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import threading
 from collections import Counter
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 
 from enginehouse.controller.launchers.event_loop import event_loop
 from enginehouse.data import Batch, Ragged
-from enginehouse.data.prompts import PromptSampler
+from enginehouse.data.sampler import Sampler
+from enginehouse.data.sources import Source
 from enginehouse.engines.environment import Episode, Group
 from enginehouse.errors import DataError
 from enginehouse.rl.episodes import batch_of, tasks_of
@@ -73,7 +75,7 @@ class Stage:
     ):
         self.loops = event_loop()
         self.loop = self.loops.__enter__()
-        self.tasks = Tasks(PromptSampler(Rows(), groups, seed=3))
+        self.tasks = Tasks(Sampler(Rows(), groups, seed=3))
         if state is not None:
             self.tasks.restore(state)
         self.schedule = Schedule(groups, staleness, extra)
@@ -253,17 +255,32 @@ def test_what_was_drawn_and_not_trained_on_is_drawn_again_after_a_resume():
 
 
 def test_a_task_is_the_same_whenever_it_is_drawn():
-    tasks = Tasks(PromptSampler(Rows(), 2, seed=3))
+    tasks = Tasks(Sampler(Rows(), 2, seed=3))
     first = tasks.next(ROWS + 2)
     state = tasks.state([1, ROWS + 1])
-    again = Tasks(PromptSampler(Rows(), 2, seed=8))
+    again = Tasks(Sampler(Rows(), 2, seed=8))
     again.restore(state)
     assert again.next(3) == [first[1], first[ROWS + 1], tasks.next(1)[0]]
     assert {task.columns["answer"] for task in first[:ROWS]} == set(range(ROWS))
 
 
+def test_tasks_of_several_sources_are_drawn_again_and_go_on_as_they_stood():
+    def tasks():
+        sources = [Source("a", "a.jsonl", 2, 3.0), Source("b", "b.jsonl", ROWS - 2, 1.0)]
+        return Tasks(Sampler(Rows(), 2, 3, sources))
+
+    first = tasks()
+    handed = first.next(3 * ROWS)
+    again = tasks()
+    again.restore(json.loads(json.dumps(first.state([4, 1]))))
+    assert again.next(3) == [handed[4], handed[1], first.next(1)[0]]
+    assert again.epochs() == first.epochs()
+    far = first.epochs()
+    assert far["data/a/epoch"] * 2 + far["data/b/epoch"] * (ROWS - 2) == 3 * ROWS + 1
+
+
 def test_a_state_without_tasks_to_draw_again_is_one_of_before():
-    tasks = Tasks(PromptSampler(Rows(), 2, seed=3))
+    tasks = Tasks(Sampler(Rows(), 2, seed=3))
     tasks.restore({"prompts": {"seed": 3, "epoch": 0, "position": 4, "rows": ROWS}})
     assert [task.serial for task in tasks.next(2)] == [4, 5]
     with pytest.raises(DataError, match="damaged"):

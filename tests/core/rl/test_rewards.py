@@ -62,6 +62,7 @@ def test_scores_come_back_in_order(pool):
         ("hang", "did not return within 2 s"),
         ("die", "took its process down"),
         ("text", "returned '1.0' \\(str\\) instead of a number"),
+        ("numbered", "returned 42 \\(int\\) as 'answer', which is text: what the response answers"),
         ("nan", "returned nan"),
         ("infinite", "returned inf"),
         ("large", "returned 1e\\+39, beyond the largest float32"),

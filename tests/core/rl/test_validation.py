@@ -15,6 +15,7 @@ from enginehouse.data import Batch
 from enginehouse.data.prompts import PromptDataset
 from enginehouse.errors import DataError
 from enginehouse.rl.episodes import batch_of
+from enginehouse.rl.samples import as_bytes
 from enginehouse.rl.validation import MOST_VALUES, Validation, pass_at
 from enginehouse.runs.validations import Validations
 from enginehouse_testing.models import char_tokenizer
@@ -38,7 +39,7 @@ def write(tmp_path: Path, name: str, rows: list[dict]) -> None:
     (tmp_path / name).write_text("".join(json.dumps({"prompt": f"{n}+1="} | row) + "\n" for n, row in enumerate(rows)))
 
 
-def answered(rewards: list[float], tokens: list[int], reasons: list[str]) -> Batch:
+def answered(rewards: list[float], tokens: list[int], reasons: list[str], answers: list[str] | None = None) -> Batch:
     """Samples, as far as figures need them."""
     return Batch(
         {
@@ -47,6 +48,7 @@ def answered(rewards: list[float], tokens: list[int], reasons: list[str]) -> Bat
             "finish_reason": reasons,
             "prompt": ["p"] * len(rewards),
             "response": ["r"] * len(rewards),
+            "answer": answers or [""] * len(rewards),
             "reward_figures": [{}] * len(rewards),
             "reward_failure": [""] * len(rewards),
         }
@@ -108,6 +110,34 @@ def test_several_answers_have_mean_at_k_and_pass_at_k(tmp_path):
         "validation/pass@2": pytest.approx(1 / 3),
         "validation/pass@3": 0.5,
     }
+
+
+def test_majority_at_k_is_the_share_of_prompts_that_agree_on_a_right_answer(tmp_path):
+    write(tmp_path, "v.jsonl", [{"kind": kind} for kind in "aabbb"])
+    evaluation = {"samples_per_prompt": 4, "sampling": {"temperature": 1.0}, "by": "kind"}
+    validation = made(tmp_path, "v.jsonl", evaluation)
+    assert validation is not None
+    prompts = {
+        "7 7 8 9": [1, 1, 0, 0],
+        "7 8 8 7": [0, 1, 1, 0],  # as many: the first seen
+        "- - - 5": [0, 0, 0, 1],  # who has no answer has no vote
+        "- - - -": [1, 1, 1, 1],
+        "1 2 2 -": [1, 0, 0, 0],
+    }
+    answers = ["" if answer == "-" else answer for row in prompts for answer in row.split()]
+    samples = answered([float(one) for row in prompts.values() for one in row], [1] * 20, ["stop"] * 20, answers)
+    for given in (samples, as_bytes(samples)):
+        figures = validation.figures(given, range(5))
+        majority = {name: value for name, value in figures.items() if "majority" in name}
+        assert majority == {
+            "validation/majority@4": pytest.approx(2 / 5),
+            "validation/a/majority@4": pytest.approx(1 / 2),
+            "validation/b/majority@4": pytest.approx(1 / 3),
+        }
+    unsaid = validation.figures(answered([1.0] * 20, [1] * 20, ["stop"] * 20), range(5))
+    assert not any("majority" in name for name in unsaid)
+    assert validation.rows(samples, range(5))[11]["answer"] == "5"
+    assert "answer" not in validation.rows(samples, range(5))[10]
 
 
 @pytest.mark.parametrize("samples", [1, 4, 6])

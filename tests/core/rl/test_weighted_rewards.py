@@ -58,6 +58,14 @@ def test_figures_of_one_of_several_have_its_name_before_theirs(score):
     assert one.figures == {"long": 4.0, "right": 1.0, "right.format": 4.0}
 
 
+def test_the_answer_is_that_of_the_first_reward_that_says_one(score):
+    answers = {"function": f"{FUNCTIONS}:answers"}
+    exact = {"function": "enginehouse.rl.rewards.builtin.exact_match:exact_match", "arguments": {"answer": "8"}}
+    scores = score("good 7", "8", "none", long=LONG, first=answers, second=exact)
+    assert [one.answer for one in scores] == ["7", "8", "none"]
+    assert all("first.answer" not in one.figures for one in scores)
+
+
 def test_a_reward_without_a_score_counts_zero_beside_the_others(score, tmp_path):
     scores = score("good", "raise", on_error="zero", long=LONG, troubled=TROUBLED)
     assert [one.reward for one in scores] == [5.0, 5.0]

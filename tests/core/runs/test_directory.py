@@ -11,6 +11,8 @@ import numpy
 import pytest
 from projects import Project
 
+from enginehouse.checkpoints import Checkpoint
+from enginehouse.config.earlier_run import read_record
 from enginehouse.config.load import dump_config, load_config
 from enginehouse.errors import ConfigError, EnginehouseError
 from enginehouse.runs import RunDirectory, saved_words
@@ -192,3 +194,75 @@ def test_a_full_disk_takes_no_end_away(run: RunDirectory, caplog: pytest.LogCapt
     assert (run.path / "run.json").stat().st_size <= before
     assert not (run.path / "error.txt").exists()
     assert "No space left on device" in caplog.text
+
+
+def save(run: RunDirectory, step: int, content: str = "weights") -> None:
+    staged = run.model_path(step)
+    write_model(staged, content)
+    run.model_saved(step, staged)
+
+
+def save_best(run: RunDirectory, step: int, value: float, metric: str = "validation/reward") -> bool:
+    """As a loop: whether it was the best."""
+    if best := run.is_best(metric, value):
+        staged = run.model_path(step)
+        write_model(staged, f"of step {step}")
+        run.best_saved(step, staged, metric, value)
+    return best
+
+
+def models(run: RunDirectory) -> list[str]:
+    return sorted(path.name for path in (run.path / "models").iterdir())
+
+
+def best(run: RunDirectory) -> tuple[str, dict]:
+    """The content of the best model, and what the record says of it."""
+    weights = (run.path / "models" / "best" / "model.safetensors").read_text()
+    return weights, json.loads((run.path / "run.json").read_text())["best"]
+
+
+@pytest.mark.parametrize("kept", [1, 2, None])
+def test_the_newest_models_are_kept_and_the_best_besides(tmp_path: Path, kept: int | None):
+    run = RunDirectory.create(tmp_path / "one", "", models_kept=kept)
+    save_best(run, 2, 0.5)
+    for step in (2, 4, 6):
+        save(run, step)
+    steps = ["step-000002", "step-000004", "step-000006"]
+    assert models(run) == ["best", *(steps if kept is None else steps[-kept:])]
+    assert (run.path / "model").resolve().name == "step-000006"
+
+
+def test_the_best_model_is_replaced_by_a_better_one_alone(run: RunDirectory):
+    values = {1: 0.25, 2: 0.25, 3: 0.5, 4: float("nan"), 5: 0.125}
+    assert [step for step, value in values.items() if save_best(run, step, value)] == [1, 3]
+    assert best(run) == ("of step 3", {"metric": "validation/reward", "step": 3, "value": 0.5})
+    assert run.saved_step is None
+    assert save_best(run, 6, -1.0, "validation/another")
+    assert best(run)[1] == {"metric": "validation/another", "step": 6, "value": -1.0}
+
+
+def test_a_value_that_is_none_is_not_the_best(run: RunDirectory):
+    assert not save_best(run, 1, float("nan"))
+
+
+def test_a_resumed_run_keeps_the_best_model_unless_it_makes_a_better_one(run: RunDirectory):
+    save_best(run, 4, 0.5)
+    for value, expected in ((0.25, "of step 4"), (0.75, "of step 3")):
+        run.finish("interrupted")
+        checkpoint = Checkpoint(run.path, 2, 0.0, {}, {}, "train", record=read_record(run.path))
+        run = RunDirectory.create(run.path, "", resumed=checkpoint)
+        save_best(run, 3, value)
+        assert best(run)[0] == expected
+    assert best(run)[1] == {"metric": "validation/reward", "step": 3, "value": 0.75}
+
+
+def test_a_resumed_run_does_not_delete_the_model_it_has_just_written_for_one_it_left_behind(tmp_path: Path):
+    run = RunDirectory.create(tmp_path / "one", "", models_kept=1)
+    save(run, 9)
+    run.finish("interrupted")
+    checkpoint = Checkpoint(run.path, 2, 0.0, {}, {}, "train", record=read_record(run.path))
+    again = RunDirectory.create(run.path, "", resumed=checkpoint, models_kept=1)
+    save(again, 3)
+    assert models(again) == ["step-000003", "step-000009"]
+    save(again, 9, "anew")
+    assert models(again) == ["step-000009"]

@@ -63,6 +63,7 @@ def run_plan(plan: RunPlan, build: Callable[[RunDirectory, Progress], Trainer], 
         packages=plan.distributions,
         resumed=plan.resumed,
         checkpoints_kept=plan.config.train.checkpoints_kept,
+        models_kept=getattr(plan.config.train, "models_kept", None),
     )
     progress = Progress(run.path.name, mode="quiet" if quiet else None)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -317,15 +319,26 @@ def check_model(
 
 
 def check_targets(findings: Findings, options: Mapping[str, Any], path: str) -> None:
-    """Note layers that are to get adapters (`LoraOptions.targets`) and are not among the tensors of a model's files.
+    """Note what is to get adapters (`LoraOptions.targets`) or a learning rate of its own (`lr_groups`) and is not among
+    the tensors of a model's files.
 
     Args:
         options: of the actor, as `typed_options` gives them.
         path: the model's directory.
     """
     targets = (options.get("lora") or {}).get("targets", "all-linear")
-    stored = set() if isinstance(targets, str) else _stored_layers(Path(path))
-    for target in targets if stored else ():
+    groups = options.get("lr_groups") or {}
+    names = _stored_names(Path(path)) if groups or not isinstance(targets, str) else []
+    if names:
+        for pattern in groups:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                patterns = {re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names}
+                findings.note(
+                    f"actor.engine.options.lr_groups: no tensor in {path} is called {pattern!r}; "
+                    f"{nearest(pattern, patterns)}"
+                )
+    stored = {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
+    for target in targets if stored and not isinstance(targets, str) else ():
         if not any(layer == target or layer.endswith(f".{target}") for layer in stored):
             last = {layer.rpartition(".")[2] for layer in stored}
             findings.note(
@@ -334,16 +347,16 @@ def check_targets(findings: Findings, options: Mapping[str, Any], path: str) -> 
             )
 
 
-def _stored_layers(directory: Path) -> set[str]:
-    """Names of the layers whose weights are in a directory's safetensors; empty where they cannot be read."""
+def _stored_names(directory: Path) -> list[str]:
+    """Names of the tensors in a directory's safetensors; none where they cannot be read."""
     names: list[str] = []
     try:
         for file in directory.glob("*.safetensors"):
             with safe_open(str(file), framework="np") as tensors:
                 names += tensors.keys()
     except (OSError, SafetensorError):
-        return set()
-    return {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
+        return []
+    return names
 
 
 def _typed(record: Backend, options: Mapping[str, Any]) -> EngineOptions | None:

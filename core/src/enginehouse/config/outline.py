@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.config.arithmetic import samples_per_step
@@ -217,12 +217,22 @@ def _reward(config: Config) -> str:
 
 
 def _prompts(config: Config, rows: Rows) -> str:
-    said = _data(rows.number, "prompts", config.data.train, config.train.steps * config.train.prompts_per_step)
+    drawn = config.train.steps * config.train.prompts_per_step
+    if len(rows.sources) > 1:
+        weights = sum(source.weight for source in rows.sources)
+        said = ", ".join(
+            f"{source.weight / weights:.3g} of {source.path}: {source.rows:,} prompts, "
+            f"{drawn * source.weight / weights / source.rows:.2g} epochs"
+            for source in rows.sources
+        )
+    else:
+        said = _data(rows.number, "prompts", config.data.train, drawn)
+    said += f"; by {config.data.order_by}, the lowest first" if config.data.order_by else ""
     left_out = f"{'at least ' if rows.sampled else ''}{rows.dropped:,} more are too long and left out"
     return f"{said}; {left_out}" if rows.dropped else said
 
 
-def _data(rows: int, noun: str, files: str | list[str], drawn: int) -> str:
+def _data(rows: int, noun: str, files: str | Iterable[str], drawn: int) -> str:
     return f"{rows:,} {noun} in {named(files)[0]}, each drawn {drawn / rows:.2g} times"
 
 

@@ -8,8 +8,9 @@ only if a function that has to be looked at imports it. What is checked lies bes
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -286,6 +287,7 @@ def plan(
     rows = look_at_prompts(findings, config, limit, bool(model))
     if config.train.validate_every and not config.data.validation_files():
         findings.refuse("train.validate_every is set, but there is no file to validate on (data.validation)")
+    _check_save_best(findings, config)
     if not config.reward.named() and not config.reward_model.path:
         findings.refuse("reward.function is wanted, several under reward.functions, or reward_model.path")
     rewards = tuple(setting.reward(name, one, rows.columns) for name, one in config.reward.named().items())
@@ -800,7 +802,7 @@ def _read_model_of(role: str, path: str, model: Mapping[str, Any]) -> Mapping[st
     return own
 
 
-def _by_key(key: str, paths: str | Sequence[str]) -> dict[str, str]:
+def _by_key(key: str, paths: str | Iterable[str]) -> dict[str, str]:
     """Paths by the key that names each."""
     paths = named(paths)[1]
     return {key if len(paths) == 1 else f"{key}[{number}]": path for number, path in enumerate(paths)}
@@ -819,6 +821,31 @@ def _check_old_logprobs(findings: Findings, plugins: PluginManager, config: Conf
                 f"algorithm.loss.arguments.{name} compares the actor's logprobs with the rollout's, and "
                 "algorithm.old_logprobs=rollout has only the rollout's: set algorithm.old_logprobs=actor"
             )
+
+
+def _check_save_best(findings: Findings, config: Config) -> None:
+    """Check that validations measure what the best model is known by, as far as it is no figure of a reward's."""
+    metric, files = config.train.save_best, config.data.validation_files()
+    if metric is None:
+        return
+    if not files:
+        findings.refuse("train.save_best is set, but there is no file to validate on (data.validation)")
+        return
+    if not config.train.validate_every:
+        findings.note("train.save_best is set, and train.validate_every is 0: the last step's model is the best")
+    each = config.evaluation.samples_per_prompt
+    names = ["reward"]
+    if each > 1:
+        passes = sorted({each, *(1 << power for power in range(each.bit_length()))})
+        names += [f"mean@{each}", *(f"pass@{k}" for k in passes), f"majority@{each}"]
+    places = [f"validation/{name}".rstrip("/") for name in files]
+    place, _, name = metric.rpartition("/")
+    if place not in places and (config.evaluation.by is None or place.rpartition("/")[0] not in places):
+        known = [f"{place}/{name}" for place in places for name in names]
+        findings.refuse(f"train.save_best is {metric!r}, and no validation measures that; {nearest(metric, known)}")
+    elif name not in names and (is_reserved(name) or difflib.get_close_matches(name, names, n=1, cutoff=0.8)):
+        known = [f"{place}/{one}" for one in names]
+        findings.refuse(f"train.save_best is {metric!r}: {nearest(metric, known)}, or a figure of the reward")
 
 
 def _check_kl(findings: Findings, config: Config) -> None:

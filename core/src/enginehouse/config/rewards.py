@@ -13,7 +13,7 @@ RESERVED = (
     *("reward_stderr", "tokens_mean", "truncated", "dropped"),
 )
 """Names under `reward/` or `validation/` that are the run's own, so that no figure of a reward may have them."""
-RESERVED_BEGINNINGS = ("mean@", "pass@")
+RESERVED_BEGINNINGS = ("mean@", "pass@", "majority@")
 """What names under `validation/` that are the run's own begin with."""
 
 

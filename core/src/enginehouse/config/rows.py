@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +20,14 @@ from enginehouse.data.rendering import (
     is_surely_short,
     load_tokenizer,
 )
+from enginehouse.data.sources import Source, kept_by_file, ranks, sources_of
 from enginehouse.errors import ConfigError, nearest
 from enginehouse.plugin.records import keywords, resolve
 
 if TYPE_CHECKING:
     from enginehouse.config.findings import Findings
     from enginehouse.config.rewards import RewardPlan
-    from enginehouse.config.schema import AnyConfig, Config, PreferenceConfig, SFTConfig
+    from enginehouse.config.schema import AnyConfig, Config, Data, PreferenceConfig, SFTConfig
 
 READ_SECONDS = 5.0
 """About how long `plan` reads a config's files; a second reads some hundred megabytes."""
@@ -58,6 +59,7 @@ class Rows:
 
     Attributes:
         number: rows to draw from.
+        sources: what of them is drawn with which weight.
         dropped: rows that are left out because they are too long.
         sampled: whether there was no time to look at all lengths, so that more may be left out.
         columns: what the reward gets; None where a file could not be read.
@@ -65,6 +67,7 @@ class Rows:
     """
 
     number: int = 0
+    sources: Sequence[Source] = ()
     dropped: int = 0
     sampled: bool = False
     columns: tuple[Columns, ...] | None = None
@@ -82,21 +85,37 @@ def look_at_prompts(findings: Findings, config: Config, limit: TokenLimit, model
     files = [named(data.train), *validation_files(config)]
     until = time.monotonic() + READ_SECONDS
     # The training files are the largest, so they come last and get what time the others left.
-    tables = [_open(findings, paths, (data.prompt,), until) for _, paths in reversed(files)][::-1]
+    needed = [data.prompt, *([data.tools] if data.tools else [])]
+    held = [_open(findings, paths, needed, until) for _, paths in reversed(files[1:])][::-1]
+    train = _open(findings, files[0][1], [*needed, *([data.order_by] if data.order_by else [])], until)
+    tables = [train, *held]
     tokenizer = _Tokenizer(findings, config) if model_found else None
-    dropped, sampled = 0, False
+    dropped: list[int] = []
+    sampled = False
     held_out: list[tuple[str, int]] = []
     for (name, _), table in zip(reversed(files), reversed(tables), strict=True):
-        dropped, sampled = 0, False  # of the training files, in the end
+        dropped, sampled = [], False  # of the training files, in the end
         if table is not None and tokenizer:
             with findings.collecting():
                 dropped, sampled = _look_at_prompt_lengths(findings, config, table, name, limit, tokenizer)
-        if table is not None and table is not tables[0]:
-            used = len(table) + table.unread - dropped
+        if table is not None and table is not train:
+            used = len(table) + table.unread - len(dropped)
             held_out.insert(0, (name, min(used, config.evaluation.max_prompts or used)))
-    number = len(tables[0]) + tables[0].unread - dropped if tables[0] is not None else 0
-    train = tables[0]
+    number = len(train) + train.unread - len(dropped) if train is not None else 0
+    sources: list[Source] = []
     if train is not None:
+        with findings.collecting():
+            sources = _sources(data, train, dropped)
+        for source in sources:
+            share = source.weight / sum(one.weight for one in sources)
+            if share < 1 and source.rows < share * wanted:
+                findings.refuse(
+                    f"train.prompts_per_step is {wanted}, and {share:.3g} of them are drawn from {source.path}, which "
+                    f"holds only {source.rows} prompts"
+                )
+        if data.order_by is not None:
+            with findings.collecting():
+                ranks(train.needed[data.order_by], data.order_by, train.where)
         if number < wanted:
             short = f" of at most {limit.tokens} tokens" if dropped else ""
             findings.refuse(f"train.prompts_per_step is {wanted}, and {files[0][0]} holds only {number} prompts{short}")
@@ -109,7 +128,7 @@ def look_at_prompts(findings: Findings, config: Config, limit: TokenLimit, model
             if table is not None:
                 _note_shared(findings, name, _distinct(table.needed[data.prompt]), files[0][0], trained)
     if any(table is None for table in tables):
-        return Rows(number, dropped, sampled)
+        return Rows(number, sources, len(dropped), sampled)
     columns = [
         one
         for (name, _), table in zip(files, tables, strict=True)
@@ -121,7 +140,14 @@ def look_at_prompts(findings: Findings, config: Config, limit: TokenLimit, model
             if by not in one.names:
                 lacks = f"evaluation.by: {one.where} has no column {by!r} to measure figures by; "
                 findings.refuse(lacks + nearest(by, one.names))
-    return Rows(number, dropped, sampled, tuple(columns), held_out)
+    return Rows(number, sources, len(dropped), sampled, tuple(columns), held_out)
+
+
+def _sources(data: Data, table: Table, dropped: Sequence[int]) -> list[Source]:
+    """As the run's, of the training files and those of their rows that are left out."""
+    files = table.by_file()
+    without = kept_by_file(dropped, [len(one) for one in files])
+    return sources_of(data.train, [len(one) + one.unread - out for one, out in zip(files, without, strict=True)])
 
 
 def look_at_demonstrations(findings: Findings, config: SFTConfig, limit: TokenLimit, model_found: bool) -> int:
@@ -179,8 +205,8 @@ def _look_at_preferences(
     return rows
 
 
-def named(train: str | Sequence[str]) -> tuple[str, list[str]]:
-    """What messages call one file, or several; and their paths."""
+def named(train: str | Iterable[str]) -> tuple[str, list[str]]:
+    """What messages call one file, or several; and their paths. Weights by path are as paths."""
     paths = [train] if isinstance(train, str) else list(train)
     return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more files" if len(paths) > 3 else ""), paths
 
@@ -299,29 +325,33 @@ def _note_unread(findings: Findings, table: Table, name: str) -> None:
 
 def _look_at_prompt_lengths(
     findings: Findings, config: Config, table: Table, name: str, limit: TokenLimit, tokenizer: _Tokenizer
-) -> tuple[int, bool]:
-    """Check prompts that may be too long; returns how many are to be dropped, and if some were not looked at."""
+) -> tuple[list[int], bool]:
+    """Check prompts that may be too long; returns which are to be dropped, and if some were not looked at."""
     data = config.data
-    prompts = table.needed[data.prompt]
-    unsure = [
-        row for row, prompt in enumerate(prompts) if data.chat_template or not is_surely_short(prompt, limit.tokens)
-    ]
+    prompts, tools = table.needed[data.prompt], table.needed[data.tools] if data.tools else None
+    templated = data.chat_template or data.system is not None or tools is not None
+    unsure = [row for row, prompt in enumerate(prompts) if templated or not is_surely_short(prompt, limit.tokens)]
     if not unsure or (loaded := tokenizer()) is None:
-        return 0, False
-    renderer = Renderer(loaded, data.chat_template)
+        return [], False
+    renderer = Renderer(loaded, data.chat_template, data.system)
     problems = RowProblems()
 
     def tokens(rows: Sequence[int]) -> list[int]:
-        _, ids = renderer.prompts([prompts[row] for row in rows], lambda row: table.where(rows[row]), problems=problems)
+        _, ids = renderer.prompts(
+            [prompts[row] for row in rows],
+            lambda row: table.where(rows[row]),
+            problems=problems,
+            tools=None if tools is None else [tools[row] for row in rows],
+        )
         return [len(one) for one in ids]
 
     rows, lengths = _lengths(findings, name, "prompts", len(prompts), unsure, lambda row: _size(prompts[row]), tokens)
     problems.raise_any()
     if data.overlong_prompts == "error":
         check_length(lengths, limit, "the prompt", lambda row: table.where(rows[row]))
-    dropped = sum(length > limit.tokens for length in lengths)
-    if dropped == len(prompts) and not table.unread:
-        raise all_too_long(dropped, min(lengths), limit)
+    dropped = [row for row, length in zip(rows, lengths, strict=True) if length > limit.tokens]
+    if len(dropped) == len(prompts) and not table.unread:
+        raise all_too_long(len(dropped), min(lengths), limit)
     return dropped, len(rows) < len(unsure) or table.unread > 0
 
 

@@ -6,6 +6,7 @@ and model is in `enginehouse.config.plan`.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -35,6 +36,15 @@ def _one_path_or_several(value: Any) -> Any:
     raise ValueError("a path is wanted, or a list of paths")
 
 
+def _paths_or_weights(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return _one_path_or_several(value)
+    for path, weight in value.items():
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+            raise ValueError(f"the weight of {path} is {weight!r}: a number above 0 is wanted; leave out what has none")
+    return _one_path_or_several(list(value)) and value
+
+
 class Model(Section):
     """The model that is trained, a Hugging Face directory."""
 
@@ -55,7 +65,15 @@ class Model(Section):
 class Data(Section):
     """Prompts, as JSONL or Parquet files. Columns besides the prompt are handed to the reward function."""
 
-    train: str | list[str] = Field(description="File of training prompts, or a list of files")
+    train: str | list[str] | dict[str, float] = Field(
+        description="File of training prompts, or a list of files; or the weight of each by its path, {a.jsonl: 3, "
+        "b.jsonl: 1}: the share of prompts that is drawn from it"
+    )
+    order_by: str | None = Field(
+        default=None,
+        description="Column with a number: in each epoch of a file, or of a list of files, rows with a lower one come "
+        "first, and equal ones are shuffled; unset: all are shuffled",
+    )
     validation: str | dict[str, str] | None = Field(
         default=None, description="File of held-out prompts; or several by name, {aime: a.jsonl, gsm: b.parquet}"
     )
@@ -70,7 +88,15 @@ class Data(Section):
         default=None, description="Apply the tokenizer's chat template; unset: to messages only"
     )
 
-    _paths = field_validator("train", mode="before")(_one_path_or_several)
+    system: str | None = Field(
+        default=None, min_length=1, description="System message of chats that begin with none; unset: they have none"
+    )
+    tools: str | None = Field(
+        default=None,
+        description="Column with what the model may call, for the chat template: a list of JSON schemas, or its text",
+    )
+
+    _paths = field_validator("train", mode="before")(_paths_or_weights)
 
     @field_validator("validation", mode="before")
     @classmethod
@@ -209,7 +235,9 @@ class Evaluation(Section):
     )
     sampling: EvaluationSampling = Field(default_factory=EvaluationSampling)
     samples_per_prompt: int = Field(
-        default=1, gt=0, description="Responses drawn for each prompt of a validation; several: mean@k and pass@k too"
+        default=1,
+        gt=0,
+        description="Responses drawn for each prompt of a validation; several: mean@k, pass@k and majority@k",
     )
     max_prompts: int | None = Field(
         default=None,
@@ -444,6 +472,14 @@ class Train(Section):
     )
     samples_every: int = Field(default=10, ge=0, description="Steps between files of samples; 0: none")
     save_every: int = Field(default=0, ge=0, description="Steps between model exports; 0: only at the end")
+    models_kept: int | None = Field(
+        default=None, gt=0, description="The newest model exports, the one at the end among them; unset: all"
+    )
+    save_best: str | None = Field(
+        default=None,
+        description="Metric of a validation, as validation/reward: the model with the largest so far is exported to "
+        "models/best, besides those of save_every; that before the first step does not count",
+    )
     checkpoint_every: int = _CHECKPOINT_EVERY
     checkpoints_kept: int = _CHECKPOINTS_KEPT
 

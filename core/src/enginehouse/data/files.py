@@ -71,6 +71,10 @@ class Table(Protocol):
         """Which columns rows have, those of the first row first; a file of Parquet has one shape."""
         ...
 
+    def by_file(self) -> Sequence[Table]:
+        """The rows of each file, as they follow each other."""
+        ...
+
 
 class RowProblems:
     """What is wrong with rows: all are counted, and the first few named together."""
@@ -202,6 +206,9 @@ class JsonTable:
     def shapes(self) -> list[Shape]:
         return list(self._shapes.values())
 
+    def by_file(self) -> Sequence[Table]:
+        return [self]
+
 
 class ParquetTable:
     """A Parquet file: needed columns as Python objects, the others as Arrow in memory. Arguments as of `JsonTable`."""
@@ -274,6 +281,9 @@ class ParquetTable:
     def shapes(self) -> list[Shape]:
         return [Shape(self._columns, 0, self._rows)]
 
+    def by_file(self) -> Sequence[Table]:
+        return [self]
+
 
 class Tables:
     """Several tables as one: their rows one after the other."""
@@ -310,6 +320,9 @@ class Tables:
                     seen._replace(rows=seen.rows + shape.rows) if seen else shape._replace(first=shape.first + start)
                 )
         return list(found.values())
+
+    def by_file(self) -> Sequence[Table]:
+        return self._tables
 
     def _table_of(self, row: int) -> int:
         return bisect_right(self._starts, row) - 1

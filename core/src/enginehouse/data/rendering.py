@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -78,11 +79,14 @@ class Renderer:
         tokenizer: a `transformers` tokenizer.
         chat_template: apply the tokenizer's chat template: None to lists of messages only; True also to plain
             strings, each as one message of the user; False never, then messages are an error.
+        system: the system message of chats that begin with none; None: they have none.
     """
 
-    def __init__(self, tokenizer: Any, chat_template: bool | None = None) -> None:
+    def __init__(self, tokenizer: Any, chat_template: bool | None = None, system: str | None = None) -> None:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
+        self.system = system
+        self._writes_tools: bool | None = None
 
     def prompts(
         self,
@@ -90,6 +94,7 @@ class Renderer:
         where: Where,
         counted: Counted = uncounted,
         problems: RowProblems | None = None,
+        tools: Sequence[Any] | None = None,
     ) -> tuple[list[str], list[np.ndarray]]:
         """Render and tokenize prompts.
 
@@ -98,6 +103,7 @@ class Renderer:
             where: names row `i` in messages.
             counted: shows how many are done.
             problems: takes in what is wrong with rows, for the caller to raise; None: it is raised here.
+            tools: of each prompt, what the model may call: a list of JSON schemas, or its text; None: there are none.
 
         Returns:
             The text of each prompt, as given or as the template renders it, and its token ids (int32).
@@ -110,7 +116,7 @@ class Renderer:
         tokens: list[np.ndarray] = []
         chunks = [range(at, min(at + _ROWS_AT_ONCE, len(prompts))) for at in range(0, len(prompts), _ROWS_AT_ONCE)]
         for rows in counted(chunks, "prompts", len(prompts), len):
-            rendered = [self._rendered(prompts[row], row, where, found) for row in rows]
+            rendered = [self._rendered(prompts[row], tools[row] if tools else None, row, where, found) for row in rows]
             texts += [text or "" for text in rendered]
             tokens += self._tokens_of([prompts[row] for row in rows], rendered, where, rows.start, found)
         if problems is None:
@@ -230,27 +236,39 @@ class Renderer:
             problems.add(f"{said}: the chat template writes the prompt otherwise where a reply follows it")
         return ""
 
-    def _templated(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool) -> str:
+    def _templated(
+        self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool, tools: list[Any] | None = None
+    ) -> str:
         # Arrow gives every message all keys that any message has; templates take an absent key better than a None.
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        system = self.system is not None and given[0]["role"] not in ("system", "developer")
         try:
             return self.tokenizer.apply_chat_template(
-                given, add_generation_prompt=add_generation_prompt, tokenize=False
+                [{"role": "system", "content": self.system}, *given] if system else given,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
             )
         except Exception as error:  # templates raise what they like
-            raise DataError(f"the chat template refuses the messages: {error}") from error
+            said = ", the first of which is data.system" if system else ""
+            raise DataError(f"the chat template refuses the messages{said}: {error}") from error
 
-    def _rendered(self, prompt: Any, row: int, where: Where, problems: RowProblems) -> str | None:
+    def _rendered(self, prompt: Any, tools: Any, row: int, where: Where, problems: RowProblems) -> str | None:
         try:
-            return self._text(prompt)
+            return self._text(prompt, _tools(tools))
         except _NoTemplate as error:
             problems.add_alike(where(row), str(error))
         except DataError as error:
             problems.add(f"{where(row)}: {error}")
         return None
 
-    def _text(self, prompt: Any) -> str:
+    def _text(self, prompt: Any, tools: list[Any] | None) -> str:
         if isinstance(prompt, str) and not self.chat_template:
+            if self.system is not None or tools:
+                raise _NoTemplate(
+                    f"the prompt is a string, to which no chat template is applied, and {self._asked(tools)}: set "
+                    "data.chat_template=true, or give chat messages"
+                )
             return prompt
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if not _are_messages(messages):
@@ -276,7 +294,44 @@ class Renderer:
                 f"{reason}, but the model's tokenizer has no chat template: "
                 "give plain strings, or a model whose tokenizer has one"
             )
-        return self._templated(messages, add_generation_prompt=True)
+        text = self._templated(messages, True, tools)
+        if tools and self._writes_tools is None:
+            self._writes_tools = text != self._templated(messages, True)
+        if tools and not self._writes_tools:
+            raise _NoTemplate(
+                "the row has tools (data.tools), but the chat template of the model's tokenizer writes none: take a "
+                "model whose template does, or unset data.tools"
+            )
+        return text
+
+    def _asked(self, tools: list[Any] | None) -> str:
+        """What is set that only a chat template writes."""
+        return "data.system is set" if self.system is not None else "it has tools (data.tools)"
+
+
+def _tools(given: Any) -> list[Any] | None:
+    """A row's tools, of which there may be none."""
+    tools = given
+    if isinstance(given, str) and given.strip():
+        try:
+            tools = json.loads(given)
+        except ValueError as error:
+            raise DataError(f"its tools (data.tools) are not valid JSON: {error}: {_shown(given)}") from error
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(
+            f"its tools (data.tools) are {_shown(tools)} ({type(tools).__name__}); expected a list of JSON schemas, or "
+            "its text"
+        )
+    return tools if isinstance(given, str) else _without_none(tools)  # Arrow gives every object the keys of any
+
+
+def _without_none(value: Any) -> Any:
+    """Without keys that have no value, at any depth."""
+    if isinstance(value, dict):
+        return {key: _without_none(one) for key, one in value.items() if one is not None}
+    return [_without_none(one) for one in value] if isinstance(value, list) else value
 
 
 def _shown(value: Any) -> str:

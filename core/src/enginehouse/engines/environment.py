@@ -78,6 +78,11 @@ class Score(Protocol):
         """Why the row has no reward, and counts as 0; empty where it has one."""
         ...
 
+    @property
+    def answer(self) -> str:
+        """What the response answers, as text by which responses agree; empty where the reward looks for none."""
+        ...
+
 
 class EpisodeContext(Protocol):
     """What an environment is given beside task and policy.

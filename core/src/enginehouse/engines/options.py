@@ -6,7 +6,7 @@ Light to import: the config checks options before any engine is imported.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -121,6 +121,16 @@ class TrainOptions(EngineOptions):
     total_steps: int | None = Field(None, gt=0, description="Optimizer steps of the run; unset: all of them")
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="Where the decay ends, as a part of lr")
     tokens_per_microbatch: int = Field(16384, gt=0, description="Most padded tokens in one forward and backward pass")
+
+
+class GroupedTrainOptions(TrainOptions):
+    """What training engines take that can give parameters learning rates of their own."""
+
+    lr_groups: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(
+        default_factory=dict,
+        description="Factors of lr by pattern of parameters' names, {'*.embed_tokens.*': 0.1}: the first that matches "
+        "counts; 0 leaves a parameter as it is",
+    )
 
 
 class LoraOptions(BaseModel):

@@ -15,7 +15,8 @@ from enginehouse.data import Batch, Ragged
 from enginehouse.engines.environment import Episode, Group, Task
 
 NOTES = ("finish_reason", "reward_figures", "reward_failure")
-FOR_PEOPLE = (*NOTES, "prompt", "response")
+TEXTS = ("prompt", "response", "answer")
+FOR_PEOPLE = (*NOTES, *TEXTS)
 """Columns of samples that nothing is trained on: objects, and texts."""
 
 
@@ -69,8 +70,9 @@ def batch_of(groups: Sequence[Group]) -> Batch:
         float32 (0 on the rest); `reward` float32, `group` int64 (0 for the first group), `response_tokens` int64 (how
         many the policy chose), `first_version` and `weight_version` int64 (the oldest and the newest that one of these
         is of; -1 where there is none), each `(rows,)`; and the objects `finish_reason`, `prompt`, `response`,
-        `reward_figures` (other figures of the reward, by name) and `reward_failure` (why a row has no reward and counts
-        as 0; empty where it has one). Where groups have one, `baseline` float32 `(rows,)`.
+        `answer` (what it answers, as its reward says; empty where that says nothing), `reward_figures` (other figures
+        of the reward, by name) and `reward_failure` (why a row has no reward and counts as 0; empty where it has one).
+        Where groups have one, `baseline` float32 `(rows,)`.
     """
     episodes = [episode for group in groups for episode in group.episodes]
     lengths = torch.tensor([len(episode.tokens) for episode in episodes], dtype=torch.int64)
@@ -96,6 +98,7 @@ def batch_of(groups: Sequence[Group]) -> Batch:
             "finish_reason": [one.finish for one in episodes],
             "prompt": [one.prompt for one in episodes],
             "response": [one.response for one in episodes],
+            "answer": [one.score.answer for one in episodes],
             "reward_figures": [one.score.figures for one in episodes],
             "reward_failure": [one.score.failure for one in episodes],
         }

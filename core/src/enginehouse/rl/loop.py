@@ -181,10 +181,18 @@ class Loop(ABC):
 
     def save(self, step: int, timeout: float | None = None) -> None:
         """Export the actor's model as a Hugging Face directory; whole or not at all."""
+        self._export(step, lambda staged: self.run_directory.model_saved(step, staged), timeout)
+
+    def save_best(self, step: int, metric: str, value: float) -> None:
+        """As `save`, to `models/best`; if the validation of `step` measured more than that of the model there."""
+        if self.run_directory.is_best(metric, value):
+            self._export(step, lambda staged: self.run_directory.best_saved(step, staged, metric, value))
+
+    def _export(self, step: int, saved: Callable[[Path], Path], timeout: float | None = None) -> None:
         staged = self.run_directory.model_path(step)
         with writing(f"the model of step {step}", staged):
             self.roles.actor.call("export_hf", str(staged), timeout=timeout)
-            place = self.run_directory.model_saved(step, staged)
+            place = saved(staged)
         self._saved(step, place, "model")
 
     def _run_steps(self) -> None:

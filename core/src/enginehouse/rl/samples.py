@@ -14,12 +14,13 @@ import torch
 from enginehouse.config.rewards import is_reserved
 from enginehouse.data import Batch, Ragged
 from enginehouse.errors import ConfigError
+from enginehouse.rl.episodes import TEXTS
 
 if TYPE_CHECKING:
     from enginehouse.controller import DistributedBatch
     from enginehouse.engines.environment import Score
 
-WRITTEN = ("prompt", "response", "reward", "finish_reason", "response_tokens", "reward_figures", "reward_failure")
+WRITTEN = (*TEXTS, "reward", "finish_reason", "response_tokens", "reward_figures", "reward_failure")
 """Columns of which something is written."""
 ROWS_READ_AT_ONCE = 64
 """So many samples' texts are brought to the controller at once, where it has them written."""
@@ -35,14 +36,17 @@ def sample_rows(samples: Batch | DistributedBatch) -> Iterator[dict[str, Any]]:
 def _plain_rows(samples: Batch) -> list[dict[str, Any]]:
     names = ("prompt", "response", "reward", "finish_reason", "tokens")
     columns = (
-        _texts(samples["prompt"]),
-        _texts(samples["response"]),
+        texts(samples["prompt"]),
+        texts(samples["response"]),
         samples["reward"].tolist(),
         samples["finish_reason"],
         samples["response_tokens"].tolist(),
     )
     rows = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
-    for row, figures, failure in zip(rows, samples["reward_figures"], samples["reward_failure"], strict=True):
+    notes = (texts(samples["answer"]), samples["reward_figures"], samples["reward_failure"])
+    for row, answer, figures, failure in zip(rows, *notes, strict=True):
+        if answer:
+            row["answer"] = answer
         row |= {f"reward/{name}": value for name, value in figures.items()}
         if failure:
             row["reward_failure"] = failure
@@ -51,7 +55,7 @@ def _plain_rows(samples: Batch) -> list[dict[str, Any]]:
 
 def as_bytes(samples: Batch) -> Batch:
     """The samples with their texts as bytes: whoever reads another column need not read them."""
-    return samples.with_columns(**{name: _bytes(samples[name]) for name in ("prompt", "response")})
+    return samples.with_columns(**{name: _bytes(samples[name]) for name in TEXTS})
 
 
 def _bytes(texts: Sequence[str]) -> Ragged:
@@ -60,7 +64,8 @@ def _bytes(texts: Sequence[str]) -> Ragged:
     return Ragged.from_lengths(values, [*map(len, rows)])
 
 
-def _texts(column: Sequence[str] | Ragged) -> Sequence[str]:
+def texts(column: Sequence[str] | Ragged) -> Sequence[str]:
+    """A column of texts, also where it is of bytes."""
     if not isinstance(column, Ragged):
         return column
     every, bounds = column.values.numpy().tobytes(), itertools.pairwise(column.offsets.tolist())

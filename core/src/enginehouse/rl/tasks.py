@@ -9,7 +9,7 @@ from enginehouse.errors import DataError
 from enginehouse.rl.episodes import tasks_of
 
 if TYPE_CHECKING:
-    from enginehouse.data.prompts import PromptSampler
+    from enginehouse.data.sampler import Sampler
     from enginehouse.engines.environment import Task
 
 
@@ -20,7 +20,7 @@ class Tasks:
         sampler: stands before the first of them.
     """
 
-    def __init__(self, sampler: PromptSampler):
+    def __init__(self, sampler: Sampler):
         self._sampler = sampler
         self._again: list[int] = []
 
@@ -28,6 +28,10 @@ class Tasks:
     def drawn(self) -> int:
         """How many different ones were handed out, in this run and in those it goes on with."""
         return self._sampler.drawn - len(self._again)
+
+    def epochs(self) -> dict[str, float]:
+        """How far the rows that were handed out go, as metrics: epochs of each source, those begun again included."""
+        return {f"data/{name}/epoch" if name else "data/epoch": far for name, far in self._sampler.epochs().items()}
 
     def next(self, count: int) -> list[Task]:
         """The next so many."""

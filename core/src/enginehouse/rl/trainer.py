@@ -6,6 +6,7 @@ What runs where is decided elsewhere (`enginehouse.rl.placement`), what an algor
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
@@ -21,10 +22,11 @@ from enginehouse.data import Ragged
 from enginehouse.data.prompts import PromptDataset, PromptSampler
 from enginehouse.data.rendering import load_tokenizer
 from enginehouse.engines.train import LossSpec, Mean, Outputs, metric_values
+from enginehouse.errors import ConfigError, nearest
 from enginehouse.plugin import plugins
 from enginehouse.plugin.records import resolve
 from enginehouse.rl.environment_workers import environment_workers
-from enginehouse.rl.episodes import FOR_PEOPLE, rows_of, tasks_of
+from enginehouse.rl.episodes import FOR_PEOPLE, TEXTS, rows_of, tasks_of
 from enginehouse.rl.feed import Feed, played
 from enginehouse.rl.generation import outputs_as_sampled, row_seed, sampling_params, step_seed
 from enginehouse.rl.kl import adapted, with_kl_in_reward
@@ -54,6 +56,8 @@ if TYPE_CHECKING:
     from enginehouse.rl.player import AnyPlayer
     from enginehouse.runs import Progress, RunDirectory
 
+log = logging.getLogger(__name__)
+
 PROBE_SEQUENCES, PROBE_TOKENS = 4, 32
 """Prompts that trainer and rollout both score when the effect of a weight update is checked, and of how many of their
 last tokens: rollout engines that cannot be read back are asked at every update."""
@@ -74,7 +78,7 @@ class Trainer(Loop):
         self.dropped: dict[str, int] = {}
         with progress.task("reading data"):
             self.tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
-            prompts = self._dataset(config.data.train)
+            prompts = self._dataset(config.data.train, config.data.order_by)
             self.validation = Validation.of(config, self._dataset)
         self.prompts = prompts
         self.tasks = Tasks(PromptSampler(prompts, config.train.prompts_per_step, config.train.seed))
@@ -160,6 +164,7 @@ class Trainer(Loop):
                 **measured,
                 **divergence,
                 **self.feed.metrics(),
+                **self.tasks.epochs(),
                 **self.rollout_metrics(),
                 "tokens": float(samples.lengths("input_ids").sum()),
             }
@@ -274,7 +279,7 @@ class Trainer(Loop):
         """Add what the advantage estimator makes of the columns it needs; no other is read here."""
         needs = self.plan.advantage_needs
         if needs is None:
-            given = with_defaults(batch.drop(["prompt", "response"]).fetch())
+            given = with_defaults(batch.drop(list(TEXTS)).fetch())
         else:
             if "token_rewards" in needs and "token_rewards" not in batch:
                 lengths = batch.lengths("input_ids")
@@ -354,6 +359,15 @@ class Trainer(Loop):
         self.run_directory.log_validation(step, metrics)
         self.progress.validated(step, metrics, validation.how)
         plugins().observe("validated", run=self, step=step, metrics=metrics)
+        if (best := self.config.train.save_best) is None:
+            return
+        if best not in metrics:
+            said = f"the validation at step {step} measured no {best!r} (train.save_best); {nearest(best, metrics)}"
+            if not step:
+                raise ConfigError(said)
+            log.warning("%s", said)
+        elif step:
+            self.save_best(step, best, metrics[best])
 
     def rollout_metrics(self) -> dict[str, float]:
         """What happened to the rollout replicas since this was asked for last."""
@@ -408,17 +422,20 @@ class Trainer(Loop):
     def _outputs(self, entropy: bool = False) -> Outputs:
         return outputs_as_sampled(self.config.rollout.sampling, entropy)
 
-    def _dataset(self, path: str | list[str]) -> PromptDataset:
+    def _dataset(self, path: str | list[str] | dict[str, float], order_by: str | None = None) -> PromptDataset:
         """Read prompts. All rows are looked at here, before anything starts; the plan may have looked at fewer."""
-        data, (name, paths) = self.config.data, named(path)
+        data, (name, _) = self.config.data, named(path)
         dataset = PromptDataset.load(
-            paths,
+            path,
             self.tokenizer,
             data.prompt,
             self.plan.prompt_limit,
             data.chat_template,
             data.overlong_prompts,
             self.progress.counted,
+            order_by,
+            data.system,
+            data.tools,
         )
         columns = columns_of(dataset.shapes(), name, data.prompt, dataset.where)
         check_rewards(self.plan.rewards, columns, REWARD_GETS)

@@ -6,6 +6,7 @@
 | `reward_stderr` | standard error of that mean over prompts |
 | `mean@K` | the same as `reward`, by the name it has for K samples a prompt |
 | `pass@k`, k = 1, 2, 4, ... K | chance that one of k responses passes: Chen et al. 2021 (Codex), equation 1 |
+| `majority@K` | share of prompts whose responses agree on a right answer; where the reward says what they answer |
 | `tokens_mean` | length of a response |
 | `truncated` | share of responses that were cut at `max_tokens` |
 | `dropped` | prompts that the others are not of, as responses could not be made (`rollout.on_failure`) |
@@ -18,6 +19,7 @@ from __future__ import annotations
 import bisect
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -28,7 +30,7 @@ import torch
 from enginehouse.data import Batch
 from enginehouse.errors import DataError, listed
 from enginehouse.rl.generation import sampling_params
-from enginehouse.rl.samples import reward_figures, sample_rows
+from enginehouse.rl.samples import reward_figures, sample_rows, texts
 
 if TYPE_CHECKING:
     from enginehouse.config.schema import Config
@@ -105,6 +107,7 @@ class Validation:
         rewards = samples["reward"].double().view(-1, each)
         lengths = samples["response_tokens"].double().view(-1, each)
         cut = torch.tensor([reason == "length" for reason in samples["finish_reason"]]).double().view(-1, each)
+        answers = np.array(texts(samples["answer"]), dtype=object).reshape(-1, each)
         found: dict[str, float] = {}
         first = 0
         for name, _, count in self.files:
@@ -112,7 +115,7 @@ class Validation:
             rows = slice(begin, end)
             prefix = f"validation/{name}" if name else "validation"
             if begin < end:
-                found |= self._of_rewards(prefix, rewards[rows])
+                found |= self._of_rewards(prefix, rewards[rows], answers[rows])
                 found |= {
                     f"{prefix}/tokens_mean": lengths[rows].mean().item(),
                     f"{prefix}/truncated": cut[rows].mean().item(),
@@ -122,8 +125,8 @@ class Validation:
             if self.values is not None:
                 here = np.array([self.values[number] for number in answered[rows]])
                 for value in sorted(set(here.tolist())):
-                    chosen = torch.from_numpy(here == value)
-                    found |= self._of_rewards(f"{prefix}/{value}", rewards[rows][chosen])
+                    chosen = here == value
+                    found |= self._of_rewards(f"{prefix}/{value}", rewards[rows][chosen], answers[rows][chosen])
             first += count
         return found
 
@@ -153,18 +156,22 @@ class Validation:
         """The file of each prompt."""
         return [path for _, path, count in self.files for _ in range(count)]
 
-    def _of_rewards(self, prefix: str, rewards: torch.Tensor) -> dict[str, float]:
-        """Figures of rewards, float64 `(prompts, samples)`."""
+    def _of_rewards(self, prefix: str, rewards: torch.Tensor, answers: np.ndarray) -> dict[str, float]:
+        """Figures of rewards, float64 `(prompts, samples)`, and of answers, texts alike."""
         prompts, each = rewards.shape
         means = rewards.mean(1)
         found = {"reward": means.mean().item()}
         if prompts > 1:
             found["reward_stderr"] = (means.std() / math.sqrt(prompts)).item()
         if each > 1:
-            passed = (rewards >= self.pass_threshold).sum(1).tolist()
+            passes = rewards >= self.pass_threshold
+            passed = passes.sum(1).tolist()
             found[f"mean@{each}"] = found["reward"]
             for k in _powers_of_two_to(each):
                 found[f"pass@{k}"] = sum(pass_at(k, each, right) for right in passed) / prompts
+            if answers.any():
+                right = [majority_passes(*row) for row in zip(answers.tolist(), passes.tolist(), strict=True)]
+                found[f"majority@{each}"] = sum(right) / prompts
         return {f"{prefix}/{name}": value for name, value in found.items()}
 
 
@@ -174,6 +181,16 @@ def pass_at(k: int, samples: int, passed: int) -> float:
     Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1.
     """
     return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
+
+
+def majority_passes(answers: Sequence[str], passed: Sequence[bool]) -> bool:
+    """Whether the answer passes that most of a prompt's responses give: as the first response with it does.
+
+    Of answers that as many give, the first is taken. A response without an answer has no vote; if none has one, no
+    answer passes.
+    """
+    given = Counter(answer for answer in answers if answer)
+    return bool(given) and passed[answers.index(given.most_common(1)[0][0])]
 
 
 def _powers_of_two_to(most: int) -> list[int]:

@@ -7,7 +7,7 @@ metrics.jsonl       one line a step
 validation.jsonl    one line a validation
 samples/            what the model said: step-000010.jsonl, and validation-000010.jsonl
 timeline.json       a Chrome trace
-models/             models in Hugging Face format: step-000250/, whole or not there
+models/             models in Hugging Face format: step-000250/, and best/ of `train.save_best`, whole or not there
 model               a link to the newest of them
 checkpoints/        what `--resume` goes on from: the newest, step-000250/, whole or not there
 error.txt           the traceback of a run that failed
@@ -39,6 +39,9 @@ from enginehouse.runs.timeline import Timeline
 
 log = logging.getLogger(__name__)
 
+BEST = "models/best"
+"""Where in a run directory the best model is."""
+
 
 class Earlier(NamedTuple):
     """Rows of `metrics.jsonl` and of `validation.jsonl` that a resumed run found."""
@@ -60,6 +63,7 @@ class RunDirectory:
         resumed: the checkpoint an earlier run in the directory goes on from. What that run wrote of later steps is
             then cut away by `open`, and nothing else of it; `overwrite` says nothing.
         checkpoints_kept: how many checkpoints are kept, the newest.
+        models_kept: how many models of steps are kept, the newest; None: all.
 
     Attributes:
         path: absolute path.
@@ -87,6 +91,7 @@ class RunDirectory:
         packages: Sequence[str] = (),
         resumed: Checkpoint | None = None,
         checkpoints_kept: int = 2,
+        models_kept: int | None = None,
     ):
         self.path = Path(path).absolute()
         self.clock = StepClock()
@@ -96,7 +101,7 @@ class RunDirectory:
         self.saved_step: int | None = None
         self.earlier = Earlier([], [])
         self.checkpoints = CheckpointStore(self.path, resumed.step if resumed else None, checkpoints_kept)
-        self._resumed = resumed
+        self._resumed, self._models_kept = resumed, models_kept
         self._overwrite, self._spare_unfinished = overwrite, spare_unfinished
         self._config, self._command, self._packages = config, command, packages
 
@@ -180,8 +185,7 @@ class RunDirectory:
         self.checkpoints.set_aside(resumed.passed_over)
         self.last_step = step
         self.validated_step = max((row["step"] for row in validations), default=-1)
-        models = [number for path in (self.path / "models").glob("step-*") if (number := _step_of(path.name)) <= step]
-        self.saved_step = max(models, default=None)
+        self.saved_step = max((number for number in self._model_steps() if number <= step), default=None)
 
     @classmethod
     def create(cls, path: str | Path, config: str, **details: Any) -> RunDirectory:
@@ -229,29 +233,59 @@ class RunDirectory:
     def model_path(self, step: int) -> Path:
         """Where to write the model of `step`: a path that does not exist, beside its final place.
 
-        `model_saved` then moves it there. Until that, no one takes it for a model.
+        `model_saved` or `best_saved` then moves it there. Until that, no one takes it for a model.
         """
         return staging_path(self._model(step))
 
     def model_saved(self, step: int, path: str | Path) -> Path:
         """Move a wholly written model into its place and return that; `model` points to it from now on.
 
+        Of those of this step and before, all but the newest `models_kept` are deleted.
+
         Raises:
             EnginehouseError: nothing is at `path`: workers and controller do not share a file system.
         """
-        place = self._model(step)
+        place = self._place_model(step, path, self._model(step))
+        try:
+            point_to(self.path / "model", place)
+        except OSError as error:
+            log.info("no link %s to %s: %s", self.path / "model", place, error)
+        self.saved_step = step
+        if self._models_kept is not None:
+            steps = sorted((number for number in self._model_steps() if number <= step), reverse=True)
+            for old in map(self._model, steps[self._models_kept :]):
+                # Renamed first: one that is deleted halfway must not look like a model.
+                dying = old.with_name(f".{old.name}.deleted")
+                old.rename(dying)
+                shutil.rmtree(dying, ignore_errors=True)
+        return place
+
+    def is_best(self, metric: str, value: float) -> bool:
+        """Whether a model is better, by a metric of a validation, than the one in `models/best`, if there is one."""
+        best = self.record.content.get("best")
+        if not (self.path / BEST).is_dir() or not isinstance(best, Mapping) or best.get("metric") != metric:
+            return not math.isnan(value)
+        return not isinstance(best.get("value"), int | float) or value > best["value"]
+
+    def best_saved(self, step: int, path: str | Path, metric: str, value: float) -> Path:
+        """Make a wholly written model the best, in `models/best` and in `run.json`. Return and errors as of
+        `model_saved`."""
+        place = self._place_model(step, path, self.path / BEST)
+        self.record.update(best={"metric": metric, "step": step, "value": value})
+        return place
+
+    def _place_model(self, step: int, path: str | Path, place: Path) -> Path:
         if not Path(path).is_dir():
             raise EnginehouseError(
                 f"the model of step {step} is not at {path}, where the actor was told to write it. Do the actor's node "
                 "and this one share the file system of run.directory? They have to."
             )
         move_into_place(Path(path), place)
-        try:
-            point_to(self.path / "model", place)
-        except OSError as error:
-            log.info("no link %s to %s: %s", self.path / "model", place, error)
-        self.saved_step = step
         return place
+
+    def _model_steps(self) -> list[int]:
+        """Steps of which a model is there."""
+        return [number for path in (self.path / "models").glob("step-*") if (number := _step_of(path.name)) >= 0]
 
     def clear_partial(self) -> None:
         """Delete what writes of checkpoints and models that were cut off have left. No one may be writing.

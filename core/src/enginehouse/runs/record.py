@@ -36,7 +36,7 @@ class RunRecord:
         command: how the run was started.
         packages: further distributions to record the versions of.
         resumed_after: the step a run that is gone on with is resumed after. The record of its processes up to now
-            then moves to the list `earlier`.
+            then moves to the list `earlier`, but for `best`.
     """
 
     def __init__(
@@ -63,7 +63,9 @@ class RunRecord:
             earlier = earlier if isinstance(earlier, list) else []
             if former.get("status") == "running":
                 former["status"] = "killed"
-            self.content |= {"resumed_after": resumed_after, "earlier": [*earlier, former]}
+            # Of the directory, not of a process: at no time is it in no record.
+            best = {"best": former.pop("best")} if "best" in former else {}
+            self.content |= {"resumed_after": resumed_after, "earlier": [*earlier, former], **best}
         self._write()
 
     def update(self, **content: Any) -> None:

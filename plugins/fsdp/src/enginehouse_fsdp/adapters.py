@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from enginehouse.errors import ConfigError, ModelError, nearest
 from enginehouse_torch.modeling.files import CheckpointError
 from enginehouse_torch.modeling.loading import VALUE_HEAD
+from enginehouse_torch.modeling.schedule import lr_factors
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -29,12 +30,20 @@ if TYPE_CHECKING:
 
     from enginehouse.engines.model import ModelSpec
     from enginehouse.engines.options import LoraOptions
+    from enginehouse_fsdp.options import FSDPOptions
 
 ADAPTER = "default"
 """What `peft` calls an adapter that is given no name."""
 DOWN, UP, BASE = f".lora_A.{ADAPTER}.weight", f".lora_B.{ADAPTER}.weight", ".base_layer."
 OF_BASE, ALPHA = "adapters.base.", "adapters.alpha."
 """How the entries of a checkpoint begin that say what its adapters belong to."""
+
+
+def lr_factors_of(names: Iterable[str], options: FSDPOptions) -> dict[str, float]:
+    """As `lr_factors`; an adapter is called as the weight that it is added to."""
+    called = {name: name.replace(DOWN, ".weight").replace(UP, ".weight") for name in names}
+    factors = lr_factors(called.values(), options)
+    return {name: factors[of] for name, of in called.items()}
 
 
 def base_state(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -58,8 +58,8 @@ class FSDPEngine:
 
         Raises:
             ModelError: the model cannot be loaded, or is to be trained in float16.
-            ConfigError: the schedule decays and `total_steps` is not set, or ranks, model and the axes asked for do
-                not fit.
+            ConfigError: the schedule decays and `total_steps` is not set, a pattern of `lr_groups` matches nothing, or
+                ranks, model and the axes asked for do not fit.
         """
         learning_rate(options.warmup_steps, options)
         if model.dtype == "float16":
@@ -74,6 +74,7 @@ class FSDPEngine:
         self._memory = MemoryGuard(context, NEEDS_LESS)
         with self._memory.during("building and loading the model"):
             self._model = sharded_model(model, options, self._axes, device)
+        adapters.lr_factors_of(self._trained(), options)
         self._offloading = Offloading(self._model, HOST if options.cpu_offload else device, str(context))
         self._stored = stored_names(Path(model.path))
         self._token_model = TokenModel(
@@ -127,9 +128,12 @@ class FSDPEngine:
     def _built_optimizer(self) -> ShardedAdamW:
         """The optimizer, made at first use: its state is twice as large as the model."""
         if self._optimizer is None:
-            trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
-            self._optimizer = ShardedAdamW(trained, self._options)
+            trained = self._trained()
+            self._optimizer = ShardedAdamW(trained, self._options, adapters.lr_factors_of(trained, self._options))
         return self._optimizer
+
+    def _trained(self) -> dict[str, torch.nn.Parameter]:
+        return {name: p for name, p in self._model.named_parameters() if p.requires_grad}
 
     # Memory
 

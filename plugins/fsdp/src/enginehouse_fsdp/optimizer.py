@@ -30,19 +30,26 @@ class ShardedAdamW:
     Args:
         parameters: the trained parameters by name.
         options: learning rate, schedule and the rest.
+        factors: of the learning rate, by name.
 
     Attributes:
         step_number: optimizer steps taken.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], options: FSDPOptions):
+    def __init__(
+        self, parameters: Mapping[str, torch.nn.Parameter], options: FSDPOptions, factors: Mapping[str, float]
+    ):
         self._parameters = dict(parameters)
         self._options = options
         self._device = next(iter(self._parameters.values())).device
         self._weight = 0.0
         self.step_number = 0
         self._adamw = torch.optim.AdamW(
-            [{"params": alike} for alike in _by_mesh(self._parameters.values())],
+            [
+                {"params": alike, "factor": factor}
+                for factor in dict.fromkeys(factors.values())
+                for alike in _by_mesh(p for name, p in self._parameters.items() if factors[name] == factor)
+            ],
             lr=options.lr,
             betas=options.betas,
             eps=options.eps,
@@ -75,7 +82,7 @@ class ShardedAdamW:
             scale = min(1.0, self._options.max_grad_norm / (norm + 1e-6)) / weight
             torch._foreach_mul_([_own(gradient) for gradient in gradients], scale)
             for group in self._adamw.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group["factor"]
             self._adamw.step()
             self.step_number += 1
             own = {name: _own(parameter.detach()) for name, parameter in self._parameters.items()}

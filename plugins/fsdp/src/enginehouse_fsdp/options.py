@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from enginehouse.engines.options import LoraOptions, TrainOptions
+from enginehouse.engines.options import GroupedTrainOptions, LoraOptions
 from enginehouse_fsdp.axes import axis_sizes, check_heads
 
 
-class FSDPOptions(TrainOptions):
+class FSDPOptions(GroupedTrainOptions):
     """Options of the `fsdp` training engine. `native` goes to `torch.distributed.fsdp.fully_shard`, for every block."""
 
     replicas: int = Field(

@@ -202,7 +202,14 @@ def compare_engines(plan: Plan, prompts: int, tolerance: float | None = None) ->
     data, sampling = config.data, config.rollout.sampling
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     dataset = PromptDataset.load(
-        data.train, tokenizer, data.prompt, plan.prompt_limit, data.chat_template, data.overlong_prompts
+        data.train,
+        tokenizer,
+        data.prompt,
+        plan.prompt_limit,
+        data.chat_template,
+        data.overlong_prompts,
+        system=data.system,
+        tools=data.tools,
     )
     chosen = dataset.all(prompts)
     asked = chosen.select(["prompt_ids"]).with_columns(prompt_index=torch.arange(len(chosen)))

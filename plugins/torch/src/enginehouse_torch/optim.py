@@ -9,6 +9,8 @@ updates smaller than the parameter's own precision are not lost.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -16,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from enginehouse_torch.modeling.finite import not_finite, weights_lost
-from enginehouse_torch.modeling.schedule import learning_rate
+from enginehouse_torch.modeling.schedule import learning_rate, lr_factors
 
 if TYPE_CHECKING:
-    from enginehouse.engines.options import TrainOptions
+    from enginehouse.engines.options import GroupedTrainOptions
 
 ALIGNMENT = 16
 """Elements each parameter's place is rounded up to: 64 bytes, a cache line and what vector loads like."""
@@ -43,18 +45,22 @@ class FlatAdamW:
         world_size: ranks to sum gradients over; 1 needs no process group.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], options: TrainOptions, world_size: int):
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], options: GroupedTrainOptions, world_size: int):
         self.options = options
         self.world_size = world_size
         self.step_number = 0
         """Optimizer steps taken; skipped ones do not count."""
-        self._parameters = dict(parameters)
+        factors = lr_factors(parameters, options)
+        # Parameters of one learning rate side by side: a slice of the buffers is theirs.
+        self._parameters = {name: parameters[name] for name in sorted(parameters, key=lambda name: factors[name])}
         device = next(iter(self._parameters.values())).device
         self._places: dict[str, tuple[int, int]] = {}
+        ends: dict[float, int] = {}
         size = 0
         for name, parameter in self._parameters.items():
             self._places[name] = (size, parameter.numel())
             size += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+            ends[factors[name]] = size
         self._values = torch.zeros(size, device=device)
         # One element more than the gradients: what the loss counted, so that one all-reduce carries both.
         self._sums = torch.zeros(size + 1, device=device)
@@ -70,10 +76,13 @@ class FlatAdamW:
                 else:
                     parameter.grad = None
                     parameter.register_post_accumulate_grad_hook(_accumulate_into(self._view(self._gradients, name)))
-        flat = torch.nn.Parameter(self._values)
-        flat.grad = self._gradients
+        groups = []
+        for start, (factor, end) in zip((0, *ends.values()), ends.items(), strict=False):
+            flat = torch.nn.Parameter(self._values[start:end])
+            flat.grad = self._gradients[start:end]
+            groups.append({"params": [flat], "factor": factor})
         self._adamw = torch.optim.AdamW(
-            [flat],
+            groups,
             lr=options.lr,
             betas=options.betas,
             eps=options.eps,
@@ -96,7 +105,7 @@ class FlatAdamW:
         Nothing but the gradients changes where the gradient's norm is not finite, or where no rank counted anything.
 
         Returns:
-            `grad_norm` before clipping, `lr` of this step, `skipped` (0.0 or 1.0); equal on every rank.
+            `grad_norm` before clipping, `lr` of this step without factors, `skipped` (0.0 or 1.0); equal on every rank.
 
         Raises:
             NonFiniteWeights: the step left weights that are not finite, the same ones on every rank.
@@ -111,7 +120,8 @@ class FlatAdamW:
         figures = {"grad_norm": norm, "lr": lr, "skipped": 0.0 if finite else 1.0}
         if finite:
             self._gradients.mul_(min(1.0, self.options.max_grad_norm / (norm + 1e-6)) / weight)
-            self._adamw.param_groups[0]["lr"] = lr
+            for group in self._adamw.param_groups:
+                group["lr"] = lr * group["factor"]
             self._adamw.step()
             self.step_number += 1
             if not _norm(self._values).isfinite():
@@ -135,23 +145,37 @@ class FlatAdamW:
     def state(self) -> dict[str, torch.Tensor]:
         """Live views of both moments of each parameter, by `"exp_avg.name"` and `"exp_avg_sq.name"`."""
         self._ensure_moments()
-        moments = self._adamw.state[self._adamw.param_groups[0]["params"][0]]
-        return {f"{kind}.{name}": self._view(moments[kind], name) for name in self._parameters for kind in MOMENTS}
+        flats = self._flats()
+        ends = list(itertools.accumulate(flat.numel() for flat in flats))
+        found = {}
+        for name, parameter in self._parameters.items():
+            start, size = self._places[name]
+            group = bisect.bisect_right(ends, start)
+            start -= ends[group] - flats[group].numel()
+            for kind in MOMENTS:
+                moment = self._adamw.state[flats[group]][kind]
+                found[f"{kind}.{name}"] = moment[start : start + size].view(parameter.shape)
+        return found
 
     def restored(self, step_number: int) -> None:
         """Go on from `step_number` after the tensors of `state()` were overwritten."""
         self.step_number = step_number
-        self._adamw.state[self._adamw.param_groups[0]["params"][0]]["step"].fill_(float(step_number))
+        for flat in self._flats():
+            self._adamw.state[flat]["step"].fill_(float(step_number))
+
+    def _flats(self) -> list[torch.nn.Parameter]:
+        """The parts of the buffer of values, each with a learning rate."""
+        return [group["params"][0] for group in self._adamw.param_groups]
 
     def _ensure_moments(self) -> None:
         """Make the moments exist before the first step."""
-        parameter = self._adamw.param_groups[0]["params"][0]
-        if not self._adamw.state[parameter]:
-            self._adamw.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
+        for flat in self._flats():
+            if not self._adamw.state[flat]:
+                self._adamw.state[flat] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=flat.device),
+                    "exp_avg": torch.zeros_like(flat),
+                    "exp_avg_sq": torch.zeros_like(flat),
+                }
 
 
 def _norm(flat: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from enginehouse.engines.options import RolloutOptions, TrainOptions
+from enginehouse.engines.options import GroupedTrainOptions, RolloutOptions
 
 
 def _none(native: dict[str, Any]) -> dict[str, Any]:
@@ -18,7 +18,7 @@ def _none(native: dict[str, Any]) -> dict[str, Any]:
 Native = Annotated[dict[str, Any], AfterValidator(_none)]
 
 
-class TorchTrainOptions(TrainOptions):
+class TorchTrainOptions(GroupedTrainOptions):
     """Options of the `torch` training engine."""
 
     native: Native = Field(default_factory=dict, description="Must be empty")

@@ -23,12 +23,14 @@ from enginehouse_torch.modeling.files import parts_of
 from enginehouse_torch.modeling.loading import load_model
 from enginehouse_torch.modeling.memory import MemoryGuard, keep_freed_memory
 from enginehouse_torch.modeling.ranks import Ranks, device_of
-from enginehouse_torch.modeling.schedule import learning_rate
+from enginehouse_torch.modeling.schedule import learning_rate, lr_factors
 from enginehouse_torch.modeling.token_model import TokenModel
 from enginehouse_torch.optim import FlatAdamW
 from enginehouse_torch.weights import ReplicatedWeights
 
 if TYPE_CHECKING:
+    import torch
+
     from enginehouse.engines.model import ModelSpec, ProcessContext
     from enginehouse_torch.options import TorchTrainOptions
 
@@ -54,7 +56,7 @@ class TorchTrainEngine:
 
         Raises:
             ModelError: the model cannot be loaded, or is to be trained in float16.
-            ConfigError: the schedule decays and `total_steps` is not set.
+            ConfigError: the schedule decays and `total_steps` is not set, or a pattern of `lr_groups` matches nothing.
         """
         learning_rate(options.warmup_steps, options)
         if model.dtype == "float16":
@@ -66,6 +68,7 @@ class TorchTrainEngine:
         keep_freed_memory()
         with self._memory.during("loading the model"):
             self._model = load_model(model, device_of(context))
+        lr_factors(self._trained(), options)
         self._stored = stored_names(Path(model.path))
         self._ranks.broadcast(unique_state(self._model).values())
         most = CPU_TOKENS if self._model.device.type == "cpu" else options.tokens_per_microbatch
@@ -104,9 +107,11 @@ class TorchTrainEngine:
     def _built_optimizer(self) -> FlatAdamW:
         """The optimizer, made at first use: buffers as large as the model itself."""
         if self._optimizer is None:
-            trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
-            self._optimizer = FlatAdamW(trained, self._options, self._ranks.world_size)
+            self._optimizer = FlatAdamW(self._trained(), self._options, self._ranks.world_size)
         return self._optimizer
+
+    def _trained(self) -> dict[str, torch.nn.Parameter]:
+        return {name: p for name, p in self._model.named_parameters() if p.requires_grad}
 
     # Weights and files
 

@@ -74,11 +74,12 @@ class Rows(NamedTuple):
 
 
 class Score(NamedTuple):
-    """What a row got: the reward, and other figures by name. `failure` says why it has none, and 0 stands for it."""
+    """What a row got; as `enginehouse.engines.environment.Score`."""
 
     reward: float
     figures: Mapping[str, float]
     failure: str = ""
+    answer: str = ""
 
 
 class Failure(NamedTuple):
@@ -283,15 +284,21 @@ class Judge:
 def scored(returned: Any) -> Score | Failure:
     """What a function returned, as a score.
 
-    Anything `float` takes will do, except text; or a mapping of such with the key `reward`. The reward has to be finite
-    as float32, which is what it is trained with.
+    Anything `float` takes will do, except text; or a mapping of such with the key `reward`, in which `answer` is text.
+    The reward has to be finite as float32, which is what it is trained with.
     """
     named = returned if isinstance(returned, Mapping) else {"reward": returned}
     if "reward" not in named:
         has = ", ".join(map(repr, named)) or "none"
         return Failure(f"returned a mapping without the key 'reward', which is what is trained on; it has {has}")
     figures: dict[str, float] = {}
+    answer = named.get("answer")
+    if not isinstance(answer, str | None):
+        kind = type(answer).__name__
+        return Failure(f"returned {shortened(answer)} ({kind}) as 'answer', which is text: what the response answers")
     for name, value in named.items():
+        if name == "answer":
+            continue
         where = f" as {name!r}" if named is returned else ""
         try:
             number = None if isinstance(value, str | bytes | bytearray) else float(value)
@@ -306,7 +313,7 @@ def scored(returned: Any) -> Score | Failure:
                 f"returned {number}{where}, beyond the largest float32, which is what rewards are trained with"
             )
         figures[str(name)] = number
-    return Score(figures.pop("reward"), figures)
+    return Score(figures.pop("reward"), figures, answer=answer or "")
 
 
 def overdue(seconds: float) -> str:

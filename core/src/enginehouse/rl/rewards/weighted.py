@@ -62,7 +62,7 @@ class WeightedRewards:
         self._open.close()
 
     def _sum(self, scores: Sequence[Score]) -> Score:
-        """A row's score of its scores. One without a score counts 0, if the run goes on."""
+        """A row's score of its scores. One without a score counts 0, if the run goes on. The first answer is taken."""
         figures: dict[str, float] = {}
         failures = []
         for one, score in zip(self._rewards, scores, strict=True):
@@ -72,7 +72,7 @@ class WeightedRewards:
         reward = sum(
             one.given.weight * one.clipped(score.reward) for one, score in zip(self._rewards, scores, strict=True)
         )
-        return Score(reward, figures, "; ".join(failures))
+        return Score(reward, figures, "; ".join(failures), next((one.answer for one in scores if one.answer), ""))
 
 
 def with_rewards(samples: DistributedBatch, rewards: Sequence[RewardPlan]) -> DistributedBatch:

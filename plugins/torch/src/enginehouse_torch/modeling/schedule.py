@@ -1,14 +1,17 @@
-"""The learning rate as a function of the optimizer step."""
+"""The learning rate as a function of the optimizer step, and of the parameter."""
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from enginehouse.errors import ConfigError
+from enginehouse.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from enginehouse.engines.options import TrainOptions
+    from enginehouse.engines.options import GroupedTrainOptions, TrainOptions
 
 
 def learning_rate(step: int, options: TrainOptions) -> float:
@@ -29,3 +32,20 @@ def learning_rate(step: int, options: TrainOptions) -> float:
     progress = min(1.0, (step - options.warmup_steps) / max(1, options.total_steps - options.warmup_steps))
     left = 1.0 - progress if options.schedule == "linear" else (1.0 + math.cos(math.pi * progress)) / 2
     return options.lr * (options.min_lr_ratio + (1.0 - options.min_lr_ratio) * left)
+
+
+def lr_factors(names: Iterable[str], options: GroupedTrainOptions) -> dict[str, float]:
+    """What the learning rate is multiplied by for each parameter, by its name: the factor of the first pattern that
+    matches, else 1.
+
+    Raises:
+        ConfigError: a pattern matches none.
+    """
+    factors = dict.fromkeys(names, 1.0)
+    for pattern, factor in reversed(options.lr_groups.items()):
+        matching = [name for name in factors if fnmatchcase(name, pattern)]
+        if not matching:
+            patterns = {re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in factors}
+            raise ConfigError(f"lr_groups: no trained parameter is called {pattern!r}; {nearest(pattern, patterns)}")
+        factors |= dict.fromkeys(matching, factor)
+    return factors

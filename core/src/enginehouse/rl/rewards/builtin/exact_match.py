@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
 
-def exact_match(prompt: str, response: str, *, answer: str, **columns: object) -> float:
-    """Return 1.0 if the response equals the data set's `answer` column, white space at the ends aside, else 0.0."""
-    return float(response.strip() == answer.strip())
+
+def exact_match(prompt: str, response: str, *, answer: str, **columns: object) -> dict[str, Any]:
+    """1.0 if the response equals the data set's `answer` column, white space at the ends aside, else 0.0."""
+    given = response.strip()
+    return {"reward": float(given == answer.strip()), "answer": given}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from enginehouse.errors import ConfigError
 from enginehouse.plugin import checked_reward
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from typing import Any
 
 TIMEOUT_SECONDS = 5
 """Longest time for reading one text, and for comparing two expressions."""
@@ -27,8 +26,8 @@ def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
 
 
 @checked_reward(check)
-def math(response: str, *, answer: str | float) -> float:
-    """Return 1.0 if the response's last answer, in LaTeX or plain, equals the data set's `answer` column, else 0.0.
+def math(response: str, *, answer: str | float) -> dict[str, Any]:
+    """1.0 if the response's last answer, in LaTeX or plain, equals the data set's `answer` column, else 0.0.
 
     An answer that takes long to read or to compare is a wrong one.
     """
@@ -41,4 +40,5 @@ def math(response: str, *, answer: str | float) -> float:
         wanted = f"\\boxed{{{wanted}}}"
     expected = parse(wanted, parsing_timeout=seconds)
     given = parse(response, parsing_timeout=seconds)
-    return float(verify(expected, given, timeout_seconds=seconds))
+    right = float(verify(expected, given, timeout_seconds=seconds))
+    return {"reward": right, "answer": str(given[0]) if given else ""}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from fractions import Fraction
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
@@ -29,8 +29,8 @@ class Number(NamedTuple):
     percent: bool
 
 
-def numeric(response: str, *, answer: str | float, tolerance: Annotated[float, Field(ge=0)] = 1e-6) -> float:
-    """Return 1.0 if the response's number is that of the data set's `answer` column, else 0.0.
+def numeric(response: str, *, answer: str | float, tolerance: Annotated[float, Field(ge=0)] = 1e-6) -> dict[str, Any]:
+    """1.0 if the response's number is that of the data set's `answer` column, else 0.0.
 
     The number is what follows the last `####`; else what the last `\\boxed{}` holds; else the last one of the text.
     `1,234.5`, `1e3`, `3/4`, `\\frac{3}{4}` and `75%` are numbers. Where only one of the two has a percent sign, the
@@ -40,13 +40,14 @@ def numeric(response: str, *, answer: str | float, tolerance: Annotated[float, F
         tolerance: how far the two may be apart, absolutely.
     """
     given, wanted = number(response), number(str(answer))
+    said = "" if given is None else str(given.value)
     if given is None or wanted is None:
-        return 0.0
+        return {"reward": 0.0, "answer": said}
     close = abs(given.value - wanted.value) <= tolerance
     if given.percent != wanted.percent:
         scale = 100 if given.percent else Fraction(1, 100)
         close = close or abs(given.value * scale - wanted.value) <= tolerance
-    return float(close)
+    return {"reward": float(close), "answer": said}
 
 
 def number(text: str) -> Number | None:
