@@ -149,11 +149,10 @@ def _demonstration(digits: str, rng: random.Random) -> dict[str, str]:
 
 
 def _pair(digits: str, rng: random.Random) -> dict[str, str]:
-    """A prompt, its answer, and a noisy one that is wrong."""
-    right = wrong = _answer(digits)
-    while wrong == right:
-        wrong = _demonstration(digits, rng)["response"]
-    return {"prompt": prompt(digits), "chosen": right, "rejected": wrong}
+    """A prompt, its answer, and the same with one digit wrong."""
+    right, place = _answer(digits), rng.randrange(LENGTH)
+    wrong = rng.choice(DIGITS.replace(right[place], ""))
+    return {"prompt": prompt(digits), "chosen": right, "rejected": right[:place] + wrong + right[place + 1 :]}
 
 
 def _answer(digits: str) -> str:
