@@ -90,7 +90,7 @@ def _prepare(wanted: Recipe, overrides: Sequence[str], quiet: bool = True) -> No
         directory = DIRECTORY / name
         if name == TASK:
             _make_task(directory)
-        elif can_go_on(directory) or not (directory / "model").exists():
+        elif name in all_recipes() and (can_go_on(directory) or not (directory / "model").exists()):
             needed = recipe(name)
             _prepare(needed, (), quiet)
             click.echo(f"{wanted.name} begins from the model of the recipe {name}: making it.")
