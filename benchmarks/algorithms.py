@@ -2,8 +2,7 @@
 
 All begin from the same warmed-up model, and differ in their samples and the order of their data. Policies are judged
 by one sampler on the held-out prompts (`reward/NAME`), a reward model by held-out pairs (`accuracy/rm`). Two runs go on
-at once, each in one process of one thread, so `seconds/NAME` is of a busy machine; that of the others begins is not in
-it.
+at once, each in one process of one thread, so `seconds/NAME` is of a busy machine, without what a run begins from.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from typing import Any
 from benchmarks.environments import ROOT, draw, plotting, versions
 from benchmarks.grpo import final_reward
 from benchmarks.runs import execute, read_metrics
+from enginehouse.config.earlier_run import read_record
 from enginehouse.recipes import DIRECTORY, TASK, recipes
 
 logger = logging.getLogger(__name__)
@@ -57,13 +57,14 @@ class Outcome:
     final: float
 
 
-def measure(seeds: int = 3, names: str = "", at_once: int = 2) -> dict[str, Any]:
+def measure(seeds: int = 3, names: str = "", at_once: int = 2, keep: bool = False) -> dict[str, Any]:
     """Run every recipe with each seed.
 
     Args:
         seeds: runs of each recipe, with the seeds 0, 1, ...
         names: of the recipes, with commas between; empty: all.
         at_once: runs that go on at the same time.
+        keep: take what an earlier call made and finished as it is, and run only what is not there.
 
     Returns:
         `metrics`, `sides`, `picture`, `versions`. Metrics, means over seeds: `reward/NAME` (of rm `accuracy/NAME`) and
@@ -74,8 +75,9 @@ def measure(seeds: int = 3, names: str = "", at_once: int = 2) -> dict[str, Any]
     """
     chosen = names.split(",") if names else [name for name in recipes() if name != WARM_UP]
     plot_python, python = plotting(), Path(sys.executable)
-    shutil.rmtree(WORK, ignore_errors=True)
-    WORK.mkdir(parents=True)
+    if not keep:
+        shutil.rmtree(WORK, ignore_errors=True)
+    WORK.mkdir(parents=True, exist_ok=True)
     for name in chosen:
         _enginehouse(python, f"prepare-{name}", "prepare", name)
     jobs = [(name, seed) for seed in range(seeds) for name in chosen]
@@ -122,14 +124,16 @@ def curve(lines: Sequence[Mapping[str, Any]], figure: str) -> tuple[list[int], l
 
 def _run(python: Path, name: str, seed: int) -> Outcome:
     directory = DIRECTORY / f"{name}-seed-{seed}"
-    logger.info("%s, seed %d", name, seed)
-    _enginehouse(
-        python,
-        directory.name,
-        *("run", name, "cluster.launcher=inline", f"train.seed={seed}", f"run.directory={directory}"),
-        *(f"train.validate_every={VALIDATE_EVERY}", *(AS_IN_TRAINING if recipes()[name].command == "train" else ())),
-    )
     run = WORK / directory
+    if read_record(run).get("status") != "finished":
+        logger.info("%s, seed %d", name, seed)
+        _enginehouse(
+            python,
+            directory.name,
+            *("run", name, "cluster.launcher=inline", f"train.seed={seed}", f"run.directory={directory}"),
+            *(f"train.validate_every={VALIDATE_EVERY}", "run.overwrite=true"),
+            *(AS_IN_TRAINING if recipes()[name].command == "train" else ()),
+        )
     metrics = read_metrics(run)
     validations = run / "validation.jsonl"
     lines = [json.loads(line) for line in validations.open()] if validations.exists() else metrics
