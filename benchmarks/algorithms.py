@@ -27,6 +27,7 @@ from enginehouse.recipes import DIRECTORY, TASK, recipes
 logger = logging.getLogger(__name__)
 
 WORK = ROOT / "benchmarks" / "out" / "algorithms"
+TASK_MADE = WORK / DIRECTORY / TASK
 PICTURE = WORK.parent / "algorithms.png"
 WARM_UP = "sft"
 """The recipe that the others begin from: nothing of its own is shown."""
@@ -49,12 +50,14 @@ class Outcome:
         steps: after which there was a validation.
         values: what it found.
         final: of the trained model, reward or accuracy.
+        greedy: reward of its greedy answers; None where it gives none.
     """
 
     seconds: float
     steps: Sequence[int]
     values: Sequence[float]
     final: float
+    greedy: float | None = None
 
 
 def measure(seeds: int = 3, names: str = "", at_once: int = 2, keep: bool = False) -> dict[str, Any]:
@@ -106,11 +109,13 @@ def figures(runs: Mapping[str, Sequence[Outcome]]) -> dict[str, float]:
 def row(runs: Sequence[Outcome]) -> dict[str, float | int]:
     """A recipe's line in the table."""
     final = [one.final for one in runs]
+    greedy = [one.greedy for one in runs if one.greedy is not None]
     return {
         "steps": runs[0].steps[-1],
         "final": statistics.mean(final),
         "lowest": min(final),
         "highest": max(final),
+        **({"greedy": statistics.mean(greedy)} if greedy else {}),
         "seconds": statistics.mean(one.seconds for one in runs),
         "seeds": len(runs),
     }
@@ -137,13 +142,14 @@ def _run(python: Path, name: str, seed: int) -> Outcome:
     metrics = read_metrics(run)
     validations = run / "validation.jsonl"
     lines = [json.loads(line) for line in validations.open()] if validations.exists() else metrics
-    return Outcome(metrics[-1]["elapsed_seconds"], *curve(lines, _figure(name)), _final(name, run))
+    greedy = final_reward(run / "model", TASK_MADE, greedy=True) if _what(name) == "reward" else None
+    return Outcome(metrics[-1]["elapsed_seconds"], *curve(lines, _figure(name)), _final(name, run), greedy)
 
 
 def _final(name: str, run: Path) -> float:
     """What the model at the end of a run is worth."""
     if _what(name) == "reward":
-        return final_reward(run / "model", WORK / DIRECTORY / TASK)
+        return final_reward(run / "model", TASK_MADE)
     return curve(read_metrics(run), _figure(name))[1][-1]
 
 

@@ -7,7 +7,7 @@ from benchmarks.algorithms import Outcome, curve, figures, row
 
 
 def outcome(final: float, seconds: float = 10.0) -> Outcome:
-    return Outcome(seconds, [0, 10, 20], [0.0, 0.5, final], final)
+    return Outcome(seconds, [0, 10, 20], [0.0, 0.5, final], final, greedy=1.0)
 
 
 def test_a_curve_is_of_the_steps_that_were_validated():
@@ -22,4 +22,6 @@ def test_figures_are_means_over_seeds_and_a_reward_model_is_judged_by_its_accura
 
 def test_a_line_of_the_table_has_the_range_of_the_seeds():
     line = row([outcome(0.9), outcome(0.7)])
-    assert line == pytest.approx({"steps": 20, "final": 0.8, "lowest": 0.7, "highest": 0.9, "seconds": 10, "seeds": 2})
+    assert line == pytest.approx(
+        {"steps": 20, "final": 0.8, "lowest": 0.7, "highest": 0.9, "greedy": 1, "seconds": 10, "seeds": 2}
+    )
