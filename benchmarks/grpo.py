@@ -254,12 +254,12 @@ def read_step_seconds(directory: Path) -> Outcome:
     return Outcome(json.loads((directory / "step_seconds.json").read_text()), directory)
 
 
-def final_reward(model: Path) -> float:
-    """Mean reward of sampled answers to the held-out prompts, by one sampler for all sides."""
+def final_reward(model: Path, task: Path = WORK / "task", greedy: bool = False) -> float:
+    """Mean reward of sampled (or greedy) answers to the held-out prompts of a task, by one sampler for all sides."""
     from benchmarks.bare_grpo import Task, load, validate
 
     loaded, tokenizer = load(model)
-    return validate(loaded, Task.load(WORK / "task", tokenizer))
+    return validate(loaded, Task.load(task, tokenizer), greedy, samples=1 if greedy else 4)
 
 
 def generation_ratio() -> float:

@@ -108,8 +108,9 @@ def execute(
     threads: int | None = None,
     variables: Mapping[str, str] | None = None,
     look: Callable[[int], object] | None = None,
+    directory: Path = ROOT,
 ) -> None:
-    """Run a command from the repository's root, with what it prints in a file.
+    """Run a command, with what it prints in a file.
 
     Args:
         command: the words.
@@ -117,6 +118,7 @@ def execute(
         threads: value of `OMP_NUM_THREADS`; None: the program decides.
         variables: further environment variables.
         look: called with the process's id every `LOOK_SECONDS`.
+        directory: where it is run.
 
     Raises:
         RuntimeError: it failed or ran out of time; with the last lines it printed.
@@ -127,7 +129,7 @@ def execute(
         environment["OMP_NUM_THREADS"] = str(threads)
     words = [str(word) for word in command]
     with log.open("w") as output:
-        process = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(words, cwd=directory, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
             code: object = _end(process, look)
         except BaseException as error:

@@ -1,143 +1,22 @@
 """Make the quickstart's model, tokenizer and data: nothing is downloaded.
 
-The task is to sort six digits: the prompt `s524310=` asks for `012345` and the end of the text. It is small enough to
-be learned on two CPU cores within two minutes, and hard enough that it has to be learned: a model that has only seen
-the demonstrations made here answers right about once in fifty tries.
-
     python examples/quickstart/make_task.py --out examples/quickstart/work
 
-writes `model/` (random weights and the tokenizer), `demonstrations.jsonl`, `train.jsonl` and `validation.jsonl`.
+writes `model/` (random weights and the tokenizer), `demonstrations.jsonl`, `train.jsonl`, `validation.jsonl` and pairs
+for `enginehouse dpo` and `rm`. What the task is, and how each row is made: `enginehouse.recipes.sorting`, whose task
+it is too.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import random
-from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from enginehouse.recipes.sorting import make_task
 
-DIGITS = "0123456789"
-LENGTH = 6
-SPECIAL = ("<pad>", "<eos>", "<unk>")
-VOCABULARY = (*SPECIAL, *DIGITS, *"s=+-*/%<>,.:?!@")
-"""Twenty-eight tokens, one a character. The characters the task does not use are there for tasks of your own."""
-
-TRAIN_PROMPTS = 8_192
-VALIDATION_PROMPTS = 512
-DEMONSTRATIONS = 12_800
-NOISE = 0.44
-"""Probability that a digit of a demonstrated answer is replaced by a random one: they show the format, not the task."""
-
-
-def main() -> None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Make the quickstart's model, tokenizer and data.")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "work", help="directory to write to")
     parser.add_argument("--seed", type=int, default=0, help="seed of the data and of the model's first weights")
     arguments = parser.parse_args()
-    make_data(arguments.out, arguments.seed)
-    make_model(arguments.out / "model", arguments.seed)
-
-
-def make_data(directory: Path, seed: int = 0) -> None:
-    """Write `demonstrations.jsonl`, `train.jsonl` and `validation.jsonl`; no digits of one file are in another."""
-    rng = random.Random(seed)
-    digits = _distinct_digits(rng)
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, count in (("validation", VALIDATION_PROMPTS), ("train", TRAIN_PROMPTS)):
-        write_lines(directory / f"{name}.jsonl", ({"prompt": prompt(next(digits))} for _ in range(count)))
-    write_lines(directory / "demonstrations.jsonl", (_demonstration(next(digits), rng) for _ in range(DEMONSTRATIONS)))
-
-
-def prompt(digits: str) -> str:
-    """The prompt that asks for `digits` in order.
-
-    >>> prompt("524310")
-    's524310='
-    """
-    return f"s{digits}="
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of one token a character."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def make_model(directory: Path, seed: int = 0, *, tied: bool = False) -> None:
-    """Write a Qwen3 model of 126,912 random parameters, and its tokenizer, as a Hugging Face directory.
-
-    Args:
-        directory: where to.
-        seed: seed of the weights.
-        tied: one matrix for the embedding and the head. The task is learned either way; engines disagree on how to
-            reload a tied head, so the quickstart's model has two.
-    """
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    tokenizer = make_tokenizer()
-    torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=len(VOCABULARY),
-            hidden_size=64,
-            intermediate_size=192,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,  # the smallest for which vLLM has CPU kernels
-            max_position_embeddings=64,
-            initializer_range=0.05,
-            tie_word_embeddings=tied,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-
-
-def write_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Write one JSON object a line."""
-    with path.open("w") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-
-
-def _distinct_digits(rng: random.Random) -> Iterator[str]:
-    """Random strings of digits, none twice."""
-    seen: set[str] = set()
-    while True:
-        digits = "".join(rng.choices(DIGITS, k=LENGTH))
-        if digits not in seen:
-            seen.add(digits)
-            yield digits
-
-
-def _demonstration(digits: str, rng: random.Random) -> dict[str, str]:
-    """A prompt and a noisy answer."""
-    answer = (rng.choice(DIGITS) if rng.random() < NOISE else digit for digit in sorted(digits))
-    return {"prompt": prompt(digits), "response": "".join(answer)}
-
-
-if __name__ == "__main__":
-    main()
+    make_task(arguments.out, arguments.seed)

@@ -9,16 +9,16 @@ import pytest
 import torch
 from benchmarks.bare_grpo import Task, load, sample, score, train, warm_up
 
+from enginehouse.recipes.sorting import make_task
+
 QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart"
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """Model, tokenizer and task of the quickstart."""
-    make_task = runpy.run_path(str(QUICKSTART / "make_task.py"))
     directory = tmp_path_factory.mktemp("task")
-    make_task["make_data"](directory)
-    make_task["make_model"](directory / "model")
+    make_task(directory)
     model, tokenizer = load(directory / "model")
     return model, tokenizer, Task.load(directory, tokenizer)
 

@@ -1,4 +1,4 @@
-"""The quickstart's data, model and configs: made by its own script, as a newcomer makes them."""
+"""The quickstart's data, model and configs."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import runpy
 import shutil
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from enginehouse.config.load import load_config
 from enginehouse.config.schema import SFTConfig
+from enginehouse.recipes import sorting
 
 QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart"
-make_task = SimpleNamespace(**runpy.run_path(str(QUICKSTART / "make_task.py")))
+NAMES = ("train", "validation", "demonstrations", "pairs", "validation_pairs")
 sorted_digits = runpy.run_path(str(QUICKSTART / "reward.py"))["sorted_digits"]
 
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("task")
-    make_task.make_data(directory, seed=0)
+    sorting.make_data(directory, seed=0)
     return directory
 
 
@@ -32,7 +32,7 @@ def rows(task: Path, name: str) -> list[dict[str, str]]:
 
 
 def test_no_prompt_is_in_two_files_or_twice_in_one(task):
-    prompts = [row["prompt"] for name in ("train", "validation", "demonstrations") for row in rows(task, name)]
+    prompts = [row["prompt"] for name in NAMES for row in rows(task, name)]
     assert len(prompts) == len(set(prompts))
 
 
@@ -49,10 +49,19 @@ def test_demonstrations_show_the_format_but_hardly_ever_the_answer(task):
     assert sum(right) / len(right) < 0.08
 
 
+def test_answers_and_chosen_responses_are_right_and_rejected_ones_wrong(task):
+    def right(row: dict[str, str], column: str) -> float:
+        return sorted_digits(row["prompt"], row[column], finish_reason="stop")
+
+    assert all(right(row, "answer") for name in ("train", "validation") for row in rows(task, name))
+    pairs = [row for name in ("pairs", "validation_pairs") for row in rows(task, name)]
+    assert all(right(row, "chosen") and not right(row, "rejected") for row in pairs)
+
+
 def test_the_same_seed_makes_the_same_files_and_another_seed_others(task, tmp_path):
-    make_task.make_data(tmp_path / "same", seed=0)
-    make_task.make_data(tmp_path / "other", seed=1)
-    for name in ("train", "validation", "demonstrations"):
+    sorting.make_data(tmp_path / "same", seed=0)
+    sorting.make_data(tmp_path / "other", seed=1)
+    for name in NAMES:
         assert rows(tmp_path / "same", name) == rows(task, name)
         assert rows(tmp_path / "other", name) != rows(task, name)
 
@@ -68,7 +77,7 @@ def test_the_reward_asks_for_the_right_digits_and_an_end():
 def test_the_model_loads_as_a_small_qwen3_with_a_head_of_its_own(tmp_path):
     from transformers import AutoModelForCausalLM
 
-    make_task.make_model(tmp_path, seed=0)
+    sorting.make_model(tmp_path, seed=0)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert model.config.model_type == "qwen3"
     assert model.num_parameters() == 126_912
@@ -78,7 +87,7 @@ def test_the_model_loads_as_a_small_qwen3_with_a_head_of_its_own(tmp_path):
 def test_every_character_is_a_token_and_decodes_to_itself(tmp_path):
     from transformers import AutoTokenizer
 
-    make_task.make_tokenizer().save_pretrained(tmp_path)
+    sorting.make_tokenizer().save_pretrained(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     ids = tokenizer("s524310=")["input_ids"]
     assert len(tokenizer) == 28

@@ -1,0 +1,117 @@
+"""`enginehouse recipes list|show|prepare|run`: ready configs, one an algorithm, that begin from nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from enginehouse.recipes import DIRECTORY, TASK, needs, recipe
+from enginehouse.recipes import recipes as all_recipes
+
+if TYPE_CHECKING:
+    from enginehouse.recipes import Recipe
+
+
+@click.group()
+def recipes() -> None:
+    """Show and run ready configs, one an algorithm."""
+
+
+@recipes.command("list")
+def list_() -> None:
+    """List the recipes, the command that runs each, and whose setting it is."""
+    from rich.table import Table
+
+    from enginehouse.cli.console import plain, terminal
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in ("recipe", "command", "what it is"):
+        table.add_column(column, overflow="fold", no_wrap=column != "what it is")
+    for name, one in all_recipes().items():
+        table.add_row(name, one.command, plain(one.summary))
+    terminal().print(table)
+
+
+@recipes.command("show")
+@click.argument("name")
+def show(name: str) -> None:
+    """Print the config of the recipe NAME, to keep and to change.
+
+    \b
+    enginehouse recipes show ppo > mine.yaml
+    enginehouse recipes prepare ppo             makes the model and data that it names
+    enginehouse train mine.yaml run.directory=runs/mine
+    """
+    click.echo(recipe(name).text, nl=False)
+
+
+@recipes.command("prepare")
+@click.argument("name")
+def prepare(name: str) -> None:
+    """Make what the recipe NAME begins from, below runs/recipes/, where it is not there yet.
+
+    That is a task, a tiny model that has seen noisy demonstrations of it, and of some recipes the model of another.
+    """
+    chosen = recipe(name)
+    _prepare(chosen, ())
+    click.echo(f"All that {name} begins from is in {DIRECTORY}.")
+
+
+@recipes.command("run")
+@click.argument("name")
+@click.argument("overrides", nargs=-1)
+@click.option("--resume", is_flag=True, help="Go on with the run in run.directory, from its newest checkpoint.")
+@click.option("-q", "--quiet", is_flag=True, help="Say only how each run ended.")
+def run(name: str, overrides: tuple[str, ...], resume: bool, quiet: bool) -> None:
+    """Make what the recipe NAME begins from, as `prepare` does, and run it by the command that `list` names.
+
+    OVERRIDES, --resume and exit codes are those of that command.
+
+    \b
+    enginehouse recipes run ppo
+    enginehouse recipes run ppo critic.shares=null train.seed=1 run.directory=runs/recipes/ppo-apart
+    """
+    chosen = recipe(name)
+    _prepare(chosen, overrides, quiet)
+    _run(chosen, overrides, resume, quiet)
+
+
+def _prepare(wanted: Recipe, overrides: Sequence[str], quiet: bool = True) -> None:
+    """Make what a recipe begins from, and before that what this begins from."""
+    from enginehouse.config.earlier_run import can_go_on
+    from enginehouse.config.load import load_config
+    from enginehouse.config.schema import SCHEMAS
+
+    config = load_config(wanted.path, overrides, SCHEMAS[wanted.command])
+    for name in needs(config.model_dump()):
+        directory = DIRECTORY / name
+        if name == TASK:
+            _make_task(directory)
+        elif name in all_recipes() and (can_go_on(directory) or not (directory / "model").exists()):
+            needed = recipe(name)
+            _prepare(needed, (), quiet)
+            click.echo(f"{wanted.name} begins from the model of the recipe {name}: making it.")
+            _run(needed, (), can_go_on(directory), quiet)
+
+
+def _make_task(directory: Path) -> None:
+    if directory.exists():
+        return
+    from enginehouse.recipes.sorting import make_task
+
+    click.echo(f"Making the task, to sort six digits, and its model in {directory}.")
+    making = directory.with_name(f"{directory.name}.partial")
+    make_task(making)
+    making.rename(directory)
+
+
+def _run(chosen: Recipe, overrides: Sequence[str], resume: bool, quiet: bool) -> None:
+    from enginehouse.cli.main import main
+
+    context = click.get_current_context()
+    command = main.get_command(context, chosen.command)
+    assert command is not None, f"the recipe {chosen.name} names a command that is not there"
+    context.invoke(command, config=str(chosen.path), overrides=tuple(overrides), resume=resume, quiet=quiet)

@@ -1,0 +1,135 @@
+"""`enginehouse recipes`: every recipe says whose it is, is planned, and can be kept; one runs from nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from projects import Project
+
+from enginehouse.cli.main import main
+from enginehouse.config.load import load_config
+from enginehouse.config.plan import PLANS
+from enginehouse.config.schema import SCHEMAS
+from enginehouse.plugin import load_plugins
+from enginehouse.recipes import DIRECTORY, needs, recipe, recipes
+
+COMMANDS = dict.fromkeys(("ppo", "grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp", "distill"), "train")
+COMMANDS |= {"sft": "sft", "dpo": "dpo", "rm": "rm"}
+ROWS = {
+    "train": {"prompt": "s10=", "answer": "01"},
+    "demonstrations": {"prompt": "s10=", "response": "01"},
+    "pairs": {"prompt": "s10=", "chosen": "01", "rejected": "10"},
+}
+every_recipe = pytest.mark.parametrize("name", COMMANDS)
+
+
+def recipes_command(*words: str) -> Result:
+    return CliRunner().invoke(main, ["recipes", *words])
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, with stand-ins for what recipes begin from."""
+    monkeypatch.chdir(tmp_path)
+    root = tmp_path / DIRECTORY
+    root.mkdir(parents=True)
+    project = Project(root)
+    for name in ("task", "sft", "grpo"):
+        (root / name).mkdir()
+        project.make_model(f"{name}/model")
+    for name, row in ROWS.items():
+        project.write_rows(f"task/{name}.jsonl", [row] * 256)
+    project.write_rows("task/validation.jsonl", [ROWS["train"]])
+    project.write_rows("task/validation_pairs.jsonl", [ROWS["pairs"]])
+    return tmp_path
+
+
+def test_the_list_has_every_recipe_with_its_command_and_source():
+    listed = recipes_command("list").stdout
+    assert recipes().keys() == COMMANDS.keys()
+    for name, command in COMMANDS.items():
+        assert re.search(rf"^{name} +{command} +\S", listed, re.MULTILINE)
+
+
+@every_recipe
+def test_a_header_names_the_source_the_differences_and_the_command(name: str):
+    header = recipes_command("show", name).stdout.partition("\n\n")[0]
+    assert re.match(r"# [^\n]+ \([A-Z][^\n]+ 20\d\d[^\n]*\)", header)
+    assert re.search(r"# Differs: .+", header) or name == "sft"
+    assert f"#   enginehouse recipes prepare {name} " in header
+    assert f"#   enginehouse {COMMANDS[name]} {name}.yaml" in header
+
+
+@every_recipe
+def test_what_is_shown_can_be_kept_and_is_planned(prepared: Path, name: str):
+    kept = prepared / f"{name}.yaml"
+    kept.write_text(recipes_command("show", name).stdout)
+    config = load_config(kept, ["run.directory=runs/mine"], SCHEMAS[COMMANDS[name]])
+    assert PLANS[COMMANDS[name]](config, load_plugins(enabled=("torch",)), kept).roles["actor"]
+
+
+def test_a_recipe_begins_from_what_its_paths_name():
+    def needed(name: str, *overrides: str) -> list[str]:
+        config = load_config(recipe(name).path, overrides, SCHEMAS[COMMANDS[name]])
+        return needs(config.model_dump())
+
+    assert needed("sft") == ["task"]
+    assert needed("ppo") == ["sft", "task"]
+    assert needed("distill") == ["sft", "task", "grpo"]
+    assert needed("distill", "reference.path=elsewhere", "run.directory=runs/recipes/mine") == ["sft", "task"]
+
+
+@pytest.mark.parametrize("verb", ["show", "prepare", "run"])
+def test_an_unknown_recipe_is_refused_with_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str):
+    monkeypatch.chdir(tmp_path)
+    done = recipes_command(verb, "gppo")
+    assert done.exit_code == 2
+    assert done.stderr.startswith("Error: there is no recipe 'gppo'; did you mean 'ppo'? Choices: dapo, distill")
+    assert len(done.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_mistake_in_an_override_is_said_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    done = recipes_command("run", "ppo", "train.stepps=3")
+    assert done.exit_code == 2
+    assert "unknown key 'train.stepps'" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_no_recipe_makes_is_not_there(prepared: Path):
+    done = recipes_command("run", "dpo", "model.path=runs/recipes/sff/model")
+    assert done.exit_code == 2
+    assert "runs/recipes/sff/model does not exist" in done.stderr
+
+
+def test_recipes_are_listed_without_torch():
+    program = (
+        "import sys, enginehouse.cli.recipes as r; r.all_recipes(); sys.exit(len({'torch', 'ray'} & {*sys.modules}))"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.slow
+def test_every_recipe_runs_and_makes_first_what_it_begins_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    inline = ("cluster.launcher=inline", "cluster.device=cpu")
+    others = [name for name in COMMANDS if name != "sft"]
+    for name in (*others, "sft"):
+        overrides = [] if name == "sft" else ["data.validation=null"]
+        overrides += ["reference.path=runs/recipes/sft/model"] if name == "distill" else []
+        here = f"run.directory=runs/{name}"
+        done = recipes_command("run", name, "train.steps=2", here, *overrides, *inline)
+        assert done.exit_code == 0, done.output
+        made = "begins from the model of the recipe sft: making it" in done.stdout
+        assert made == (name == others[0])
+        lines = [json.loads(line) for line in (tmp_path / "runs" / name / "metrics.jsonl").open()]
+        assert [line["step"] for line in lines] == [1, 2]
+        assert all(line["grad_norm"] > 0 for line in lines)
+        assert (tmp_path / "runs" / name / "model").exists()
