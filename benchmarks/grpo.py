@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environments import ROOT, environment, versions
+from benchmarks.environments import ROOT, checkout, environment, versions
 from benchmarks.runs import QUICKSTART, prepare, quickstart
 from benchmarks.sides import (
     WARM_UP_STEPS,
@@ -115,12 +115,7 @@ def measure(
             f"steps={steps}: the first {of.untimed} steps are not timed; at least twice as many are needed"
         )
     trl = environment("trl", ["torch"], ["trl==1.16.*"])
-    ours = Path(sys.executable)
-    if own_environment:
-        folders = ("core", "plugins/torch")
-        installed = [word for folder in folders for word in ("-e", folder)]
-        manifests = [ROOT / folder / "pyproject.toml" for folder in folders]
-        ours = environment("enginehouse", ["torch"], installed, keyed_by=manifests)
+    ours = checkout() if own_environment else Path(sys.executable)
     start = prepare(ours, WORK, seed) if small else prepare_words(seed)
     sides = build_sides(ours, trl, start, steps, of)
     run_in_turn(sides, WORK, rounds, seed, of.untimed)
