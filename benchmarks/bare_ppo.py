@@ -24,10 +24,12 @@ LAM = 0.95
 
 
 def load_critic(directory: Path) -> PreTrainedModel:
-    """The model in a directory with a value head in the place of its own."""
+    """The model in a directory with a value head of zeros in the place of its own."""
     from transformers import AutoModelForSequenceClassification
 
-    return AutoModelForSequenceClassification.from_pretrained(directory, num_labels=1, dtype=torch.float32)
+    critic = AutoModelForSequenceClassification.from_pretrained(directory, num_labels=1, dtype=torch.float32)
+    torch.nn.init.zeros_(critic.score.weight)
+    return critic
 
 
 def values_of(critic: PreTrainedModel, inputs: torch.Tensor, prompt_length: int) -> torch.Tensor:
@@ -112,7 +114,6 @@ def main() -> None:
     parser.add_argument("--save", type=Path, required=True, help="directory for the model and step_seconds.json")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    torch.manual_seed(arguments.seed)  # of the value head
     model, tokenizer = load(arguments.model)
     critic, task = load_critic(arguments.model), Task.load(arguments.task, tokenizer)
     seconds = train(model, critic, task, arguments.seed, arguments.steps)
