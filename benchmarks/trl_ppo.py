@@ -2,7 +2,9 @@
 
 TRL 1.12 is the last release that has it. Nothing of enginehouse is imported, and the reward function is loaded from the
 quickstart's file. The value head begins with zeros, as ours does: with weights drawn at random, as transformers begins,
-the first advantages are noise, and the reward was 0 after 250 steps. What differs from our step, and cannot be made the same:
+the first advantages are noise, and the reward was 0 after 250 steps.
+
+What differs from our step, and cannot be made the same:
 
 - `PPOTrainer` cuts no gradients (ours: norm 1), and counts a value after the last token of a response that ended early.
 - It computes a reference's logprobs even where nothing is asked of them: here they are zeros, from a module that costs
