@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environments import ROOT, draw, plotting, versions
-from benchmarks.grpo import final_reward
 from benchmarks.runs import execute, read_metrics
+from benchmarks.sides import final_reward
 from enginehouse.config.earlier_run import read_record
 from enginehouse.recipes import DIRECTORY, TASK, recipes
 

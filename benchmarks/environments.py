@@ -51,6 +51,14 @@ def environment(name: str, *installs: Sequence[str], keyed_by: Sequence[Path] = 
     return python
 
 
+def checkout() -> Path:
+    """Return the Python of an environment with this checkout's core and the torch plugin, as `environment`."""
+    folders = ("core", "plugins/torch")
+    installed = [word for folder in folders for word in ("-e", folder)]
+    manifests = [ROOT / folder / "pyproject.toml" for folder in folders]
+    return environment("enginehouse", ["torch"], installed, keyed_by=manifests)
+
+
 def interpreter_of(record: Backend, wanted: str = "auto", device: str = "cpu") -> Interpreter:
     """Return what a backend's workers run under, making its runtime first if it has one that does not stand.
 

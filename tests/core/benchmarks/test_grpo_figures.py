@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks.grpo import AHEAD, WARM_UP_STEPS, Outcome, Side, compare, measure, read_enginehouse, row
+from benchmarks.grpo import AHEAD, figures, measure
 from benchmarks.runs import execute, rotated
+from benchmarks.sides import WARM_UP_STEPS, Outcome, Side, read_enginehouse, row
 
 
 def side(program: str, *step_seconds: float, engine_share: float = 0.8) -> Side:
@@ -33,7 +34,7 @@ def test_each_program_counts_by_its_best_side_and_its_median_round():
         "TRL, 2 threads": [0.9, 0.93, 0.92],
         "TRL, 1 thread": [0.1, 0.1, 0.1],
     }
-    metrics = compare(sides, rewards)
+    metrics = figures(sides, rewards)
     assert metrics["steps_per_second_vs_trl"] == pytest.approx(0.12 / 0.06)
     assert metrics["steps_per_second_vs_trl_staleness_1"] == pytest.approx(0.12 / 0.04)
     assert metrics["steps_per_second/trl"] == pytest.approx(1 / 0.12)
@@ -43,7 +44,7 @@ def test_each_program_counts_by_its_best_side_and_its_median_round():
 
 def test_a_size_without_a_reward_to_judge_has_speeds_alone():
     sides = {"ours": side("enginehouse", 0.05), "TRL": side("TRL", 0.1)}
-    metrics = compare(sides, {})
+    metrics = figures(sides, {})
     assert metrics["steps_per_second_vs_trl"] == pytest.approx(2.0)
     assert not any(name.startswith("final_reward") for name in metrics)
     assert "final_reward" not in row(sides["ours"], ())

@@ -1,4 +1,4 @@
-"""The hand-written loop is only worth comparing with if it does the same task, and does it right."""
+"""The hand-written loops are only worth comparing with if they do the same task, and do it right."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks import bare_ppo
 from benchmarks.bare_grpo import Task, load, sample, score, train, warm_up
 
+from enginehouse.data import Batch, Ragged
 from enginehouse.recipes.sorting import make_task
+from enginehouse.rl.advantages.gae import gae
 
 QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart"
 
@@ -63,3 +66,35 @@ def test_both_phases_change_the_weights(made):
     between = model.lm_head.weight.detach().clone()
     assert len(train(model, task, seed=0, steps=2)) == 2
     assert not torch.equal(before, between)
+
+
+def test_ppos_advantages_are_those_of_gae():
+    torch.manual_seed(0)
+    lengths = torch.tensor([4, 1, 3])
+    mask = (torch.arange(4) < lengths[:, None]).float()
+    values, reward = torch.randn(3, 4), torch.tensor([1.0, 0.0, 1.0])
+    advantages, returns = bare_ppo.credits(reward, values, mask)
+    flat = mask.bool()
+    ours = gae(
+        Batch(
+            {
+                "reward": reward,
+                "loss_mask": Ragged.from_lengths(torch.ones(8, dtype=torch.bool), lengths),
+                "token_rewards": Ragged.from_lengths(torch.zeros(8), lengths),
+                "values": Ragged.from_lengths(values[flat], lengths),
+            }
+        ),
+        lam=0.95,
+    )
+    torch.testing.assert_close(returns[flat], ours.ragged("returns").values, atol=1e-5, rtol=0)
+    torch.testing.assert_close(advantages[flat], ours.ragged("advantages").values, atol=1e-5, rtol=0)
+    assert not advantages[~flat].any()
+
+
+def test_a_step_of_ppo_changes_model_and_critic(made):
+    model, tokenizer, task = made
+    critic = bare_ppo.load_critic(tokenizer.name_or_path)
+    before = [model.lm_head.weight.detach().clone(), critic.score.weight.detach().clone()]
+    assert len(bare_ppo.train(model, critic, task, seed=0, steps=1)) == 1
+    assert not torch.equal(model.lm_head.weight, before[0])
+    assert not torch.equal(critic.score.weight, before[1])

@@ -1,0 +1,101 @@
+"""PPO end to end: enginehouse, controller and Ray included, against TRL's `PPOTrainer`, on the quickstart.
+
+As `benchmarks.grpo`: the same model, warmed up once, task, prompts and samples a step, new tokens and optimizer steps,
+here with a critic that begins as the same model with a new head. TRL 1.12 is the last release with a `PPOTrainer`; what
+cannot be made the same stands in `trl_ppo.py`. A hand-written loop stands beside them as the floor.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environments import ROOT, checkout, environment, versions
+from benchmarks.runs import QUICKSTART, prepare, quickstart
+from benchmarks.sides import (
+    WARM_UP_STEPS,
+    Side,
+    compare,
+    final_reward,
+    final_rewards,
+    read_enginehouse,
+    read_step_seconds,
+    row,
+    run_in_turn,
+)
+
+WORK = ROOT / "benchmarks" / "out" / "ppo"
+PPO = (
+    "algorithm.advantage.name=gae",
+    "algorithm.advantage.arguments={lam: 0.95}",
+    "critic.shares=actor",
+    "critic.engine.backend=torch",
+    "critic.engine.options={lr: 3.0e-3, weight_decay: 0.0, max_grad_norm: 1.0, warmup_steps: 5, schedule: linear}",
+)
+"""What makes PPO of the quickstart's config."""
+
+
+def measure(rounds: int = 3, steps: int = 250, seed: int = 0, own_environment: bool = True) -> dict[str, Any]:
+    """Run every side `rounds` times in turn.
+
+    Args:
+        rounds: runs of each side; round `i` uses seed `seed + i`.
+        steps: optimizer steps of a run.
+        seed: seed of task, first weights and warm-up.
+        own_environment: make a Python environment for enginehouse; otherwise the running one is used.
+
+    Returns:
+        `metrics`, `sides`, `versions`. Metrics: `steps_per_second_vs_peer`, `controller_share` (share of our step spent
+        in no engine), and steps a second and final reward by program.
+
+    Raises:
+        ValueError: too few steps to time any.
+        RuntimeError: a side failed; with what it printed last.
+    """
+    if steps < 2 * WARM_UP_STEPS:
+        raise ValueError(f"steps={steps}: the first {WARM_UP_STEPS} are not timed; at least twice as many are needed")
+    trl = environment("trl_ppo", ["torch"], ["trl==1.12.*", "pandas"])
+    ours = checkout() if own_environment else Path(sys.executable)
+    start = prepare(ours, WORK, seed)
+    sides = build_sides(ours, trl, start, steps)
+    run_in_turn(sides, WORK, rounds, seed)
+    rewards = final_rewards(sides, WORK / "task")
+    return {
+        "metrics": compare(sides, rewards, {"steps_per_second_vs_peer": ("enginehouse", "TRL")}),
+        "sides": {name: row(side, rewards[name]) for name, side in sides.items()},
+        "reward_before": final_reward(start, WORK / "task"),
+        "versions": {
+            "enginehouse": versions(ours, "torch", "transformers", "ray"),
+            "trl": versions(trl, "torch", "transformers", "trl", "accelerate"),
+        },
+    }
+
+
+def build_sides(ours: Path, trl: Path, start: Path, steps: int) -> dict[str, Side]:
+    """The sides, by name, in the order of the first round."""
+
+    def enginehouse(*overrides: str) -> Side:
+        def command(directory: Path, seed: int) -> Sequence[object]:
+            return [*quickstart(ours, WORK, start, directory, steps, seed), *PPO, *overrides]
+
+        return Side("enginehouse", command, read_enginehouse)
+
+    def peer(program: str, threads: int, *script: object) -> Side:
+        def command(directory: Path, seed: int) -> Sequence[object]:
+            shared = ["--task", WORK / "task", "--model", start, "--steps", steps, "--seed", seed]
+            return [*script, *shared, "--threads", threads, "--save", directory]
+
+        return Side(program, command, read_step_seconds, threads)
+
+    trl_script = (trl, "benchmarks/trl_ppo.py", "--reward", f"{QUICKSTART / 'reward.py'}:sorted_digits")
+    return {
+        "enginehouse, 1 process of 2 threads": enginehouse("actor.processes=1", "cluster.threads_per_process=2"),
+        "TRL, 2 threads": peer("TRL", 2, *trl_script),
+        "enginehouse, 2 processes of 1 thread": enginehouse(
+            "actor.processes=2", "rollout.replicas=2", "cluster.threads_per_process=1"
+        ),
+        "TRL, 1 thread": peer("TRL", 1, *trl_script),
+        "hand-written loop, 2 threads": peer("hand-written loop", 2, ours, "-m", "benchmarks.bare_ppo"),
+    }
