@@ -61,3 +61,15 @@ def test_files_by_weight_in_an_order_are_trained_on_and_the_best_model_is_kept(s
         assert said(cut, step) == said(straight, step)
     assert cut.record["best"] == best
     assert sorted(path.name for path in (cut.directory / "models").iterdir()) == ["best", "step-000004"]
+
+
+def test_a_metric_that_validations_turn_out_not_to_measure_ends_the_run_before_its_first_step(
+    start: Start, house: Path
+):
+    (house / "held.jsonl").write_text(json.dumps({"prompt": "1=", "answer": "1"}) + "\n")
+    held = ("data.validation=held.jsonl", "reward.function=exact_match", "train.save_best=validation/tidy")
+    run = start("train", *SMALL, *held, "data.train=held.jsonl", "train.prompts_per_step=1", "cluster.launcher=inline")
+    ended = run.finish()
+    assert ended.code == 2, ended.err
+    assert "the validation at step 0 measured no 'validation/tidy' (train.save_best); " in ended.err
+    assert run.metrics == []

@@ -62,6 +62,7 @@ def test_several_rewards_are_weighed_alike_wherever_they_are_scored(train: Start
         "reward.functions.varied={function: 'rewards:varied', weight: 2, normalize: group}",
         "reward.functions.size={function: length, arguments: {target: 3}, clip: [-0.5, 0]}",
         "reward.functions.same={function: length, arguments: {target: 3}, normalize: batch}",
+        "reward.functions.said={function: 'rewards:said'}",
     )
     runs = train(*several, "cluster.launcher=inline"), train(*several, "environment.processes=1")
     for run in runs:
@@ -76,6 +77,7 @@ def test_several_rewards_are_weighed_alike_wherever_they_are_scored(train: Start
     for run in runs:
         sample = json.loads((run.directory / "samples/step-000002.jsonl").read_text().splitlines()[0])
         assert sample["reward/size"] == sample["reward/same"] <= 0
+        assert sample.get("answer", "") == sample["response"][:1]
 
 
 def test_samples_of_older_weights_come_from_workers_too(train: Start):

@@ -275,7 +275,7 @@ def test_a_plan_says_the_share_and_the_epochs_of_each_file(make: Callable[..., P
     project.write_rows("train.jsonl", [{**GOOD, "prompt": f"{n}+1=", "level": n} for n in range(40)])
     said = make(WEIGHTED, "data.order_by=level").render()
     assert (
-        "0.75 of train.jsonl: 40 prompts, 1.5 epochs, 0.25 of more.jsonl: 5 prompts, 4 epochs; by level, the lowest"
+        "0.75 of train.jsonl (40 prompts, 1.5 epochs), 0.25 of more.jsonl (5 prompts, 4 epochs); by level, the lowest"
         in said
     )
 

@@ -179,3 +179,11 @@ def test_other_sources_or_in_another_order_cannot_be_resumed() -> None:
         sampler(a=2, b=3).load_state_dict(sampler(a=5).state_dict())
     with pytest.raises(ValueError, match=r"sources of \[5, 0\] rows"):
         sampler(a=5, b=0)
+
+
+def test_sources_of_one_size_are_shuffled_each_by_itself() -> None:
+    sampler = Sampler(Numbers(40), 60, sources=[Source("a", "", 20, 1), Source("b", "", 20, 1)])
+    drawn = draw(sampler, 1)
+    one, two = [row for row in drawn if row < 20][:20], [row - 20 for row in drawn if row >= 20][:20]
+    assert sorted(one) == sorted(two) == list(range(20))
+    assert one != two

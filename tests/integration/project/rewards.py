@@ -28,6 +28,11 @@ def varied(prompt: str, response: str, finish_reason: str, **columns: object) ->
     return len(set(response)) / 10
 
 
+def said(response: str) -> dict[str, object]:
+    """Nothing, for what the response begins with."""
+    return {"reward": 0, "answer": response[:1]}
+
+
 def failing(prompt: str, response: str, finish_reason: str, **columns: object) -> float:
     """None, ever."""
     raise ValueError(f"cannot judge {response}")

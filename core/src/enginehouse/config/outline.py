@@ -221,8 +221,8 @@ def _prompts(config: Config, rows: Rows) -> str:
     if len(rows.sources) > 1:
         weights = sum(source.weight for source in rows.sources)
         said = ", ".join(
-            f"{source.weight / weights:.3g} of {source.path}: {source.rows:,} prompts, "
-            f"{drawn * source.weight / weights / source.rows:.2g} epochs"
+            f"{source.weight / weights:.3g} of {source.path} ({source.rows:,} prompts, "
+            f"{drawn * source.weight / weights / source.rows:.2g} epochs)"
             for source in rows.sources
         )
     else:

@@ -108,6 +108,7 @@ class Validation:
         lengths = samples["response_tokens"].double().view(-1, each)
         cut = torch.tensor([reason == "length" for reason in samples["finish_reason"]]).double().view(-1, each)
         answers = np.array(texts(samples["answer"]), dtype=object).reshape(-1, each)
+        said = bool(answers.any())  # by one: the reward looks for them
         found: dict[str, float] = {}
         first = 0
         for name, _, count in self.files:
@@ -115,7 +116,7 @@ class Validation:
             rows = slice(begin, end)
             prefix = f"validation/{name}" if name else "validation"
             if begin < end:
-                found |= self._of_rewards(prefix, rewards[rows], answers[rows])
+                found |= self._of_rewards(prefix, rewards[rows], answers[rows] if said else None)
                 found |= {
                     f"{prefix}/tokens_mean": lengths[rows].mean().item(),
                     f"{prefix}/truncated": cut[rows].mean().item(),
@@ -126,7 +127,8 @@ class Validation:
                 here = np.array([self.values[number] for number in answered[rows]])
                 for value in sorted(set(here.tolist())):
                     chosen = here == value
-                    found |= self._of_rewards(f"{prefix}/{value}", rewards[rows][chosen], answers[rows][chosen])
+                    of_value = answers[rows][chosen] if said else None
+                    found |= self._of_rewards(f"{prefix}/{value}", rewards[rows][chosen], of_value)
             first += count
         return found
 
@@ -156,8 +158,8 @@ class Validation:
         """The file of each prompt."""
         return [path for _, path, count in self.files for _ in range(count)]
 
-    def _of_rewards(self, prefix: str, rewards: torch.Tensor, answers: np.ndarray) -> dict[str, float]:
-        """Figures of rewards, float64 `(prompts, samples)`, and of answers, texts alike."""
+    def _of_rewards(self, prefix: str, rewards: torch.Tensor, answers: np.ndarray | None) -> dict[str, float]:
+        """Figures of rewards, float64 `(prompts, samples)`, and of answers, texts alike; None: there are none."""
         prompts, each = rewards.shape
         means = rewards.mean(1)
         found = {"reward": means.mean().item()}
@@ -169,7 +171,7 @@ class Validation:
             found[f"mean@{each}"] = found["reward"]
             for k in _powers_of_two_to(each):
                 found[f"pass@{k}"] = sum(pass_at(k, each, right) for right in passed) / prompts
-            if answers.any():
+            if answers is not None:
                 right = [majority_passes(*row) for row in zip(answers.tolist(), passes.tolist(), strict=True)]
                 found[f"majority@{each}"] = sum(right) / prompts
         return {f"{prefix}/{name}": value for name, value in found.items()}
