@@ -85,8 +85,8 @@ def measure(seeds: int = 3, names: str = "", at_once: int = 2, keep: bool = Fals
         _enginehouse(python, f"prepare-{name}", "prepare", name)
     jobs = [(name, seed) for seed in range(seeds) for name in chosen]
     with ThreadPoolExecutor(at_once) as pool:
-        outcomes = dict(zip(jobs, pool.map(lambda job: _run(python, *job), jobs), strict=True))
-    runs = {name: [outcomes[name, seed] for seed in range(seeds)] for name in chosen}
+        list(pool.map(lambda job: _run(python, *job), jobs))
+    runs = {name: [_outcome(name, WORK / _directory(name, seed)) for seed in range(seeds)] for name in chosen}
     curves = {
         name: {"steps": list(of[0].steps), "runs": [list(one.values) for one in of], "figure": SHOWN[_figure(name)]}
         for name, of in runs.items()
@@ -127,18 +127,25 @@ def curve(lines: Sequence[Mapping[str, Any]], figure: str) -> tuple[list[int], l
     return [step for step, _ in found], [value for _, value in found]
 
 
-def _run(python: Path, name: str, seed: int) -> Outcome:
-    directory = DIRECTORY / f"{name}-seed-{seed}"
-    run = WORK / directory
-    if read_record(run).get("status") != "finished":
-        logger.info("%s, seed %d", name, seed)
-        _enginehouse(
-            python,
-            directory.name,
-            *("run", name, "cluster.launcher=inline", f"train.seed={seed}", f"run.directory={directory}"),
-            *(f"train.validate_every={VALIDATE_EVERY}", "run.overwrite=true"),
-            *(AS_IN_TRAINING if recipes()[name].command == "train" else ()),
-        )
+def _directory(name: str, seed: int) -> Path:
+    return DIRECTORY / f"{name}-seed-{seed}"
+
+
+def _run(python: Path, name: str, seed: int) -> None:
+    directory = _directory(name, seed)
+    if read_record(WORK / directory).get("status") == "finished":
+        return
+    logger.info("%s, seed %d", name, seed)
+    _enginehouse(
+        python,
+        directory.name,
+        *("run", name, "cluster.launcher=inline", f"train.seed={seed}", f"run.directory={directory}"),
+        *(f"train.validate_every={VALIDATE_EVERY}", "run.overwrite=true"),
+        *(AS_IN_TRAINING if recipes()[name].command == "train" else ()),
+    )
+
+
+def _outcome(name: str, run: Path) -> Outcome:
     metrics = read_metrics(run)
     validations = run / "validation.jsonl"
     lines = [json.loads(line) for line in validations.open()] if validations.exists() else metrics
