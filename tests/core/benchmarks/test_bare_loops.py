@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,7 @@ def test_ppos_advantages_are_those_of_gae():
 
 def test_a_step_of_ppo_changes_model_and_critic(made):
     model, tokenizer, task = made
+    task = replace(task, answers=None)  # every token counts, so that an untrained model has rewards that differ
     critic = bare_ppo.load_critic(tokenizer.name_or_path)
     before = [model.lm_head.weight.detach().clone(), critic.score.weight.detach().clone()]
     assert len(bare_ppo.train(model, critic, task, seed=0, steps=1)) == 1
