@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from projects import Project
+from safetensors.numpy import save_file
 
 from enginehouse.config.load import load_config
 from enginehouse.config.plan import Plan, plan
@@ -73,8 +75,16 @@ def test_a_critic_without_an_advantage_that_needs_values_is_noted(make: Callable
     ("overrides", "said"),
     [
         (["critic.warmup_steps=10"], "critic.warmup_steps is 10 and train.steps 10: the actor would never be trained"),
-        (["critic.shares=reference"], "critic.shares is reference, and the run has no such role"),
-        (["critic.shares=critic"], "critic.shares is critic, and the run has no such role"),
+        (["critic.shares=reference"], "critic.shares is reference, which is no role of this run that is placed before"),
+        (
+            ["critic.shares=critic"],
+            "critic.shares is critic, which is no role of this run that is",
+        ),
+        (
+            ["critic.loss.name=clipped_policy"],
+            "critic.loss.name: 'clipped_policy' is a loss of logprobs; of",
+        ),
+        (["algorithm.loss.name=clipped_value"], "algorithm.loss.name: 'clipped_value' is a loss of values"),
         (["critic.shares=actor", "critic.processes=2"], "critic.processes is 2, and critic.shares is actor"),
         (["critic.engine.backend=fdsp"], "critic.engine.backend: "),
         (["critic.loss.name=clipped_valeu"], "critic.loss.name"),
@@ -143,3 +153,44 @@ def test_a_reward_model_may_score_alone(make: Callable[..., Plan], project: Proj
         UserError, match=r"reward\.function is wanted, several under reward\.functions, or reward_model"
     ):
         make()
+
+
+def test_a_reward_model_without_a_head_is_refused(make: Callable[..., Plan], project: Project):
+    for name, head in (("judge", "score.weight"), ("policy", "lm_head.weight")):
+        save_file({head: np.zeros((1, 4), np.float32)}, project.make_model(name) / "model.safetensors")
+    assert make("reward_model.path=judge").roles["reward_model"]
+    with pytest.raises(UserError, match=r"reward_model\.path: policy has no score\.weight, so it would score nothing"):
+        make("reward_model.path=policy")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["name=gdpo", "kl={coefficient: 0.1, place: reward}"], "which the advantage 'gdpo' does not read"),
+        (["name=distillation", "kl={coefficient: 0.1, place: reward}"], "which the advantage 'distillation' does not"),
+        (["name=gdpo", "weight=0.0"], "reads each reward by itself, and no weight or normalize"),
+        (["name=gdpo", "normalize=group"], "reads each reward by itself, and no weight or normalize"),
+        (["name=gdpo", "model=2.0"], "reads each reward by itself, and no weight or normalize"),
+        (["name=remax", "normalize=batch"], "which has no normalized reward and no score of a reward model"),
+        (["name=remax", "model=1.0"], "which has no normalized reward and no score of a reward model"),
+    ],
+)
+def test_what_an_advantage_would_not_read_of_the_rewards_is_refused(
+    make: Callable[..., Plan], project: Project, overrides: list[str], said: str
+):
+    project.make_model("judge")
+    project.config["reward"] = {"functions": {"right": {"function": "scoring:right"}}}
+    keys = {
+        "name": "algorithm.advantage.name",
+        "kl": "algorithm.kl",
+        "weight": "reward.functions.right.weight",
+        "normalize": "reward.functions.right.normalize",
+    }
+    given = []
+    for key, _, value in (one.partition("=") for one in overrides):
+        given += (
+            [f"{keys[key]}={value}"] if key in keys else ["reward_model.path=judge", f"reward_model.weight={value}"]
+        )
+    with pytest.raises(UserError) as caught:
+        make(*given)
+    assert said in str(caught.value)

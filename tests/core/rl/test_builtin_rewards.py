@@ -33,6 +33,8 @@ from enginehouse.rl.rewards.builtin.served import served
         (r"\boxed{3} or rather \boxed{\text{about } \frac{3}{4}}", "0.75"),
         (r"\boxed{\boxed{8}}", "8"),
         ("3/4", ".75"),
+        (r"3\frac{1}{2}", "3.5"),
+        (r"it is $-2 \tfrac12$", "-2.5"),
         (r"$-\frac12$", "-0.5"),
         (r"\dfrac{1}{3}", "0.33333333"),
         ("x = \N{MINUS SIGN}5", "-5"),
@@ -142,6 +144,8 @@ def test_math_keeps_time_by_alarms_in_the_main_thread_alone(monkeypatch):
         ("I do not know", "4", 0.0),
         (r"\boxed{\frac{1}{", "4", 0.0),
         (r"\boxed{7}", 7, 1.0),
+        (r"First \boxed{5}, and so the answer is \boxed{7}", "7", 1.0),
+        (r"First \boxed{7}, and so the answer is \boxed{5}", "7", 0.0),
     ],
 )
 def test_math_compares_what_is_equal_though_written_otherwise(response, answer, expected):

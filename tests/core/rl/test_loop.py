@@ -54,6 +54,8 @@ class OneActor(Loop):
     trouble: BaseException | None = None
     background = False
     batch: Any = None
+    lacking_from = 0
+    """From this step on a role is to be trained too whose update cannot begin."""
 
     @contextmanager
     def workers(self):
@@ -66,6 +68,8 @@ class OneActor(Loop):
         if step == 3:
             self.actor.bad_update, self.actor.bad_update_error = self.bad_update
         updates = {"actor": Update(self.batch, LossSpec("supervised"))}
+        if step == self.lacking_from:
+            updates["critic"] = updates["actor"]
         metrics = self.update(step, updates, lambda: {"tokens": 1.0})
         if step == 3:
             self.actor.fails_at = self.fails_at
@@ -131,6 +135,18 @@ def test_an_update_that_fails_keeps_the_checkpoint_under_way(
     loop.background, loop.checkpoint_every, loop.bad_update = True, 2, (3, error)
     with pytest.raises(type(error), match=str(error)):
         loop.run()
+    assert whole(loop) == ["checkpoints/step-000002"]
+
+
+def test_where_only_some_roles_begin_an_update_no_state_is_called_an_earlier_steps(
+    loop: OneActor, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(CheckpointWriter, "publish_if_written", lambda writer: None)
+    loop.background, loop.checkpoint_every, loop.lacking_from = True, 2, 3
+    with pytest.raises(KeyError, match="critic"):
+        loop.run()
+    assert loop.actor.calls.count("update") == 3
+    assert "export_hf" not in loop.actor.calls
     assert whole(loop) == ["checkpoints/step-000002"]
 
 

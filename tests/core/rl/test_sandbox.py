@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -230,6 +231,15 @@ def test_a_program_ends_with_the_process_that_runs_it_and_its_directory_is_delet
     with Sandbox(1) as process:
         assert [*tmp_path.iterdir()] == [Path(process.directory)] != [stale]
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_sandbox_that_somebody_deleted_leaves_the_folder_it_was_in_as_it_is(tmp_path, monkeypatch):
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "temporary").chmod(0o1777)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    with Sandbox(seconds=5) as sandbox:
+        shutil.rmtree(sandbox.directory)
+    assert (tmp_path / "temporary").stat().st_mode & 0o7777 == 0o1777
 
 
 def test_a_program_ends_with_the_row_that_is_late(tmp_path, monkeypatch):

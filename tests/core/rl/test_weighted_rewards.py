@@ -69,9 +69,14 @@ def test_the_answer_is_that_of_the_first_reward_that_says_one(score):
 def test_a_reward_without_a_score_counts_zero_beside_the_others(score, tmp_path):
     scores = score("good", "raise", on_error="zero", long=LONG, troubled=TROUBLED)
     assert [one.reward for one in scores] == [5.0, 5.0]
-    assert [one.figures["troubled"] for one in scores] == [1.0, 0.0]
+    assert [one.figures.get("troubled") for one in scores] == [1.0, None]
     assert [one.failure for one in scores] == ["", "troubled raised ValueError: no digits in it"]
     assert "raised ValueError" in (tmp_path / "reward_error.troubled.txt").read_text()
+
+
+def test_a_reward_without_a_score_counts_zero_also_where_zero_would_be_clipped(score):
+    scores = score("good", "raise", on_error="zero", troubled={**TROUBLED, "clip": [0.5, 1.0], "normalize": "none"})
+    assert [one.reward for one in scores][1] == 0.0
 
 
 def test_a_reward_that_fails_ends_the_others_and_is_named(score):

@@ -328,7 +328,7 @@ def check_targets(findings: Findings, options: Mapping[str, Any], path: str) -> 
     """
     targets = (options.get("lora") or {}).get("targets", "all-linear")
     groups = options.get("lr_groups") or {}
-    names = _stored_names(Path(path)) if groups or not isinstance(targets, str) else []
+    names = stored_names(Path(path)) if groups or not isinstance(targets, str) else []
     if names:
         for pattern in groups:
             if not any(fnmatchcase(name, pattern) for name in names):
@@ -347,7 +347,7 @@ def check_targets(findings: Findings, options: Mapping[str, Any], path: str) -> 
             )
 
 
-def _stored_names(directory: Path) -> list[str]:
+def stored_names(directory: Path) -> list[str]:
     """Names of the tensors in a directory's safetensors; none where they cannot be read."""
     names: list[str] = []
     try:

@@ -44,6 +44,7 @@ from enginehouse.config.backends import (
     find_backend,
     gpus_of,
     scheduled_options,
+    stored_names,
     typed_options,
 )
 from enginehouse.config.device import pick_device
@@ -311,6 +312,8 @@ def plan(
     _check_old_logprobs(findings, setting.plugins, config, old_logprobs)
     _check_needs(findings, config, needs, old_logprobs, uses_reference)
     _check_kl(findings, config)
+    _check_rewards_are_read(findings, config, needs)
+    _check_outputs(findings, setting.plugins, config, "critic" in roles)
     directory = setting.run_directory(
         {
             "model.path": config.model.path,
@@ -570,6 +573,12 @@ class _Setting:
         section = config.reward_model
         if section.path:
             self.place("reward_model", section, config, placed, optimizer_steps, head="value")
+            names = stored_names(Path(section.path))
+            if names and not {"score.weight", "value_head.weight"} & set(names):
+                self.findings.refuse(
+                    f"reward_model.path: {section.path} has no score.weight, so it would score nothing; a reward model "
+                    "is a sequence classifier with one label, as `enginehouse rm` trains"
+                )
             if config.rollout.keep:
                 self.findings.refuse(
                     f"rollout.keep: {config.rollout.keep.name} looks at rewards as samples end, and the reward model "
@@ -605,7 +614,10 @@ class _Setting:
         findings, engine, own = self.findings, section.engine, section.processes
         shares = section.shares or ("actor" if engine is None and own is None else None)
         if shares and shares not in placed:
-            findings.refuse(f"{name}.shares is {shares}, and the run has no such role; {nearest(shares, placed)}")
+            findings.refuse(
+                f"{name}.shares is {shares}, which is no role of this run that is placed before {name}; "
+                f"{nearest(shares, placed)}"
+            )
             shares = "actor"
         if shares and own is not None:
             findings.refuse(
@@ -865,6 +877,40 @@ def _check_kl(findings: Findings, config: Config) -> None:
     for name, cure in KL_ARGUMENTS.items():
         if name in config.algorithm.loss.arguments:
             findings.refuse(f"algorithm.loss.arguments.{name}: a loss gets it from the KL term; set {cure} instead")
+
+
+def _check_outputs(findings: Findings, plugins: PluginManager, config: Config, has_critic: bool) -> None:
+    """Check that the losses are of what actor and critic compute."""
+    said = {"algorithm.loss": (config.algorithm.loss.name, "logprobs")}
+    if has_critic:
+        said["critic.loss"] = (config.critic.loss.name, "values")
+    for key, (name, output) in said.items():
+        records = [one.record for one in plugins.providers(Loss) if isinstance(one.record, Loss)]
+        found = next((record for record in records if record.name == name), None)
+        if found is not None and found.output != output:
+            fitting = [record.name for record in records if record.output == output]
+            findings.refuse(f"{key}.name: {name!r} is a loss of {found.output}; of {output} are {', '.join(fitting)}")
+
+
+def _check_rewards_are_read(findings: Findings, config: Config, needs: Sequence[str] | None) -> None:
+    """Check that what the config does to the reward reaches an advantage that needs these columns."""
+    if needs is None:
+        return
+    name, kl, model = config.algorithm.advantage.name, config.algorithm.kl, config.reward_model
+    several = list(config.reward.named().values())
+    if "reward" not in needs and "token_rewards" not in needs and kl.coefficient and kl.place == "reward":
+        findings.refuse(f"algorithm.kl.place is reward, which the advantage {name!r} does not read; set it to loss")
+    weighed = any(one.weight != 1.0 or one.normalize != "none" for one in several) or model.weight != 1.0
+    if "rewards" in needs and "reward" not in needs and weighed:
+        findings.refuse(
+            f"the advantage {name!r} reads each reward by itself, and no weight or normalize of theirs: take them away "
+            "and set algorithm.advantage.arguments.weights"
+        )
+    if "baseline" in needs and (model.path or any(one.normalize != "none" for one in several)):
+        findings.refuse(
+            f"the advantage {name!r} compares with the reward of one more response to each prompt, which has no "
+            "normalized reward and no score of a reward model: take reward_model and normalize away"
+        )
 
 
 def _taken(findings: Findings, plugins: PluginManager, config: Config, old_logprobs: str) -> dict[str, Any]:

@@ -393,7 +393,9 @@ class RewardModel(Beside):
         description="Directory of a sequence classifier with one label and the actor's tokenizer, as `enginehouse rm` "
         "trains; unset: no reward model runs",
     )
-    weight: float = Field(default=1.0, description="Its score is multiplied by it and added to the reward")
+    weight: float = Field(
+        default=1.0, allow_inf_nan=False, description="Its score is multiplied by it and added to the reward"
+    )
 
 
 class KL(Section):

@@ -213,9 +213,18 @@ class Renderer:
         replies = [
             self._reply(prompts[row], texts[row], completions[row], where(row), column, problems) for row in chats
         ]
-        for row, ids in (*zip(others, strings, strict=True), *zip(chats, self.tokens(replies, False), strict=True)):
+        for row, ids in zip(others, strings, strict=True):
             tokens[row] = ids
+        for row, ids in zip(chats, self.tokens(replies, False), strict=True):
+            tokens[row] = self._ended(ids)
         return tokens
+
+    def _ended(self, ids: np.ndarray) -> np.ndarray:
+        """A reply without what a template writes after its end of sequence: nobody draws that."""
+        (ends,) = np.nonzero(ids == self.tokenizer.eos_token_id)
+        if len(ends) and not self.tokenizer.decode(ids[ends[-1] + 1 :]).strip():
+            return ids[: ends[-1] + 1]
+        return ids
 
     def _reply(self, prompt: Any, text: str, reply: list[Any], place: str, column: str, problems: RowProblems) -> str:
         """What the template writes for the messages of a reply after the prompt's; "" if it cannot."""

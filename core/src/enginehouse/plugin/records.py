@@ -219,11 +219,13 @@ class Loss(Function):
     Attributes:
         needs_actor_logprobs: arguments that, once set, need `old_logprobs` to be computed by the actor.
         taken_from: config keys that arguments left unset are taken from, by argument: `rollout.sampling.max_tokens`.
+        output: the output of an engine that it is computed from: `"logprobs"`, or a critic's `"values"`.
     """
 
     kind: ClassVar[str] = "loss"
     needs_actor_logprobs: tuple[str, ...] = ()
     taken_from: Mapping[str, str] = field(default_factory=dict)
+    output: str = "logprobs"
 
 
 class Reward(Function):

@@ -173,7 +173,11 @@ class Loop(ABC):
         state = LoopState(step, self.state())
         self.trained_step = step
         with interrupt_put_off():  # an update is begun and known to be, or not begun; inline: ended
-            futures = {role: one.begin(self.roles.groups[role]) for role, one in updates.items()}
+            futures: dict[str, Future] = {}
+            for role, one in updates.items():
+                if futures:  # from here on an earlier step's state is nobody's, and this one's not yet
+                    self._update = None
+                futures[role] = one.begin(self.roles.groups[role])
             self._loop_state, self._update = state, (futures, {})
             metrics = meanwhile()
             self._update = futures, metrics
@@ -283,7 +287,10 @@ class Loop(ABC):
             seconds: in so many, at most; None: each call has its own limit.
             ended_by: why the run ends.
         """
-        if (state := self._loop_state) is None or self._update is None:
+        if (state := self._loop_state) is None:
+            return
+        if self._update is None:  # of the roles that a step trains, only some were begun
+            self._save_under_way(seconds, ended_by)
             return
         until, step = None if seconds is None else time.monotonic() + seconds, state.step
         futures, metrics = self._update

@@ -168,6 +168,8 @@ def _figures(
         tokens: how many tokens were looked at.
     """
     count = len(actor)
+    if not tokens:
+        return {}
     figures: dict[str, Mean | Max] = {"mismatch/compared": Mean(float(count), float(tokens))}
     if not count:
         return figures

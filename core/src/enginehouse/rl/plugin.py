@@ -130,6 +130,7 @@ def enginehouse_register_losses(register):
             name="clipped_value",
             summary="A critic's squared error, clipped around its old values (Schulman et al. 2017)",
             function="enginehouse.rl.losses.clipped_value:clipped_value",
+            output="values",
         )
     )
     register(
@@ -151,6 +152,7 @@ def enginehouse_register_losses(register):
             name="weighted_value",
             summary="Values weighted by a column: any loss of values on any engine",
             function="enginehouse.rl.losses.weighted_value:weighted_value",
+            output="values",
         )
     )
 

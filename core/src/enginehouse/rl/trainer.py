@@ -138,7 +138,8 @@ class Trainer(Loop):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.tasks.restore(state)
-        if self.config.algorithm.kl.target is not None:
+        kl, was = self.config.algorithm.kl, self.resumed.config["algorithm"]["kl"] if self.resumed else {}
+        if kl.target is not None and (was.get("coefficient"), was.get("target") is None) == (kl.coefficient, False):
             self.kl_coefficient = state.get("kl_coefficient", self.kl_coefficient)
         self.version = state["weight_version"] - 1  # the first sync brings those weights once more
 

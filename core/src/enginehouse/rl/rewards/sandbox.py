@@ -146,7 +146,7 @@ class Sandbox:
             self._selector.close()
         if hasattr(self, "_line"):
             self._line.close()
-        shutil.rmtree(self.directory, onerror=_make_deletable)
+        _delete(Path(self.directory))
         os.close(self._held)
 
     def _start(self) -> None:
@@ -283,19 +283,28 @@ def _delete_stale() -> None:
     _deleted_stale = time.monotonic()
     for directory in Path(tempfile.gettempdir()).glob(PREFIX + "*"):
         with suppress(OSError):
+            if directory.is_symlink():
+                continue
             if time.time() - directory.stat().st_mtime < STALE_SECONDS:
                 continue
             descriptor = os.open(directory, os.O_RDONLY)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(directory, onerror=_make_deletable)
+                _delete(directory)
             finally:
                 os.close(descriptor)
 
 
-def _make_deletable(function: Any, path: str, error: Any) -> None:
-    """What a program that could change modes has locked."""
-    with suppress(OSError):
-        os.chmod(os.path.dirname(path), 0o700)
-        os.chmod(path, 0o700)
-        function(path)
+def _delete(directory: Path) -> None:
+    """Delete a directory, also what a program that could change modes has locked; nothing outside it is touched."""
+
+    def unlocked(function: Any, path: str, error: Any) -> None:
+        if isinstance(error[1], FileNotFoundError):
+            return
+        with suppress(OSError):
+            if Path(path) != directory:
+                os.chmod(os.path.dirname(path), 0o700)
+            os.chmod(path, 0o700)
+            function(path)
+
+    shutil.rmtree(directory, onerror=unlocked)

@@ -66,11 +66,14 @@ class WeightedRewards:
         figures: dict[str, float] = {}
         failures = []
         for one, score in zip(self._rewards, scores, strict=True):
-            figures[one.name] = score.reward
+            if not score.failure:
+                figures[one.name] = score.reward
             figures |= {f"{one.name}.{name}": value for name, value in score.figures.items()}
             failures += [f"{one.name} {score.failure}"] if score.failure else []
         reward = sum(
-            one.given.weight * one.clipped(score.reward) for one, score in zip(self._rewards, scores, strict=True)
+            one.given.weight * one.clipped(score.reward)
+            for one, score in zip(self._rewards, scores, strict=True)
+            if not score.failure
         )
         return Score(reward, figures, "; ".join(failures), next((one.answer for one in scores if one.answer), ""))
 
@@ -88,7 +91,7 @@ def with_rewards(samples: DistributedBatch, rewards: Sequence[RewardPlan]) -> Di
     if not rewards[0].name:
         return samples.with_columns(rewards=samples["reward"].unsqueeze(1))
     figures = samples["reward_figures"]
-    clipped = [[one.clipped(of_row.get(one.name, 0.0)) for one in rewards] for of_row in figures]
+    clipped = [[one.clipped(row[one.name]) if one.name in row else 0.0 for one in rewards] for row in figures]
     each = torch.tensor(clipped, dtype=torch.float64).view(len(samples), len(rewards))
     samples = samples.with_columns(rewards=each.float())
     if all(one.given.normalize == "none" for one in rewards):

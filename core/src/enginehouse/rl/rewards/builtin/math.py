@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from enginehouse.errors import ConfigError
 from enginehouse.plugin import checked_reward
+from enginehouse.rl.rewards.builtin.numeric import boxed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -39,6 +40,7 @@ def math(response: str, *, answer: str | float) -> dict[str, Any]:
     if "\\boxed" not in wanted and "$" not in wanted:
         wanted = f"\\boxed{{{wanted}}}"
     expected = parse(wanted, parsing_timeout=seconds)
-    given = parse(response, parsing_timeout=seconds)
+    last = boxed(response)  # of several boxes math-verify makes a set
+    given = parse(response if last is None else f"\\boxed{{{last}}}", parsing_timeout=seconds)
     right = float(verify(expected, given, timeout_seconds=seconds))
     return {"reward": right, "answer": str(given[0]) if given else ""}

@@ -19,6 +19,7 @@ _NUMBER = re.compile(
     rf"(?:\s*/\s*(?P<divisor>{_DECIMAL}))?(?P<percent>\s*%)?"
 )
 _FRACTION = re.compile(r"([-+]?)\s*\\[dt]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
+_MIXED = re.compile(r"(?<![\w.,])(\d+)\s*\\[dt]?frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))")
 _BRACE = re.compile(r"\\boxed\s*\{|[{}]")
 
 
@@ -77,6 +78,7 @@ def boxed(text: str) -> str | None:
 def _numbers(text: str) -> Iterator[Number]:
     text = text.replace("\N{MINUS SIGN}", "-").replace("{,}", ",").replace("\\%", "%").replace("\\$", "$")
     text = re.sub(r"\\[,!;: ]", "", text)
+    text = _MIXED.sub(_improper, text)
     text = _FRACTION.sub(r" \1\2\3/\4\5", text)
     for found in _NUMBER.finditer(text):
         power = int(found["power"][1:]) if found["power"] and len(found["power"]) < 10 else found["power"]
@@ -88,6 +90,13 @@ def _numbers(text: str) -> Iterator[Number]:
         value = _value(found["value"]) * Fraction(10) ** (power or 0) / divisor
         percent = found["percent"] is not None
         yield Number((-value if found["sign"] == "-" else value) / (100 if percent else 1), percent)
+
+
+def _improper(mixed: re.Match[str]) -> str:
+    """`3\\frac{1}{2}` as a fraction."""
+    whole, *parts = mixed.groups(default="")
+    above, below = parts[0] or parts[1], parts[2] or parts[3]
+    return rf"\frac{{{int(whole) * int(below) + int(above)}}}{{{below}}}"
 
 
 def _value(decimal: str) -> Fraction:

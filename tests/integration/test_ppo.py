@@ -1,0 +1,114 @@
+"""PPO with critic, reference and a reward model that was trained here, on two pools, learns the quickstart's task, and
+goes on after `kill -9` as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from .conftest import QUICKSTART, Start
+from .run_process import RunProcess
+
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, pytest.mark.timeout(1800)]
+
+STEPS, PATIENCE = 300, 900.0
+LEARNING = "weight_decay: 0.0, max_grad_norm: 1.0, schedule: linear"
+FOUR_ROLES = (
+    f"train.steps={STEPS}",
+    "train.checkpoint_every=25",
+    "train.validate_every=0",
+    f"actor.engine.options={{lr: 1.0e-3, betas: [0.9, 0.99], warmup_steps: 5, {LEARNING}}}",
+    "algorithm.advantage={name: gae, arguments: {lam: 0.95}}",
+    "algorithm.kl={coefficient: 0.05, place: reward, estimator: k1}",
+    f"critic.engine.options={{lr: 2.0e-3, warmup_steps: 5, {LEARNING}}}",
+    "critic.processes=1",
+    "critic.loss.arguments.clip=null",
+    "reference.shares=critic",
+    "reward_model={path: runs/judge/model, shares: critic, weight: 0.5}",
+    # What is right is measured and not trained on; a response without an end is nothing the reward model has seen.
+    "reward={functions: {form: {function: format, arguments: {pattern: '[0-9]{6}'}, weight: 4.0}, "
+    "right: {function: 'reward:sorted_digits', weight: 0.0}}}",
+)
+
+
+def wrong(digits: str, draw: random.Random) -> str:
+    """An answer that is wrong: another order, digits or length, or digits that are not the prompt's."""
+    right = sorted(digits)
+    while True:
+        out, kind = list(right), draw.randrange(7)
+        if kind == 0:
+            out = sorted(draw.choice("0123456789") if draw.random() < 0.4 else digit for digit in out)
+        elif kind == 1:
+            out = draw.choices("0123456789", k=draw.randrange(1, 9))
+        elif kind == 2:
+            out = [draw.choice("0123456789")] * 6
+        elif kind == 3:
+            out = [draw.choice("0123456789") if draw.random() < 0.44 else digit for digit in out]
+        elif kind == 4:
+            out[draw.randrange(6)] = draw.choice("0123456789")
+        elif kind == 5:
+            at = draw.randrange(5)
+            out[at], out[at + 1] = out[at + 1], out[at]
+        else:
+            out = draw.sample(digits, 6)
+        if out != right:
+            return "".join(out)
+
+
+def pairs(taken: set[str], draw: random.Random) -> Iterator[str]:
+    while True:
+        digits = "".join(draw.choices("0123456789", k=6))
+        if f"s{digits}=" not in taken and len(set(digits)) > 1:
+            row = {"prompt": f"s{digits}=", "chosen": "".join(sorted(digits)), "rejected": wrong(digits, draw)}
+            yield json.dumps(row) + "\n"
+
+
+def finished(run: RunProcess) -> RunProcess:
+    ended = run.finish(PATIENCE)
+    assert ended.code == 0, ended.err
+    return run
+
+
+def test_four_roles_on_two_pools_learn_and_survive_a_kill(start: Start, house: Path, warmed_up: RunProcess):
+    task = house / QUICKSTART / "work"
+    taken = {
+        json.loads(line)["prompt"]
+        for file in ("train.jsonl", "validation.jsonl")
+        for line in (task / file).read_text().splitlines()
+    }
+    drawn = pairs(taken, random.Random(7))
+    (house / "pairs.jsonl").write_text("".join(islice(drawn, 12_800)))
+    (house / "held_out_pairs.jsonl").write_text("".join(islice(drawn, 512)))
+    (house / "rm.yaml").write_text(
+        f"model: {{path: {warmed_up.directory}/model}}\n"
+        "data: {train: pairs.jsonl, validation: held_out_pairs.jsonl, max_tokens: 32}\n"
+        f"actor: {{engine: {{options: {{lr: 2.0e-3, warmup_steps: 20, {LEARNING}}}}}}}\n"
+        "train: {steps: 400, rows_per_step: 128}\n"
+        "cluster: {launcher: inline}\n"
+        "run: {directory: runs/judge}\n"
+    )
+    judge = finished(start("rm", config="rm.yaml", name="judge"))
+    assert judge.metrics[-1]["validation/accuracy"] > 0.95
+
+    straight = finished(start("train", *FOUR_ROLES))
+    assert straight.pid("reward_model") == straight.pid("reference") == straight.pid("critic") != straight.pid("actor")
+    right = [line["reward/right"] for line in straight.metrics]
+    assert fmean(right[:10]) < 0.05
+    assert fmean(right[-10:]) > 0.85, right
+
+    killed = start("train", *FOUR_ROLES, "run.directory=runs/killed", name="killed")
+    killed.until(lambda: len(killed.metrics) > 140, "step 140", PATIENCE)
+    killed.interrupt(signal.SIGKILL)
+    killed.finish(PATIENCE)
+    again = finished(start("train", *FOUR_ROLES, "run.directory=runs/killed", "--resume", name="killed"))
+    assert again.record["resumed_after"] % 25 == 0
+    for ours, theirs in zip(again.metrics, straight.metrics, strict=True):
+        for name in ("reward/mean", "reward/right", "reward/model", "kl", "loss", "critic/loss", "critic/grad_norm"):
+            assert ours[name] == theirs[name], (ours["step"], name)
