@@ -401,3 +401,11 @@ def test_a_system_message_counts_for_the_length_of_a_prompt(make: Callable[..., 
     assert "the prompt has 36 tokens, more than data.max_prompt_tokens=24" in refusal(
         make, *long, "data.system=be brief"
     )
+
+
+def test_a_supervised_plan_says_shares_too(project: Project):
+    project.write_rows("more.jsonl", [{"prompt": "1=", "response": "1"}] * 5)
+    path = project.save_sft()
+    weights = ["data.train={demonstrations.jsonl: 3, more.jsonl: 1}"]
+    said = plan_sft(load_config(path, weights, SFTConfig), load_plugins(enabled=("torch",)), path).render()
+    assert "0.75 of demonstrations.jsonl (40 demonstrations, 0.75 epochs), 0.25 of more.jsonl (5 demonst" in said

@@ -82,3 +82,17 @@ def test_the_sampler_is_the_one_prompts_have(write: Any, tokenizer: Any) -> None
     resumed = DemonstrationSampler(sampler.dataset, rows_per_step=5, seed=9)  # type: ignore[arg-type]
     resumed.load_state_dict(sampler.state_dict())
     assert resumed.next().equal(sampler.next())
+
+
+def test_files_of_demonstrations_may_have_weights(write: Any, tokenizer: Any) -> None:
+    one, two = (
+        write(name, [{"prompt": name[0], "response": "x"}] * rows) for name, rows in (("a.jsonl", 2), ("b.jsonl", 9))
+    )
+    dataset = DemonstrationDataset.load({str(one): 3, str(two): 1}, tokenizer)
+    sampler = DemonstrationSampler(dataset, rows_per_step=40)
+    first = [row[0].item() for row in sampler.next()["input_ids"]]
+    assert abs(first.count(ids_of("a")[0]) - 30) <= 2
+    assert sampler.metrics() == {
+        "data/a/epoch": first.count(ids_of("a")[0]) / 2,
+        "data/b/epoch": first.count(ids_of("b")[0]) / 9,
+    }

@@ -274,8 +274,8 @@ def test_tasks_of_several_sources_are_drawn_again_and_go_on_as_they_stood():
     again = tasks()
     again.restore(json.loads(json.dumps(first.state([4, 1]))))
     assert again.next(3) == [handed[4], handed[1], first.next(1)[0]]
-    assert again.epochs() == first.epochs()
-    far = first.epochs()
+    assert again.metrics() == first.metrics()
+    far = first.metrics()
     assert far["data/a/epoch"] * 2 + far["data/b/epoch"] * (ROWS - 2) == 3 * ROWS + 1
 
 

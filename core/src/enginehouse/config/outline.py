@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         PreferenceConfig,
         SFTConfig,
     )
+    from enginehouse.data.sources import Source
 
 Facts = list[tuple[str, str]]
 
@@ -67,14 +68,16 @@ def outline_rl(
     ]
 
 
-def outline_sft(config: SFTConfig, model: Mapping[str, Any], rows: int, roles: Mapping[str, RolePlan]) -> Facts:
-    """A supervised run; `model` is the model's `config.json`, `rows` those of the file, `roles` by name."""
+def outline_sft(
+    config: SFTConfig, model: Mapping[str, Any], sources: Sequence[Source], roles: Mapping[str, RolePlan]
+) -> Facts:
+    """A supervised run; `model` is the model's `config.json`, `sources` what is drawn from, `roles` by name."""
     each, longest = config.train.rows_per_step, config.data.max_tokens
     return [
         ("model", _model(config.model, model)),
         ("actor", f"{_count(config.actor.processes, 'process')} of {_engine(config.actor.engine)}"),
         ("runtimes", _runtimes(roles)),
-        ("data", _data(rows, "demonstrations", config.data.train, config.train.steps * each)),
+        ("data", _drawn(sources, "demonstrations", config.data.train, config.train.steps * each)),
         ("a step", f"{each} rows, at most {each * longest:,} tokens"),
         ("the run", f"{config.train.steps} steps, an optimizer step each"),
     ]
@@ -217,19 +220,21 @@ def _reward(config: Config) -> str:
 
 
 def _prompts(config: Config, rows: Rows) -> str:
-    drawn = config.train.steps * config.train.prompts_per_step
-    if len(rows.sources) > 1:
-        weights = sum(source.weight for source in rows.sources)
-        said = ", ".join(
-            f"{source.weight / weights:.3g} of {source.path} ({source.rows:,} prompts, "
-            f"{drawn * source.weight / weights / source.rows:.2g} epochs)"
-            for source in rows.sources
-        )
-    else:
-        said = _data(rows.number, "prompts", config.data.train, drawn)
+    said = _drawn(rows.sources, "prompts", config.data.train, config.train.steps * config.train.prompts_per_step)
     said += f"; by {config.data.order_by}, the lowest first" if config.data.order_by else ""
     left_out = f"{'at least ' if rows.sampled else ''}{rows.dropped:,} more are too long and left out"
     return f"{said}; {left_out}" if rows.dropped else said
+
+
+def _drawn(sources: Sequence[Source], noun: str, files: str | Iterable[str], drawn: int) -> str:
+    if len(sources) == 1:
+        return _data(sources[0].rows, noun, files, drawn)
+    weights = sum(source.weight for source in sources)
+    return ", ".join(
+        f"{source.weight / weights:.3g} of {source.path} ({source.rows:,} {noun}, "
+        f"{drawn * source.weight / weights / source.rows:.2g} epochs)"
+        for source in sources
+    )
 
 
 def _data(rows: int, noun: str, files: str | Iterable[str], drawn: int) -> str:

@@ -369,7 +369,7 @@ def plan_sft(
     check_cluster(findings, config.cluster, processes, {"actor": processes}, setting.device)
     check_cores(findings, config.cluster, processes, setting.device)
     limit = row_limit(config, model)
-    rows = look_at_demonstrations(findings, config, limit, bool(model))
+    sources = look_at_demonstrations(findings, config, limit, bool(model))
     needed = {"model.path": config.model.path, **_by_key("data.train", config.data.train)}
     directory = setting.run_directory(needed, roles)
     findings.raise_problems(setting.source)
@@ -377,7 +377,7 @@ def plan_sft(
         config=config,
         roles=roles,
         row_limit=limit,
-        **setting.common(outline_sft(config, model, rows, roles), directory, (train,)),
+        **setting.common(outline_sft(config, model, sources, roles), directory, (train,)),
     )
 
 

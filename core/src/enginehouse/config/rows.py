@@ -27,7 +27,7 @@ from enginehouse.plugin.records import keywords, resolve
 if TYPE_CHECKING:
     from enginehouse.config.findings import Findings
     from enginehouse.config.rewards import RewardPlan
-    from enginehouse.config.schema import AnyConfig, Config, Data, PreferenceConfig, SFTConfig
+    from enginehouse.config.schema import AnyConfig, Config, Data, PreferenceConfig, SFTConfig, SFTData
 
 READ_SECONDS = 5.0
 """About how long `plan` reads a config's files; a second reads some hundred megabytes."""
@@ -58,15 +58,13 @@ class Rows:
     """What is known of the rows of a config's files.
 
     Attributes:
-        number: rows to draw from.
-        sources: what of them is drawn with which weight.
+        sources: what is drawn from, with which weights.
         dropped: rows that are left out because they are too long.
         sampled: whether there was no time to look at all lengths, so that more may be left out.
         columns: what the reward gets; None where a file could not be read.
         held_out: of each file of held-out prompts what messages call it, and how many of it are used.
     """
 
-    number: int = 0
     sources: Sequence[Source] = ()
     dropped: int = 0
     sampled: bool = False
@@ -128,7 +126,7 @@ def look_at_prompts(findings: Findings, config: Config, limit: TokenLimit, model
             if table is not None:
                 _note_shared(findings, name, _distinct(table.needed[data.prompt]), files[0][0], trained)
     if any(table is None for table in tables):
-        return Rows(number, sources, len(dropped), sampled)
+        return Rows(sources, len(dropped), sampled)
     columns = [
         one
         for (name, _), table in zip(files, tables, strict=True)
@@ -140,27 +138,27 @@ def look_at_prompts(findings: Findings, config: Config, limit: TokenLimit, model
             if by not in one.names:
                 lacks = f"evaluation.by: {one.where} has no column {by!r} to measure figures by; "
                 findings.refuse(lacks + nearest(by, one.names))
-    return Rows(number, sources, len(dropped), sampled, tuple(columns), held_out)
+    return Rows(sources, len(dropped), sampled, tuple(columns), held_out)
 
 
-def _sources(data: Data, table: Table, dropped: Sequence[int]) -> list[Source]:
+def _sources(data: Data | SFTData, table: Table, dropped: Sequence[int]) -> list[Source]:
     """As the run's, of the training files and those of their rows that are left out."""
     files = table.by_file()
     without = kept_by_file(dropped, [len(one) for one in files])
     return sources_of(data.train, [len(one) + one.unread - out for one, out in zip(files, without, strict=True)])
 
 
-def look_at_demonstrations(findings: Findings, config: SFTConfig, limit: TokenLimit, model_found: bool) -> int:
-    """As `look_at_prompts`, for a supervised run; returns the number of rows."""
+def look_at_demonstrations(findings: Findings, config: SFTConfig, limit: TokenLimit, model_found: bool) -> list[Source]:
+    """As `look_at_prompts`, for a supervised run; returns what is drawn from."""
     data = config.data
     name, paths = named(data.train)
     table = _open(findings, paths, (data.prompt, data.response), time.monotonic() + READ_SECONDS)
     if table is None:
-        return 0
+        return []
     if model_found:
         with findings.collecting():
             _look_at_demonstration_lengths(findings, config, table, name, limit, _Tokenizer(findings, config))
-    return len(table) + table.unread
+    return _sources(data, table, [])
 
 
 def preference_columns(config: PreferenceConfig) -> PreferenceColumns:

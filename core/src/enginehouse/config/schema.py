@@ -548,7 +548,10 @@ class Config(Section):
 class SFTData(Section):
     """Demonstrations, as JSONL or Parquet files."""
 
-    train: str | list[str] = Field(description="File of demonstrations, or a list of files")
+    train: str | list[str] | dict[str, float] = Field(
+        description="File of demonstrations, or a list of files; or the weight of each by its path: the share of rows "
+        "that is drawn from it"
+    )
     prompt: str = Field(default="prompt", description="Column with the prompt: a string, or a list of chat messages")
     response: str = Field(default="response", description="Column with the response, a string; only it is learned")
     max_tokens: int = Field(default=2048, gt=0, description="Longer prompt and response together are an error")
@@ -556,7 +559,7 @@ class SFTData(Section):
         default=None, description="Apply the tokenizer's chat template; unset: to messages only"
     )
 
-    _paths = field_validator("train", mode="before")(_one_path_or_several)
+    _paths = field_validator("train", mode="before")(_paths_or_weights)
 
 
 class SFTTrain(Section):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,26 @@ from enginehouse.data.files import open_table
 from enginehouse.data.ragged import Ragged
 from enginehouse.data.rendering import Counted, Renderer, TokenLimit, check_length, uncounted
 from enginehouse.data.sampler import Sampler
+from enginehouse.data.sources import Source, sources_of
 
 
 class DemonstrationDataset:
-    """The demonstrations of a file, or of several, tokenized once."""
+    """The demonstrations of a file, or of several, tokenized once.
 
-    def __init__(self, tokens: Sequence[np.ndarray], prompt_lengths: Sequence[int]) -> None:
+    Attributes:
+        sources: what is drawn from, with which weights.
+    """
+
+    def __init__(self, tokens: Sequence[np.ndarray], prompt_lengths: Sequence[int], sources: Sequence[Source]) -> None:
         """Use `load`. `tokens` holds prompt and response together."""
+        self.sources = sources
         self._tokens = Ragged.from_list(tokens, dtype=torch.int32)
         self._prompt_lengths = np.array(prompt_lengths, dtype=np.int64)
 
     @classmethod
     def load(
         cls,
-        path: str | Path | Sequence[str | Path],
+        path: str | Path | Sequence[str | Path] | Mapping[str, float],
         tokenizer: Any,
         prompt_column: str = "prompt",
         response_column: str = "response",
@@ -41,7 +47,7 @@ class DemonstrationDataset:
         sequence if it has one and the response does not already end with it.
 
         Args:
-            path: the file, or several, whose rows follow each other.
+            path: the file, or several, whose rows follow each other; or the weights of several, by path.
             tokenizer: the model's `transformers` tokenizer.
             prompt_column: column with the prompt, a string or a list of chat messages.
             response_column: column with the response, a string.
@@ -53,13 +59,14 @@ class DemonstrationDataset:
             DataError: saying which file, row and column is wrong and what would be right.
         """
         limit = TokenLimit.of("data.max_tokens", max_tokens) if isinstance(max_tokens, int) else max_tokens
-        table = open_table(path, (prompt_column, response_column))
+        table = open_table(list(path) if isinstance(path, Mapping) else path, (prompt_column, response_column))
         renderer = Renderer(tokenizer, chat_template)
         _, prompts = renderer.prompts(table.needed[prompt_column], table.where, counted)
         responses = renderer.responses(table.needed[response_column], response_column, table.where)
         tokens = [np.concatenate(parts) for parts in zip(prompts, responses, strict=True)]
         check_length([len(ids) for ids in tokens], limit, "prompt and response together", table.where)
-        return cls(tokens, [len(prompt) for prompt in prompts])
+        sources = sources_of(path, [len(one) for one in table.by_file()])
+        return cls(tokens, [len(prompt) for prompt in prompts], sources)
 
     def __len__(self) -> int:
         """Number of demonstrations."""
@@ -88,4 +95,4 @@ class DemonstrationSampler(Sampler):
 
     def __init__(self, dataset: DemonstrationDataset, rows_per_step: int, seed: int = 0) -> None:
         """Start before the first demonstration of epoch 0."""
-        super().__init__(dataset, rows_per_step, seed)
+        super().__init__(dataset, rows_per_step, seed, dataset.sources)

@@ -105,6 +105,10 @@ class Sampler:
         counts = self._counts(self.drawn)
         return {source.name: int(count) / source.rows for source, count in zip(self._sources, counts, strict=True)}
 
+    def metrics(self) -> dict[str, float]:
+        """`epochs`, as metrics are called: `data/NAME/epoch`, or `data/epoch` of the only source."""
+        return {f"data/{name}/epoch" if name else "data/epoch": far for name, far in self.epochs().items()}
+
     def state_dict(self) -> dict[str, Any]:
         """Where the sampler stands, as plain numbers."""
         epoch, position = divmod(self.drawn, len(self.dataset))

@@ -48,10 +48,10 @@ class SFTTrainer(Loop):
         """One step: the next demonstrations, one update."""
         with self.clock.phase("data"):
             batch = self.rows.next()
-        tokens = float(batch["input_ids"].tokens)
+        figures = {"tokens": float(batch["input_ids"].tokens), **self.rows.metrics()}
         with self.clock.phase("update"):
             rows = batch.select(["input_ids", "loss_mask"])
-            return self.update(step, {"actor": Update(rows, LossSpec("supervised"))}, lambda: {"tokens": tokens})
+            return self.update(step, {"actor": Update(rows, LossSpec("supervised"))}, lambda: figures)
 
     def state(self) -> dict[str, Any]:
         return {"rows": self.rows.state_dict()}

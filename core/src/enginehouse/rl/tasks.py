@@ -29,9 +29,9 @@ class Tasks:
         """How many different ones were handed out, in this run and in those it goes on with."""
         return self._sampler.drawn - len(self._again)
 
-    def epochs(self) -> dict[str, float]:
-        """How far the rows that were handed out go, as metrics: epochs of each source, those begun again included."""
-        return {f"data/{name}/epoch" if name else "data/epoch": far for name, far in self._sampler.epochs().items()}
+    def metrics(self) -> dict[str, float]:
+        """How far the rows that were handed out go: epochs of each source, those drawn again included."""
+        return self._sampler.metrics()
 
     def next(self, count: int) -> list[Task]:
         """The next so many."""

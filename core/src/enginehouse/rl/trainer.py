@@ -165,7 +165,7 @@ class Trainer(Loop):
                 **measured,
                 **divergence,
                 **self.feed.metrics(),
-                **self.tasks.epochs(),
+                **self.tasks.metrics(),
                 **self.rollout_metrics(),
                 "tokens": float(samples.lengths("input_ids").sum()),
             }
