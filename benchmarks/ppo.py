@@ -96,6 +96,9 @@ def build_sides(ours: Path, trl: Path, start: Path, steps: int) -> dict[str, Sid
         "enginehouse, 2 processes of 1 thread": enginehouse(
             "actor.processes=2", "rollout.replicas=2", "cluster.threads_per_process=1"
         ),
+        "enginehouse, critic apart, 2 processes of 1 thread": enginehouse(
+            "actor.processes=1", "critic.shares=null", "cluster.threads_per_process=1"
+        ),
         "TRL, 1 thread": peer("TRL", 1, *trl_script),
         "hand-written loop, 2 threads": peer("hand-written loop", 2, ours, "-m", "benchmarks.bare_ppo"),
     }
