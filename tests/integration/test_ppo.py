@@ -38,33 +38,45 @@ FOUR_ROLES = (
 )
 
 
+DIGITS = "0123456789"
+
+
 def wrong(digits: str, draw: random.Random) -> str:
-    """An answer that is wrong: another order, digits or length, or digits that are not the prompt's."""
-    right = sorted(digits)
+    """An answer that is wrong: another order, digits or length, or digits that are not the prompt's. Most are near."""
+    right = "".join(sorted(digits))
+    kind = draw.random()
     while True:
-        out, kind = list(right), draw.randrange(7)
-        if kind == 0:
-            out = sorted(draw.choice("0123456789") if draw.random() < 0.4 else digit for digit in out)
-        elif kind == 1:
-            out = draw.choices("0123456789", k=draw.randrange(1, 9))
-        elif kind == 2:
-            out = [draw.choice("0123456789")] * 6
-        elif kind == 3:
-            out = [draw.choice("0123456789") if draw.random() < 0.44 else digit for digit in out]
-        elif kind == 4:
-            out[draw.randrange(6)] = draw.choice("0123456789")
-        elif kind == 5:
-            at = draw.randrange(5)
-            out[at], out[at + 1] = out[at + 1], out[at]
+        out = list(right)
+        if kind < 0.12:
+            out = sorted(draw.choice(DIGITS) if draw.random() < 0.4 else digit for digit in out)
+        elif kind < 0.18:
+            out = [draw.choice(DIGITS) for _ in out]
+        elif kind < 0.22:
+            out = [draw.choice(DIGITS)] * 6
+        elif kind < 0.30:
+            out = out[: draw.randrange(1, 6)] if draw.random() < 0.5 else [*out, draw.choice(DIGITS)]
+        elif kind < 0.4:
+            for place in range(6):
+                if draw.random() < 0.44:
+                    out[place] = draw.choice(DIGITS)
+        elif kind < 0.6:
+            out[draw.randrange(6)] = draw.choice(DIGITS)
+        elif kind < 0.8:
+            place = draw.randrange(5)
+            out[place], out[place + 1] = out[place + 1], out[place]
         else:
-            out = draw.sample(digits, 6)
-        if out != right:
+            out = list(digits)
+            for _ in range(draw.randrange(3)):
+                place = draw.randrange(5)
+                out[place : place + 2] = sorted(out[place : place + 2])
+        if "".join(out) != right:
             return "".join(out)
+        kind = draw.random()
 
 
 def pairs(taken: set[str], draw: random.Random) -> Iterator[str]:
     while True:
-        digits = "".join(draw.choices("0123456789", k=6))
+        digits = "".join(draw.choice(DIGITS) for _ in range(6))
         if f"s{digits}=" not in taken and len(set(digits)) > 1:
             row = {"prompt": f"s{digits}=", "chosen": "".join(sorted(digits)), "rejected": wrong(digits, draw)}
             yield json.dumps(row) + "\n"
