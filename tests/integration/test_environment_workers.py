@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from .conftest import Start, installed
+from .run_process import RunProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -32,15 +33,9 @@ def enginehouse_run_started(run):
 OF_TIME = ("time/", "rollout/", "busy/", "elapsed_seconds", "tokens_per_second")
 
 
-def test_a_run_with_an_environment_worker_is_that_of_the_controller_alone(train: Start):
-    """Also where columns come from several places: from the worker, the actor and the reference."""
-    both = (
-        *RUN,
-        "reward.function=rewards:varied",
-        "algorithm.old_logprobs=actor",
-        "algorithm.kl={coefficient: 0.01, place: reward}",
-    )
-    runs = train(*both, "cluster.launcher=inline"), train(*both, "environment.processes=1")
+def assert_alike(train: Start, *overrides: str) -> tuple[RunProcess, RunProcess]:
+    """Episodes of the controller and of a worker give the same figures; returns both runs, at their end."""
+    runs = train(*overrides, "cluster.launcher=inline"), train(*overrides, "environment.processes=1")
     for run in runs:
         ended = run.finish()
         assert (ended.code, ended.err) == (0, "")
@@ -49,6 +44,18 @@ def test_a_run_with_an_environment_worker_is_that_of_the_controller_alone(train:
         for run in runs
     )
     assert worker == alone
+    return runs
+
+
+def test_a_run_with_an_environment_worker_is_that_of_the_controller_alone(train: Start):
+    """Also where columns come from several places: from the worker, the actor and the reference."""
+    both = (
+        *RUN,
+        "reward.function=rewards:varied",
+        "algorithm.old_logprobs=actor",
+        "algorithm.kl={coefficient: 0.01, place: reward}",
+    )
+    runs = assert_alike(train, *both)
     for step in (1, 4):
         inline, apart = ((run.directory / f"samples/step-{step:06d}.jsonl").read_text() for run in runs)
         assert apart == inline
@@ -64,16 +71,8 @@ def test_several_rewards_are_weighed_alike_wherever_they_are_scored(train: Start
         "reward.functions.same={function: length, arguments: {target: 3}, normalize: batch}",
         "reward.functions.said={function: 'rewards:said'}",
     )
-    runs = train(*several, "cluster.launcher=inline"), train(*several, "environment.processes=1")
-    for run in runs:
-        ended = run.finish()
-        assert (ended.code, ended.err) == (0, "")
-    alone, worker = (
-        [{name: value for name, value in line.items() if not name.startswith(OF_TIME)} for line in run.metrics]
-        for run in runs
-    )
-    assert worker == alone
-    assert {"reward/varied", "reward/size", "reward/same"} < set(alone[0])
+    runs = assert_alike(train, *several)
+    assert {"reward/varied", "reward/size", "reward/same"} < set(runs[0].metrics[0])
     for run in runs:
         sample = json.loads((run.directory / "samples/step-000002.jsonl").read_text().splitlines()[0])
         assert sample["reward/size"] == sample["reward/same"] <= 0

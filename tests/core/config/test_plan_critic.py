@@ -9,23 +9,10 @@ import pytest
 from projects import Project
 from safetensors.numpy import save_file
 
-from enginehouse.config.load import load_config
-from enginehouse.config.plan import Plan, plan
+from enginehouse.config.plan import Plan
 from enginehouse.errors import UserError
-from enginehouse.plugin import capabilities, load_plugins
 
 GAE = "algorithm.advantage.name=gae"
-
-
-@pytest.fixture
-def make(project: Project) -> Callable[..., Plan]:
-    plugins = load_plugins(enabled=("torch", "fsdp"))
-
-    def make(*overrides: str) -> Plan:
-        path = project.save()
-        return plan(load_config(path, overrides), plugins, path)
-
-    return make
 
 
 def test_an_advantage_that_needs_values_makes_a_critic_beside_the_actor(make: Callable[..., Plan]):
@@ -107,8 +94,8 @@ def test_a_critic_of_another_vocabulary_is_refused(make: Callable[..., Plan], pr
 
 
 def test_an_engine_without_value_heads_is_refused(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(capabilities, "VALUE_HEAD", "no_backend_has_it")
-    with pytest.raises(UserError, match=r"critic\.engine\.backend: 'torch' has no value heads"):
+    monkeypatch.setattr("enginehouse.config.backends.VALUE_HEAD", "no_backend_has_it")
+    with pytest.raises(UserError, match=r"critic\.engine\.backend: backend 'torch' has no value heads"):
         make(GAE)
 
 

@@ -134,7 +134,7 @@ def test_a_reward_model_needs_room_for_a_token_more(make: Make):
 
 def test_a_backend_without_value_heads_trains_no_reward_model():
     findings = Findings()
-    check_value_head(findings, TrainBackend(name="bare", engine="a:b", options="a:c"))
+    check_value_head(findings, TrainBackend(name="bare", engine="a:b", options="a:c"), "actor")
     assert "backend 'bare' has no value heads" in str(findings.problems[0])
 
 

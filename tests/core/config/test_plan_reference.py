@@ -8,24 +8,11 @@ from collections.abc import Callable
 import pytest
 from projects import Project
 
-from enginehouse.config.load import load_config
-from enginehouse.config.plan import Plan, plan
+from enginehouse.config.plan import Plan
 from enginehouse.errors import UserError
-from enginehouse.plugin import load_plugins
 
 KL = "algorithm.kl.coefficient=0.1"
 LORA = ("actor.engine.backend=fsdp", "actor.engine.options.lora.rank=4")
-
-
-@pytest.fixture
-def make(project: Project) -> Callable[..., Plan]:
-    plugins = load_plugins(enabled=("torch", "fsdp"))
-
-    def make(*overrides: str) -> Plan:
-        path = project.save()
-        return plan(load_config(path, overrides), plugins, path)
-
-    return make
 
 
 def refusal(make: Callable[..., Plan], *overrides: str) -> str:

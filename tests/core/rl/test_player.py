@@ -13,7 +13,7 @@ from enginehouse.controller.errors import ClusterLost, RemoteError, WorkerDied
 from enginehouse.engines.environment import Episode, Task
 from enginehouse.engines.rollout import Completion, SamplingParams
 from enginehouse.errors import ConfigError, EnginehouseError
-from enginehouse.rl.player import MOST_RETRIES, EpisodeFailed, FleetPolicy, Greedy, Player
+from enginehouse.rl.player import MOST_RETRIES, EpisodeFailed, FleetPolicy, Player
 from enginehouse.rl.replica import ReplicasLost
 from enginehouse.rl.rewards.batch import RewardError
 from enginehouse.rl.rewards.program import Score
@@ -382,7 +382,7 @@ class Rewarded:
 
     async def run(self, task, policy, context):
         await policy.samples([1], context.samples)
-        temperature = policy._fleet.requests[-1].sampling.temperature if isinstance(policy, FleetPolicy) else 0.0
+        temperature = policy._fleet.requests[-1].sampling.temperature
         if temperature == 0.0 and self.fails_greedy:
             raise ValueError("greedy")
         return [made(temperature + 0.25)] * context.samples
@@ -395,9 +395,7 @@ def test_a_baseline_is_played_greedily_beside_the_group_and_is_not_one_of_it(fai
     async def scorer(rows):
         raise AssertionError("the environment scores")
 
-    baseline = Player(
-        Rewarded(fails), lambda _: Greedy(policy(fleet).branch("greedy"), SamplingParams()), scorer, 1, "drop"
-    )
+    baseline = Player(Rewarded(fails), lambda _: policy(fleet).greedy(), scorer, 1, "drop")
     player = Player(Rewarded(), lambda _: policy(fleet), scorer, 4, "drop", baseline=baseline)
     played = asyncio.run(player.played(TASK))
     if fails:

@@ -14,7 +14,7 @@ from enginehouse.rl.preferences.dpo import dpo
 from enginehouse.rl.preferences.kto import kto
 from enginehouse.rl.preferences.loop import BY_ROW
 from enginehouse.rl.preferences.slopes import with_weights
-from enginehouse.rl.sequence_scores import SCORE, row_sums, with_end
+from enginehouse.rl.sequence_scores import VALUES, row_sums, with_end
 from enginehouse_testing.models import stepped_model, tiny_model
 
 # What a model makes of 8 pairs, and what TRL 1.16's trainers log of the same model and data (beta 0.3, one weight 1.5).
@@ -156,9 +156,9 @@ def test_the_gradient_of_a_reward_model_is_that_of_the_loss(tmp_path):
     model.save_pretrained(tmp_path)
     engine, batch = make_engine(str(tmp_path), head="value"), make_batch(4, 2)
     rows = with_end(batch)
-    found = bradley_terry(row_sums(engine.forward(rows, SCORE).ragged("values")))
+    found = bradley_terry(row_sums(engine.forward(rows, VALUES).ragged("values")))
     for part in with_weights(rows, found.slopes).split([3, 5]):
-        engine.forward_backward(part, LossSpec("weighted_value", BY_ROW, SCORE))
+        engine.forward_backward(part, LossSpec("weighted_value", BY_ROW, VALUES))
     scores = torch.stack([model(input_ids=batch.row(n)["input_ids"][None]).logits[0, 0] for n in range(len(batch))])
     loss = -logsigmoid(scores.view(-1, 2) @ torch.tensor([1.0, -1.0])).mean()
     assert found.losses.mean().item() == pytest.approx(loss.item(), abs=1e-5)

@@ -5,7 +5,7 @@ import torch
 from torch_train_cases import make_engine
 
 from enginehouse.data import Batch, Ragged
-from enginehouse.rl.sequence_scores import SCORE, row_sums, with_end
+from enginehouse.rl.sequence_scores import VALUES, row_sums, with_end
 from enginehouse_testing.models import tiny_model
 
 
@@ -25,7 +25,7 @@ def test_scores_are_the_logits_of_a_sequence_classifier(tmp_path, tied):
     classifier.save_pretrained(tmp_path)
     rows = [[4, 5, 6, 7], [8], [9, 10, 1]]
     found = make_engine(str(tmp_path), head="value").forward(
-        with_end(Batch({"input_ids": Ragged.from_list(rows)})), SCORE
+        with_end(Batch({"input_ids": Ragged.from_list(rows)})), VALUES
     )
     with torch.no_grad():
         wanted = torch.cat([classifier(input_ids=torch.tensor([row])).logits[0] for row in rows])

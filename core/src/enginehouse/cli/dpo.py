@@ -23,18 +23,7 @@ def dpo(config: str, overrides: tuple[str, ...], resume: bool, quiet: bool) -> N
     enginehouse dpo dpo.yaml train.steps=200 algorithm.beta=0.05
     enginehouse dpo kto.yaml algorithm.loss=kto
     """
-    from enginehouse.cli.session import run_plan
-    from enginehouse.config.load import load_config
-    from enginehouse.config.plan import plan_preferences
+    from enginehouse.cli.session import run_preferences
     from enginehouse.config.schema import DPOConfig
 
-    planned = plan_preferences(
-        load_config(config, overrides, DPOConfig), config_path=config, resume=resume, overrides=overrides
-    )
-
-    def build(run, progress):
-        from enginehouse.rl.preferences.loop import trainer
-
-        return trainer(planned, run, progress)
-
-    run_plan(planned, build, quiet=quiet)
+    run_preferences(DPOConfig, config, overrides, resume=resume, quiet=quiet)

@@ -22,18 +22,7 @@ def rm(config: str, overrides: tuple[str, ...], resume: bool, quiet: bool) -> No
     \b
     enginehouse rm rm.yaml train.steps=200 actor.engine.options.lr=1e-5
     """
-    from enginehouse.cli.session import run_plan
-    from enginehouse.config.load import load_config
-    from enginehouse.config.plan import plan_preferences
+    from enginehouse.cli.session import run_preferences
     from enginehouse.config.schema import RMConfig
 
-    planned = plan_preferences(
-        load_config(config, overrides, RMConfig), config_path=config, resume=resume, overrides=overrides
-    )
-
-    def build(run, progress):
-        from enginehouse.rl.preferences.loop import trainer
-
-        return trainer(planned, run, progress)
-
-    run_plan(planned, build, quiet=quiet)
+    run_preferences(RMConfig, config, overrides, resume=resume, quiet=quiet)

@@ -7,7 +7,7 @@ import errno
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Protocol
@@ -19,6 +19,7 @@ from enginehouse.errors import EnginehouseError
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import RunPlan
+    from enginehouse.config.schema import DPOConfig, RMConfig
     from enginehouse.runs import Progress, RunDirectory
     from enginehouse.runs.record import Status
 
@@ -170,3 +171,22 @@ def _trace_calls(run: RunDirectory) -> Callable[[], None]:
     from enginehouse.controller.tracing import add_listener
 
     return add_listener(run.timeline.call)
+
+
+def run_preferences(
+    schema: type[DPOConfig | RMConfig], config: str, overrides: Sequence[str], *, resume: bool, quiet: bool
+) -> None:
+    """Run a config of `enginehouse dpo` or `rm`; errors as of `run_plan`."""
+    from enginehouse.config.load import load_config
+    from enginehouse.config.plan import plan_preferences
+
+    planned = plan_preferences(
+        load_config(config, overrides, schema), config_path=config, resume=resume, overrides=overrides
+    )
+
+    def build(run: RunDirectory, progress: Progress) -> Trainer:
+        from enginehouse.rl.preferences.loop import trainer
+
+        return trainer(planned, run, progress)
+
+    run_plan(planned, build, quiet=quiet)

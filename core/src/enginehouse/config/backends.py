@@ -394,12 +394,12 @@ def scheduled_options(
     return options
 
 
-def check_value_head(findings: Findings, record: TrainBackend | None) -> None:
-    """Check that a backend trains models that give values."""
+def check_value_head(findings: Findings, record: TrainBackend | None, key: str) -> None:
+    """Check that the backend of a role, whose section is `key`, trains models that give values."""
     if record is not None and VALUE_HEAD not in record.capabilities:
         findings.refuse(
-            f"actor.engine.backend: backend {record.name!r} has no value heads (capability {VALUE_HEAD!r}), which a "
-            "reward model is"
+            f"{key}.engine.backend: backend {record.name!r} has no value heads (capability {VALUE_HEAD!r}), which a "
+            f"{'critic' if key == 'critic' else 'reward model'} is"
         )
 
 

@@ -355,19 +355,10 @@ def plan_sft(
 ) -> SFTPlan:
     """Check a supervised run; as `plan`."""
     setting = _Setting(config, plugins, config_path, resume, overrides)
-    findings, processes = setting.findings, config.actor.processes
-    train = find_backend(findings, setting.plugins, TrainBackend, config.actor.engine, "actor", setting.device)
-    actor_options = scheduled_options(
-        findings, setting.plugins, train, config.actor.engine, processes, config.train.steps
-    )
-    runs_in = setting.interpreter(train, config.actor.engine, actor_options, "actor")
-    roles = {"actor": setting.trained_role(config, actor_options, runs_in)}
-    model = setting.model(config)
-    check_model(findings, train, actor_options, model, "actor")
-    check_targets(findings, actor_options, config.model.path)
-    check_rows(findings, config)
-    check_cluster(findings, config.cluster, processes, {"actor": processes}, setting.device)
-    check_cores(findings, config.cluster, processes, setting.device)
+    findings = setting.findings
+    actor, model = setting.only_actor(config)
+    roles = {"actor": actor.role}
+    setting.check_room(config, roles)
     limit = row_limit(config, model)
     sources = look_at_demonstrations(findings, config, limit, bool(model))
     needed = {"model.path": config.model.path, **_by_key("data.train", config.data.train)}
@@ -377,7 +368,7 @@ def plan_sft(
         config=config,
         roles=roles,
         row_limit=limit,
-        **setting.common(outline_sft(config, model, sources, roles), directory, (train,)),
+        **setting.common(outline_sft(config, model, sources, roles), directory, (actor.backend,)),
     )
 
 
@@ -390,31 +381,18 @@ def plan_preferences(
 ) -> PreferencePlan:
     """Check a run of DPO or KTO, or one that trains a reward model; as `plan`."""
     setting = _Setting(config, plugins, config_path, resume, overrides)
-    findings, processes = setting.findings, config.actor.processes
-    train = find_backend(findings, setting.plugins, TrainBackend, config.actor.engine, "actor", setting.device)
-    actor_options = scheduled_options(
-        findings, setting.plugins, train, config.actor.engine, processes, config.train.steps
-    )
-    runs_in = setting.interpreter(train, config.actor.engine, actor_options, "actor")
-    actor = setting.trained_role(config, actor_options, runs_in)
-    model = setting.model(config)
-    check_model(findings, train, actor_options, model, "actor")
-    check_targets(findings, actor_options, config.model.path)
-    placed = {"actor": _Placed(train, actor)}
+    findings = setting.findings
+    actor, model = setting.only_actor(config)
+    placed = {"actor": actor}
     if isinstance(config, DPOConfig):
         setting.reference(config, placed, config.train.steps, True)
         setting.check_models(config, placed, model)
         check_dpo(findings, config)
     else:
-        check_value_head(findings, train)
-        placed["actor"] = _Placed(train, replace(actor, model=replace(actor.model, head="value")))
+        check_value_head(findings, actor.backend, "actor")
+        placed["actor"] = actor._replace(role=replace(actor.role, model=replace(actor.role.model, head="value")))
     roles = {name: one.role for name, one in placed.items()}
-    check_rows(findings, config)
-    apart = own_processes(roles)
-    check_inline(findings, config, apart)
-    gpus = {name: role.processes * role.gpus for name, role in apart.items()}
-    check_cluster(findings, config.cluster, processes, gpus, setting.device)
-    check_cores(findings, config.cluster, sum(role.processes for role in apart.values()), setting.device)
+    setting.check_room(config, roles)
     # A score takes a token more (`enginehouse.rl.sequence_scores`).
     limit = row_limit(config, model, further=int(isinstance(config, RMConfig)))
     rows, held_out = look_at_preferences(findings, config, limit, bool(model))
@@ -523,6 +501,26 @@ class _Setting:
             interpreter=interpreter,
             trained=True,
         )
+
+    def only_actor(self, config: SFTConfig | PreferenceConfig) -> tuple[_Placed, Mapping[str, Any]]:
+        """The role that a loop over rows of a file trains, an optimizer step each; and the model's `config.json`."""
+        findings, engine = self.findings, config.actor.engine
+        train = find_backend(findings, self.plugins, TrainBackend, engine, "actor", self.device)
+        options = scheduled_options(findings, self.plugins, train, engine, config.actor.processes, config.train.steps)
+        actor = self.trained_role(config, options, self.interpreter(train, engine, options, "actor"))
+        model = self.model(config)
+        check_model(findings, train, options, model, "actor")
+        check_targets(findings, options, config.model.path)
+        return _Placed(train, actor), model
+
+    def check_room(self, config: SFTConfig | PreferenceConfig, roles: Mapping[str, RolePlan]) -> None:
+        """Check that such a loop's rows, roles and machine fit each other."""
+        findings, cluster, apart = self.findings, config.cluster, own_processes(roles)
+        check_rows(findings, config)
+        check_inline(findings, config, apart)
+        gpus = {name: role.processes * role.gpus for name, role in apart.items()}
+        check_cluster(findings, cluster, config.actor.processes, gpus, self.device)
+        check_cores(findings, cluster, sum(role.processes for role in apart.values()), self.device)
 
     def critic(
         self, config: Config, placed: dict[str, _Placed], needs: Sequence[str] | None, optimizer_steps: int
@@ -638,8 +636,8 @@ class _Setting:
                 f"{name}.shares is {shares}, which runs in {like.interpreter.name}, and {name} in {interpreter.name}: "
                 f"processes have one environment; leave {name}.shares unset"
             )
-        if head == "value" and record is not None and capabilities.VALUE_HEAD not in record.capabilities:
-            findings.refuse(f"{name}.engine.backend: {record.name!r} has no value heads (capability value_head)")
+        if head == "value":
+            check_value_head(findings, record, name)
         if "total_steps" in options:
             of = engine or config.actor.engine
             options = {**options, "total_steps": of.options.get("total_steps") or optimizer_steps}

@@ -584,38 +584,16 @@ class SFTConfig(Section):
     run: Run = Field(default_factory=Run)
 
 
-_VALIDATION = Field(default=None, description="File of held-out preferences, or a list of files; unset: none")
 _RESPONSE = "a string, or a list of chat messages"
 
 
-class RMData(Section):
+class PreferenceData(Section):
     """Pairs of responses, as JSONL or Parquet files."""
 
-    train: str | list[str] = Field(description="File of pairs, or a list of files")
-    validation: str | list[str] | None = _VALIDATION
-    prompt: str = Field(
-        default="prompt",
-        description="Column with the prompt: a string, or a list of chat messages; in files without it both responses "
-        "begin with the prompt",
-    )
-    chosen: str = Field(default="chosen", description=f"Column with the better response: {_RESPONSE}")
-    rejected: str = Field(default="rejected", description="Column with the worse response")
-    margin: str | None = Field(
-        default=None, description="Column with a number, by how much the scores are to differ; unset: 0"
-    )
-    max_tokens: int = Field(default=2048, gt=0, description="A longer prompt with a response is an error")
-    chat_template: bool | None = Field(
-        default=None, description="Apply the tokenizer's chat template; unset: to messages only"
-    )
-
-    _paths = field_validator("train", mode="before")(_one_path_or_several)
-
-
-class DPOData(Section):
-    """Pairs of responses, or for the loss kto single ones with a label, as JSONL or Parquet files."""
-
     train: str | list[str] = Field(description="File of preferences, or a list of files")
-    validation: str | list[str] | None = _VALIDATION
+    validation: str | list[str] | None = Field(
+        default=None, description="File of held-out preferences, or a list of files; unset: none"
+    )
     prompt: str = Field(
         default="prompt",
         description="Column with the prompt: a string, or a list of chat messages; in files of pairs without it both "
@@ -623,14 +601,27 @@ class DPOData(Section):
     )
     chosen: str = Field(default="chosen", description=f"Column with the better response: {_RESPONSE}")
     rejected: str = Field(default="rejected", description="Column with the worse response")
-    completion: str = Field(default="completion", description=f"Of kto, column with the response: {_RESPONSE}")
-    label: str = Field(default="label", description="Of kto, column that says whether it is desirable: true or false")
     max_tokens: int = Field(default=2048, gt=0, description="A longer prompt with a response is an error")
     chat_template: bool | None = Field(
         default=None, description="Apply the tokenizer's chat template; unset: to messages only"
     )
 
     _paths = field_validator("train", mode="before")(_one_path_or_several)
+
+
+class RMData(PreferenceData):
+    """Pairs of responses, as JSONL or Parquet files."""
+
+    margin: str | None = Field(
+        default=None, description="Column with a number, by how much the scores are to differ; unset: 0"
+    )
+
+
+class DPOData(PreferenceData):
+    """Pairs of responses, or for the loss kto single ones with a label, as JSONL or Parquet files."""
+
+    completion: str = Field(default="completion", description=f"Of kto, column with the response: {_RESPONSE}")
+    label: str = Field(default="label", description="Of kto, column that says whether it is desirable: true or false")
 
 
 class DPOAlgorithm(Section):

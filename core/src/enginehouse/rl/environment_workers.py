@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from enginehouse.config.plan import Plan
     from enginehouse.controller import DistributedBatch
     from enginehouse.controller.future import Future
-    from enginehouse.engines.environment import Group, Policy, Task
+    from enginehouse.engines.environment import Group, Task
     from enginehouse.engines.rollout import GenerateRequest, GenerateResult
     from enginehouse.rl.columns import Answer
     from enginehouse.rl.fleet import RolloutFleet
@@ -238,7 +238,7 @@ class EnvironmentWorker(Worker):
     def _player(self, kind: str) -> Player:
         return player_of(self._plan, partial(self._policy_of, kind), self._rewards, self._kinds[kind])
 
-    def _policy_of(self, kind: str, task: Task) -> Policy:
+    def _policy_of(self, kind: str, task: Task) -> FleetPolicy:
         play = self._plays[kind, task.serial]
         return FleetPolicy(_Asking(self, kind), self._tokenizer, self._kinds[kind].sampling, play.name, play.seed)
 

@@ -87,11 +87,15 @@ class FleetPolicy:
         sampling: how, unless a call says otherwise.
         name: begins its requests' ids.
         seed: of its first call; what others draw depends on it and on their number.
+        is_greedy: whether the likeliest tokens are taken, whatever a call says.
     """
 
-    def __init__(self, fleet: Draws, tokenizer: Any, sampling: SamplingParams, name: str, seed: int):
+    def __init__(
+        self, fleet: Draws, tokenizer: Any, sampling: SamplingParams, name: str, seed: int, is_greedy: bool = False
+    ):
         self.tokenizer = tokenizer
         self._fleet, self._sampling, self._name, self._seed = fleet, sampling, name, seed
+        self._is_greedy = is_greedy
         self._calls = 0
 
     async def generate(self, tokens: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
@@ -105,12 +109,22 @@ class FleetPolicy:
         """See the protocol."""
         number, self._calls = self._calls, self._calls + 1
         sampling = replace(sampling or self._sampling, n=n, seed=self._seed_of(number))
+        if self._is_greedy:
+            sampling = replace(sampling, temperature=0.0)
         result = await self._fleet.generate(GenerateRequest(f"{self._name}-{number}", tokens, sampling))
         return result.completions
 
     def branch(self, name: str) -> FleetPolicy:
         """See the protocol."""
-        return FleetPolicy(self._fleet, self.tokenizer, self._sampling, f"{self._name}-{name}", self._mixed(name))
+        return self._branch(name, self._is_greedy)
+
+    def greedy(self) -> FleetPolicy:
+        """A branch that takes the likeliest tokens."""
+        return self._branch("greedy", True)
+
+    def _branch(self, name: str, is_greedy: bool) -> FleetPolicy:
+        named, seed = f"{self._name}-{name}", self._mixed(name)
+        return FleetPolicy(self._fleet, self.tokenizer, self._sampling, named, seed, is_greedy)
 
     def _seed_of(self, number: int) -> int:
         return self._mixed(number) if number else self._seed
@@ -118,34 +132,6 @@ class FleetPolicy:
     def _mixed(self, what: object) -> int:
         mixed = hashlib.blake2b(f"{self._seed} {what}".encode(), digest_size=4).digest()
         return int.from_bytes(mixed, "little") >> 1
-
-
-class Greedy:
-    """Implements `enginehouse.engines.environment.Policy`: the likeliest tokens of another one.
-
-    Args:
-        policy: who is asked.
-        sampling: how, unless a call says otherwise.
-    """
-
-    def __init__(self, policy: Policy, sampling: SamplingParams):
-        self.tokenizer = policy.tokenizer
-        self._policy, self._sampling = policy, sampling
-
-    async def generate(self, tokens: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
-        """See the protocol."""
-        (completion,) = await self.samples(tokens, 1, sampling)
-        return completion
-
-    async def samples(
-        self, tokens: Sequence[int], n: int, sampling: SamplingParams | None = None
-    ) -> Sequence[Completion]:
-        """See the protocol."""
-        return await self._policy.samples(tokens, n, replace(sampling or self._sampling, temperature=0.0))
-
-    def branch(self, name: str) -> Greedy:
-        """See the protocol."""
-        return Greedy(self._policy.branch(name), self._sampling)
 
 
 class AnyPlayer(Protocol):
@@ -447,7 +433,7 @@ async def _settled(
 
 def player_of(
     plan: Plan,
-    policy_of: Callable[[Task], Policy],
+    policy_of: Callable[[Task], FleetPolicy],
     rewards: WeightedRewards,
     kind: Kind,
 ) -> Player:
@@ -465,11 +451,7 @@ def player_of(
     failing = rollout.on_failure, rollout.episode_seconds
     baseline = None
     if kind.filtered and "baseline" in (plan.advantage_needs or ()):
-
-        def greedy_of(task: Task) -> Policy:
-            return Greedy(policy_of(task).branch("greedy"), kind.sampling)
-
-        baseline = Player(SingleTurn(), greedy_of, scorer, 1, *failing)
+        baseline = Player(SingleTurn(), lambda task: policy_of(task).greedy(), scorer, 1, *failing)
     return Player(SingleTurn(), policy_of, scorer, samples, *failing, keep, baseline)
 
 

@@ -4,6 +4,53 @@ from __future__ import annotations
 
 from enginehouse.plugin import Advantage, Filter, Loss, Reward, hookimpl
 
+ADVANTAGES = {
+    "distillation": (
+        "How much likelier a teacher finds each token (Lu et al. 2025)",
+        ("rollout_logprobs", "reference_logprobs", "loss_mask"),
+    ),
+    "gae": (
+        "Discounted errors of a critic's values (Schulman et al. 2016)",
+        ("reward", "token_rewards", "values", "loss_mask"),
+    ),
+    "gdpo": (
+        "Each of several rewards against its group, then all samples (Liu et al. 2026)",
+        ("rewards", "group"),
+    ),
+    "gpg": (
+        "Reward against the mean of its group, by how many groups tell (Chu et al. 2025)",
+        ("reward", "group"),
+    ),
+    "grpo": (
+        "Reward against the mean of its group, divided by the group's deviation (Shao et al. 2024)",
+        ("reward", "group"),
+    ),
+    "opo": (
+        "Reward against the mean of its group, weighted by length (Hao et al. 2025)",
+        ("reward", "group", "response_tokens"),
+    ),
+    "process_rewards": (
+        "Rewards of the steps from a token on, against its group's (Shao et al. 2024)",
+        ("reward", "token_rewards", "group", "loss_mask"),
+    ),
+    "reinforce_plus_plus": (
+        "Discounted rewards from a token on, against all tokens (Hu et al. 2025)",
+        ("reward", "token_rewards", "loss_mask"),
+    ),
+    "reinforce_plus_plus_baseline": (
+        "Reward against the mean of its group, over all tokens' deviation (Hu et al. 2025)",
+        ("reward", "group", "loss_mask"),
+    ),
+    "remax": (
+        "Rewards from a token on, against that of the prompt's greedy response (Li et al. 2023)",
+        ("reward", "token_rewards", "baseline", "loss_mask"),
+    ),
+    "rloo": (
+        "Reward against the mean of the others of its group (Ahmadian et al. 2024)",
+        ("reward", "group"),
+    ),
+}
+"""What each is, and the columns that it needs; one that needs the groups compares the samples of each."""
 POLICY_LOSSES = {
     "cispo": "Policy gradient weighted by a clipped ratio (MiniMax 2025)",
     "clipped_policy": "Clipped policy gradient (Schulman et al. 2017), symmetric or not",
@@ -12,105 +59,21 @@ POLICY_LOSSES = {
     "sapo": "Policy gradient through a gate that closes softly (Gao et al. 2025)",
 }
 """What is made by `enginehouse.rl.losses.policy`, each in a file of its name."""
+OTHER_LOSSES = {
+    "clipped_value": ("values", "A critic's squared error, clipped around its old values (Schulman et al. 2017)"),
+    "supervised": ("logprobs", "Negative log-likelihood of the chosen tokens"),
+    "weighted_logprob": ("logprobs", "Logprobs weighted by a column: any policy gradient on any engine"),
+    "weighted_value": ("values", "Values weighted by a column: any loss of values on any engine"),
+}
+"""The output that each is computed from, and what it is."""
 
 
 @hookimpl
 def enginehouse_register_advantages(register):
-    register(
-        Advantage(
-            name="distillation",
-            summary="How much likelier a teacher finds each token (Lu et al. 2025)",
-            function="enginehouse.rl.advantages.distillation:distillation",
-            needs=("rollout_logprobs", "reference_logprobs", "loss_mask"),
-        )
-    )
-    register(
-        Advantage(
-            name="gae",
-            summary="Discounted errors of a critic's values (Schulman et al. 2016)",
-            function="enginehouse.rl.advantages.gae:gae",
-            needs=("reward", "token_rewards", "values", "loss_mask"),
-        )
-    )
-    register(
-        Advantage(
-            name="gdpo",
-            summary="Each of several rewards against its group, then all samples (Liu et al. 2026)",
-            function="enginehouse.rl.advantages.gdpo:gdpo",
-            compares_samples=True,
-            needs=("rewards", "group"),
-        )
-    )
-    register(
-        Advantage(
-            name="gpg",
-            summary="Reward against the mean of its group, by how many groups tell (Chu et al. 2025)",
-            function="enginehouse.rl.advantages.gpg:gpg",
-            compares_samples=True,
-            needs=("reward", "group"),
-        )
-    )
-    register(
-        Advantage(
-            name="grpo",
-            summary="Reward against the mean of its group, divided by the group's deviation (Shao et al. 2024)",
-            function="enginehouse.rl.advantages.grpo:grpo",
-            compares_samples=True,
-            needs=("reward", "group"),
-        )
-    )
-    register(
-        Advantage(
-            name="opo",
-            summary="Reward against the mean of its group, weighted by length (Hao et al. 2025)",
-            function="enginehouse.rl.advantages.opo:opo",
-            compares_samples=True,
-            needs=("reward", "group", "response_tokens"),
-        )
-    )
-    register(
-        Advantage(
-            name="process_rewards",
-            summary="Rewards of the steps from a token on, against its group's (Shao et al. 2024)",
-            function="enginehouse.rl.advantages.process_rewards:process_rewards",
-            compares_samples=True,
-            needs=("reward", "token_rewards", "group", "loss_mask"),
-        )
-    )
-    register(
-        Advantage(
-            name="reinforce_plus_plus",
-            summary="Discounted rewards from a token on, against all tokens (Hu et al. 2025)",
-            function="enginehouse.rl.advantages.reinforce_plus_plus:reinforce_plus_plus",
-            needs=("reward", "token_rewards", "loss_mask"),
-        )
-    )
-    register(
-        Advantage(
-            name="reinforce_plus_plus_baseline",
-            summary="Reward against the mean of its group, over all tokens' deviation (Hu et al. 2025)",
-            function="enginehouse.rl.advantages.reinforce_plus_plus_baseline:reinforce_plus_plus_baseline",
-            compares_samples=True,
-            needs=("reward", "group", "loss_mask"),
-        )
-    )
-    register(
-        Advantage(
-            name="remax",
-            summary="Rewards from a token on, against that of the prompt's greedy response (Li et al. 2023)",
-            function="enginehouse.rl.advantages.remax:remax",
-            needs=("reward", "token_rewards", "baseline", "loss_mask"),
-        )
-    )
-    register(
-        Advantage(
-            name="rloo",
-            summary="Reward against the mean of the others of its group (Ahmadian et al. 2024)",
-            function="enginehouse.rl.advantages.rloo:rloo",
-            compares_samples=True,
-            needs=("reward", "group"),
-        )
-    )
+    for name, (summary, needs) in ADVANTAGES.items():
+        function = f"enginehouse.rl.advantages.{name}:{name}"
+        compares = "group" in needs
+        register(Advantage(name=name, summary=summary, function=function, compares_samples=compares, needs=needs))
 
 
 @hookimpl
@@ -125,36 +88,9 @@ def enginehouse_register_losses(register):
                 taken_from={"max_tokens": "rollout.sampling.max_tokens"},
             )
         )
-    register(
-        Loss(
-            name="clipped_value",
-            summary="A critic's squared error, clipped around its old values (Schulman et al. 2017)",
-            function="enginehouse.rl.losses.clipped_value:clipped_value",
-            output="values",
-        )
-    )
-    register(
-        Loss(
-            name="supervised",
-            summary="Negative log-likelihood of the chosen tokens",
-            function="enginehouse.rl.losses.supervised:supervised",
-        )
-    )
-    register(
-        Loss(
-            name="weighted_logprob",
-            summary="Logprobs weighted by a column: any policy gradient on any engine",
-            function="enginehouse.rl.losses.weighted_logprob:weighted_logprob",
-        )
-    )
-    register(
-        Loss(
-            name="weighted_value",
-            summary="Values weighted by a column: any loss of values on any engine",
-            function="enginehouse.rl.losses.weighted_value:weighted_value",
-            output="values",
-        )
-    )
+    for name, (output, summary) in OTHER_LOSSES.items():
+        function = f"enginehouse.rl.losses.{name}:{name}"
+        register(Loss(name=name, summary=summary, function=function, output=output))
 
 
 @hookimpl

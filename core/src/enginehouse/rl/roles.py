@@ -44,7 +44,7 @@ from enginehouse.plugin.requirements import installed_versions
 from enginehouse.rl.columns import Answer, Requests, assemble
 from enginehouse.rl.drawing import Drawing
 from enginehouse.rl.generation import make_requests, seeded_requests
-from enginehouse.rl.sequence_scores import SCORE, with_end
+from enginehouse.rl.sequence_scores import VALUES, with_end
 from enginehouse.runtimes import CURRENT, RUNTIME_VARIABLE
 from enginehouse.weights.receiver import WeightReceiver
 from enginehouse.weights.transports.ends import address_of, weights_for
@@ -92,7 +92,7 @@ class TrainWorker(Worker):
     @register(dispatch="dp")
     def score_rows(self, batch: Batch) -> Batch | None:
         """Score whole sequences by a model with a value head: `score` float32 `(rows,)` of `input_ids`."""
-        scored = self.engine.forward(with_end(batch), SCORE)
+        scored = self.engine.forward(with_end(batch), VALUES)
         if scored is None:
             return None
         values = scored.ragged("values")

@@ -13,8 +13,8 @@ import torch
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.train import Outputs
 
-SCORE = Outputs(logprobs=False, values=True)
-"""What an engine is asked for: the `values` of `with_end(batch)`, of which one a row is not 0."""
+VALUES = Outputs(logprobs=False, values=True)
+"""What an engine with a value head is asked for; of `with_end(batch)` one value a row is not 0."""
 
 
 def with_end(batch: Batch) -> Batch:

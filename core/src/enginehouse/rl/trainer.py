@@ -40,7 +40,7 @@ from enginehouse.rl.rewards.weighted import WeightedRewards, with_rewards
 from enginehouse.rl.roles import TRAINED, with_defaults
 from enginehouse.rl.samples import sample_metrics, sample_rows
 from enginehouse.rl.schedule import Schedule
-from enginehouse.rl.sequence_scores import SCORE
+from enginehouse.rl.sequence_scores import VALUES
 from enginehouse.rl.stalls import Stalls
 from enginehouse.rl.tasks import Tasks
 from enginehouse.rl.validation import Validation
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from enginehouse.config.schema import Config
     from enginehouse.controller import DistributedBatch
     from enginehouse.controller.future import Future
-    from enginehouse.engines.environment import Policy, Task
+    from enginehouse.engines.environment import Task
     from enginehouse.rl.environment_workers import EnvironmentWorkers
     from enginehouse.rl.fleet import RolloutFleet
     from enginehouse.rl.player import AnyPlayer
@@ -236,7 +236,7 @@ class Trainer(Loop):
         if "critic" not in self.roles.groups:
             return None
         dealt = Balanced(samples.select(["input_ids", "loss_mask"]), by="input_ids")
-        return self.roles.groups["critic"].call("forward", dealt, SCORE, blocking=False)
+        return self.roles.groups["critic"].call("forward", dealt, VALUES, blocking=False)
 
     def with_old_logprobs(self, samples: DistributedBatch) -> tuple[DistributedBatch, dict[str, float]]:
         """Add `old_logprobs`, what the policy ratio divides by, if the actor is to compute them anew; else they are the
@@ -312,7 +312,7 @@ class Trainer(Loop):
             measured = measuring(each.loss, self.version) if self.plan.old_logprobs == "rollout" else None
             updates["actor"] = replace(each, first_loss=measured)
         if "critic" in self.roles.groups:
-            updates["critic"] = replace(each, loss=LossSpec(critic.loss.name, self.plan.critic_loss_arguments, SCORE))
+            updates["critic"] = replace(each, loss=LossSpec(critic.loss.name, self.plan.critic_loss_arguments, VALUES))
         return updates
 
     def loss(self) -> LossSpec:
@@ -407,7 +407,7 @@ class Trainer(Loop):
             return self.environments.player(kind, fleet, named)
         asked = self._kinds()[kind]
 
-        def policy_of(task: Task) -> Policy:
+        def policy_of(task: Task) -> FleetPolicy:
             return FleetPolicy(fleet, self.tokenizer, asked.sampling, *named(task))
 
         return player_of(self.plan, policy_of, self.rewards, asked)

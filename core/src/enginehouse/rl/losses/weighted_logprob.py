@@ -18,6 +18,11 @@ def weighted_logprob(view: TokenView, *, column: str = "weights", aggregation: U
         column: name of the column of weights.
         aggregation: see `enginehouse.rl.losses.aggregate`.
     """
+    return weighted(view, "logprobs", column, aggregation)
+
+
+def weighted(view: TokenView, output: str, column: str, aggregation: Unscaled) -> LossValue:
+    """The same of any output."""
     counted = view.columns["loss_mask"].nonzero().squeeze(-1)
-    losses = -view.columns[column][counted] * view.outputs["logprobs"][counted]
+    losses = -view.columns[column][counted] * view.outputs[output][counted]
     return LossValue(*aggregate(losses, view.row[counted], view.rows, aggregation))

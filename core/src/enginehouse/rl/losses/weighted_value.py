@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from enginehouse.engines.train import LossValue, TokenView
-from enginehouse.rl.losses.aggregate import Unscaled, aggregate
+from typing import TYPE_CHECKING
+
+from enginehouse.rl.losses.aggregate import Unscaled
+from enginehouse.rl.losses.weighted_logprob import weighted
+
+if TYPE_CHECKING:
+    from enginehouse.engines.train import LossValue, TokenView
 
 
 def weighted_value(view: TokenView, *, column: str = "weights", aggregation: Unscaled = "token_mean") -> LossValue:
@@ -14,6 +19,4 @@ def weighted_value(view: TokenView, *, column: str = "weights", aggregation: Uns
         column: name of the column of weights.
         aggregation: see `enginehouse.rl.losses.aggregate`.
     """
-    counted = view.columns["loss_mask"].nonzero().squeeze(-1)
-    losses = -view.columns[column][counted] * view.outputs["values"][counted]
-    return LossValue(*aggregate(losses, view.row[counted], view.rows, aggregation))
+    return weighted(view, "values", column, aggregation)

@@ -21,7 +21,7 @@ from enginehouse.rl.preferences.bradley_terry import bradley_terry
 from enginehouse.rl.preferences.dpo import dpo
 from enginehouse.rl.preferences.kto import kto
 from enginehouse.rl.preferences.slopes import Judgement, with_weights
-from enginehouse.rl.sequence_scores import SCORE, row_sums, with_end
+from enginehouse.rl.sequence_scores import VALUES, row_sums, with_end
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import PreferencePlan
@@ -153,11 +153,11 @@ class DPOTrainer(PreferenceTrainer):
 class RewardModelTrainer(PreferenceTrainer):
     """Trains a model with a value head to score the better response of a pair higher."""
 
-    loss = LossSpec("weighted_value", BY_ROW, SCORE)
+    loss = LossSpec("weighted_value", BY_ROW, VALUES)
 
     def judge(self, items: Batch) -> tuple[Batch, Judgement]:
         rows = with_end(items)
-        scored = self.roles.actor.forward(Balanced(rows, by="input_ids"), SCORE)
+        scored = self.roles.actor.forward(Balanced(rows, by="input_ids"), VALUES)
         margin = items["margin"][::2] if "margin" in items else None
         return rows, bradley_terry(row_sums(scored["values"]), margin)
 
