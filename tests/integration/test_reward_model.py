@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
-from .conftest import QUICKSTART, Start
+from enginehouse.cli.main import main
+from enginehouse.rl.trainer import Trainer
+from enginehouse.weights.sync import WeightSync
+
+from .conftest import QUICKSTART, SMALL, Start
 from .run_process import RunProcess
 
 pytestmark = pytest.mark.slow
@@ -77,3 +83,33 @@ def test_the_functions_reward_and_the_weighted_score_add_up(train: Start, judge:
     for row, plain in zip(first_samples(both), first_samples(alone), strict=True):
         assert row["response"] == plain["response"]
         assert row["reward"] == pytest.approx(plain["reward"] + 0.25 * row["reward/model"], abs=1e-5)
+
+
+def test_no_replica_is_caught_up_while_it_scores(house: Path, judge: Path, monkeypatch: pytest.MonkeyPatch):
+    """That is another thread's, which calls the actor's processes: with several each would get the calls in its own
+    order."""
+    idle, scored = [False], []
+    with_model_scores, trainer_idle = Trainer.with_model_scores, WeightSync.trainer_idle
+
+    @contextmanager
+    def watched(sync):
+        with trainer_idle(sync):
+            idle.append(True)
+            yield
+            idle.pop()
+
+    monkeypatch.chdir(house)
+    monkeypatch.setattr(WeightSync, "trainer_idle", watched)
+    monkeypatch.setattr(
+        Trainer, "with_model_scores", lambda run, rows: (scored.append(idle[-1]), with_model_scores(run, rows))[1]
+    )
+    overrides = (
+        "reward.function=rewards:varied",
+        "train.steps=2",
+        "cluster.launcher=inline",
+        "reward_model.path=judge",
+    )
+    config = str(QUICKSTART / "grpo.yaml")
+    done = CliRunner().invoke(main, ["train", config, *SMALL, *overrides, "run.directory=runs/scored"])
+    assert done.exit_code == 0, done.output
+    assert scored == [False, False]

@@ -148,6 +148,8 @@ class Trainer(Loop):
         phase = self.clock.phase
         with self.roles.sync.trainer_idle():
             samples = self.take(step)
+        with phase("reward"):  # not before: who catches a replica up calls the same workers from another thread
+            samples = self.with_model_scores(samples)
         values = self.begin_values(samples)
         with phase("old_logprobs"):
             batch, measured = self.with_old_logprobs(samples)
@@ -192,7 +194,7 @@ class Trainer(Loop):
             for _ in self.progress.counted(drawn, "samples", groups * samples, int):
                 pass
         with self.clock.phase("reward"):
-            return self.with_model_scores(with_rewards(rows_of(self.feed.take()), self.plan.rewards))
+            return with_rewards(rows_of(self.feed.take()), self.plan.rewards)
 
     def begin_next(self, step: int) -> None:
         """While a step's update runs, begin the next one as far as its requests, which go out once the new weights are
