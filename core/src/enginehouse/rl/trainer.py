@@ -293,7 +293,7 @@ class Trainer(Loop):
         return batch.with_columns(**{name: made[name] for name in new})
 
     def training_batch(self, batch: DistributedBatch, step: int) -> DistributedBatch:
-        """What an update sends to the actor: every column of numbers, and which mini-batch each row belongs to."""
+        """What updates send to the roles: every column of numbers, and which mini-batch each row belongs to."""
         algorithm = self.config.algorithm
         if algorithm.mask_truncated:
             cut = torch.tensor([reason == "length" for reason in batch["finish_reason"]])
