@@ -15,7 +15,7 @@ from enginehouse.plugin.requirements import installed_version
 CORE = "enginehouse"
 """Core's distribution."""
 
-TOOLS = {"testing": ("certify", "matrix", "parity")}
+TOOLS = {"testing": ("certify", "matrix", "new-plugin", "parity")}
 """Core's extras that bring commands and no backend, and those commands."""
 
 

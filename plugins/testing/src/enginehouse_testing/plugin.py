@@ -1,4 +1,4 @@
-"""What this package adds to enginehouse: the commands `certify`, `matrix` and `parity`."""
+"""What this package adds to enginehouse: the commands `certify`, `matrix`, `new-plugin` and `parity`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ def enginehouse_commands(cli):
     from enginehouse_testing.cli.certify import certify
     from enginehouse_testing.cli.matrix import matrix
     from enginehouse_testing.cli.parity import parity
+    from enginehouse_testing.new_plugin.command import new_plugin
 
-    for command in (certify, matrix, parity):
+    for command in (certify, matrix, new_plugin, parity):
         cli.add_command(command)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 try:
@@ -12,10 +12,14 @@ except ModuleNotFoundError as error:
 
 from enginehouse.plugin import RolloutBackend, TrainBackend, Transport, plugins
 from enginehouse_testing.running import Case, Certifier, cases
+from enginehouse_testing.unwritten import Unwritten, unwritten
 
 
 class Suite:
     """What the suites have in common: one test for each check and layout.
+
+    As long as methods are yet to be written (`enginehouse_testing.unwritten`) there is one test for each of these, which
+    fails, and no other, unless `checks` names some.
 
     Class attributes:
         layouts: names of declared layouts to test; None: all.
@@ -35,6 +39,9 @@ class Suite:
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         if not (hasattr(cls, "backend") or hasattr(cls, "transport")):
+            return
+        if cls.checks is None and (missing := unwritten(cls.record())):
+            cls.test_is_written = _one_for_each(missing)  # type: ignore[attr-defined]
             return
         cases_of = [
             pytest.param(case, id=str(case), marks=[pytest.mark.gpu] if case.check.device == "cuda" else [])
@@ -59,6 +66,16 @@ class Suite:
         """The processes that all tests of the class share."""
         with Certifier(cls.record(), cls.runtime) as certifier:
             yield certifier
+
+
+def _one_for_each(missing: Sequence[Unwritten]) -> Any:
+    """A test that fails for each method that is yet to be written, with one line."""
+
+    @pytest.mark.parametrize("method", [pytest.param(one, id=one.name) for one in missing])
+    def test_is_written(self: Suite, method: Unwritten) -> None:
+        pytest.fail(str(method), pytrace=False)
+
+    return test_is_written
 
 
 class TrainEngineSuite(Suite):

@@ -70,6 +70,7 @@ def certify(
     from rich.console import Console
 
     from enginehouse.cli.interrupts import EXIT_CODE, Interrupts
+    from enginehouse_testing.unwritten import unwritten
 
     if quick and checks:
         raise UserError("--quick chooses the checks; leave out --check, or --quick")
@@ -77,6 +78,11 @@ def certify(
     console = Console() if sys.stdout.isatty() else Console(width=140)
     clean = True
     for record in records:
+        if not checks and (missing := unwritten(record)):
+            click.echo("\n".join(map(str, missing)))
+            click.echo(f"{record.name} ({record.kind}): nothing was checked, {len(missing)} methods are yet to be written")
+            clean = False
+            continue
         where = Path(directory, record.kind) if len(records) > 1 else Path(directory)
         chosen: tuple[Sequence[str] | None, Sequence[str] | None] = (layouts or None, checks or None)
         if quick:

@@ -1,0 +1,70 @@
+"""`enginehouse new-plugin`: a whole package to fill in."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import click
+
+from enginehouse_testing.new_plugin.kinds import KINDS
+
+
+@click.command("new-plugin")
+@click.argument("name")
+@click.option(
+    "--kind",
+    "kinds",
+    required=True,
+    multiple=True,
+    type=click.Choice(list(KINDS)),
+    help="What the package brings; may be repeated: --kind loss --kind advantage.",
+)
+@click.option(
+    "--from",
+    "starts",
+    multiple=True,
+    metavar="transformers|torch",
+    help="Start with code that works: transformers for --kind rollout, torch for --kind train.",
+)
+@click.option("--author", default="", help="Whose package it is, for its metadata.")
+@click.option("--directory", type=click.Path(), help="Where it goes; otherwise a folder NAME, here.")
+def new_plugin(
+    name: str, kinds: tuple[str, ...], starts: tuple[str, ...], author: str, directory: str | None
+) -> None:
+    """Make a package NAME that brings a plugin.
+
+    It can be installed as it is, and it is found: with a manifest, typed options, a README, tests, a changelog, a licence (Apache-2.0), constraints, and
+    workflows that test and release it. Each method that is yours to write says what it has to do. The package's tests
+    run from the first moment, and fail with one line, with file and line, for each of them.
+
+    \b
+    enginehouse new-plugin acme-rollout --kind rollout
+    enginehouse new-plugin acme-rollout --kind rollout --from transformers
+    enginehouse new-plugin acme-algorithm --kind loss --kind advantage --author "Ada Acme"
+
+    Exit codes: 0 made, 2 a mistake in the command.
+    """
+    from enginehouse_testing.new_plugin.making import NewPlugin, check_starts, make
+
+    kinds = tuple(dict.fromkeys(kinds))
+    plugin = NewPlugin(name, kinds, check_starts(kinds, starts), author)
+    where = Path(directory or name)
+    files = make(plugin, where)
+    click.echo(f"{name}: {', '.join(KINDS[kind].says for kind in kinds)}, in {where}/")
+    for file in files:
+        click.echo(f"  {file}")
+    click.echo("Next:")
+    for line in next_commands(plugin, where):
+        click.echo(f"  {line}")
+
+
+def next_commands(plugin, where: Path) -> list[str]:
+    """What its author does next."""
+    tested = [kind for kind in plugin.kinds if KINDS[kind].suite]
+    certify = f"enginehouse certify {plugin.module} --kind {tested[0]} --out certificates" if tested else ""
+    return [
+        f'cd {shlex.quote(str(where))} && pip install -c constraints.txt -e ".[test]"',
+        "pytest                        # one line for each method that is yours to write",
+        certify or f"enginehouse {plugin.name} --help",
+    ]
