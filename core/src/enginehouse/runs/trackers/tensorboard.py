@@ -28,7 +28,9 @@ class TensorBoard:
         from tensorboardX import SummaryWriter
 
         purged = run.resumed_after + 1 if run.resumed_after else None
-        self._writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=purged)
+        # Files are named by the second: one of a resumed run must not have the name of the one it goes on from.
+        suffix = f".after-{run.resumed_after}" if purged else ""
+        self._writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=purged, filename_suffix=suffix)
         self._flushed = time.monotonic()
         # Markdown, of which four spaces are code.
         config = "".join(f"    {line}\n" for line in dump(dict(run.config)).splitlines())
