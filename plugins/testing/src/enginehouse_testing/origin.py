@@ -11,7 +11,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from enginehouse.plugin import Backend, Plugin, Transport, plugins
+from enginehouse.plugin import Plugin, Record, plugins
 from enginehouse.plugin.loaded import canonical_name
 
 OF_CORE = ("enginehouse.weights",)
@@ -39,7 +39,7 @@ class Origin:
         return f"{named}, {self.digest[:19]}"
 
 
-def origin_of(record: Backend | Transport) -> Origin:
+def origin_of(record: Record) -> Origin:
     """Whose a record is, registered or not. Nothing of it is imported."""
     modules = _modules(record)
     owner = _owner(record, modules)
@@ -49,16 +49,16 @@ def origin_of(record: Backend | Transport) -> Origin:
     return Origin(owner.distribution, owner.version, digest) if owner is not None else Origin("", "", digest)
 
 
-def required_plugins(record: Backend | Transport) -> list[str]:
+def required_plugins(record: Record) -> list[str]:
     """Distributions of other plugins whose code is part of a record's. Nothing of them is imported."""
     return [plugin.distribution for plugin in _stands_on(_owner(record, _modules(record)))]
 
 
-def _modules(record: Backend | Transport) -> list[str]:
+def _modules(record: Record) -> list[str]:
     return sorted({getattr(record, field).partition(":")[0] for field in record.references})
 
 
-def _owner(record: Backend | Transport, modules: list[str]) -> Plugin | None:
+def _owner(record: Record, modules: list[str]) -> Plugin | None:
     """The plugin that declares a record; of one that is not registered, the plugin whose code it names."""
     there = plugins()
     declared = [one.plugin for one in there.providers(record.kind, record.name) if one.record == record]

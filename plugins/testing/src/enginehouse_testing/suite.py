@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 try:
@@ -10,9 +10,14 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError('the suites are pytest tests; pip install "enginehouse[testing]"') from error
 
-from enginehouse.plugin import RolloutBackend, TrainBackend, Transport, plugins
+from enginehouse.plugin import Advantage, Loss, RolloutBackend, TrainBackend, Transport, plugins
+from enginehouse_testing.given import ColumnOf, Given
+from enginehouse_testing.naming import function_record
 from enginehouse_testing.running import Case, Certifier, cases
 from enginehouse_testing.unwritten import Unwritten, unwritten
+
+NAMED = ("backend", "transport", "loss", "advantage", "reward")
+"""The class attributes of which a suite has one: what it is of."""
 
 
 class Suite:
@@ -36,9 +41,14 @@ class Suite:
         """What is tested; None: nothing yet."""
         raise NotImplementedError
 
+    @classmethod
+    def given(cls) -> Given:
+        """What it is tried with."""
+        return Given()
+
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        if not (hasattr(cls, "backend") or hasattr(cls, "transport")):
+        if not any(hasattr(cls, named) for named in NAMED):
             return
         if cls.checks is None and (missing := unwritten(cls.record())):
             cls.test_is_written = _one_for_each(missing)  # type: ignore[attr-defined]
@@ -64,7 +74,7 @@ class Suite:
     @classmethod
     def certifier(cls) -> Iterator[Certifier]:
         """The processes that all tests of the class share."""
-        with Certifier(cls.record(), cls.runtime) as certifier:
+        with Certifier(cls.record(), cls.runtime, given=cls.given()) as certifier:
             yield certifier
 
 
@@ -144,3 +154,60 @@ class WeightTransportSuite(Suite):
     def record(cls) -> Transport:
         """The transport under test."""
         return plugins().get(Transport, cls.transport) if isinstance(cls.transport, str) else cls.transport
+
+
+class _FunctionSuite(Suite):
+    """What suites of functions have in common."""
+
+    arguments: ClassVar[Mapping[str, Any]] = {}
+    columns: ClassVar[Mapping[str, ColumnOf]] = {}
+
+    @classmethod
+    def given(cls) -> Given:
+        """What it is tried with."""
+        return Given(arguments=cls.arguments, columns=cls.columns)
+
+
+class LossSuite(_FunctionSuite):
+    """Everything a loss promises, on made-up samples, in this process; it takes a second.
+
+        from enginehouse_testing import LossSuite
+
+        class TestMine(LossSuite):
+            loss = "mine"
+
+    Class attributes:
+        loss: a registered name, `"module:function"`, or a record that need not be registered.
+        arguments: of the loss, as `algorithm.loss.arguments`.
+        columns: further columns that it reads, those of an advantage of yours say, each of one random number a
+            `"row"` or a `"token"`.
+    """
+
+    loss: ClassVar[str | Loss]
+
+    @classmethod
+    def record(cls) -> Loss:
+        """The loss under test."""
+        return function_record(Loss, cls.loss)
+
+
+class AdvantageSuite(_FunctionSuite):
+    """Everything an advantage promises, on made-up samples, in this process; it takes a second.
+
+        from enginehouse_testing import AdvantageSuite
+
+        class TestMine(AdvantageSuite):
+            advantage = "mine"
+
+    Class attributes:
+        advantage: a registered name, `"module:function"`, or a record that need not be registered.
+        arguments: of the advantage, as `algorithm.advantage.arguments`.
+        columns: further columns that it reads, each of one random number a `"row"` or a `"token"`.
+    """
+
+    advantage: ClassVar[str | Advantage]
+
+    @classmethod
+    def record(cls) -> Advantage:
+        """The advantage under test."""
+        return function_record(Advantage, cls.advantage)
