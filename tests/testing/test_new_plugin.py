@@ -1,0 +1,178 @@
+"""`enginehouse new-plugin`: what it makes is found, says what is yet to be written, and is in good style."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import tomllib
+
+import pytest
+from click.testing import CliRunner
+
+import enginehouse.plugin
+import enginehouse_testing
+from enginehouse.cli.main import main
+from enginehouse.engines.declared import problems_of, protocols_of
+from enginehouse.plugin import plugins, reload_plugins, trial
+from enginehouse.plugin.references import methods_of
+from enginehouse_testing.new_plugin.kinds import KINDS
+from enginehouse_testing.unwritten import unwritten
+
+RECORDS = {record.kind for record in enginehouse.plugin.KINDS}
+KINDS_THERE = [kind for kind in KINDS if kind == "command" or kind in RECORDS]
+STARTS = [(kind, start) for kind, one in KINDS.items() for start in one.starts]
+
+
+@pytest.fixture
+def new(tmp_path, monkeypatch):
+    """Make a package, and have it found as if it were installed; returns its folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(trial.VARIABLE, "1")
+    packages = []
+
+    def new(name, *arguments):
+        done = CliRunner().invoke(main, ["new-plugin", name, *arguments])
+        assert done.exit_code == 0, done.output
+        folder = tmp_path / name
+        project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        (points,) = project["entry-points"].values()
+        info = tmp_path / "site" / f"{name}-0.1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1.0\n")
+        (info / "entry_points.txt").write_text(
+            "[enginehouse]\n" + "".join(f"{one} = {module}\n" for one, module in points.items())
+        )
+        monkeypatch.syspath_prepend(str(info.parent))
+        monkeypatch.syspath_prepend(str(folder / "src"))
+        packages.extend(points)
+        importlib.invalidate_caches()
+        reload_plugins()
+        return folder
+
+    yield new
+    for name in [one for one in sys.modules if one.partition(".")[0] in packages]:
+        del sys.modules[name]
+    monkeypatch.undo()
+    importlib.invalidate_caches()
+    reload_plugins()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS_THERE if kind != "command"])
+def test_a_package_is_found_and_all_that_its_author_writes_says_so(new, kind):
+    folder = new(f"acme-{kind}", "--kind", kind)
+    record = plugins().get(kind, f"acme_{kind}")
+    assert problems_of(record) == []
+    found = unwritten(record)
+    wanted = {name for protocol in protocols_of(record) for name in methods_of(protocol)} - {"sleep", "wake_up"}
+    assert {one.name for one in found} >= wanted
+    assert found
+    for one in found:
+        file, line, said = str(one).split(":", 2)
+        assert (folder.parent / file if file.startswith("acme") else one.file) == one.file
+        assert f"def {one.name}(" in one.file.read_text().splitlines()[int(line) - 1]
+        assert said.startswith(f" {one.name} is yours to write: ")
+
+
+def test_a_package_with_a_command_works_as_it_is(new, tmp_path):
+    new("acme-say", "--kind", "command")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3, "reward/mean": 0.5}\n')
+    done = CliRunner().invoke(main, ["acme-say", str(tmp_path)])
+    assert (done.exit_code, done.output) == (0, "step 3: reward/mean 0.5\n")
+
+
+@pytest.mark.parametrize(("kind", "start"), STARTS)
+def test_what_starts_with_code_that_works_leaves_nothing_to_be_written(new, kind, start):
+    new("acme-engine", "--kind", kind, "--from", start)
+    record = plugins().get(kind, "acme_engine")
+    assert problems_of(record) == []
+    assert unwritten(record) == []
+    assert record.capabilities
+
+
+def test_a_suite_has_one_failing_test_for_each_method_until_all_are_written(new):
+    folder = new("acme-loss", "--kind", "loss")
+
+    class TestAcme(enginehouse_testing.LossSuite):
+        loss = "acme_loss"
+
+    assert not hasattr(TestAcme, "test_conforms")
+    (cases,) = (mark.args[1] for mark in TestAcme.test_is_written.pytestmark)
+    ((method,),) = (case.values for case in cases)
+    with pytest.raises(pytest.fail.Exception, match=r"loss\.py:\d+: acme_loss is yours to write: ") as failed:
+        TestAcme().test_is_written(method)
+    assert not failed.value.pytrace
+
+    source = folder / "src" / "acme_loss" / "loss.py"
+    source.write_text(source.read_text().replace("raise NotImplementedError", "return str"))
+
+    class TestWritten(enginehouse_testing.LossSuite):
+        loss = "acme_loss"
+
+    assert not hasattr(TestWritten, "test_is_written")
+    assert hasattr(TestWritten, "test_conforms")
+
+
+def test_a_check_that_is_asked_for_is_run_whatever_is_yet_to_be_written(new):
+    new("acme-rollout", "--kind", "rollout")
+
+    class TestAcme(enginehouse_testing.RolloutEngineSuite):
+        backend = "acme_rollout"
+        checks = ("greedy",)
+
+    assert hasattr(TestAcme, "test_conforms")
+
+
+def test_certify_checks_nothing_of_what_is_yet_to_be_written(new, tmp_path):
+    new("acme-train", "--kind", "train")
+    done = CliRunner().invoke(main, ["certify", "acme_train", "--out", str(tmp_path / "certificate")])
+    assert done.exit_code == 1
+    assert "train.py:" in done.output
+    assert "nothing was checked, 9 methods are yet to be written" in done.output
+    assert not (tmp_path / "certificate").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [*(["--kind", kind] for kind in KINDS), *(["--kind", kind, "--from", start] for kind, start in STARTS),
+     [word for kind in KINDS for word in ("--kind", kind)]],
+    ids=" ".join,
+)  # fmt: skip
+def test_what_is_made_is_in_good_style(tmp_path, monkeypatch, arguments):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(main, ["new-plugin", "acme-things", "--author", 'Ada "A" Acme', *arguments])
+    assert done.exit_code == 0, done.output
+    assert "{{" not in (tmp_path / "acme-things" / "README.md").read_text()
+    project = tomllib.loads((tmp_path / "acme-things" / "pyproject.toml").read_text())["project"]
+    assert project["authors"] == [{"name": 'Ada "A" Acme'}]
+    ruff = [sys.executable, "-m", "ruff"]
+    settings = ["--isolated", "--line-length", "120", "acme-things"]
+    subprocess.run([*ruff, "check", "--select", "E,F,W,I,B,UP,SIM,C4,RUF", *settings], check=True)
+    subprocess.run([*ruff, "format", "--check", *settings], check=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["Acme_Loss", "--kind", "loss"], "write 'acme-loss'"),
+        (["4ever", "--kind", "loss"], "write 'ever'"),
+        (["json", "--kind", "loss"], "'json' is a word of Python itself; write 'acme-json'"),
+        (["torch", "--kind", "loss"], "torch, which is installed, has a module 'torch'; write 'acme-torch'"),
+        (["grpo", "--kind", "advantage"], "enginehouse offers it, of kind advantage; write 'acme-grpo'"),
+        (["train", "--kind", "command"], "`enginehouse train` is a command; write 'acme-train'"),
+        (["enginehouse-x", "--kind", "loss"], "are those of enginehouse's own packages"),
+        (["acme", "--kind", "loss", "--from", "torch"], "--from torch is for --kind train, and not for loss"),
+        (["acme", "--kind", "train", "--from", "torhc"], "did you mean 'torch'?"),
+        (["acme", "--kind", "los"], "'los' is not one of"),
+        (["acme"], "Missing option '--kind'"),
+        (["full", "--kind", "loss"], "'full' is there, and not an empty folder"),
+    ],
+    ids=lambda one: " ".join(one) if isinstance(one, list) else "",
+)
+def test_a_mistake_is_said_in_one_line_and_nothing_is_made(tmp_path, monkeypatch, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "note").touch()
+    done = CliRunner().invoke(main, ["new-plugin", *arguments])
+    assert (done.exit_code, said in done.output) == (2, True), done.output
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
