@@ -23,8 +23,8 @@ NAMED = ("backend", "transport", "loss", "advantage", "reward")
 class Suite:
     """What the suites have in common: one test for each check and layout.
 
-    As long as methods are yet to be written (`enginehouse_testing.unwritten`) there is one test for each of these, which
-    fails, and no other, unless `checks` names some.
+    As long as methods are yet to be written (`enginehouse_testing.unwritten`) there is one test for each of these,
+    which fails, and no other, unless `checks` names some.
 
     Class attributes:
         layouts: names of declared layouts to test; None: all.

@@ -65,8 +65,8 @@ def _says(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str | None:
     if any(not (isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)) for one in before):
         return None
     match last:
-        case ast.Raise(
-            exc=ast.Call(func=ast.Name(id="NotImplementedError"), args=[ast.Constant(value=str(text))])
-        ) if text.startswith(MARK):
+        case ast.Raise(exc=ast.Call(func=ast.Name(id="NotImplementedError"), args=[ast.Constant(value=str(text))])) if (
+            text.startswith(MARK)
+        ):
             return text.removeprefix(MARK)
     return None

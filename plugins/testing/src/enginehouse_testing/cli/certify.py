@@ -80,7 +80,9 @@ def certify(
     for record in records:
         if not checks and (missing := unwritten(record)):
             click.echo("\n".join(map(str, missing)))
-            click.echo(f"{record.name} ({record.kind}): nothing was checked, {len(missing)} methods are yet to be written")
+            click.echo(
+                f"{record.name} ({record.kind}): nothing was checked, {len(missing)} methods are yet to be written"
+            )
             clean = False
             continue
         where = Path(directory, record.kind) if len(records) > 1 else Path(directory)

@@ -29,14 +29,13 @@ from enginehouse_testing.new_plugin.kinds import KINDS
 )
 @click.option("--author", default="", help="Whose package it is, for its metadata.")
 @click.option("--directory", type=click.Path(), help="Where it goes; otherwise a folder NAME, here.")
-def new_plugin(
-    name: str, kinds: tuple[str, ...], starts: tuple[str, ...], author: str, directory: str | None
-) -> None:
+def new_plugin(name: str, kinds: tuple[str, ...], starts: tuple[str, ...], author: str, directory: str | None) -> None:
     """Make a package NAME that brings a plugin.
 
-    It can be installed as it is, and it is found: with a manifest, typed options, a README, tests, a changelog, a licence (Apache-2.0), constraints, and
-    workflows that test and release it. Each method that is yours to write says what it has to do. The package's tests
-    run from the first moment, and fail with one line, with file and line, for each of them.
+    It can be installed as it is, and it is found: with a manifest, typed options, a README, tests, a changelog, a
+    licence (Apache-2.0), constraints, and workflows that test and release it. Each method that is yours to write says
+    what it has to do. The package's tests run from the first moment, and fail with one line, with file and line, for
+    each of them.
 
     \b
     enginehouse new-plugin acme-rollout --kind rollout

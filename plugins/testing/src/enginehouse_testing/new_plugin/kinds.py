@@ -1,4 +1,4 @@
-"""What a new package may bring: kinds, and what there is to start from. Light: the command line reads it for `--help`."""
+"""What a new package may bring, and what it may start from. Light: every command line imports it."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ KINDS: dict[str, Kind] = {
     "loss": Kind("a loss", ("LossSuite", "loss")),
     "advantage": Kind("an advantage estimator", ("AdvantageSuite", "advantage")),
     "reward": Kind("a reward", ("RewardSuite", "reward")),
-    "environment": Kind(
-        "what turns a task into episodes", ("EnvironmentSuite", "environment"), contract=(1, 1)
-    ),
+    "environment": Kind("what turns a task into episodes", ("EnvironmentSuite", "environment"), contract=(1, 1)),
     "tracker": Kind("where metrics are sent", ("TrackerSuite", "tracker"), contract=(1, 1)),
     "command": Kind("a command of `enginehouse`"),
 }

@@ -140,7 +140,9 @@ def _owner(plugin: NewPlugin) -> str:
         if plugin.name in COMMANDS:
             return f"`enginehouse {plugin.name}` is a command"
     owners = metadata.packages_distributions().get(plugin.module, [])
-    if any(owner != plugin.name or not metadata.distribution(owner).entry_points.select(group=PROJECT) for owner in owners):
+    if any(
+        owner != plugin.name or not metadata.distribution(owner).entry_points.select(group=PROJECT) for owner in owners
+    ):
         return f"{owners[0]}, which is installed, has a module {plugin.module!r}"
     return ""
 
@@ -160,7 +162,9 @@ def make(plugin: NewPlugin, directory: Path) -> list[Path]:
     """
     check_name(plugin)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise UserError(f"{str(directory)!r} is there, and not an empty folder; name another by --directory, or empty it")
+        raise UserError(
+            f"{str(directory)!r} is there, and not an empty folder; name another by --directory, or empty it"
+        )
     from copier import run_copy
 
     data = plugin.data()

@@ -1,0 +1,1 @@
+"""The package acme-algorithm, a plugin of enginehouse."""

@@ -1,0 +1,37 @@
+"""The tracker `acme_algorithm`: metrics as CSV files in the run directory, a line for each figure."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+
+from enginehouse.engines.tracker import MetricsKind, Outcome, RunFacts
+
+
+class AcmeAlgorithmTracker:
+    """Implements `enginehouse.engines.tracker.Tracker`.
+
+    Args:
+        file: its name, below the run directory.
+    """
+
+    def __init__(self, file: str = "acme.csv") -> None:
+        self._name = file
+
+    def start(self, run: RunFacts) -> None:
+        """Open the file, and go on at its end where the run is resumed."""
+        path = run.directory / self._name
+        fresh = not path.exists()
+        self._file = path.open("a", newline="", encoding="utf-8")
+        self._writer = csv.writer(self._file)
+        if fresh:
+            self._writer.writerow(["kind", "step", "metric", "value"])
+
+    def log(self, step: int, metrics: Mapping[str, float], kind: MetricsKind) -> None:
+        """Write a line for each figure."""
+        self._writer.writerows([kind, step, name, value] for name, value in metrics.items())
+        self._file.flush()
+
+    def finish(self, outcome: Outcome) -> None:
+        """Close the file."""
+        self._file.close()

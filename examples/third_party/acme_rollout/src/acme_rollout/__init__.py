@@ -1,0 +1,1 @@
+"""The package acme-rollout, a plugin of enginehouse."""

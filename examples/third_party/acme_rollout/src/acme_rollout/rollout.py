@@ -1,0 +1,259 @@
+"""The rollout engine `acme_rollout`: a transformers model, one pass for a token of each completion under way.
+
+The contract is `enginehouse.engines.rollout`. All methods are awaited on one event loop, and none may block it: the
+model runs on a thread of its own. Between two tokens, at a boundary, requests come and go and weights change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import transformers
+from enginehouse.engines.model import ModelSpec, ProcessContext, end_ids, positions
+from enginehouse.engines.requests import check_request
+from enginehouse.engines.rollout import Endpoint, GenerateRequest, GenerateResult, Health, PauseMode
+from enginehouse.engines.train import ALL
+from enginehouse.engines.weights import WeightChunk, WeightState, WeightUpdate
+from enginehouse.errors import EnginehouseError, ModelError
+from enginehouse.quiet import quiet_transformers
+
+from acme_rollout.batch import Batch, Job
+from acme_rollout.rollout_options import AcmeRolloutOptions
+from acme_rollout.served_weights import ServedWeights
+
+T = TypeVar("T")
+
+
+class AcmeRolloutEngine:
+    """Implements `enginehouse.engines.rollout.RolloutEngine`."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="acme-rollout")
+        self._waiting: deque[Job] = deque()
+        self._running: list[Job] = []
+        self._paused = self._draining = False
+        self._ended = "the engine is not launched"
+
+    # Its life
+
+    async def launch(self, model: ModelSpec, options: AcmeRolloutOptions, context: ProcessContext) -> Endpoint:
+        """Load the model and be ready to generate, serving weight version 0.
+
+        Raises:
+            ModelError: it cannot be loaded: it is not there, or lacks a parameter.
+        """
+        await self._on_thread(lambda: self._load(model, options, context))
+        self._boundary = asyncio.Lock()  # who holds it is alone between two tokens
+        self._due = asyncio.Event()  # there is something to generate
+        self._idle = asyncio.Event()  # nothing is running
+        self._settle()
+        self._ended = ""
+        self._serving = asyncio.create_task(self._serve())
+        return Endpoint(engine=f"transformers {transformers.__version__}", max_model_tokens=self._longest)
+
+    def _load(self, spec: ModelSpec, options: AcmeRolloutOptions, context: ProcessContext) -> None:
+        if not Path(spec.path).is_dir():
+            raise ModelError(f"model path {spec.path!r} is not a directory; give a local Hugging Face model directory")
+        try:
+            with quiet_transformers():
+                model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
+                    spec.path,
+                    dtype=getattr(torch, spec.dtype),
+                    trust_remote_code=spec.trust_remote_code,
+                    local_files_only=True,
+                    output_loading_info=True,
+                    **options.native,
+                )
+        except Exception as error:
+            raise ModelError(f"{spec.path!r} cannot be loaded: {type(error).__name__}: {error}") from error
+        if loaded["missing_keys"]:
+            raise ModelError(f"the weights in {spec.path!r} lack {', '.join(sorted(loaded['missing_keys']))}")
+        model = model.to(context.device).eval().requires_grad_(False)
+        text = model.config.get_text_config()
+        limits = [one for one in (options.max_model_tokens, positions(text.to_dict())) if one is not None]
+        self._longest = min(limits) if limits else None
+        self._vocabulary = text.vocab_size
+        self._max_running = options.max_running
+        self._spec = spec
+        self._weights = ServedWeights(model, spec.path, str(context))
+        ends = end_ids(*(getattr(one, "eos_token_id", None) for one in (model.generation_config, text)))
+        self._batch = Batch(model, ends, lambda tokens: self._text_of(tokens))
+
+    @cached_property
+    def _text_of(self) -> Callable[[list[int]], str]:
+        """Decodes tokens; the tokenizer is loaded when a request first has stop strings."""
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(self._spec.path, local_files_only=True)
+        return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    async def health(self) -> Health:
+        """Answer at once, also while it generates."""
+        self._check()
+        running = sum(row.reason is None for job in self._running for row in job.rows)
+        return Health(running, len(self._waiting), self._paused, self._weights.version)
+
+    async def shutdown(self) -> None:
+        """Answer what runs with what it had, and release everything."""
+        if not self._ended:
+            self._ended = "the engine was shut down"
+            self._serving.cancel()
+            await asyncio.to_thread(self._thread.shutdown)  # once the token under way is computed
+            self._answer([*self._running, *self._waiting])
+            del self._batch, self._weights
+
+    def _check(self) -> None:
+        if self._ended:
+            raise EnginehouseError(f"acme_rollout: {self._ended}")
+
+    # Requests
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Answer one request; many calls run at once. A call that is cancelled ends its request.
+
+        Raises:
+            EnginehouseError: this request cannot be served, or the engine was shut down.
+        """
+        self._check()
+        check_request(request, self._vocabulary, self._longest)
+        if request.sampling.stop:
+            await self._on_thread(lambda: self._text_of)
+        job = Job(request, asyncio.get_running_loop().create_future())
+        self._waiting.append(job)
+        self._settle()
+        return await job.answer
+
+    async def abort(self, ids: Sequence[str] | None = None) -> None:
+        """End requests by id, or all of them; their `generate` returns what they had, with reason `"abort"`."""
+        self._check()
+        async with self._boundary:
+            jobs = [*self._running, *self._waiting]
+            self._answer([job for job in jobs if ids is None or job.request.id in ids])
+
+    async def pause(self, mode: PauseMode = "abort") -> None:
+        """Stop generating, and return once nothing runs; what arrives meanwhile waits."""
+        self._check()
+        self._paused, self._draining = True, mode == "wait"
+        async with self._boundary:
+            if mode == "abort":
+                self._answer(self._running)
+            self._settle()
+        if mode == "wait":
+            await self._idle.wait()
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        self._check()
+        self._paused = self._draining = False
+        self._settle()
+
+    async def sleep(self, tags: tuple[str, ...] = ALL) -> None:
+        """Not offered: the capability `sleep` is not declared."""
+        raise EnginehouseError("acme_rollout does not declare the capability 'sleep'")
+
+    async def wake_up(self, tags: tuple[str, ...] = ALL) -> None:
+        """Not offered: the capability `sleep` is not declared."""
+        raise EnginehouseError("acme_rollout does not declare the capability 'sleep'")
+
+    # Weights
+
+    async def start_weight_update(self, update: WeightUpdate) -> None:
+        """Be ready to stage a new version; what an unfinished update staged is thrown away.
+
+        Raises:
+            WeightSyncError: the version is not newer, or a parameter is not one of the model's.
+        """
+        self._check()
+        self._weights.start(update)
+
+    async def update_weights(self, chunk: WeightChunk) -> None:
+        """Stage some parameters: they are copied.
+
+        Raises:
+            WeightSyncError: unknown name, wrong shape or dtype.
+        """
+        self._check()
+        await self._on_thread(lambda: self._weights.stage(chunk))
+
+    async def finish_weight_update(self, version: int) -> None:
+        """Serve what was staged as `version`; what a kept request goes on with is computed anew.
+
+        Raises:
+            WeightSyncError: a parameter is missing; the old version keeps serving.
+        """
+        self._check()
+        async with self._boundary:
+            await self._on_thread(lambda: self._weights.switch(version))
+            self._batch.weights_changed()
+
+    async def abort_weight_update(self) -> None:
+        """Throw away what was staged."""
+        self._check()
+        self._weights.discard()
+
+    async def weight_state(self) -> WeightState:
+        """Say which version is served, with a checksum of each parameter."""
+        self._check()
+        async with self._boundary:
+            return await self._on_thread(self._weights.state)
+
+    # Generating
+
+    async def _serve(self) -> None:
+        """Compute tokens as long as there are requests; what goes wrong is everybody's answer."""
+        try:
+            while True:
+                await self._due.wait()
+                async with self._boundary:
+                    if not self._due.is_set():  # it was paused, or all was ended, meanwhile
+                        continue
+                    fresh = [] if self._paused else self._next()
+                    self._running += fresh
+                    await self._on_thread(lambda fresh=fresh: self._batch.advance(fresh, self._weights.version))
+                    self._answer([job for job in self._running if all(row.reason for row in job.rows)])
+        except Exception as error:
+            self._ended = f"it failed: {type(error).__name__}: {error}"
+            for job in [*self._running, *self._waiting]:
+                if not job.answer.done():
+                    job.answer.set_exception(EnginehouseError(f"acme_rollout: {self._ended}"))
+
+    def _next(self) -> list[Job]:
+        """The requests to be begun: in order, as many as there is room for, and one in any case."""
+        taken: list[Job] = []
+        room = self._max_running - len(self._batch.rows)
+        while self._waiting and (len(self._waiting[0].rows) <= room or not (taken or self._running)):
+            taken.append(self._waiting.popleft())
+            room -= len(taken[-1].rows)
+        return taken
+
+    def _answer(self, jobs: Sequence[Job]) -> None:
+        """Answer requests with what they have."""
+        for job in jobs:
+            if not job.answer.done():
+                for row in job.rows:
+                    row.reason = row.reason or "abort"
+                job.answer.set_result(job.result(self._weights.version))
+        self._settle()
+
+    def _settle(self) -> None:
+        """Forget what was answered or cancelled, and see what is to be done."""
+        self._running = [job for job in self._running if not job.answer.done()]
+        self._waiting = deque(job for job in self._waiting if not job.answer.done())
+        go_on = bool(self._running) and (not self._paused or self._draining)
+        _set(self._due, go_on or (bool(self._waiting) and not self._paused))
+        _set(self._idle, not self._running)
+
+    async def _on_thread(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+
+
+def _set(event: asyncio.Event, wanted: bool) -> None:
+    if wanted:
+        event.set()
+    else:
+        event.clear()

@@ -1,0 +1,66 @@
+"""The weights that are served, and a new version beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from enginehouse.engines.weights import HostMemory, WeightState, WeightUpdate
+from enginehouse.weights.checksums import checksum
+from enginehouse.weights.form import ModelForm
+from enginehouse.weights.names import stored_names, tied_names, unique_state
+from enginehouse.weights.staged_update import StagedUpdate
+
+
+class Staged:
+    """What has arrived of a version: copies, as a chunk's memory is used again."""
+
+    def __init__(self, number: int, parameters: Collection[str]):
+        self.number = number
+        self.parameters = parameters
+        self.arrived: dict[str, torch.Tensor] = {}
+
+    def take(self, name: str, tensor: torch.Tensor, arrived_sum: str | None, memory: HostMemory | None) -> None:
+        """Keep a parameter."""
+        self.arrived[name] = tensor.detach().clone()
+
+
+class ServedWeights(StagedUpdate[Staged]):
+    """A model's weights by their names in the checkpoint, tied ones once.
+
+    Args:
+        model: its tensors are written to by `switch`, and only there.
+        path: the directory it was loaded from.
+        where: this replica, for messages.
+    """
+
+    def __init__(self, model: Any, path: str, where: str):
+        super().__init__(where)
+        stored = stored_names(Path(path))
+        self._tensors = unique_state(model, stored)
+        self._form = ModelForm.of_tensors(self._tensors, tied_names(model, stored))
+
+    def _model_form(self) -> ModelForm:
+        return self._form
+
+    def _begun(self, update: WeightUpdate) -> Staged:
+        return Staged(update.version, {one.name for one in update.parameters})
+
+    def switch(self, version: int) -> None:
+        """Serve what was staged as `version`. Not while the model runs.
+
+        Raises:
+            WeightSyncError: another version was started, or a parameter is missing; the old one keeps serving.
+        """
+        staged = self._complete(version)
+        with torch.no_grad():
+            for name, tensor in self._tensors.items():
+                tensor.copy_(staged.arrived[name])
+        self.version = version
+        self.discard()
+
+    def state(self) -> WeightState:
+        """The version, and a checksum of each parameter as the model reads it."""
+        return WeightState(self.version, {name: checksum(tensor) for name, tensor in self._tensors.items()})

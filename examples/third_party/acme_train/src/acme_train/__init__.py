@@ -1,0 +1,1 @@
+"""The package acme-train, a plugin of enginehouse."""

@@ -1,0 +1,93 @@
+"""AdamW over ranks that hold equal replicas: gradients and weights of losses are summed, then divided, once a step.
+
+They are summed by accelerate's `reduce`, not by DDP's hooks: a rank's shard may be empty, and ranks may make different
+numbers of passes, of which DDP knows nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from accelerate import Accelerator
+from enginehouse_torch.modeling.finite import check_step
+from enginehouse_torch.modeling.schedule import learning_rate
+
+from acme_train.train_options import AcmeTrainOptions
+
+
+class Optimizer:
+    """The optimizer of one rank; a checkpoint of `enginehouse_torch.modeling` takes it as it is.
+
+    Args:
+        parameters: trained parameters by name, each once.
+        options: hyperparameters and schedule.
+        accelerator: sums over the ranks.
+
+    Attributes:
+        step_number: steps taken; skipped ones do not count.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, torch.nn.Parameter], options: AcmeTrainOptions, accelerator: Accelerator
+    ):
+        self._parameters = dict(parameters)
+        self._options = options
+        self._accelerator = accelerator
+        self._weight = 0.0
+        self.step_number = 0
+        self._adamw = torch.optim.AdamW(
+            self._parameters.values(),
+            lr=options.lr,
+            betas=options.betas,
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+        )
+
+    def count(self, weight: float) -> None:
+        """Add to what the loss has counted: the step's gradient is divided by the sum over all ranks."""
+        self._weight += weight
+
+    def step(self) -> dict[str, float]:
+        """See `TrainEngine.optim_step`; collective."""
+        for parameter in self._parameters.values():
+            if parameter.grad is None:  # a rank without rows takes part all the same
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
+        weight = torch.tensor(self._weight, device=gradients[0].device)
+        *gradients, weight = self._accelerator.reduce([*gradients, weight], "sum")
+        norm = float(torch.stack(torch._foreach_norm(gradients)).norm() / weight) if weight else 0.0
+        taken = bool(weight) and norm < float("inf")  # False for nan
+        lr = learning_rate(self.step_number, self._options)
+        figures = {"grad_norm": norm, "lr": lr, "skipped": 0.0 if taken else 1.0}
+        if taken:
+            torch._foreach_mul_(gradients, min(1.0, self._options.max_grad_norm / (norm + 1e-6)) / float(weight))
+            for group in self._adamw.param_groups:
+                group["lr"] = lr
+            for parameter, gradient in zip(self._parameters.values(), gradients, strict=True):
+                parameter.grad = gradient
+            self._adamw.step()
+            self.step_number += 1
+            check_step(list(self._parameters.values()), lambda: self._parameters, self.step_number, figures)
+        self._adamw.zero_grad()
+        self._weight = 0.0
+        return figures
+
+    # What a checkpoint asks for
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The live moments, by `"exp_avg.name"` and `"exp_avg_sq.name"`."""
+        found = {}
+        for name, parameter in self._parameters.items():
+            state = self._adamw.state[parameter]
+            if not state:  # before the first step
+                zeros = torch.zeros_like(parameter)
+                state.update(step=torch.tensor(0.0), exp_avg=zeros, exp_avg_sq=zeros.clone())
+            found |= {f"{moment}.{name}": state[moment] for moment in ("exp_avg", "exp_avg_sq")}
+        return found
+
+    def restored(self, step_number: int) -> None:
+        """Go on from `step_number`, after the tensors of `state` were overwritten."""
+        self.step_number = step_number
+        for parameter in self._parameters.values():
+            self._adamw.state[parameter]["step"].fill_(float(step_number))

@@ -1,0 +1,145 @@
+"""The training engine `acme_train`: a transformers model, equal on every data-parallel rank, on accelerate.
+
+The contract is `enginehouse.engines.train`. Rows without padding, logprobs, losses and micro-batches are left to
+`enginehouse_torch.modeling`, for engines that run Hugging Face models in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from enginehouse.data import Batch
+from enginehouse.engines.mesh import Mesh
+from enginehouse.engines.model import ModelSpec, ProcessContext
+from enginehouse.engines.train import ALL, LossSpec, Metrics, Outputs
+from enginehouse.engines.weights import ParamMeta
+from enginehouse.errors import ModelError
+from enginehouse.quiet import quiet_transformers
+from enginehouse.weights.names import stored_names, unique_state
+from enginehouse_torch.modeling import checkpoint
+from enginehouse_torch.modeling.export import write_companions
+from enginehouse_torch.modeling.files import parts_of
+from enginehouse_torch.modeling.loading import load_model
+from enginehouse_torch.modeling.ranks import Ranks
+from enginehouse_torch.modeling.schedule import learning_rate
+from enginehouse_torch.modeling.token_model import TokenModel
+
+from acme_train.optimizer import Optimizer
+from acme_train.train_options import AcmeTrainOptions
+
+
+class AcmeTrainEngine:
+    """Implements `enginehouse.engines.train.TrainEngine`."""
+
+    mesh: Mesh
+
+    def setup(self, model: ModelSpec, options: AcmeTrainOptions, context: ProcessContext) -> None:
+        """Load the model, and give every rank the weights of the first.
+
+        Raises:
+            ModelError: the model cannot be loaded, or is to be trained in something else than float32.
+            ConfigError: the schedule decays, and `total_steps` is not set.
+        """
+        learning_rate(options.warmup_steps, options)
+        if model.dtype != "float32" or model.head != "causal_lm":
+            raise ModelError(f"acme_train trains causal language models in float32, not {model.head} in {model.dtype}")
+        self._spec = model
+        self._ranks = Ranks.join(context)  # accelerate takes the process group that it finds
+        self._accelerator = Accelerator(cpu=context.device == "cpu")
+        self.mesh = Mesh.of({"dp": context.world_size}, context.rank)
+        self._model = load_model(model, self._accelerator.device)
+        self._stored = stored_names(Path(model.path))
+        self._ranks.broadcast(unique_state(self._model).values())
+        self._token_model = TokenModel(
+            self._model,
+            device=self._model.device,
+            tokens_per_microbatch=options.tokens_per_microbatch,
+            share_prompts=False,
+        )
+        self._optimizer = Optimizer(dict(self._model.named_parameters()), options, self._accelerator)
+
+    def forward(self, batch: Batch, outputs: Outputs) -> Batch:
+        """Compute `outputs` without gradients; where there is a `loss_mask`, for the tokens that it marks."""
+        return self._token_model.forward(batch, outputs)
+
+    def forward_backward(self, batch: Batch, loss: LossSpec) -> Metrics:
+        """Add up the gradient of the loss's sums, and what they are to be divided by."""
+        metrics, weight = self._token_model.forward_backward(batch, loss)
+        self._optimizer.count(weight)
+        return metrics
+
+    def optim_step(self) -> Metrics:
+        """Take one step; see `Optimizer.step`."""
+        return self._optimizer.step()
+
+    def weight_source(self) -> Weights:
+        """Give access to the weights as they are now."""
+        return Weights(unique_state(self._model, self._stored))
+
+    def save(self, path: str, what: tuple[str, ...] = ALL) -> None:
+        """Write `"model"`, `"optimizer"` and `"rng"`, whole or not at all; collective.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        checkpoint.save(path, self._state(what), self._ranks)
+
+    def load(self, path: str, what: tuple[str, ...] = ALL) -> None:
+        """Load what `save` wrote, with any number of ranks; collective.
+
+        Raises:
+            CheckpointError: it is missing, incomplete, damaged or of another model.
+        """
+        checkpoint.load(path, self._state(what), self._ranks)
+
+    def _state(self, what: tuple[str, ...]) -> checkpoint.TrainState:
+        parts = parts_of(what)
+        model = unique_state(self._model, self._stored) if "model" in parts else None
+        return checkpoint.TrainState(model, self._optimizer if "optimizer" in parts else None, rng="rng" in parts)
+
+    def export_hf(self, path: str) -> None:
+        """Write the model as transformers does, with its tokenizer; collective."""
+
+        def write() -> None:
+            with quiet_transformers():
+                self._model.save_pretrained(path)
+                write_companions(
+                    Path(path),
+                    self._model.config,
+                    self._model.generation_config,
+                    self._model.dtype,
+                    type(self._model).__name__,
+                    self._spec,
+                )
+
+        self._ranks.on_rank_zero(write)
+
+    def shutdown(self) -> None:
+        """Release the model and leave the process group."""
+        del self._model, self._token_model, self._optimizer, self._accelerator
+        AcceleratorState._reset_state(reset_partial_state=True)  # it is the process's: the next engine begins anew
+        GradientState._reset_state()
+        self._ranks.leave()
+
+
+class Weights:
+    """A `WeightSource` of weights that every rank holds whole: the live tensors, by their names in the checkpoint."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]):
+        self._tensors = tensors
+
+    def metadata(self) -> list[ParamMeta]:
+        """All of them, tied ones once."""
+        return [ParamMeta.of(name, tensor) for name, tensor in self._tensors.items()]
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each."""
+        return iter(self._tensors.items())
+
+    def iter_local(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each: this rank's part is the whole."""
+        return self.iter_full()
