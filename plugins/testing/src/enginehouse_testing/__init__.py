@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from enginehouse_testing.suite import (
         AdvantageSuite,
         LossSuite,
+        RewardSuite,
         RolloutEngineSuite,
         TrainEngineSuite,
         WeightTransportSuite,
@@ -29,6 +30,7 @@ __all__ = [
     "Given",
     "LossSuite",
     "Result",
+    "RewardSuite",
     "RolloutEngineSuite",
     "TrainEngineSuite",
     "WeightTransportSuite",
@@ -41,6 +43,13 @@ __getattr__ = exports(
         "certificate": ["Certificate", "Result"],
         "given": ["Given"],
         "running": ["certify"],
-        "suite": ["AdvantageSuite", "LossSuite", "RolloutEngineSuite", "TrainEngineSuite", "WeightTransportSuite"],
+        "suite": [
+            "AdvantageSuite",
+            "LossSuite",
+            "RewardSuite",
+            "RolloutEngineSuite",
+            "TrainEngineSuite",
+            "WeightTransportSuite",
+        ],
     },
 )

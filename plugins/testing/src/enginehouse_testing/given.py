@@ -20,6 +20,7 @@ class Given:
         examples: rows of data as a file of prompts has them, for a reward or an environment. A reward's have a
             `response`, too, and may have a `reward`: what it is to be. Empty: made-up ones.
         repeatable: whether a reward gives the same for the same; False for one that asks a model, say.
+        seconds: longest a reward may take for a row.
         read: reads back what a tracker wrote, `read(directory) -> {name: [(step, value), ...]}`.
     """
 
@@ -27,4 +28,5 @@ class Given:
     columns: Mapping[str, ColumnOf] = field(default_factory=dict)
     examples: Sequence[Mapping[str, Any]] = ()
     repeatable: bool = True
+    seconds: float = 10.0
     read: Any = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 try:
@@ -10,7 +10,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError('the suites are pytest tests; pip install "enginehouse[testing]"') from error
 
-from enginehouse.plugin import Advantage, Loss, RolloutBackend, TrainBackend, Transport, plugins
+from enginehouse.plugin import Advantage, Loss, Reward, RolloutBackend, TrainBackend, Transport, plugins
 from enginehouse_testing.given import ColumnOf, Given
 from enginehouse_testing.naming import function_record
 from enginehouse_testing.running import Case, Certifier, cases
@@ -194,3 +194,38 @@ class AdvantageSuite(_FunctionSuite):
     def record(cls) -> Advantage:
         """The advantage under test."""
         return function_record(Advantage, cls.advantage)
+
+
+class RewardSuite(Suite):
+    """Everything a reward promises, in a process of a reward pool, as in a run.
+
+        from enginehouse_testing import RewardSuite
+
+        class TestMine(RewardSuite):
+            reward = "mine"
+            examples = [{"prompt": "2 + 2", "answer": "4", "response": "4", "reward": 1.0}]
+
+    Class attributes:
+        reward: a registered name, `"module:function"`, or a record that need not be registered.
+        arguments: of the reward, as `reward.arguments`.
+        examples: rows of data, each with a `response` and, where it is known, the `reward` that this is to get. Without
+            them made-up rows are scored, which have an `answer`.
+        repeatable: whether the same row gets the same each time; False for a reward that asks a model, say.
+        seconds: longest it may take for a row.
+    """
+
+    reward: ClassVar[str | Reward]
+    arguments: ClassVar[Mapping[str, Any]] = {}
+    examples: ClassVar[Sequence[Mapping[str, Any]]] = ()
+    repeatable: ClassVar[bool] = True
+    seconds: ClassVar[float] = 10.0
+
+    @classmethod
+    def record(cls) -> Reward:
+        """The reward under test."""
+        return function_record(Reward, cls.reward)
+
+    @classmethod
+    def given(cls) -> Given:
+        """What it is tried with."""
+        return Given(arguments=cls.arguments, examples=cls.examples, repeatable=cls.repeatable, seconds=cls.seconds)
