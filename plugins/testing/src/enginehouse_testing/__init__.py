@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from enginehouse_testing.running import certify
     from enginehouse_testing.suite import (
         AdvantageSuite,
+        EnvironmentSuite,
         LossSuite,
         RewardSuite,
         RolloutEngineSuite,
+        TrackerSuite,
         TrainEngineSuite,
         WeightTransportSuite,
     )
@@ -27,11 +29,13 @@ if TYPE_CHECKING:
 __all__ = [
     "AdvantageSuite",
     "Certificate",
+    "EnvironmentSuite",
     "Given",
     "LossSuite",
     "Result",
     "RewardSuite",
     "RolloutEngineSuite",
+    "TrackerSuite",
     "TrainEngineSuite",
     "WeightTransportSuite",
     "certify",
@@ -45,9 +49,11 @@ __getattr__ = exports(
         "running": ["certify"],
         "suite": [
             "AdvantageSuite",
+            "EnvironmentSuite",
             "LossSuite",
             "RewardSuite",
             "RolloutEngineSuite",
+            "TrackerSuite",
             "TrainEngineSuite",
             "WeightTransportSuite",
         ],

@@ -17,7 +17,7 @@ from enginehouse_testing.check import PROTOCOL, Check, Seen
 from enginehouse_testing.checks import checks_of
 from enginehouse_testing.given import Given
 from enginehouse_testing.naming import check_given
-from enginehouse_testing.origin import origin_of
+from enginehouse_testing.origin import commit_of, origin_of
 from enginehouse_testing.sites import (
     ACT_SECONDS,
     FUNCTION_SECONDS,
@@ -48,6 +48,8 @@ QUICK: Mapping[str, tuple[str, ...]] = {
     "loss": ("value", "cut", "gradient"),
     "advantage": ("column", "order", "needs"),
     "reward": ("score", "odd_responses"),
+    "tracker": ("life", "written", "resumed"),
+    "environment": ("episodes", "tokens", "loop"),
 }
 """By kind the few checks to begin with: what is wrong with a new engine mostly shows in one of them."""
 
@@ -265,9 +267,15 @@ def certify(
         ControllerError: Ray cannot be started.
     """
     planned = cases(record, layouts, checks)
+    check_given(record, given)
     whole = layouts is None and checks is None
     certificate = Certificate(
-        record.name, whole=whole, kind=record.kind, depends=depends_on(record), origin=origin_of(record)
+        record.name,
+        whole=whole,
+        kind=record.kind,
+        depends=depends_on(record),
+        origin=origin_of(record),
+        commit=commit_of(record),
     )
     ended(certificate)
     with Certifier(record, runtime, timeout=timeout, given=given) as certifier:

@@ -6,11 +6,12 @@ import logging
 import queue
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec, start_ray
 from enginehouse.controller.errors import WorkerDied
-from enginehouse.plugin import Layout, Loss, RolloutBackend, resolve
+from enginehouse.plugin import Advantage, Layout, Loss, RolloutBackend, Tracker, resolve
 from enginehouse_testing.check import Check, Seen
 from enginehouse_testing.problem import CRITICS, EDGE, EXPERTS, MODELS, model_path
 from enginehouse_testing.prompts import ROLLOUT_MODELS, rollout_model
@@ -292,9 +293,17 @@ class HereSite:
             from enginehouse_testing.loss_trial import LossTrial
 
             return LossTrial(record, self._given)
-        from enginehouse_testing.advantage_trial import AdvantageTrial
+        if isinstance(record, Advantage):
+            from enginehouse_testing.advantage_trial import AdvantageTrial
 
-        return AdvantageTrial(record, self._given)
+            return AdvantageTrial(record, self._given)
+        if isinstance(record, Tracker):
+            from enginehouse_testing.tracker_trial import TrackerTrial
+
+            return TrackerTrial(record, self._given, Path(directory))
+        from enginehouse_testing.environment_trial import EnvironmentTrial
+
+        return EnvironmentTrial(record, self._given)
 
 
 class RewardSite(HereSite):
