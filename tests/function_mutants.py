@@ -16,7 +16,7 @@ def parts(view):
     return -ratio * view.columns["advantages"][counted], counted
 
 
-def right(view, *, scale=1.0):
+def right(view, *, scale: float = 1.0):
     losses, _ = parts(view)
     return LossValue(
         scale * losses.sum(), float(len(losses)), {"size": Mean(float(losses.detach().sum()), len(losses))}

@@ -28,7 +28,6 @@ class Hangs:
 """
 
 
-@pytest.mark.essential
 def test_a_tracker_that_raises_and_one_that_hangs_cost_a_run_nothing(train: Start, house: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

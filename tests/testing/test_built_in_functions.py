@@ -1,10 +1,10 @@
-"""Every loss and advantage of core's passes the suite that is there for anybody's."""
+"""Every loss, advantage and offline reward of core's passes the suite that is there for anybody's."""
 
 from __future__ import annotations
 
 import pytest
 
-from enginehouse.plugin import Advantage, Loss, plugins
+from enginehouse.plugin import Advantage, Loss, Reward, plugins
 from enginehouse_testing.given import Given
 from enginehouse_testing.running import Certifier, cases
 
@@ -21,12 +21,35 @@ ARGUMENTS = [
     *((advantage, {}) for advantage in plugins().all(Advantage)),
 ]
 
+PROGRAM = {"tests": ["assert f(1) == 2"], "response": "```python\ndef f(x):\n    return x + 1\n```", "reward": 1.0}
+REWARDS = {
+    "code": Given(arguments={"asserts_column": "tests"}, examples=[PROGRAM]),
+    "exact_match": Given(examples=[{"answer": "4", "response": "4", "reward": 1.0}]),
+    "format": Given(arguments={"pattern": ".*4.*"}),
+    "length": Given(arguments={"target": 3}),
+    "math": Given(examples=[{"answer": "4", "response": "\\boxed{\\frac{8}{2}}", "reward": 1.0}]),
+    "numeric": Given(examples=[{"answer": "4", "response": "so 4.0", "reward": 1.0}]),
+}
+
 
 @pytest.mark.parametrize(
     ("record", "arguments"), ARGUMENTS, ids=lambda one: getattr(one, "name", None) or "-".join(one)
 )
 def test_it_passes(record, arguments):
-    with Certifier(record, given=Given(arguments=arguments)) as certifier:
+    passes(record, Given(arguments=arguments))
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_a_reward_passes(name):
+    passes(plugins().get(Reward, name), REWARDS[name])
+
+
+def test_all_rewards_that_need_no_server_are_here():
+    assert {reward.name for reward in plugins().all(Reward)} == {*REWARDS, "served"}
+
+
+def passes(record, given):
+    with Certifier(record, given=given) as certifier:
         results = [certifier.run(case) for case in cases(record)]
     said = {one.name: one.detail for one in results if one.outcome == "failed"}
     assert not said

@@ -1,10 +1,11 @@
-"""Each property of a loss and an advantage fails on one that breaks it, and on nothing that is right."""
+"""Each property of a loss, an advantage and a reward fails on one that breaks it, and on nothing that is right."""
 
 from __future__ import annotations
 
 import pytest
 
-from enginehouse.plugin import Advantage, Loss
+from enginehouse.errors import UserError
+from enginehouse.plugin import Advantage, Loss, Reward
 from enginehouse_testing.given import Given
 from enginehouse_testing.running import Certifier, cases
 
@@ -42,10 +43,23 @@ ADVANTAGES = [
     ("draws_lots", {"repeatable", "order", "needs", "labels", "uncounted"}),
 ]
 
+REWARDS = [
+    ("exact", set(), ""),
+    ("asks", set(), ""),
+    ("is_not_a_number", {"score"}, "response '7 7 7' returned nan"),
+    ("has_a_figure_of_the_runs", {"score"}, "a figure 'mean'"),
+    ("raises_at_odd_responses", {"odd_responses"}, "nothing: raised IndexError"),
+    ("hangs_at_odd_responses", {"odd_responses"}, "a line that never ends: did not return within 0.3 s"),
+    ("throws_dice", {"repeatable", "alone"}, "the second time"),
+    ("remembers", {"repeatable", "alone"}, "the second time"),
+    ("centres", {"alone"}, "alone response '4' gets 0.0"),
+    ("prints", {"quiet"}, "8 bytes"),
+]
 
-def failed(record, given=Given()):  # noqa: B008 - frozen
+
+def failed(record, given=Given(), checks=None):  # noqa: B008 - frozen
     with Certifier(record, given=given) as certifier:
-        results = [certifier.run(case) for case in cases(record)]
+        results = [certifier.run(case) for case in cases(record, checks=checks)]
     return {one.name: one.detail for one in results if one.outcome == "failed"}
 
 
@@ -81,3 +95,45 @@ def test_a_column_of_the_authors_own_is_made_up_where_they_name_it():
 def test_arguments_are_passed_on():
     said = failed(Loss(name="right", function="function_mutants:right"), Given(arguments={"scale": float("nan")}))
     assert "the total is nan" in said["value"]
+
+
+@pytest.mark.parametrize(("name", "broken", "word"), REWARDS, ids=[name for name, *_ in REWARDS])
+def test_a_broken_reward_is_found_by_what_is_there_for_it(name, broken, word):
+    said = failed(Reward(name=name, function=f"reward_mutants:{name}"), Given(seconds=0.3))
+    assert set(said) == broken, said
+    assert word in " ".join(said.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "word"), [("hangs", "did not return within 0.2 s"), ("takes_its_process_down", "exit code 3")]
+)
+def test_a_reward_that_scores_nothing_costs_no_more_than_its_deadlines(name, word):
+    given = Given(seconds=0.2, examples=[{"response": "4", "answer": "4"}])
+    said = failed(Reward(name=name, function=f"reward_mutants:{name}"), given, ["score"])
+    assert word in said["score"]
+
+
+def test_an_example_says_what_its_reward_is_to_be():
+    examples = [{"response": "4", "answer": "4", "reward": 1.0}, {"response": "5", "answer": "4", "reward": 0.5}]
+    said = failed(Reward(name="exact", function="reward_mutants:exact"), Given(examples=examples))
+    assert said == {"expected": "of response '5' the reward is 0, not 0.5"}
+
+
+def test_one_that_says_that_it_is_not_repeatable_need_not_be():
+    record = Reward(name="dice", function="reward_mutants:throws_dice")
+    assert not failed(record, Given(repeatable=False))
+
+
+def test_a_column_that_no_example_has_is_the_authors_mistake():
+    with pytest.raises(UserError, match=r"takes 'rubric', which is neither .* --examples FILE"):
+        failed(Reward(name="graded", function="reward_mutants:takes_a_column"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [({"scales": 2.0}, "did you mean 'scale'"), ({"scale": "two"}, "expected a number")],
+    ids=str,
+)
+def test_arguments_that_a_function_does_not_take_are_refused_before_anything_runs(arguments, said):
+    with pytest.raises(UserError, match=said):
+        failed(Loss(name="right", function="function_mutants:right"), Given(arguments=arguments))

@@ -138,6 +138,14 @@ def test_a_tracker_is_told_all_there_is_in_order_and_by_one_thread(tmp_path: Pat
     assert facts.versions["torch"]
 
 
+@pytest.mark.fault(
+    area="plugins",
+    what="a tracker raises, in any of its calls",
+    happens="it is said once, with its traceback, and not called again; the run goes on, as do other trackers",
+    exit_code="0",
+    kept="everything; `metrics.jsonl` has all rows",
+    noticed="at once",
+)
 @pytest.mark.parametrize("where", ["__init__", "start", "log", "finish"])
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit])
 def test_a_tracker_that_raises_is_said_once_and_not_called_again(tmp_path: Path, here, caplog, where, error):
@@ -159,6 +167,14 @@ def test_a_tracker_that_raises_is_said_once_and_not_called_again(tmp_path: Path,
     assert read_record(run.path)["status"] == "finished"
 
 
+@pytest.mark.fault(
+    area="plugins",
+    what="a tracker hangs, in any of its calls",
+    happens="no step waits for it; the end of the run waits 30 s, 3 s if it was interrupted, says so and leaves it",
+    exit_code="0",
+    kept="everything; `metrics.jsonl` has all rows",
+    noticed="at the end of the run",
+)
 def test_a_tracker_that_hangs_holds_up_no_step_and_is_left_at_the_end(tmp_path: Path, here, caplog, monkeypatch):
     monkeypatch.setattr("enginehouse.runs.directory.ENDING_SECONDS", 0.2)
     run = make_run(tmp_path, here(Hangs, where="log"), here(Keeps))
@@ -194,6 +210,14 @@ def test_whoever_interrupts_a_run_waits_less(tmp_path: Path, here, monkeypatch):
     assert time.monotonic() - began < tracking.ENDING_SECONDS / 2
 
 
+@pytest.mark.fault(
+    area="plugins",
+    what="a tracker is slower than the run",
+    happens="1000 rows wait for it, those beyond are dropped; the end of the run says how many",
+    exit_code="0",
+    kept="everything; `metrics.jsonl` has all rows",
+    noticed="at the end of the run",
+)
 def test_rows_beyond_those_that_may_wait_are_dropped_and_counted(tmp_path: Path, here, caplog, monkeypatch):
     monkeypatch.setattr(tracking, "MOST_WAITING", 5)
     run = make_run(tmp_path, here(Hangs, where="log"))

@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from enginehouse_testing.running import certify
     from enginehouse_testing.suite import (
         AdvantageSuite,
+        EnvironmentSuite,
         LossSuite,
+        RewardSuite,
         RolloutEngineSuite,
+        TrackerSuite,
         TrainEngineSuite,
         WeightTransportSuite,
     )
@@ -26,10 +29,13 @@ if TYPE_CHECKING:
 __all__ = [
     "AdvantageSuite",
     "Certificate",
+    "EnvironmentSuite",
     "Given",
     "LossSuite",
     "Result",
+    "RewardSuite",
     "RolloutEngineSuite",
+    "TrackerSuite",
     "TrainEngineSuite",
     "WeightTransportSuite",
     "certify",
@@ -41,6 +47,15 @@ __getattr__ = exports(
         "certificate": ["Certificate", "Result"],
         "given": ["Given"],
         "running": ["certify"],
-        "suite": ["AdvantageSuite", "LossSuite", "RolloutEngineSuite", "TrainEngineSuite", "WeightTransportSuite"],
+        "suite": [
+            "AdvantageSuite",
+            "EnvironmentSuite",
+            "LossSuite",
+            "RewardSuite",
+            "RolloutEngineSuite",
+            "TrackerSuite",
+            "TrainEngineSuite",
+            "WeightTransportSuite",
+        ],
     },
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -17,6 +18,9 @@ from enginehouse.plugin.loaded import canonical_name
 OF_CORE = ("enginehouse.weights",)
 """What of core is part of what every engine and transport does: how weights come. The rest a certificate has by core's
 version alone: an edit of a command or of the loop makes no engine another."""
+
+GIT_SECONDS = 10.0
+"""Longest git may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,36 @@ def origin_of(record: Record) -> Origin:
     named += [plugin.module for plugin in _stands_on(owner)]
     digest = _digest(sorted({*map(_package, named), *OF_CORE}))
     return Origin(owner.distribution, owner.version, digest) if owner is not None else Origin("", "", digest)
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The commit of the checkout that a record's code lies in.
+
+    Attributes:
+        hash: of the commit.
+        changed: whether files of the checkout differ from it.
+    """
+
+    hash: str
+    changed: bool
+
+
+def commit_of(record: Record) -> Commit | None:
+    """The commit that a record's code is of; None where it lies in no git checkout, or git is not there."""
+    files = [path for module in _modules(record) for _, path in _files(_package(module))][:1]
+    if not files or _git(files[0].parent, "ls-files", "--error-unmatch", files[0].name) is None:
+        return None  # not there, or in an environment within somebody's checkout
+    found, changed = _git(files[0].parent, "rev-parse", "HEAD"), _git(files[0].parent, "status", "--porcelain")
+    return None if not found or changed is None else Commit(found, bool(changed))
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, timeout=GIT_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def required_plugins(record: Record) -> list[str]:

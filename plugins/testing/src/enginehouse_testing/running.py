@@ -10,19 +10,21 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.errors import UserError, nearest
-from enginehouse.plugin import Backend, Layout, Record, RolloutBackend, TrainBackend, Transport, capabilities
+from enginehouse.plugin import Backend, Layout, Record, Reward, RolloutBackend, TrainBackend, Transport, capabilities
 from enginehouse.runtimes import choose_runtime
 from enginehouse_testing.certificate import Certificate, Result, depends_on
 from enginehouse_testing.check import PROTOCOL, Check, Seen
 from enginehouse_testing.checks import checks_of
 from enginehouse_testing.given import Given
-from enginehouse_testing.origin import origin_of
+from enginehouse_testing.naming import check_given
+from enginehouse_testing.origin import commit_of, origin_of
 from enginehouse_testing.sites import (
     ACT_SECONDS,
     FUNCTION_SECONDS,
     ROLLOUT_ACT_SECONDS,
     TRANSPORT_SECONDS,
     HereSite,
+    RewardSite,
     RolloutSite,
     Site,
     TrainSite,
@@ -45,6 +47,9 @@ QUICK: Mapping[str, tuple[str, ...]] = {
     "transport": ("exact", "several_ranks", "awkward_tensors"),
     "loss": ("value", "cut", "gradient"),
     "advantage": ("column", "order", "needs"),
+    "reward": ("score", "odd_responses"),
+    "tracker": ("life", "written", "resumed"),
+    "environment": ("episodes", "tokens", "loop"),
 }
 """By kind the few checks to begin with: what is wrong with a new engine mostly shows in one of them."""
 
@@ -168,11 +173,13 @@ class Certifier:
         given: Given = Given(),  # noqa: B008 - frozen
     ):
         self.record = record
+        self._given = given
         self._site = _site(record, runtime, device, timeout, given)
         self._seen: dict[tuple[Any, ...], list[Seen]] = {}
         self._versions: dict[str, str] = {}
 
     def __enter__(self) -> Certifier:
+        check_given(self.record, self._given)
         self._site.open()
         return self
 
@@ -221,7 +228,7 @@ def _site(record: Any, runtime: str, device: Device | None, timeout: float | Non
     if isinstance(record, Transport):
         return TransportSite(timeout or TRANSPORT_SECONDS)
     if not isinstance(record, RolloutBackend):
-        return HereSite(given, timeout or FUNCTION_SECONDS)
+        return (RewardSite if isinstance(record, Reward) else HereSite)(given, timeout or FUNCTION_SECONDS)
     if device is None:
         import torch
 
@@ -260,9 +267,15 @@ def certify(
         ControllerError: Ray cannot be started.
     """
     planned = cases(record, layouts, checks)
+    check_given(record, given)
     whole = layouts is None and checks is None
     certificate = Certificate(
-        record.name, whole=whole, kind=record.kind, depends=depends_on(record), origin=origin_of(record)
+        record.name,
+        whole=whole,
+        kind=record.kind,
+        depends=depends_on(record),
+        origin=origin_of(record),
+        commit=commit_of(record),
     )
     ended(certificate)
     with Certifier(record, runtime, timeout=timeout, given=given) as certifier:

@@ -6,11 +6,12 @@ import logging
 import queue
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec, start_ray
 from enginehouse.controller.errors import WorkerDied
-from enginehouse.plugin import Layout, Loss, RolloutBackend, resolve
+from enginehouse.plugin import Advantage, Layout, Loss, RolloutBackend, Tracker, resolve
 from enginehouse_testing.check import Check, Seen
 from enginehouse_testing.problem import CRITICS, EDGE, EXPERTS, MODELS, model_path
 from enginehouse_testing.prompts import ROLLOUT_MODELS, rollout_model
@@ -20,6 +21,7 @@ from enginehouse_testing.replica import ReplicaUnderTest
 if TYPE_CHECKING:
     from enginehouse.controller import Cluster
     from enginehouse.engines.model import Device
+    from enginehouse.rl.rewards.pool import RewardPool
     from enginehouse_testing.check import RolloutCheck
     from enginehouse_testing.given import Given
 
@@ -260,7 +262,7 @@ class HereSite:
 
     def act(self, record: Any, check: Check, number: int, layout: Layout, directory: str) -> list[Seen]:
         """See `Site`. A thread that does not end is left behind."""
-        made = trial_of(record, self._given, directory)
+        made = self._trial(record, directory)
         ended: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
 
         def run() -> None:
@@ -285,13 +287,47 @@ class HereSite:
         """See `Site`."""
         return {}
 
+    def _trial(self, record: Any, directory: str) -> Any:
+        """What an act is given."""
+        if isinstance(record, Loss):
+            from enginehouse_testing.loss_trial import LossTrial
 
-def trial_of(record: Any, given: Given, directory: str) -> Any:
-    """What the acts of a kind's checks are given."""
-    if isinstance(record, Loss):
-        from enginehouse_testing.loss_trial import LossTrial
+            return LossTrial(record, self._given)
+        if isinstance(record, Advantage):
+            from enginehouse_testing.advantage_trial import AdvantageTrial
 
-        return LossTrial(record, given)
-    from enginehouse_testing.advantage_trial import AdvantageTrial
+            return AdvantageTrial(record, self._given)
+        if isinstance(record, Tracker):
+            from enginehouse_testing.tracker_trial import TrackerTrial
 
-    return AdvantageTrial(record, given)
+            return TrackerTrial(record, self._given, Path(directory))
+        from enginehouse_testing.environment_trial import EnvironmentTrial
+
+        return EnvironmentTrial(record, self._given)
+
+
+class RewardSite(HereSite):
+    """As `HereSite`, with processes of reward pools that all acts share, as long as none fails."""
+
+    _pools: tuple[RewardPool, ...] = ()
+
+    def close(self) -> None:
+        """End the processes."""
+        pools, self._pools = self._pools, ()
+        for pool in pools:
+            pool.close()
+
+    def failed(self, layout: Layout) -> None:
+        """What hung or was kept there is gone."""
+        self.close()
+
+    def _trial(self, record: Any, directory: str) -> Any:
+        from enginehouse_testing.reward_trial import RewardTrial, pool_of
+
+        if not self._pools:
+            watched = {"watched": record.function, "watched_arguments": dict(self._given.arguments)}
+            self._pools = (
+                pool_of(record.function, self._given.arguments, self._given.seconds),
+                pool_of("enginehouse_testing.watched:printed_bytes", watched, self._seconds),  # with its import
+            )
+        return RewardTrial(record, self._given, *self._pools)
