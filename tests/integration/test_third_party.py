@@ -1,4 +1,4 @@
-"""Plugins of somebody else's, as wheels in a clean environment: docs/plugins/quickstart.md, and examples/third_party."""
+"""Plugins of somebody else's as wheels in a clean environment: docs/plugins/quickstart.md, examples/third_party."""
 
 from __future__ import annotations
 

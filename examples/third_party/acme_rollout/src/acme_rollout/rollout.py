@@ -89,7 +89,8 @@ class AcmeRolloutEngine:
     @cached_property
     def _text_of(self) -> Callable[[list[int]], str]:
         """Decodes tokens; the tokenizer is loaded when a request first has stop strings."""
-        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(self._spec.path, local_files_only=True)
+        # Not AutoTokenizer: what transformers 5 has written names a class that this version lacks.
+        tokenizer: Any = transformers.PreTrainedTokenizerFast.from_pretrained(self._spec.path, local_files_only=True)
         return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     async def health(self) -> Health:
