@@ -66,7 +66,7 @@ def test_the_workspace_and_the_constraints_take_every_plugin_from_the_checkout()
         assert f"enginehouse-{name} @ file://${{PWD}}/plugins/{name}" in constraints
 
 
-LIGHT = {"fsdp": ["accelerate>=1.10", "peft>=0.18"], "testing": ["pytest>=8.2"]}
+LIGHT = {"fsdp": ["accelerate>=1.10", "peft>=0.18"], "testing": ["copier>=9", "pytest>=8.2"]}
 """What a plugin may bring along: pure Python that is content with any torch a vendor's container has."""
 
 
@@ -126,10 +126,11 @@ def test_without_an_engine_each_command_says_what_brings_one(alone):
     assert re.search(r"No engine is installed\. Try: pip install .*torch", listed.replace("\n", " "))
 
 
-def test_without_the_suites_their_commands_say_what_brings_them(alone):
-    refused = CliRunner().invoke(main, ["certify", "mine", "--out", "there"])
+@pytest.mark.parametrize("command", ["certify mine --out there", "new-plugin acme --kind loss"])
+def test_without_the_suites_their_commands_say_what_brings_them(alone, command):
+    refused = CliRunner().invoke(main, command.split())
     assert refused.exit_code == 2
-    assert re.search(r"`certify` comes with enginehouse-testing\. Try: pip install .*testing", refused.output)
+    assert re.search(rf"`{command.split()[0]}` comes with enginehouse-testing\. Try: pip install .*testing", refused.output)
 
 
 def test_what_is_installed_and_blocked_is_not_said_to_be_missing(monkeypatch):
