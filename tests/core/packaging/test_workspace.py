@@ -130,7 +130,8 @@ def test_without_an_engine_each_command_says_what_brings_one(alone):
 def test_without_the_suites_their_commands_say_what_brings_them(alone, command):
     refused = CliRunner().invoke(main, command.split())
     assert refused.exit_code == 2
-    assert re.search(rf"`{command.split()[0]}` comes with enginehouse-testing\. Try: pip install .*testing", refused.output)
+    name = command.split()[0]
+    assert re.search(rf"`{name}` comes with enginehouse-testing\. Try: pip install .*testing", refused.output)
 
 
 def test_what_is_installed_and_blocked_is_not_said_to_be_missing(monkeypatch):
