@@ -904,6 +904,11 @@ def _check_rewards_are_read(findings: Findings, config: Config, needs: Sequence[
             f"the advantage {name!r} reads each reward by itself, and no weight or normalize of theirs: take them away "
             "and set algorithm.advantage.arguments.weights"
         )
+    weights, count = config.algorithm.advantage.arguments.get("weights"), len(several) + bool(model.path)
+    if "rewards" in needs and isinstance(weights, list | tuple) and len(weights) != count:
+        findings.refuse(
+            f"algorithm.advantage.arguments.weights: {len(weights)} numbers, one for each reward; there are {count}"
+        )
     if "baseline" in needs and (model.path or any(one.normalize != "none" for one in several)):
         findings.refuse(
             f"the advantage {name!r} compares with the reward of one more response to each prompt, which has no "

@@ -17,11 +17,12 @@ estimation for RL").
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, get_args
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from enginehouse.config.schema import KLEstimator
+from enginehouse.config.schema import KL, KLEstimator
 from enginehouse.data import Ragged
 from enginehouse.errors import ConfigError, nearest
 
@@ -62,6 +63,23 @@ def adapted(coefficient: float, divergence: float, target: float) -> float:
     """
     error = min(max(divergence / target - 1, -0.2), 0.2)
     return coefficient * (1 + 0.1 * error)
+
+
+def resumed_coefficient(kl: KL, earlier: Mapping[str, Any], saved: float | None) -> float:
+    """The coefficient that a resumed run begins with.
+
+    Args:
+        kl: as the config says now.
+        earlier: `algorithm.kl` of the run that is gone on from; empty: not known.
+        saved: the coefficient of its checkpoint; None: it has none.
+
+    Returns:
+        The one that was adapted so far; the config's, where that is another than before, or was not adapted.
+    """
+    adapting = kl.target is not None and earlier.get("target") is not None
+    if saved is None or not adapting or earlier.get("coefficient") != kl.coefficient:
+        return kl.coefficient
+    return saved
 
 
 def with_kl_in_reward(

@@ -29,7 +29,7 @@ from enginehouse.rl.environment_workers import environment_workers
 from enginehouse.rl.episodes import FOR_PEOPLE, TEXTS, rows_of, tasks_of
 from enginehouse.rl.feed import Feed, played
 from enginehouse.rl.generation import outputs_as_sampled, row_seed, sampling_params, step_seed
-from enginehouse.rl.kl import adapted, with_kl_in_reward
+from enginehouse.rl.kl import adapted, resumed_coefficient, with_kl_in_reward
 from enginehouse.rl.loop import Loop, Update
 from enginehouse.rl.minibatches import assign_minibatches
 from enginehouse.rl.mismatch import MismatchWarnings, measuring, mismatch
@@ -138,9 +138,8 @@ class Trainer(Loop):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.tasks.restore(state)
-        kl, was = self.config.algorithm.kl, self.resumed.config["algorithm"]["kl"] if self.resumed else {}
-        if kl.target is not None and (was.get("coefficient"), was.get("target") is None) == (kl.coefficient, False):
-            self.kl_coefficient = state.get("kl_coefficient", self.kl_coefficient)
+        earlier = self.resumed.config["algorithm"]["kl"] if self.resumed else {}
+        self.kl_coefficient = resumed_coefficient(self.config.algorithm.kl, earlier, state.get("kl_coefficient"))
         self.version = state["weight_version"] - 1  # the first sync brings those weights once more
 
     def run_step(self, step: int) -> Mapping[str, float]:
