@@ -81,8 +81,8 @@ def _of_plugin(plugin: OfPlugin) -> Iterator[str]:
     state = "wrong" if wrong and plugin.state == "ok" else plugin.state
     yield f"[bold]{plain(plugin.name)}[/]  {plain(plugin.distribution)} {plain(plugin.version)}  {_coloured(state)}"
     told = [f"contract {plugin.protocol}"] if plugin.protocol else []
-    if "seconds" in plugin.loading:
-        told.append(f"loaded in {plugin.loading['seconds']:.2f} s")
+    if plugin.loading:
+        told.append(f"loaded in {plugin.loading.seconds:.2f} s")
     if told:
         yield f"  {plain(', '.join(told))}"
     for record in plugin.records:

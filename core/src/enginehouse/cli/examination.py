@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
 from itertools import product
+from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
 from enginehouse import __version__
@@ -112,6 +114,23 @@ class OfRecord:
     runtime: Chosen | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """What loading a plugin did to a process.
+
+    Attributes:
+        seconds: it took.
+        printed: what it printed.
+        threads: names of those that it started.
+        variables: names of the environment variables that it changed.
+    """
+
+    seconds: float
+    printed: str
+    threads: tuple[str, ...]
+    variables: tuple[str, ...]
+
+
 @dataclass(slots=True)
 class OfPlugin:
     """A plugin.
@@ -119,7 +138,7 @@ class OfPlugin:
     Attributes:
         state: as `enginehouse plugins list` has it.
         protocol: the contract version it is written for.
-        loading: what loading it did (`enginehouse.plugin.trial_process`); empty where it did not come so far.
+        loading: what loading it did; None where it did not come to an end, or was not tried.
     """
 
     name: str
@@ -128,7 +147,7 @@ class OfPlugin:
     module: str
     state: str
     protocol: str
-    loading: Mapping[str, Any]
+    loading: Loading | None
     records: list[OfRecord] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
 
@@ -239,9 +258,14 @@ class _Examination:
         """All of it; `told` is told what is examined in another Python environment."""
         plugin = self.plugin
         report = OfPlugin(
-            plugin.name, plugin.distribution, plugin.version, plugin.module,
-            plugin_state(self.manager, plugin), plugin.protocol, self.examined.loaded if self.examined else {},
-        )  # fmt: skip
+            plugin.name,
+            plugin.distribution,
+            plugin.version,
+            plugin.module,
+            plugin_state(self.manager, plugin),
+            plugin.protocol,
+            self._loading(),
+        )
         findings = [*self._of_loading(), *self._of_distribution()]
         if plugin.status == "ok":
             findings += self._of_records()
@@ -276,7 +300,8 @@ class _Examination:
         if plugin.status == "incompatible":
             yield Finding(what=plugin.problem, where=self.file, cure=self._other_contract())
         elif plugin.status == "broken" and plugin.traceback:
-            yield Finding(what=plugin.problem, where=self._frame(plugin.traceback, last=True), cure=self.blocking)
+            frame = self._frame(plugin.traceback, own=True) or self._hook(plugin.problem)
+            yield Finding(what=plugin.problem, where=frame, cure=self.blocking)
         elif plugin.status == "broken":
             problem = examined.problem if examined else plugin.problem
             yield Finding(what=f"{problem}; so it is not loaded", where=self._stack(), cure=self.blocking)
@@ -286,21 +311,29 @@ class _Examination:
             return
         for warning in examined.loaded.get("warnings", ()):
             yield Finding(what=warning, where=self.file, cure=self.blocking)
-        for note in self._notes(examined.loaded, examined.output):
+        for note in self._notes(examined.loaded):
             yield Finding(severity="note", what=note, where=self.file, cure=self.blocking)
 
-    def _notes(self, loaded: Mapping[str, Any], output: str) -> Iterator[str]:
+    def _loading(self) -> Loading | None:
+        if self.examined is None or "seconds" not in self.examined.loaded:
+            return None
+        said = self.examined.loaded
+        printed = self.examined.output.encode()[: said["printed"]].decode(errors="replace")
+        return Loading(said["seconds"], printed, tuple(said["threads"]), tuple(said["variables"]))
+
+    def _notes(self, said: Mapping[str, Any]) -> Iterator[str]:
         """What loading the plugin did that it need not."""
-        if loaded.get("note"):
-            yield loaded["note"]
-        if loaded.get("printed"):
-            lines = output.encode()[: loaded["printed"]].decode(errors="replace").splitlines()
-            yield f"it prints where it is loaded: {lines[0]!r}" + (f" and {len(lines) - 1} more" if lines[1:] else "")
-        if loaded.get("threads"):
-            yield f"it starts threads where it is loaded: {', '.join(loaded['threads'])}"
-        if loaded.get("variables"):
-            yield f"it changes environment variables where it is loaded: {', '.join(loaded['variables'])}"
-        for (kind, name), heavy in zip(loaded.get("records", ()), loaded.get("heavy", ())):
+        if said.get("note"):
+            yield said["note"]
+        if loading := self._loading():
+            if lines := loading.printed.splitlines():
+                more = f" and {len(lines) - 1} more lines" if lines[1:] else ""
+                yield f"it prints where it is loaded: {lines[0]!r}{more}"
+            if loading.threads:
+                yield f"it starts threads where it is loaded: {', '.join(loading.threads)}"
+            if loading.variables:
+                yield f"it changes environment variables where it is loaded: {', '.join(loading.variables)}"
+        for (kind, name), heavy in zip(said.get("records", ()), said.get("heavy", ())):
             if heavy:
                 yield f"{kind} {name!r}: importing its options brings {', '.join(heavy)}: every `plan` waits for that"
 
@@ -411,18 +444,28 @@ class _Examination:
         stack = _stack_of(self.examined.output) if self.examined else ""
         return (self._frame(stack) if stack else "") or self.file
 
-    def _frame(self, stack: str, last: bool = False) -> str:
-        """The innermost line of a stack that is the plugin's own, else the innermost; empty for no stack.
+    def _frame(self, stack: str, own: bool = False) -> str:
+        """The innermost line of a stack that is of the plugin's own files; empty for none.
 
         Args:
-            stack: as Python writes it.
-            last: whether the innermost comes last.
+            stack: as Python writes it, innermost last; of faulthandler, innermost first.
+            own: whether another's line will not do where there is none.
         """
         frames = FRAME.findall(stack)
-        frames = frames[::-1] if last else frames
+        if not stack.startswith(STACK):
+            frames.reverse()
         files = {str(one) for one in sources(self.candidate[1].module)}
-        own = [frame for frame in frames if frame[0] in files]
-        return ":".join((own or frames)[0]) if frames else ""
+        found = [frame for frame in frames if frame[0] in files] or ([] if own else frames)
+        return ":".join(found[0]) if found else ""
+
+    def _hook(self, problem: str) -> str:
+        """Where the hook begins that a problem names; the plugin's module where it names none."""
+        path = Path(self.file or os.devnull)
+        for name in re.findall(r"\benginehouse_\w+", problem):
+            for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+                if re.match(rf"\s*(async )?def {name}\b", line):
+                    return f"{path}:{number}"
+        return self.file
 
 
 def _stack_of(output: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -84,7 +85,9 @@ def faults_of(record: Record, declared_at: str = "") -> Iterator[Fault]:
         except ResolveError as error:
             yield Fault(f"{what}: {name}: {error}", _raised_at(error) or declared_at)
             continue
-        at = _defined_at(named) or declared_at
+        at = _defined_at(named)
+        if not at.startswith(os.path.dirname(declared_at)):
+            at = declared_at  # what is wrong is that it was named
         if name == field:
             for said in _unlike(named, record):
                 yield Fault(f"{what}: {name} {reference!r} {said}", at)

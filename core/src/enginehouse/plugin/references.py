@@ -60,7 +60,8 @@ def lacking(engine: Any, protocol: type) -> list[str]:
         return []
     if isinstance(engine, ast.ClassDef):
         bound = dict(_bound(engine.body))
-        if engine.bases or engine.keywords or engine.decorator_list or "__getattr__" in bound:
+        heir = any(not (isinstance(one, ast.Name) and one.id == "object") for one in engine.bases)
+        if heir or engine.keywords or engine.decorator_list or "__getattr__" in bound:
             return []  # another class may have them
         return [name for name in wanted if name not in bound]
     return [name for name in wanted if not callable(getattr(engine, name, None))]
