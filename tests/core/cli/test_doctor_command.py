@@ -110,6 +110,13 @@ def test_a_plugin_that_is_blocked_is_not_examined(doctor, distributions, monkeyp
     assert (found["state"], found["findings"], found["loading"]) == ("blocked", [], None)
 
 
+def test_where_no_process_can_be_started_that_is_said(doctor, distributions, monkeypatch):
+    distributions.add("acme", "")
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    (finding,) = plugin(doctor)["findings"]
+    assert (finding["severity"], finding["what"]) == ("note", "no process could be started to examine it in")
+
+
 def test_how_far_it_is_is_told(doctor, distributions):
     distributions.add("acme", "")
     distributions.add("apex", "")

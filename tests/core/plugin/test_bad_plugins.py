@@ -44,6 +44,8 @@ class NoModel:
 
 class NoEngine(object):
     pass
+
+def make_engine(): ...
 """
 
 
@@ -339,6 +341,17 @@ def test_options_that_import_torch(bad: Bad):
 )
 def test_a_class_that_is_no_engine(bad: Bad):
     bad.is_shown(backend(engine="NoEngine"))
+
+
+@pytest.mark.bad_plugin(
+    what="has a function for an engine",
+    listed="ok",
+    found="train 'acme': engine 'acme_parts:make_engine' is make_engine, a function, and no class",
+    cure="pip install --upgrade acme",
+    asked="the engine of 'acme', acme_parts:make_engine, is no class",
+)
+def test_a_function_that_is_no_engine(bad: Bad):
+    bad.is_shown(backend(engine="make_engine"))
 
 
 @pytest.mark.bad_plugin(

@@ -111,7 +111,7 @@ def protocols_of(record: Record) -> list[type]:
 def _unlike(named: Any, record: Record) -> Iterator[str]:
     """What a class lacks of what its record says it does."""
     if not isinstance(named, type):
-        yield f"is {named!r}, not a class"
+        yield f"is {getattr(named, '__qualname__', repr(named))}, a {type(named).__name__}, and no class"
         return
     promised = {protocol: capability for capability, protocol in OFFERED.items()}
     for protocol in protocols_of(record):
