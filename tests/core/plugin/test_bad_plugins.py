@@ -159,7 +159,7 @@ def test_a_crash_at_import(bad: Bad):
     asked="plugin 'acme' (acme 0.1.0) is installed but broken: it was not loaded within ",
 )
 def test_an_endless_import(bad: Bad, monkeypatch):
-    monkeypatch.setattr(trial, "SECONDS", 0.5)
+    monkeypatch.setattr(trial, "SECONDS", 1.0)
     found = bad.is_shown("import time\nwhile True:\n    time.sleep(1)")
     assert found["where"].endswith(".py:5")
 

@@ -266,6 +266,8 @@ class _Examination:
             plugin.protocol,
             self._loading(),
         )
+        if plugin.status == "blocked":
+            return report
         findings = [*self._of_loading(), *self._of_distribution()]
         if plugin.status == "ok":
             findings += self._of_records()
@@ -303,11 +305,10 @@ class _Examination:
             frame = self._frame(plugin.traceback, own=True) or self._hook(plugin.problem)
             yield Finding(what=plugin.problem, where=frame, cure=self.blocking)
         elif plugin.status == "broken":
-            problem = examined.problem if examined else plugin.problem
-            yield Finding(what=f"{problem}; so it is not loaded", where=self._stack(), cure=self.blocking)
+            problem = f"{examined.problem}; so it is not loaded" if examined and examined.problem else plugin.problem
+            yield Finding(what=problem, where=self._stack(), cure=self.blocking)
         if examined is None:
-            if plugin.status != "blocked":
-                yield Finding(severity="note", what="no process could be started to examine it in")
+            yield Finding(severity="note", what="no process could be started to examine it in")
             return
         for warning in examined.loaded.get("warnings", ()):
             yield Finding(what=warning, where=self.file, cure=self.blocking)
@@ -422,6 +423,9 @@ class _Examination:
             what = f"the interpreter of runtime {interpreter.name} cannot be started"
             yield Finding(what=what, cure=f"enginehouse runtime doctor {interpreter.name}")
             return
+        if examined.loaded.get("error"):
+            what = f"in runtime {interpreter.name}: the plugin cannot be loaded: {examined.loaded['error']}"
+            yield Finding(what=what, where=self.file, cure=self.upgrading)
         yield from self._faults(examined, lambda one: one == (record.kind, record.name), interpreter.name)
 
     def _of_names(self) -> Iterator[Finding]:

@@ -73,8 +73,8 @@ def _tried(plugin: Plugin, value: str, said: dict[str, Any]) -> str:
     """Load a plugin; errors of its own are found again where it is loaded for use, and are no problem here.
 
     What else there is to say of it goes into `said`: `seconds` it took, what it `printed`, `threads` that it started,
-    environment `variables` that it set or took away, `note` of `Plugin`, its `records` by kind and name, `heavy`
-    packages that a record's options bring, `warnings` of the manager.
+    environment `variables` that it set or took away, `note` of `Plugin`, its own `error`, its `records` by kind and
+    name, `heavy` packages that a record's options bring, `warnings` of the manager.
     """
     manager, before = PluginManager(), _Before()
     warnings = said["warnings"] = []
@@ -82,7 +82,8 @@ def _tried(plugin: Plugin, value: str, said: dict[str, Any]) -> str:
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("enginehouse.plugin").addHandler(handler)
     manager.load_one(plugin, metadata.EntryPoint(plugin.name, value, GROUP))
-    said.update(before.since(), note=plugin.note, records=[[one.kind, one.name] for one in plugin.records])
+    records = [[one.kind, one.name] for one in plugin.records]
+    said.update(before.since(), note=plugin.note, error=plugin.problem, records=records)
     if "enginehouse_commands" in plugin.hooks:
         import click
 
