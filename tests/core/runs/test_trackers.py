@@ -90,6 +90,20 @@ def test_weights_and_biases_offline_gets_all_and_a_resumed_run_is_the_same_run(t
     assert codes == [0, 1]
 
 
+@pytest.mark.slow
+@pytest.mark.essential
+@pytest.mark.usefixtures("wandb_service")
+def test_weights_and_biases_without_a_key_asks_nobody_and_says_what_to_do(tmp_path: Path, monkeypatch, caplog):
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("HOME", "NETRC", "WANDB_CONFIG_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "nobody"))
+    take_steps(tmp_path / "mine", "wandb", 1, loss=1.0)
+    (said,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert "the tracker 'wandb' raised in `start` and is not called again" in said
+    assert "set WANDB_API_KEY, or run `wandb login` once" in said
+
+
 def records_of(path: Path) -> Iterator:
     """The records of an offline run: a LevelDB log after a header of seven bytes, of blocks of 32 KiB."""
     from wandb.proto.wandb_internal_pb2 import Record
