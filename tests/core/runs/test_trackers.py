@@ -55,6 +55,12 @@ def test_tensorboard_shows_scalars_and_config_and_of_steps_taken_twice_the_later
     assert not [one for one in caplog.records if "raised" in one.getMessage()]
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch):
+    """A busy machine takes its time to import these packages; that is not what is shown here."""
+    monkeypatch.setattr("enginehouse.runs.directory.ENDING_SECONDS", 240.0)
+
+
 @pytest.fixture
 def wandb_service():
     yield
