@@ -47,7 +47,8 @@ def test_the_page_shows_the_tables_as_they_stand():
         ("critic.rollout_n", "critic.engine, critic.path"),
         ("reward_model.model.path", "reward_model.path"),
         ("algorithm.lam", "algorithm.advantage.arguments.lam"),
-        ("+trainer.logger", "in verl trainer.logger; here always a file of metrics"),
+        ("+trainer.logger", "in verl trainer.logger; here run.trackers, a list of"),
+        ("report_to", "in TRL report_to; here run.trackers"),
     ],
 )
 def test_a_key_of_theirs_is_answered_with_its_row(tmp_path: Path, key: str, answer: str):

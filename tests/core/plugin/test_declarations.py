@@ -53,6 +53,19 @@ def test_a_record_that_cannot_be_right_breaks_its_plugin(distributions, record, 
     assert said in problem_of(distributions, BACKEND.format(record=record))
 
 
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ("Loss(name='quiet', function='a:b')", "takes Tracker"),
+        ("Tracker(name='quiet', tracker='a.B')", "tracker is 'a.B', not of the form 'module:attribute'"),
+        ("Tracker(name='quiet', tracker='a:B', requires=('not one',))", "'not one', which is no requirement"),
+    ],
+)
+def test_a_tracker_that_cannot_be_right_breaks_its_plugin(distributions, record, said):
+    source = BACKEND.replace("backends", "trackers").format(record=record)
+    assert said in problem_of(distributions, source)
+
+
 def test_a_name_of_cores_own_is_taken(distributions):
     source = """
     @hookimpl
@@ -164,6 +177,10 @@ def test_every_kind_of_record_can_be_declared(distributions):
         @hookimpl
         def enginehouse_register_filters(register):
             register(Filter(name="given", function="a:b"))
+
+        @hookimpl
+        def enginehouse_register_trackers(register):
+            register(Tracker(name="given", tracker="a:B"))
         """,
     )
     from enginehouse.plugin import KINDS

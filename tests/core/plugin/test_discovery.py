@@ -67,7 +67,8 @@ def test_the_error_of_a_broken_plugin_is_shown_where_its_backend_is_asked_for(di
 
 
 @pytest.mark.parametrize(
-    ("said", "state"), [("9.0", "incompatible"), ("0.9", "incompatible"), ("1.0", "ok"), ("", "incompatible")]
+    ("said", "state"),
+    [("9.0", "incompatible"), ("0.9", "incompatible"), ("1.0", "ok"), ("1.1", "ok"), ("", "incompatible")],
 )
 def test_the_contract_version_is_checked(distributions, sound, said, state):
     distributions.add("dated", f"enginehouse_protocol = {said!r}" if said else "del enginehouse_protocol")
@@ -81,8 +82,8 @@ def test_the_contract_version_is_checked(distributions, sound, said, state):
     ("line", "told"),
     [
         ("enginehouse_protocol = '9.0'", "upgrade enginehouse to a version that offers 9.0, or install an older dated"),
-        ("enginehouse_protocol = '0.9'", "upgrade dated to a version for 1.0, or install an older enginehouse"),
-        ("del enginehouse_protocol", 'add the line enginehouse_protocol = "1.0" to it'),
+        ("enginehouse_protocol = '0.9'", "upgrade dated to a version for 1.1, or install an older enginehouse"),
+        ("del enginehouse_protocol", 'add the line enginehouse_protocol = "1.1" to it'),
     ],
 )
 def test_what_is_incompatible_is_told_which_side_to_change(distributions, line, told):
@@ -109,7 +110,7 @@ def test_an_incompatible_plugin_names_both_versions_and_declares_nothing(distrib
     manager = load_plugins(enabled=["dated"])
     problem = plugin_of(manager, "dated").problem
     assert "9.0" in problem
-    assert "1.0" in problem
+    assert "1.1" in problem
     assert [loss.name for loss in manager.all("loss") if loss.name == "dated"] == []
     assert lookup_error(manager, "loss", "dated").reason == "incompatible"
 

@@ -84,7 +84,7 @@ class LazyGroup(click.Group):
             code = end.code
             raise
         finally:
-            _leave_stuck_ray(code if isinstance(code, int) else int(code is not None))
+            _leave_what_hangs(code if isinstance(code, int) else int(code is not None))
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -121,8 +121,9 @@ def _refuse_if_of_a_tool(command: str) -> None:
         raise UserError(f"`{command}` comes with enginehouse-{package}. Try: {pip_line(package)}")
 
 
-def _leave_stuck_ray(code: int) -> None:
-    """Where Ray hung as it was shut down, have the program end without what Ray does then: it would hang as well."""
+def _leave_what_hangs(code: int) -> None:
+    """Where Ray hung as it was shut down, or a tracker as it was ended, have the program end without what these do
+    then: it would hang as well."""
 
     def leave() -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -130,8 +131,9 @@ def _leave_stuck_ray(code: int) -> None:
                 stream.flush()
         os._exit(code)
 
-    module = sys.modules.get("enginehouse.controller.ray_access")  # a command without Ray does not import it
-    if module is not None and (module.ray_access.stuck or module.ray_access.abandoned):
+    ray = sys.modules.get("enginehouse.controller.ray_access")  # a command without Ray does not import it
+    tracking = sys.modules.get("enginehouse.runs.tracking")
+    if (ray is not None and (ray.ray_access.stuck or ray.ray_access.abandoned)) or (tracking and tracking.abandoned):
         atexit.register(leave)
 
 

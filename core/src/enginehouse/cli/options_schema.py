@@ -25,13 +25,15 @@ def described_options(model: type[BaseModel], prefix: str = "") -> list[Option]:
 
 
 def _options(model: type[BaseModel], prefix: str) -> Iterator[Option]:
-    from enginehouse.config.load import named_section_type, section_type
+    from enginehouse.config.load import section_type, several_sections_type
 
     for name, field in model.model_fields.items():
         section = section_type(field.annotation)
-        if named := named_section_type(field.annotation):
-            yield Option(prefix + name, "sections by name", "unset", field.description or "")
-            yield from _options(named, f"{prefix}{name}.NAME.")
+        if several := several_sections_type(field.annotation):
+            inner, place = several
+            how = "sections by name" if place == "NAME" else "list of sections"
+            yield Option(prefix + name, how, "unset", field.description or "")
+            yield from _options(inner, f"{prefix}{name}.{place}.")
             continue
         if section is None:
             yield Option(prefix + name, _type(field), _default(field), field.description or "")

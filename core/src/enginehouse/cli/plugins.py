@@ -20,19 +20,20 @@ from enginehouse.cli.doctor import doctor
 from enginehouse.plugin import (
     CONTRACT,
     KINDS,
-    Advantage,
     Backend,
-    Filter,
+    Function,
     Loss,
     Plugin,
     PluginManager,
     Provided,
     Reward,
+    Tracker,
 )
 from enginehouse.plugin import plugins as loaded_plugins
 from enginehouse.plugin.first_party import pip_line
 from enginehouse.plugin.lookup import ambiguous, label, nothing_called
 from enginehouse.plugin.observers import EVENTS, PREFIX
+from enginehouse.plugin.requirements import install_line
 from enginehouse.runtimes.readiness import plugin_state, runtime_instead
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def show(name: str) -> None:
 
     \b
     enginehouse plugins show vllm             a backend, with its options
-    enginehouse plugins show clipped_policy   a loss, an advantage or a reward, with its arguments
+    enginehouse plugins show clipped_policy   a loss, an advantage, a reward or a tracker, with its arguments
     """
     manager = loaded_plugins()
     named = [
@@ -87,17 +88,19 @@ def show(name: str) -> None:
         _show_plugin(manager, plugin)
     for provided in records:
         _show_record(manager, provided)
-        if isinstance(provided.record, Loss | Advantage | Reward | Filter):
+        if isinstance(provided.record, Function | Tracker):
             _show_arguments(provided.record)
 
 
 def record_state(manager: PluginManager, provided: Provided) -> tuple[str, str]:
     """The state of one record and, where it is not `"ok"` or not so in this environment, one line on that."""
-    record = provided.record
-    if isinstance(record, Backend) and (missing := manager.missing(record)):
+    record, plugin = provided
+    if missing := manager.missing(record):
         if runtime := runtime_instead(manager, record):
             return "ok", f"in runtime {runtime}"
-        cure = f"; try `enginehouse runtime create {record.name}`" if record.runtimes else ""
+        own = isinstance(record, Backend) and record.runtimes
+        line = f"enginehouse runtime create {record.name}" if own else install_line(missing, plugin.distribution)
+        cure = f"; try `{line}`"
         return "requirements missing", "; ".join(map(str, missing)) + cure
     return "ok", ""
 
@@ -115,7 +118,7 @@ def _problems(manager: PluginManager, kind: str | None) -> Iterator[tuple[str, s
         state, why = record_state(manager, provided)
         line = f"{state}: {why}"
         # a plugin's training and rollout backend often lack the same thing
-        if state != "ok" and line not in said:
+        if state != "ok" and line not in said and not provided.plugin.internal:
             said.add(line)
             yield f"{provided.record.name} ({provided.plugin.distribution})", line
     for record_kind, name in sorted({(one.record.kind, one.record.name) for one in manager.providers(kind)}):
@@ -231,18 +234,18 @@ def _show_options(console: Console, backend: Backend) -> None:
     _table_of(console, "option", options)
 
 
-def _show_arguments(record: Loss | Advantage | Reward | Filter) -> None:
-    """What a config may give a loss, an advantage, a reward or a filter; its function is imported."""
+def _show_arguments(record: Function | Tracker) -> None:
+    """What a config may give a loss, an advantage, a reward, a filter or a tracker; its code is imported."""
     from enginehouse.config.arguments import KL_ARGUMENTS, arguments_of
     from enginehouse.plugin import ResolveError, resolve
 
     console = terminal()
     try:
-        function = resolve(record.function)
+        function = resolve(getattr(record, record.references[0]))
     except ResolveError as error:
         console.print(f"  arguments cannot be shown: {plain(str(error))}")
         return
-    arguments = arguments_of(function, positional=0 if isinstance(record, Reward) else 1)
+    arguments = arguments_of(function, positional=0 if isinstance(record, Reward | Tracker) else 1)
     set_by = KL_ARGUMENTS if isinstance(record, Loss) else {}
     arguments = [
         one._replace(description=f"{one.description} Set by {set_by[one.name]}.".lstrip())

@@ -65,16 +65,17 @@ def run_plan(plan: RunPlan, build: Callable[[RunDirectory, Progress], Trainer], 
         resumed=plan.resumed,
         checkpoints_kept=plan.config.train.checkpoints_kept,
         models_kept=getattr(plan.config.train, "models_kept", None),
+        trackers=plan.trackers,
     )
     progress = Progress(run.path.name, mode="quiet" if quiet else None)
 
     def before_force() -> None:
-        if run.opened:
+        if unrecorded := run.opened and run.record.status == "running":
             run.record.finish("interrupted", run.last_step, None)
         with contextlib.suppress(OSError):  # the terminal may be gone
             progress.close()
             click.echo(saved_words(run), err=True)
-        if run.opened:
+        if unrecorded:
             run.finish("interrupted")  # last: a thread that is stuck may hold the timeline
 
     interrupts = Interrupts(before_force, settings.grace_seconds)

@@ -235,7 +235,9 @@ def _annotation(function: Callable[..., Any], parameter: inspect.Parameter) -> A
         return Any
     if not isinstance(parameter.annotation, str):
         return parameter.annotation
-    return eval(parameter.annotation, getattr(inspect.unwrap(function), "__globals__", {}))
+    called: Any = function
+    called = called.__init__ if isinstance(function, type) else inspect.unwrap(called)
+    return eval(parameter.annotation, getattr(called, "__globals__", {}))
 
 
 def _holds_member(value: Any) -> bool:

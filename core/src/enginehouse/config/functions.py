@@ -25,7 +25,7 @@ from enginehouse.plugin import ResolveError
 from enginehouse.plugin.references import find_definition
 
 if TYPE_CHECKING:
-    from enginehouse.plugin import Function, PluginManager
+    from enginehouse.plugin import PluginManager, Record
 
 
 _extended: list[str] = []
@@ -42,9 +42,9 @@ def extend_path(directories: Iterable[str]) -> None:
 
 
 def find_function(
-    plugins: PluginManager, kind: type[Function], name: str, key: str, python_path: Sequence[str], *, always: bool
+    plugins: PluginManager, kind: type[Record], name: str, key: str, python_path: Sequence[str], *, always: bool
 ) -> tuple[str, Callable[..., Any] | None]:
-    """Find what the config calls `name`: a registered function, or the user's own `module:function`.
+    """Find what the config calls `name`: a registered function or class, or the user's own `module:function`.
 
     The user's own is imported. A registered one is its plugin's business and may import torch: it is imported only if
     `always` says so, or if reading its source does not show that it can be called without arguments of the config.
@@ -57,7 +57,8 @@ def find_function(
     """
     if plugins.is_name(name):
         try:
-            reference = plugins.get(kind, name).function
+            record = plugins.get(kind, name)
+            reference = getattr(record, record.references[0])
         except UserError as error:
             module, _, attribute = name.rpartition(".")
             hint = answer_value(name) or (f"a function of your own has a colon: {module}:{attribute}" if module else "")

@@ -303,8 +303,8 @@ def keys(schema: type[BaseModel], above: Key = ()) -> Iterator[Key]:
         inner = section_type(described.annotation)
         if inner:
             yield from keys(inner, (*above, name))
-        elif named := named_section_type(described.annotation):
-            yield from keys(named, (*above, name, "NAME"))
+        elif several := several_sections_type(described.annotation):
+            yield from keys(several[0], (*above, name, several[1]))
         else:
             yield (*above, name)
 
@@ -315,7 +315,7 @@ def _section(schema: type[BaseModel], key: Key) -> type[BaseModel]:
         annotation = schema.model_fields[part].annotation
         inner = section_type(annotation)
         if inner is None:
-            inner = named_section_type(annotation)
+            inner, _ = several_sections_type(annotation) or (None, "")
             next(parts, None)
         assert inner is not None, f"{part} of {schema.__name__} is not a section"
         schema = inner
@@ -324,14 +324,19 @@ def _section(schema: type[BaseModel], key: Key) -> type[BaseModel]:
 
 def section_type(annotation: Any) -> type[BaseModel] | None:
     """The config class of a section, also of one that may be left out (`Section | None`); None for an option."""
+    if get_origin(annotation) is list:
+        return None
     inner = [one for one in get_args(annotation) if one is not type(None)]
     kind = inner[0] if len(inner) == 1 else annotation
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
-def named_section_type(annotation: Any) -> type[BaseModel] | None:
-    """The config class of sections that the user names (`dict[str, Section]`); None for anything else."""
-    return section_type(get_args(annotation)[1]) if get_origin(annotation) is dict else None
+def several_sections_type(annotation: Any) -> tuple[type[BaseModel], str] | None:
+    """The config class of sections that the user names (`dict[str, Section]`) or lists (`list[Section]`), and what
+    stands for one of them in a key; None for anything else."""
+    place = {dict: "NAME", list: "N"}.get(get_origin(annotation))
+    inner = section_type(get_args(annotation)[-1]) if place else None
+    return None if inner is None or place is None else (inner, place)
 
 
 def _field_description(schema: type[BaseModel], key: Key) -> str:

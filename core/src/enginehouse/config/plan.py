@@ -66,6 +66,7 @@ from enginehouse.config.rows import (
 )
 from enginehouse.config.schema import AnyConfig, Config, DPOConfig, PreferenceConfig, RMConfig, SFTConfig
 from enginehouse.config.secrets import check_secrets
+from enginehouse.config.trackers import TrackerPlan, check_trackers
 from enginehouse.engines.model import Device, ModelSpec
 from enginehouse.errors import ConfigError, ModelError, nearest
 from enginehouse.plugin import (
@@ -121,6 +122,7 @@ class RunPlan:
         notes: what the user may not have expected.
         resumed: the checkpoint the run goes on from; None for a run that starts.
         spare_unfinished: `run.overwrite` is not to delete a run that can be gone on with.
+        trackers: what metrics are sent to, besides the run directory.
     """
 
     config: AnyConfig
@@ -133,6 +135,7 @@ class RunPlan:
     notes: tuple[str, ...]
     resumed: Checkpoint | None
     spare_unfinished: bool
+    trackers: tuple[TrackerPlan, ...]
 
     def render(self) -> str:
         """The plan as text, a line a fact."""
@@ -453,6 +456,7 @@ class _Setting:
         self.device, self.device_reason = pick_device(config.cluster.device)
         self.findings = Findings()
         self.models: dict[str, Mapping[str, Any]] = {}
+        self.trackers = check_trackers(self.findings, self.plugins, config.run.trackers, self.python_path)
 
     def common(self, facts: Facts, directory: Path, backends: Sequence[Backend | None]) -> dict[str, Any]:
         """Fields that every plan has."""
@@ -463,6 +467,8 @@ class _Setting:
         if self.deletes:
             facts = [*facts, ("deletes", self.deletes)]
         facts = [*facts, ("device", f"{self.device} ({self.device_reason})"), ("results", str(directory))]
+        if self.trackers:
+            facts = [*facts, ("trackers", ", ".join(one.name for one in self.trackers))]
         if not self.config.train.checkpoint_every:
             self.findings.note(
                 "train.checkpoint_every is 0: state to --resume from is saved when the run is interrupted or fails, "
@@ -472,11 +478,12 @@ class _Setting:
             "device": self.device,
             "run_directory": directory,
             "python_path": self.python_path,
-            "distributions": tuple(dict.fromkeys(owners)),
+            "distributions": tuple(dict.fromkeys([*owners, *(text for one in self.trackers for text in one.packages)])),
             "facts": tuple(facts),
             "notes": tuple(self.findings.notes),
             "resumed": self.resumed,
             "spare_unfinished": self.spare_unfinished,
+            "trackers": self.trackers,
         }
 
     def interpreter(self, record: Backend | None, engine: Engine, options: Mapping[str, Any], key: str) -> Interpreter:

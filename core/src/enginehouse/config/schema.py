@@ -508,8 +508,19 @@ class Plugins(Section):
     strict: bool = Field(default=False, description="A failing observer ends the run")
 
 
+class Tracker(Section):
+    """What metrics are sent to, besides the run directory."""
+
+    name: str = Field(description="A registered name, as tensorboard, wandb or mlflow, or module:Class")
+    arguments: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Given to it by name; ${NAME} stands for an environment variable; `enginehouse plugins show NAME` "
+        "lists them",
+    )
+
+
 class Run(Section):
-    """The run directory."""
+    """The run directory, and what else gets the metrics."""
 
     directory: str = Field(default="runs/run", description="Where everything the run writes goes")
     overwrite: bool = Field(
@@ -521,6 +532,9 @@ class Run(Section):
         default=25.0,
         gt=0,
         description="Longest time from Ctrl-C, SIGTERM or SIGHUP to the end, state and model saved; then it is forced",
+    )
+    trackers: list[Tracker] = Field(
+        default_factory=list, description="What metrics are sent to as well, as [{name: tensorboard}]; none ends a run"
     )
 
 

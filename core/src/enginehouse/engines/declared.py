@@ -12,6 +12,7 @@ from types import CodeType
 from typing import Any
 
 from enginehouse.engines.rollout import RolloutEngine
+from enginehouse.engines.tracker import Tracker as TrackerProtocol
 from enginehouse.engines.train import OffloadsState, SavesInBackground, TrainEngine, TrainsAdapters
 from enginehouse.engines.weights import WeightTransport
 from enginehouse.plugin import (
@@ -23,6 +24,7 @@ from enginehouse.plugin import (
     Record,
     ResolveError,
     RolloutBackend,
+    Tracker,
     TrainBackend,
     Transport,
     resolve,
@@ -36,6 +38,7 @@ PROTOCOLS: dict[type[Record], tuple[str, type]] = {
     TrainBackend: ("engine", TrainEngine),
     RolloutBackend: ("engine", RolloutEngine),
     Transport: ("transport", WeightTransport),
+    Tracker: ("tracker", TrackerProtocol),
 }
 """By kind of record the field that names a class, and what that class must do."""
 

@@ -6,5 +6,6 @@ BUILTIN: tuple[str, ...] = (
     "enginehouse.weights.transports.plugin",
     "enginehouse.controller.plugin",
     "enginehouse.rl.plugin",
+    "enginehouse.runs.plugin",
 )
 """Modules, in the order they are registered. Their names are reserved: no other plugin may declare one of them."""

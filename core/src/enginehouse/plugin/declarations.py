@@ -17,6 +17,7 @@ DECLARING: dict[str, tuple[type[records.Record], ...]] = {
     "enginehouse_register_losses": (records.Loss,),
     "enginehouse_register_rewards": (records.Reward,),
     "enginehouse_register_filters": (records.Filter,),
+    "enginehouse_register_trackers": (records.Tracker,),
 }
 """Each declaring hook and the records it takes."""
 
@@ -42,7 +43,7 @@ def check_record(record: object, hook: str) -> records.Record:
         reference = getattr(record, field_name)
         if not (isinstance(reference, str) and REFERENCE.match(reference)):
             raise PluginError(f"{what}: {field_name} is {reference!r}, not of the form 'module:attribute'")
-    if isinstance(record, records.Backend):
+    if isinstance(record, records.Backend | records.Tracker):
         _check_requirements(what, record)
     for capability in getattr(record, "capabilities", ()):
         if capability not in capabilities.OF[record.kind]:
@@ -51,9 +52,9 @@ def check_record(record: object, hook: str) -> records.Record:
     return record
 
 
-def _check_requirements(what: str, backend: records.Backend) -> None:
+def _check_requirements(what: str, record: records.Backend | records.Tracker) -> None:
     """Refuse a requirement that is none: whoever looks for what is missing would fail at it."""
-    for text in backend.requires:
+    for text in record.requires:
         try:
             parsed(text)
         except (ValueError, AttributeError, TypeError) as error:

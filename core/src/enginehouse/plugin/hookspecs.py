@@ -5,7 +5,8 @@ few times a step, on the controller, one by one: one that fails is logged and dr
 Nothing in a step's hot path, nothing asynchronous and nothing in a worker goes through a hook.
 
 The contract version changes with this file and the records: a plugin runs if its major version is the same and
-its minor version not newer than `CONTRACT`. A plugin module says `enginehouse_protocol = "1.0"`.
+its minor version not newer than `CONTRACT`. A plugin module says the oldest that has all it uses:
+`enginehouse_protocol = "1.0"`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from enginehouse.plugin.placement import Placement
 
 PROJECT = "enginehouse"
-CONTRACT = (1, 0)
+CONTRACT = (1, 1)
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -61,6 +62,11 @@ def enginehouse_register_rewards(register: Callable[[records.Reward], None]) -> 
 @hookspec(historic=True)
 def enginehouse_register_filters(register: Callable[[records.Filter], None]) -> None:
     """Declare filters of groups. Called once, when the plugin is loaded. Since 1.0."""
+
+
+@hookspec(historic=True)
+def enginehouse_register_trackers(register: Callable[[records.Tracker], None]) -> None:
+    """Declare trackers, what a run's metrics are sent to. Called once, when the plugin is loaded. Since 1.1."""
 
 
 @hookspec

@@ -9,7 +9,7 @@ from enginehouse.errors import nearest
 from enginehouse.plugin.errors import PluginLookupError
 from enginehouse.plugin.first_party import not_installed, pip_line
 from enginehouse.plugin.loaded import Plugin, Provided, same_distribution
-from enginehouse.plugin.records import Backend
+from enginehouse.plugin.records import Record
 from enginehouse.plugin.requirements import Missing, install_line
 
 LABELS = {"train": "training backend", "rollout": "rollout backend", "transport": "weight transport"}
@@ -37,12 +37,12 @@ def ambiguous(kind: str, name: str, providers: Sequence[Provided]) -> PluginLook
     )
 
 
-def requirements_missing(backend: Backend, plugin: Plugin, missing: Sequence[Missing]) -> PluginLookupError:
-    """The plugin is installed, what its engine needs is not."""
-    own = f"enginehouse runtime create {backend.name}"
+def requirements_missing(record: Record, plugin: Plugin, missing: Sequence[Missing]) -> PluginLookupError:
+    """The plugin is installed, what its engine or tracker needs is not."""
+    own = f"enginehouse runtime create {record.name}" if getattr(record, "runtimes", ()) else ""
     return PluginLookupError(
-        f"{label(backend.kind)} {backend.name!r} is installed ({plugin}), but {'; '.join(map(str, missing))}. "
-        f"Try: {own if backend.runtimes else install_line(missing, plugin.distribution)}",
+        f"{label(record.kind)} {record.name!r} is installed ({plugin}), but {'; '.join(map(str, missing))}. "
+        f"Try: {own or install_line(missing, plugin.distribution)}",
         "requirements missing",
     )
 

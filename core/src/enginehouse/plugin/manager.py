@@ -38,6 +38,7 @@ from enginehouse.plugin.records import (
     Record,
     ResolveError,
     RolloutBackend,
+    Tracker,
     TrainBackend,
     Transport,
     resolve,
@@ -112,7 +113,7 @@ class PluginManager:
         if len(found) > 1:
             raise lookup.ambiguous(word, name, found)
         record, plugin = found[0]
-        if isinstance(record, Backend) and not elsewhere and (missing := self.missing(record)):
+        if not elsewhere and (missing := self.missing(record)):
             raise lookup.requirements_missing(record, plugin, missing)
         return record
 
@@ -164,8 +165,9 @@ class PluginManager:
     # State
 
     def missing(self, record: Record) -> tuple[Missing, ...]:
-        """Requirements of a backend that this Python environment does not meet. Nothing is imported to find out."""
-        if not isinstance(record, Backend):
+        """Requirements of a backend or a tracker that this Python environment does not meet. Nothing is imported to
+        find out."""
+        if not isinstance(record, Backend | Tracker):
             return ()
         if id(record) not in self._missing:
             self._missing[id(record)] = tuple(unmet(record.requires))

@@ -243,8 +243,27 @@ class Filter(Function):
     kind: ClassVar[str] = "filter"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tracker(Record):
+    """What a run's metrics are sent to (`enginehouse.engines.tracker.Tracker`), by its class.
+
+    Attributes:
+        tracker: `"module:Class"`, constructed as `Class(**arguments)` with the arguments of the config. The module is
+            imported by `plan`, and so leaves what it `requires` to `start`.
+        requires: requirement strings that must be installed for it to run; checked without importing.
+    """
+
+    kind: ClassVar[str] = "tracker"
+    references: ClassVar[tuple[str, ...]] = ("tracker",)
+    tracker: str
+    requires: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _freeze(self, "requires", tuple)
+
+
 KINDS: tuple[type[Record], ...] = (
-    TrainBackend, RolloutBackend, Transport, DispatchMode, Advantage, Loss, Reward, Filter,
+    TrainBackend, RolloutBackend, Transport, DispatchMode, Advantage, Loss, Reward, Filter, Tracker,
 )  # fmt: skip
 """Every kind of record."""
 

@@ -7,6 +7,7 @@ metrics.jsonl       one line a step
 validation.jsonl    one line a validation
 samples/            what the model said: step-000010.jsonl, and validation-000010.jsonl
 timeline.json       a Chrome trace
+tensorboard/        what a tracker keeps here; also wandb/, mlflow/
 models/             models in Hugging Face format: step-000250/, and best/ of `train.save_best`, whole or not there
 model               a link to the newest of them
 checkpoints/        what `--resume` goes on from: the newest, step-000250/, whole or not there
@@ -29,13 +30,17 @@ from enginehouse.atomic import clear_partial, move_into_place, point_to, staging
 from enginehouse.checkpoints import Checkpoint
 from enginehouse.checkpoints.store import CheckpointStore
 from enginehouse.config import run_lock
+from enginehouse.config.document import parse
 from enginehouse.config.earlier_run import RUN_MARKER, read_record
 from enginehouse.config.paths import check_run_directory
+from enginehouse.config.trackers import TrackerPlan
+from enginehouse.engines.tracker import Outcome, RunFacts
 from enginehouse.errors import ConfigError, EnginehouseError
 from enginehouse.runs.clock import StepClock
 from enginehouse.runs.jsonlines import JsonLines, read_whole_lines, write_json_lines
-from enginehouse.runs.record import RunRecord, Status
+from enginehouse.runs.record import RunRecord
 from enginehouse.runs.timeline import Timeline
+from enginehouse.runs.tracking import ENDING_SECONDS, HURRY_SECONDS, Trackers
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +69,7 @@ class RunDirectory:
             then cut away by `open`, and nothing else of it; `overwrite` says nothing.
         checkpoints_kept: how many checkpoints are kept, the newest.
         models_kept: how many models of steps are kept, the newest; None: all.
+        trackers: what metrics are sent to as well, from `open` to `finish`.
 
     Attributes:
         path: absolute path.
@@ -92,6 +98,7 @@ class RunDirectory:
         resumed: Checkpoint | None = None,
         checkpoints_kept: int = 2,
         models_kept: int | None = None,
+        trackers: Sequence[TrackerPlan] = (),
     ):
         self.path = Path(path).absolute()
         self.clock = StepClock()
@@ -104,6 +111,7 @@ class RunDirectory:
         self._resumed, self._models_kept = resumed, models_kept
         self._overwrite, self._spare_unfinished = overwrite, spare_unfinished
         self._config, self._command, self._packages = config, command, packages
+        self._trackers = Trackers(trackers)
 
     def open(self) -> None:
         """Make the directory, after deleting what an earlier run left there if `overwrite` says so; or take it up.
@@ -162,10 +170,20 @@ class RunDirectory:
             self.clock.timeline = self.timeline = Timeline(self.path / "timeline.json", before)
             self._metrics = JsonLines(self.path / "metrics.jsonl")
             write_whole(self.path / "config.yaml", self._config)
+            self._trackers.start(self._facts())
         except BaseException as error:
             with contextlib.suppress(OSError):
                 self.record.finish("failed", self.last_step, str(error) or type(error).__name__)
             raise
+
+    def _facts(self) -> RunFacts:
+        return RunFacts(
+            name=self.path.name,
+            directory=self.path,
+            config=parse(self._config, "the config")[0] or {},
+            resumed_after=self._resumed.step if self._resumed else 0,
+            versions=dict(self.record.content["versions"]),
+        )
 
     def _cut_after(self, resumed: Checkpoint) -> None:
         """Leave of an earlier run what it wrote up to a checkpoint. Its models stay, until they are written anew."""
@@ -207,6 +225,7 @@ class RunDirectory:
         """Write a step's metrics; they are on their way to disk when this returns."""
         self._metrics.append({"step": step, "elapsed_seconds": round(self.elapsed_seconds, 4), **metrics})
         self.last_step = step
+        self._trackers.log(step, metrics, "train")
 
     def flush(self) -> None:
         """Have on disk what a run that is resumed here needs of what was logged."""
@@ -220,6 +239,7 @@ class RunDirectory:
         lines.to_disk()
         lines.close()
         self.validated_step = step
+        self._trackers.log(step, metrics, "validation")
 
     def write_samples(
         self, step: int, rows: Iterable[Mapping[str, Any]], kind: Literal["step", "validation"] = "step"
@@ -300,7 +320,7 @@ class RunDirectory:
         """The newest saved model; None if there is none."""
         return None if self.saved_step is None else self._model(self.saved_step)
 
-    def finish(self, status: Status, error: str | None = None, traceback: str | None = None) -> None:
+    def finish(self, status: Outcome, error: str | None = None, traceback: str | None = None) -> None:
         """Write how the run ended and close its files. Never fails: what could not be written is logged.
 
         Args:
@@ -312,8 +332,11 @@ class RunDirectory:
         ends: list[Callable[[], object]] = [lambda: self.record.finish(status, self.last_step, error)]
         if traceback:
             ends.append(lambda: write_whole(self.path / "error.txt", traceback))
+        ends += [self.timeline.close, self._metrics.close]
+        # Whoever interrupted a run waits.
+        ends.append(lambda: self._trackers.finish(status, HURRY_SECONDS if status == "interrupted" else ENDING_SECONDS))
         # The lock last: another process may write here from then on.
-        ends += [self.timeline.close, self._metrics.close, lambda: run_lock.release(self.path)]
+        ends.append(lambda: run_lock.release(self.path))
         problems = set()
         for end in ends:
             try:

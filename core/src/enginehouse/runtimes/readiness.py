@@ -21,11 +21,12 @@ def runtime_instead(manager: PluginManager, record: Record) -> str | None:
 
 
 def plugin_state(manager: PluginManager, plugin: Plugin) -> State:
-    """What became of a plugin, its backends' requirements included.
+    """What became of a plugin, its records' requirements included.
 
-    Requirements are met as well by a runtime, a Python environment of the backend's own, that is whole.
+    Requirements are met as well by a runtime, a Python environment of the backend's own, that is whole. What core's own
+    need is brought by extras: nobody has to have them.
     """
-    if plugin.status != "ok":
+    if plugin.status != "ok" or plugin.internal:
         return plugin.status
     lacking = [
         record for record in plugin.records if manager.missing(record) and runtime_instead(manager, record) is None

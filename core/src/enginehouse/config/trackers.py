@@ -1,0 +1,73 @@
+"""The trackers of a run, checked: that each is there, is one, and takes its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from enginehouse.config.arguments import check_call, check_values
+from enginehouse.config.functions import find_function
+from enginehouse.config.secrets import check_secrets
+from enginehouse.engines import tracker as protocol
+from enginehouse.errors import ConfigError
+from enginehouse.plugin import Tracker
+from enginehouse.plugin.references import lacking
+
+if TYPE_CHECKING:
+    from enginehouse.config import schema
+    from enginehouse.config.findings import Findings
+    from enginehouse.plugin import PluginManager
+
+
+@dataclass(frozen=True)
+class TrackerPlan:
+    """One of a run's trackers.
+
+    Attributes:
+        name: what the config calls it.
+        tracker: `"module:Class"`.
+        arguments: as the class takes them, but for `"${NAME}"`, which stays as it is written until it is constructed.
+        packages: requirement strings of what it needs, for the record of versions.
+    """
+
+    name: str
+    tracker: str
+    arguments: Mapping[str, Any]
+    packages: tuple[str, ...] = ()
+
+
+def check_trackers(
+    findings: Findings, plugins: PluginManager, trackers: Sequence[schema.Tracker], python_path: Sequence[str]
+) -> tuple[TrackerPlan, ...]:
+    """Check the section `run.trackers`; those that will not do are among the findings and are left out."""
+    found = []
+    for number, given in enumerate(trackers):
+        key = f"run.trackers[{number}]"
+        check_secrets(findings, f"{key}.arguments", given.arguments)
+        if given.name in [other.name for other in trackers[:number]]:
+            findings.refuse(
+                f"{key}.name: {given.name!r} is there twice, and what a tracker keeps in the run directory is by its "
+                "name: leave one out"
+            )
+        with findings.collecting():
+            found.append(_checked(findings, plugins, given, key, python_path))
+    return tuple(found)
+
+
+def _checked(
+    findings: Findings, plugins: PluginManager, given: schema.Tracker, key: str, python_path: Sequence[str]
+) -> TrackerPlan:
+    reference, made = find_function(plugins, Tracker, given.name, f"{key}.name", python_path, always=True)
+    if not isinstance(made, type):
+        raise ConfigError(f"{key}.name: {reference!r} is a function, not a class")
+    if missing := lacking(made, protocol.Tracker):
+        raise ConfigError(f"{key}.name: {reference!r} is no tracker: it lacks {', '.join(missing)}")
+    within = f"{key}.arguments"
+    check_call(made, within, given.arguments, within, values=given.arguments)
+    arguments, problems = check_values(made, within, given.arguments)
+    for problem in problems:
+        findings.refuse(f"{problem} (an argument of {given.name!r})")
+    records = [one.record for one in plugins.providers(Tracker, given.name)] if plugins.is_name(given.name) else []
+    packages = tuple(text for record in records if isinstance(record, Tracker) for text in record.requires)
+    return TrackerPlan(given.name, reference, arguments, packages)

@@ -1,0 +1,23 @@
+"""The id by which a tracker's service knows a run, kept in the run directory so that a resumed run goes on under it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from enginehouse.atomic import write_whole
+
+FILE = "run_id"
+
+
+def read_run_id(folder: Path) -> str | None:
+    """The id that is kept in a tracker's folder of the run directory; None before there is one."""
+    try:
+        return (folder / FILE).read_text(encoding="utf-8").strip() or None
+    except FileNotFoundError:
+        return None
+
+
+def keep_run_id(folder: Path, run_id: str) -> None:
+    """Keep an id; the folder is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / FILE, run_id + "\n")
