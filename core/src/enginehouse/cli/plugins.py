@@ -22,6 +22,7 @@ from enginehouse.plugin import (
     KINDS,
     Advantage,
     Backend,
+    Environment,
     Filter,
     Loss,
     Plugin,
@@ -52,6 +53,9 @@ CHECK_SECONDS = 300.0
 
 IMPORTING = "importing what it declares"
 """Begins what is wrong with all that a plugin declares."""
+
+ARGUED = (Loss, Advantage, Reward, Filter, Environment)
+"""What takes arguments by name."""
 
 COLOURS = {"ok": "green", "requirements missing": "yellow", "blocked": "dim"}
 
@@ -89,7 +93,7 @@ def show(name: str) -> None:
 
     \b
     enginehouse plugins show vllm             a backend, with its options
-    enginehouse plugins show clipped_policy   a loss, an advantage or a reward, with its arguments
+    enginehouse plugins show clipped_policy   a loss, an advantage, a reward or an environment, with its arguments
     """
     manager = loaded_plugins()
     named = [
@@ -102,7 +106,7 @@ def show(name: str) -> None:
         _show_plugin(manager, plugin)
     for provided in records:
         _show_record(manager, provided)
-        if isinstance(provided.record, Loss | Advantage | Reward | Filter):
+        if isinstance(provided.record, ARGUED):
             _show_arguments(provided.record)
 
 
@@ -278,18 +282,18 @@ def _show_options(console: Console, backend: Backend) -> None:
     _table_of(console, "option", options)
 
 
-def _show_arguments(record: Loss | Advantage | Reward | Filter) -> None:
-    """What a config may give a loss, an advantage, a reward or a filter; its function is imported."""
+def _show_arguments(record: Loss | Advantage | Reward | Filter | Environment) -> None:
+    """What a config may give a loss, an advantage, a reward, a filter or an environment, which is imported."""
     from enginehouse.config.arguments import KL_ARGUMENTS, arguments_of
     from enginehouse.plugin import ResolveError, resolve
 
     console = terminal()
     try:
-        function = resolve(record.function)
+        function = resolve(getattr(record, record.references[0]))
     except ResolveError as error:
         console.print(f"  arguments cannot be shown: {plain(str(error))}")
         return
-    arguments = arguments_of(function, positional=0 if isinstance(record, Reward) else 1)
+    arguments = arguments_of(function, positional=0 if isinstance(record, Reward | Environment) else 1)
     set_by = KL_ARGUMENTS if isinstance(record, Loss) else {}
     arguments = [
         one._replace(description=f"{one.description} Set by {set_by[one.name]}.".lstrip())

@@ -235,7 +235,8 @@ def _annotation(function: Callable[..., Any], parameter: inspect.Parameter) -> A
         return Any
     if not isinstance(parameter.annotation, str):
         return parameter.annotation
-    return eval(parameter.annotation, getattr(inspect.unwrap(function), "__globals__", {}))
+    made_by: Any = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]
+    return eval(parameter.annotation, getattr(inspect.unwrap(made_by), "__globals__", {}))
 
 
 def _holds_member(value: Any) -> bool:

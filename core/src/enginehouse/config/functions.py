@@ -1,4 +1,4 @@
-"""The functions a config names, `module:function`: found and imported. What they are given: `arguments`.
+"""The functions and classes a config names, `module:function`: found and imported. What they are given: `arguments`.
 
 A user's own module lies in the current directory or beside the config. These come last on the import path, in every
 process of a run: a file there never stands in for a module of the standard library or of an installed package. A config
@@ -11,6 +11,7 @@ import ast
 import difflib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import traceback
@@ -20,12 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.config.migration import answer_value
+from enginehouse.engines.environment import Environment
 from enginehouse.errors import ConfigError, UserError
 from enginehouse.plugin import ResolveError
-from enginehouse.plugin.references import find_definition
+from enginehouse.plugin.references import find_definition, lacking
 
 if TYPE_CHECKING:
-    from enginehouse.plugin import Function, PluginManager
+    from enginehouse.plugin import PluginManager, Record
 
 
 _extended: list[str] = []
@@ -42,9 +44,9 @@ def extend_path(directories: Iterable[str]) -> None:
 
 
 def find_function(
-    plugins: PluginManager, kind: type[Function], name: str, key: str, python_path: Sequence[str], *, always: bool
+    plugins: PluginManager, kind: type[Record], name: str, key: str, python_path: Sequence[str], *, always: bool
 ) -> tuple[str, Callable[..., Any] | None]:
-    """Find what the config calls `name`: a registered function, or the user's own `module:function`.
+    """Find what the config calls `name`: a registered function, or the user's own `module:function`; or a class.
 
     The user's own is imported. A registered one is its plugin's business and may import torch: it is imported only if
     `always` says so, or if reading its source does not show that it can be called without arguments of the config.
@@ -57,7 +59,7 @@ def find_function(
     """
     if plugins.is_name(name):
         try:
-            reference = plugins.get(kind, name).function
+            reference = getattr(plugins.get(kind, name), kind.references[0])
         except UserError as error:
             module, _, attribute = name.rpartition(".")
             hint = answer_value(name) or (f"a function of your own has a colon: {module}:{attribute}" if module else "")
@@ -72,8 +74,26 @@ def find_function(
     return name, import_function(name, key, python_path)
 
 
+def check_environment(found: Callable[..., Any], name: str) -> None:
+    """Check that what the config calls `name` is an environment, as far as can be told before it is made.
+
+    Raises:
+        ConfigError: it is no class, or has no `run` that is awaited.
+    """
+    what = f"environment.name: {name!r} is"
+    if not isinstance(found, type):
+        raise ConfigError(f"{what} {type(found).__name__}, and an environment is a class: name it, as in module:Class")
+    if lacks := lacking(found, Environment):
+        raise ConfigError(f"{what} no environment: it lacks {', '.join(lacks)} (docs/plugins/environment.md)")
+    if not inspect.iscoroutinefunction(inspect.unwrap(found.run)):  # type: ignore[attr-defined]
+        raise ConfigError(f"{what} no environment: its run is not awaited; write `async def run(self, task, ...)`")
+
+
 def _needs_nothing(definition: ast.AST | None) -> bool:
-    """Whether a function can be called with one positional argument, by its definition."""
+    """Whether a function can be called with one positional argument, or a class without any, by its definition."""
+    if isinstance(definition, ast.ClassDef):
+        makes = {"__init__", "__new__"}.intersection(getattr(one, "name", "") for one in definition.body)
+        return not (makes or definition.bases or definition.keywords or definition.decorator_list)
     if not isinstance(definition, ast.FunctionDef) or not all(map(_adds_defaults_only, definition.decorator_list)):
         return False
     signature = definition.args

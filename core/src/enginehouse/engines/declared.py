@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from enginehouse.engines.environment import Environment as EnvironmentProtocol
 from enginehouse.engines.rollout import RolloutEngine
 from enginehouse.engines.train import OffloadsState, SavesInBackground, TrainEngine, TrainsAdapters
 from enginehouse.engines.weights import WeightTransport
-from enginehouse.plugin import Backend, Record, ResolveError, RolloutBackend, TrainBackend, Transport, resolve
+from enginehouse.plugin import (
+    Backend,
+    Environment,
+    Record,
+    ResolveError,
+    RolloutBackend,
+    TrainBackend,
+    Transport,
+    resolve,
+)
 from enginehouse.plugin.capabilities import BACKGROUND_SAVE, LORA, OFFLOAD
 from enginehouse.plugin.references import lacking
 from enginehouse.plugin.requirements import unmet
@@ -16,6 +26,7 @@ PROTOCOLS: dict[type[Record], tuple[str, type]] = {
     TrainBackend: ("engine", TrainEngine),
     RolloutBackend: ("engine", RolloutEngine),
     Transport: ("transport", WeightTransport),
+    Environment: ("environment", EnvironmentProtocol),
 }
 """By kind of record the field that names a class, and what that class must do."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -84,6 +84,24 @@ class Score(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A score that an environment gives by itself; a `Score`, whose attributes it says.
+
+    Attributes:
+        reward: what is trained on; finite.
+        figures: numbers of its own, by name, each logged as the mean `reward/NAME`; docs/rewards.md says which names
+            are taken.
+        failure: why there is no reward, if it was to be asked for.
+        answer: what the episode answers.
+    """
+
+    reward: float
+    figures: Mapping[str, float] = field(default_factory=dict)
+    failure: str = ""
+    answer: str = ""
+
+
 class EpisodeContext(Protocol):
     """What an environment is given beside task and policy.
 
@@ -130,7 +148,7 @@ class Episode:
         logprobs: one a token, as the rollout reported it; 0 where `mask` is false.
         versions: one a token: weight version it was drawn from; of no meaning where `mask` is false. Where an engine
             does not say at which token a version changed, the oldest.
-        score: its reward.
+        score: its reward, by `EpisodeContext.score` or the environment's own (`Scored`).
         prompt: what was asked, as text, for people.
         response: what came of it, as text, for people.
         finish: why it ended: `"stop"`, `"length"`, or a word of the environment's; `"failed"`: it could not be made.
@@ -163,6 +181,12 @@ class Group:
 
 class Environment(Protocol):
     """Makes the episodes of a task, which are judged against each other. Any number of calls run at once.
+
+    A process makes one, `Class(**environment.arguments)`, and plays training and validation by it.
+
+    What it returns is checked (`enginehouse.rl.episode_checks`): a chosen token has to be one that `policy` drew in
+    this call of `run`, after just the tokens that stand before it, with the logprob that it was drawn with. Anything
+    malformed is a mistake of the environment's, and ends the run.
 
     Where `run` raises, or takes longer than `rollout.episode_seconds`, all its episodes have failed, and
     `rollout.on_failure` says what becomes of the task. `EpisodeContext.each` has them fail one by one.

@@ -63,6 +63,11 @@ def enginehouse_register_filters(register: Callable[[records.Filter], None]) -> 
     """Declare filters of groups. Called once, when the plugin is loaded. Since 1.0."""
 
 
+@hookspec(historic=True)
+def enginehouse_register_environments(register: Callable[[records.Environment], None]) -> None:
+    """Declare environments. Called once, when the plugin is loaded. Since 1.1."""
+
+
 @hookspec
 def enginehouse_commands(cli: Any) -> None:
     """Add sub-commands to the command line's click group.
