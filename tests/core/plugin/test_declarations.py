@@ -164,6 +164,10 @@ def test_every_kind_of_record_can_be_declared(distributions):
         @hookimpl
         def enginehouse_register_filters(register):
             register(Filter(name="given", function="a:b"))
+
+        @hookimpl
+        def enginehouse_register_environments(register):
+            register(Environment(name="given", environment="a:B"))
         """,
     )
     from enginehouse.plugin import KINDS
