@@ -26,14 +26,23 @@ def page_environment() -> Any:
 
 
 class Counting:
-    """The first turns of a group are one request. A tool says how long each is, and the configured reward scores."""
+    """The first turns of a group are one request. A tool says how long each is, and the configured reward scores.
+
+    Args:
+        step: reward of the first answer, for each of its tokens.
+    """
+
+    def __init__(self, step: float = 0.0):
+        self.step = step
 
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
         played = []
         for first in await policy.samples(task.prompt_ids, context.samples):
             said = Transcript(task.prompt_ids)
-            answer = policy.tokenizer.encode(str(len(said.add_drawn(first))), add_special_tokens=False)
-            said.add_given(answer)
+            length = len(said.add_drawn(first))
+            if self.step:
+                said.add_reward(self.step * length)
+            said.add_given(policy.tokenizer.encode(str(length), add_special_tokens=False))
             said.add_drawn(await policy.generate(said.tokens))
             played.append(said)
         texts = [policy.tokenizer.decode(said.tokens) for said in played]

@@ -14,6 +14,7 @@ from torch_rollout_driver import launched
 from enginehouse.engines.environment import Episode, Scored, Task, Transcript
 from enginehouse.engines.rollout import Completion, SamplingParams
 from enginehouse.recipes.sorting import VOCABULARY, make_model, make_tokenizer
+from enginehouse.rl.advantages.process_rewards import process_rewards
 from enginehouse.rl.environments.single_turn import SingleTurn
 from enginehouse.rl.episode_checks import EpisodeChecks, MalformedEpisode
 from enginehouse.rl.episodes import batch_of
@@ -113,10 +114,21 @@ def test_one_turn_as_it_was_drawn_is_taken():
         ({"score": Scored(float("inf"))}, "its reward is inf"),
         ({"score": Scored(1.0, {"mean": 1.0})}, "its score has a figure 'mean'"),
         ({"score": Scored(1.0, {"a": None})}, "the figure 'a' of its score is None"),
+        ({"token_rewards": [0.0] * 4}, "its token_rewards are float64 of shape (4,), and it has 5 tokens"),
+        ({"token_rewards": [0, 1, 0, 0, 0]}, "the reward of its token 1 is 1, and the policy did not choose it"),
+        ({"token_rewards": [0.0] * 4 + [float("inf")]}, "the reward of its token 4 is inf"),
     ],
 )  # fmt: skip
 def test_what_is_malformed_is_refused_and_says_where(changes, said):
     assert said in refusal(edited(**changes))
+
+
+def test_rewards_of_tokens_that_nobody_reads_are_refused_and_rows_without_any_have_zeros():
+    unread = replace(CHECKS, token_rewards=False)
+    said = refusal(edited(token_rewards=[0, 0, 0, 0, 1.0]), checks=unread)
+    assert "it has token_rewards, which the advantage of this run does not read" in said
+    assert play(edited(), checks=unread)[0].token_rewards is None
+    assert play(edited())[0].token_rewards.tolist() == [0.0] * 5
 
 
 def test_a_row_that_no_model_reads_is_refused():
@@ -250,6 +262,18 @@ def test_a_tool_between_two_answers_of_a_group(model):
     assert all(list(one.mask).count(False) == 4 for one in episodes)
 
 
+def test_the_reward_of_a_step_is_credited_to_the_tokens_before_it(model):
+    task = SimpleNamespace(episodes=played_by_an_engine(model, Counting(step=-0.5), samples=8, max_tokens=5))
+    batch = batch_of([SimpleNamespace(episodes=task.episodes, baseline=None)])
+    for rewards, mask, length in zip(batch["token_rewards"], batch["loss_mask"], batch["response_tokens"], strict=True):
+        first = mask.tolist().index(False, 3) - 3
+        assert rewards.nonzero().flatten().tolist() == [3 + first - 1]
+        assert rewards.sum().item() == -0.5 * first
+        assert first < length
+    credited = process_rewards(batch)["advantages"]
+    assert any(len(set(row[mask].tolist())) == 2 for row, mask in zip(credited, batch["loss_mask"], strict=True))
+
+
 def test_text_that_is_encoded_again_is_refused(model):
     with pytest.raises(MalformedEpisode, match=r"its token \d+, .* is marked as chosen, and the policy did not"):
         played_by_an_engine(model, Encoding(), samples=16, max_tokens=5)
@@ -262,6 +286,8 @@ def test_what_core_plays_unless_told_otherwise_needs_no_check(model):
 
 def test_an_episode_is_a_row_of_the_transcript_as_it_was():
     said = Transcript([1])
+    with pytest.raises(ValueError, match="no token was chosen"):
+        said.add_reward(1.0)
     first = said.episode(Scored(0.0))
     said.add_drawn(Completion([], [], "abort", 3, 3))
     assert said.add_drawn(Completion([5, 6], [-1.0, -2.0], "stop", 3, 4)) == [5, 6]

@@ -152,6 +152,8 @@ class Episode:
         prompt: what was asked, as text, for people.
         response: what came of it, as text, for people.
         finish: why it ended: `"stop"`, `"length"`, or a word of the environment's; `"failed"`: it could not be made.
+        token_rewards: one a token, beside the score's reward, which is that of the last one; 0 where `mask` is false.
+            Only some advantages read them, as `process_rewards` does. None: there are none.
     """
 
     tokens: Sequence[int] | np.ndarray
@@ -162,6 +164,7 @@ class Episode:
     prompt: str = ""
     response: str = ""
     finish: str = "stop"
+    token_rewards: Sequence[float] | np.ndarray | None = None
 
 
 class Transcript:
@@ -179,6 +182,7 @@ class Transcript:
         self._mask: list[bool] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
+        self._rewards: dict[int, float] = {}
         self.add_given(given)
 
     def add_given(self, tokens: Sequence[int]) -> None:
@@ -192,10 +196,18 @@ class Transcript:
         self._add(completion.token_ids, True, completion.logprobs, versions)
         return self.tokens[begin:]
 
+    def add_reward(self, reward: float) -> None:
+        """Reward the last token that the policy chose, beside the score of the whole: a step's reward."""
+        if True not in self._mask:
+            raise ValueError("no token was chosen that a reward could be given to")
+        last = len(self._mask) - 1 - self._mask[::-1].index(True)
+        self._rewards[last] = self._rewards.get(last, 0.0) + reward
+
     def episode(self, score: Score, prompt: str = "", response: str = "", finish: str = "stop") -> Episode:
         """The episode as it is now; arguments as of `Episode`."""
         columns = list(self.tokens), list(self._mask), list(self._logprobs), list(self._versions)
-        return Episode(*columns, score, prompt, response, finish)
+        rewards = [self._rewards.get(place, 0.0) for place in range(len(self.tokens))] if self._rewards else None
+        return Episode(*columns, score, prompt, response, finish, rewards)
 
     def _add(self, tokens: Sequence[int], is_chosen: bool, logprobs: Sequence[float], versions: Sequence[int]) -> None:
         self.tokens += map(int, tokens)

@@ -163,11 +163,13 @@ class EpisodeChecks:
         environment: its name, for messages.
         vocabulary: how many tokens the model knows. None: any.
         most_tokens: how long a row may be. None: any.
+        token_rewards: whether rewards of single tokens are read.
     """
 
     environment: str
     vocabulary: int | None = None
     most_tokens: int | None = None
+    token_rewards: bool = True
 
     def check(self, episodes: Sequence[Episode], count: int, drawn: Drawn, task: str) -> None:
         """Check what `Environment.run` returned.
@@ -222,6 +224,26 @@ class EpisodeChecks:
             or _problem_of_logprobs(logprobs)
             or drawn.problem(tokens, mask, logprobs, versions)
             or _problem_of_score(episode.score)
+            or self._problem_of_token_rewards(episode.token_rewards, mask)
+        )
+
+    def _problem_of_token_rewards(self, token_rewards: Any, mask: np.ndarray) -> str:
+        if token_rewards is None:
+            return ""
+        if not self.token_rewards:
+            return (
+                "it has token_rewards, which the advantage of this run does not read; one that does is process_rewards "
+                "(algorithm.advantage.name)"
+            )
+        rewards = np.asarray(token_rewards)
+        if rewards.dtype.kind not in "fiu" or rewards.shape != mask.shape:
+            return f"its token_rewards are {rewards.dtype} of shape {rewards.shape}, and it has {len(mask)} tokens"
+        wrong = ~np.isfinite(rewards.astype(np.float32)) | ((rewards != 0) & ~mask)
+        if not wrong.any():
+            return ""
+        place = int(wrong.argmax())
+        return f"the reward of its token {place} is {rewards[place]}" + (
+            "" if mask[place] else ", and the policy did not choose it"
         )
 
     def _problem_of_tokens(self, tokens: np.ndarray) -> str:

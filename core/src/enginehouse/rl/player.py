@@ -29,6 +29,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import numpy as np
+
 from enginehouse.config.secrets import from_environment
 from enginehouse.controller.errors import ControllerError, RemoteError, behind
 from enginehouse.engines.environment import Episode, Group, Score
@@ -36,7 +38,7 @@ from enginehouse.engines.rollout import GenerateRequest
 from enginehouse.errors import ConfigError, EnginehouseError, UserError
 from enginehouse.plugin.records import resolve
 from enginehouse.rl.episode_checks import FAILED, Drawn, EpisodeChecks, MalformedEpisode
-from enginehouse.rl.episodes import Played
+from enginehouse.rl.episodes import Played, total_reward
 from enginehouse.rl.rewards import program
 from enginehouse.rl.rewards.batch import RewardError
 from enginehouse.rl.router import PoisonousRows
@@ -221,7 +223,7 @@ class Player:
                 compared = await alone
             finally:
                 alone.cancel()
-            group = Group(task, episodes if compared else (), compared[0].score.reward if compared else None)
+            group = Group(task, episodes if compared else (), total_reward(compared[0]) if compared else None)
         kept = len(group.episodes) > 0 and (self._keep is None or self._keep(group))
         return Played(task, tuple(episode.score.reward for episode in group.episodes), kept, group)
 
@@ -255,6 +257,8 @@ class Player:
                 raise context.verdict
             if self._checks is not None:
                 self._checks.check(episodes, self.samples - context.left_out, drawn, what)
+                if self._checks.token_rewards:
+                    return [_with_token_rewards(one) for one in episodes]
             return episodes
 
         try:
@@ -483,11 +487,19 @@ def player_of(
     failing = rollout.on_failure, rollout.episode_seconds
     checks = None
     if not plan.is_single_turn:  # whose episodes are what they have to be, as its test shows
-        checks = EpisodeChecks(plan.config.environment.name, plan.vocabulary, plan.most_tokens)
+        needs = plan.advantage_needs
+        by_token = needs is None or "token_rewards" in needs
+        checks = EpisodeChecks(plan.config.environment.name, plan.vocabulary, plan.most_tokens, by_token)
     baseline = None
     if kind.filtered and "baseline" in (plan.advantage_needs or ()):
         baseline = Player(environment, lambda task: policy_of(task).greedy(), scorer, 1, *failing, checks=checks)
     return Player(environment, policy_of, scorer, samples, *failing, keep, baseline, checks)
+
+
+def _with_token_rewards(episode: Episode) -> Episode:
+    """All rows of a step have the same columns."""
+    rewards = episode.token_rewards
+    return replace(episode, token_rewards=np.zeros(len(episode.tokens), np.float32)) if rewards is None else episode
 
 
 def failed_metrics(counts: Mapping[str, int]) -> dict[str, float]:
