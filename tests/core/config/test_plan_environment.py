@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from projects import Project
 
 from enginehouse.config.plan import SINGLE_TURN, Plan
-from enginehouse.errors import UserError
+from enginehouse.errors import ConfigError, UserError
+from enginehouse.rl.player import make_environment
+from enginehouse.rl.rewards.weighted import WeightedRewards
 
 GAMES = """
 from __future__ import annotations
@@ -20,7 +24,14 @@ from pydantic import Field
 
 class Game:
     def __init__(self, rounds: Annotated[int, Field(gt=0)] = 2, key: str = ""):
-        self.rounds = rounds
+        self.rounds, self.key = rounds, key
+
+    async def run(self, task, policy, context): ...
+
+
+class Picky:
+    def __init__(self, mood: str = "bad"):
+        raise OSError(f"in a {mood} mood")
 
     async def run(self, task, policy, context): ...
 
@@ -108,3 +119,23 @@ def test_a_reward_is_wanted_where_the_environment_may_not_bring_one(make: Callab
     assert make(own).rewards == ()
     with pytest.raises(UserError, match=r"reward\.function is wanted"):
         make()
+
+
+def test_it_is_made_with_the_value_of_a_variable_which_stands_in_no_plan(make: Callable[..., Plan], monkeypatch):
+    monkeypatch.setenv("GAME_KEY", "open sesame")
+    planned = make("environment={name: 'games:Game', arguments: {rounds: 4, key: '${GAME_KEY}'}}")
+    assert "sesame" not in repr(planned)
+    made: Any = make_environment(planned)
+    assert (made.rounds, made.key) == (4, "open sesame")
+
+
+def test_what_it_raises_as_it_is_made_is_said(make: Callable[..., Plan]):
+    with pytest.raises(ConfigError, match=r"environment\.name: making 'games:Picky' raised OSError: in a bad mood"):
+        make_environment(make("environment.name=games:Picky"))
+
+
+def test_a_reward_that_is_asked_for_and_not_there_is_said(make: Callable[..., Plan], project: Project):
+    project.config["reward"] = {}
+    rewards = WeightedRewards(make("environment.name=games:Game"))
+    with pytest.raises(ConfigError, match=r"asks for the reward, and the config has none: set reward\.function"):
+        asyncio.run(rewards.scorer(1)([{"response": "x"}]))
