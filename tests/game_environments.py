@@ -46,7 +46,9 @@ class Counting:
             said.add_drawn(await policy.generate(said.tokens))
             played.append(said)
         texts = [policy.tokenizer.decode(said.tokens) for said in played]
-        scores = await context.score([{"prompt": task.prompt, "response": text} for text in texts])
+        scores = await context.score(
+            [{"prompt": task.prompt, "response": text, "finish_reason": "stop"} for text in texts]
+        )
         return [said.episode(score, task.prompt, text) for said, score, text in zip(played, scores, texts, strict=True)]
 
 

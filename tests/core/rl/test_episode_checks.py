@@ -30,6 +30,7 @@ class Fleet:
     """Draws three tokens after any prompt, which depend on its length: 10 more than each of their places."""
 
     async def generate(self, request):
+        await asyncio.sleep(0)
         start = len(request.prompt_ids)
         tokens = [10 + place for place in range(start, start + 3)]
         logprobs = [-0.01 * token for token in tokens]
@@ -44,19 +45,16 @@ class Playing:
         self.run = run
 
 
-def play(run, *, samples=1, on_failure="fail", checks=CHECKS, tokenizer=None, fleet=None, task=TASK, scorer=None):
-    """What the player makes of a task by an environment: an object, or its `run`."""
-    environment = run if hasattr(run, "run") else Playing(run)
+def play(run, *, samples=1, on_failure="fail", checks=CHECKS, times=1):
+    """What a player makes of a task by an environment's `run`, the last time."""
 
-    async def scored(rows):
-        return [Score(float(len(row["response"])), {}) for row in rows]
-
-    def policy_of(task):
+    async def played():
         sampling = SamplingParams(n=samples, max_tokens=3)
-        return FleetPolicy(fleet or Fleet(), tokenizer, sampling, "task-7", 11)
+        policy = FleetPolicy(Fleet(), None, sampling, "task-7", 11)
+        player = Player(Playing(run), lambda task: policy, None, samples, on_failure, checks=checks)
+        return [await player.play(TASK) for _ in range(times)][-1]
 
-    player = Player(environment, policy_of, scorer or scored, samples, on_failure, checks=checks)
-    return asyncio.run(player.play(task))
+    return asyncio.run(played())
 
 
 def edited(**changes):
@@ -189,18 +187,20 @@ def test_what_another_episode_of_the_group_drew_after_the_same_tokens_will_do_an
         return kept * context.samples
 
     assert len(play(run, samples=2)) == 2
-    assert "is marked as chosen" in refusal(run)
+    kept.clear()
+    assert "its token 2, 12, is marked as chosen" in refusal(run, times=2)
 
 
-def test_an_environment_may_change_what_it_gave_after_it_asked():
-    """What was drawn is held against the tokens that the policy was given."""
+def test_what_was_drawn_is_held_against_the_tokens_that_the_policy_was_given():
+    """Whatever the environment does to them meanwhile."""
 
     async def run(task, policy, context):
         tokens = list(task.prompt_ids)
-        completion = await policy.generate(tokens)
+        drawing = asyncio.create_task(policy.generate(tokens))
+        await asyncio.sleep(0)
         tokens[0] = 9
         said = Transcript(tokens)
-        said.add_drawn(completion)
+        said.add_drawn(await drawing)
         return [said.episode(Scored(0.0))]
 
     assert "it drew nothing after just these tokens" in refusal(run)
