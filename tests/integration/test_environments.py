@@ -15,6 +15,8 @@ from .conftest import Start
 from .test_environment_workers import assert_alike
 
 TESTS = str(Path(__file__).parents[1])
+ROUNDING = 1e-4
+"""Which turns are drawn together depends on time, and with it the last bit of a logprob."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -36,7 +38,8 @@ def game(house: Path) -> tuple[str, ...]:
 
 
 def test_a_game_of_two_turns_is_trained_on_and_validated_wherever_it_is_played(train: Start, game: tuple[str, ...]):
-    runs = assert_alike(train, *game, "train.steps=3", "rollout.samples_per_prompt=16", "train.validate_every=3")
+    given = "train.steps=3", "rollout.samples_per_prompt=16", "train.validate_every=3"
+    runs = assert_alike(train, *game, *given, rounding=ROUNDING)
     for run in runs:
         assert all(1.0 <= line["reward/turns"] <= 2.0 for line in run.metrics)
         assert any(line["response/tokens_mean"] == line["reward/turns"] > 1.0 for line in run.metrics)
@@ -52,7 +55,7 @@ def test_rewards_of_steps_and_a_greedy_episode_reach_remax_from_wherever_it_is_p
     runs = assert_alike(
         train, "environment={name: 'game_environments:Counting', arguments: {step: 0.1}}", "train.steps=2",
         "algorithm.advantage.name=remax", "algorithm.kl={coefficient: 0.01, place: reward}",
-        "reward.function=rewards:varied", env={"PYTHONPATH": TESTS},
+        "reward.function=rewards:varied", env={"PYTHONPATH": TESTS}, rounding=ROUNDING,
     )  # fmt: skip
     assert len(runs[1].metrics) == 2
 
