@@ -34,8 +34,7 @@ class WeightedRewards:
     """
 
     def __init__(self, plan: Plan):
-        self._rewards = plan.rewards
-        self._scored_later = "reward_model" in plan.roles
+        self._plan, self._rewards = plan, plan.rewards
         with ExitStack() as stack:
             self._pools = [stack.enter_context(closing(RewardPool.of(plan, one))) for one in plan.rewards]
             self._open = stack.pop_all()
@@ -54,7 +53,7 @@ class WeightedRewards:
                 for one in scoring:
                     one.cancel()
             if not by_reward:
-                if not self._scored_later:
+                if "reward_model" not in self._plan.roles:
                     raise ConfigError(
                         "the environment asks for the reward, and the config has none: set reward.function"
                     )
