@@ -10,7 +10,9 @@ import pytest
 from projects import Project
 
 from enginehouse.config.plan import SINGLE_TURN, Plan
+from enginehouse.engines.declared import problems_of
 from enginehouse.errors import ConfigError, UserError
+from enginehouse.plugin import Environment
 from enginehouse.rl.player import make_environment
 from enginehouse.rl.rewards.weighted import WeightedRewards
 
@@ -139,3 +141,11 @@ def test_a_reward_that_is_asked_for_and_not_there_is_said(make: Callable[..., Pl
     rewards = WeightedRewards(make("environment.name=games:Game"))
     with pytest.raises(ConfigError, match=r"asks for the reward, and the config has none: set reward\.function"):
         asyncio.run(rewards.scorer(1)([{"response": "x"}]))
+
+
+def test_what_a_plugin_declares_has_to_be_an_environment(project: Project, monkeypatch):
+    monkeypatch.syspath_prepend(str(project.root))
+    assert problems_of(Environment(name="sure", environment="games:Sure")) == []
+    assert problems_of(Environment(name="mute", environment="games:Mute")) == [
+        "environment 'mute': environment 'games:Mute' lacks run"
+    ]
