@@ -21,6 +21,7 @@ from enginehouse.plugin import (
     CONTRACT,
     KINDS,
     Backend,
+    Environment,
     Function,
     Loss,
     Plugin,
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
 
     from enginehouse.cli.options_schema import Option
     from enginehouse.config.arguments import Argument
+
+ARGUED = (Function, Environment, Tracker)
+"""What takes arguments by name."""
 
 COLOURS = {"ok": "green", "requirements missing": "yellow", "blocked": "dim"}
 
@@ -75,7 +79,8 @@ def show(name: str) -> None:
 
     \b
     enginehouse plugins show vllm             a backend, with its options
-    enginehouse plugins show clipped_policy   a loss, an advantage, a reward or a tracker, with its arguments
+    enginehouse plugins show clipped_policy   a loss, an advantage, a reward, an environment or a tracker, with its
+                                              arguments
     """
     manager = loaded_plugins()
     named = [
@@ -88,7 +93,7 @@ def show(name: str) -> None:
         _show_plugin(manager, plugin)
     for provided in records:
         _show_record(manager, provided)
-        if isinstance(provided.record, Function | Tracker):
+        if isinstance(provided.record, ARGUED):
             _show_arguments(provided.record)
 
 
@@ -234,8 +239,8 @@ def _show_options(console: Console, backend: Backend) -> None:
     _table_of(console, "option", options)
 
 
-def _show_arguments(record: Function | Tracker) -> None:
-    """What a config may give a loss, an advantage, a reward, a filter or a tracker; its code is imported."""
+def _show_arguments(record: Function | Environment | Tracker) -> None:
+    """What a config may give to what has arguments, a loss or a tracker, say; its code is imported."""
     from enginehouse.config.arguments import KL_ARGUMENTS, arguments_of
     from enginehouse.plugin import ResolveError, resolve
 
@@ -245,7 +250,7 @@ def _show_arguments(record: Function | Tracker) -> None:
     except ResolveError as error:
         console.print(f"  arguments cannot be shown: {plain(str(error))}")
         return
-    arguments = arguments_of(function, positional=0 if isinstance(record, Reward | Tracker) else 1)
+    arguments = arguments_of(function, positional=0 if isinstance(record, Reward | Environment | Tracker) else 1)
     set_by = KL_ARGUMENTS if isinstance(record, Loss) else {}
     arguments = [
         one._replace(description=f"{one.description} Set by {set_by[one.name]}.".lstrip())

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from types import CodeType
 from typing import Any
 
+from enginehouse.engines.environment import Environment as EnvironmentProtocol
 from enginehouse.engines.rollout import RolloutEngine
 from enginehouse.engines.tracker import Tracker as TrackerProtocol
 from enginehouse.engines.train import OffloadsState, SavesInBackground, TrainEngine, TrainsAdapters
@@ -18,6 +19,7 @@ from enginehouse.engines.weights import WeightTransport
 from enginehouse.plugin import (
     Advantage,
     Backend,
+    Environment,
     Filter,
     Loss,
     Plugin,
@@ -39,6 +41,7 @@ PROTOCOLS: dict[type[Record], tuple[str, type]] = {
     RolloutBackend: ("engine", RolloutEngine),
     Transport: ("transport", WeightTransport),
     Tracker: ("tracker", TrackerProtocol),
+    Environment: ("environment", EnvironmentProtocol),
 }
 """By kind of record the field that names a class, and what that class must do."""
 

@@ -92,7 +92,7 @@ def with_kl_in_reward(
             `rollout_logprobs`.
         coefficient: what the divergence is multiplied with.
         estimator: as of `token_kl`.
-        by_token: take each token's off its own `token_rewards`, ragged float32, of which there are none yet; else the
+        by_token: take each token's off its own `token_rewards`, ragged float32, 0 where there are none yet; else the
             sum of a row's off its `reward`.
 
     Returns:
@@ -100,12 +100,13 @@ def with_kl_in_reward(
     """
     old = "old_logprobs" if "old_logprobs" in batch else "rollout_logprobs"
     per_row, per_token, tokens = [torch.zeros(0)], [torch.zeros(0)], 0.0
-    for part in batch.select(["loss_mask", old, "reference_logprobs"]).shards():
+    earlier = ["token_rewards"] if by_token and "token_rewards" in batch else []
+    for part in batch.select(["loss_mask", old, "reference_logprobs", *earlier]).shards():
         mask = part["loss_mask"]
         divergence = token_kl(part[old].values, part["reference_logprobs"].values, estimator) * mask.values
         per_row.append(torch.zeros(len(part)).index_add_(0, mask.row, divergence))
         if by_token:
-            per_token.append(-coefficient * divergence)
+            per_token.append(sum((part[name].values for name in earlier), -coefficient * divergence))
         tokens += mask.values.sum().item()
     of_rows = torch.cat(per_row)
     if by_token:
