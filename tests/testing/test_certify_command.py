@@ -230,7 +230,10 @@ def test_verify_says_in_a_line_each_what_differs(certified, tmp_path, where, val
     assert said in output
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"passed": true}'])
+OTHER = {"backend": "b", "kind": "loss", "passed": True, "checks": [1], "versions": {}, "written": ""}
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"passed": true}', json.dumps(OTHER)])
 def test_verify_takes_nothing_else_for_a_certificate(tmp_path, text):
     (tmp_path / "other.json").write_text(text)
     code, output = verified(tmp_path / "other.json")
