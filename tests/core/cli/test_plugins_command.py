@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 from click.testing import CliRunner
 
 from enginehouse.cli.main import main
-from enginehouse.plugin import load_plugins
+from enginehouse.plugin import load_plugins, requirements
+from enginehouse.runtimes.readiness import plugin_states
 
 CONTRACT = 'from enginehouse.plugin import *\nenginehouse_protocol = "1.0"\n'
 HEAVY = ("torch", "ray", "transformers")
@@ -289,7 +291,7 @@ def test_each_state_is_listed_with_its_reason_under_the_table(command_line):
         assert f"({name})" in table or state in ("ok", "requirements missing")
     assert "fragile (fragile): broken: RuntimeError: no luck today" in problems
     assert (
-        "dated 0.1.0 is written for plugin contract 9.0, and enginehouse 0.1.0 offers 1.0; upgrade enginehouse"
+        "dated 0.1.0 is written for plugin contract 9.0, and enginehouse 0.1.0 offers 1.1; upgrade enginehouse"
         in problems
     )
     assert "needy (needy): requirements missing: needs absent-thing>=1, but it is not installed" in problems
@@ -432,3 +434,22 @@ def test_cores_own_commands_are_there_under_their_names():
             assert command is not None
             assert command.name == name
             assert command.help
+
+
+def test_show_lists_the_arguments_of_a_tracker_and_list_names_those_there_are():
+    said = CliRunner().invoke(main, ["plugins", "show", "wandb"]).stdout
+    assert "wandb>=" in said
+    assert re.search(r"project +str +enginehouse +where the run is listed\.", said)
+    rows = [line.split() for line in CliRunner().invoke(main, ["plugins", "list"]).stdout.splitlines()]
+    assert ["tracker", "tensorboard,", "wandb,", "mlflow"] in rows
+
+
+def test_a_built_in_tracker_that_lacks_its_package_is_no_problem_of_the_installation(monkeypatch):
+    manager = load_plugins(enabled=[])
+    monkeypatch.setattr(requirements, "installed_version", lambda name, path=None: None)
+    assert plugin_states(manager)["enginehouse.runs"] == "ok"
+    monkeypatch.setattr("enginehouse.cli.plugins.loaded_plugins", lambda: manager)
+    said = " ".join(CliRunner().invoke(main, ["plugins", "show", "wandb"]).stdout.split())
+    assert "requirements missing: needs wandb>=0.31" in said
+    assert 'pip install "enginehouse[wandb]"' in said
+    assert "wandb>=" not in CliRunner().invoke(main, ["plugins", "list"]).stdout

@@ -258,6 +258,7 @@ def test_core_itself_is_no_part_of_a_recipe():
     assert not any(line.startswith("enginehouse") for line in wanted.requirements)
     assert any(line.startswith("pydantic") for line in wanted.requirements)
     assert f"ray=={ray_version()}" in wanted.requirements
+    assert not any(line.lower().startswith("tensorboard") for line in wanted.requirements)  # no worker tracks
 
 
 def test_an_unknown_requirement_set_is_said_with_those_there_are():
