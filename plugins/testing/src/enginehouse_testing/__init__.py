@@ -1,4 +1,4 @@
-"""The conformance suite: what a backend or a weight transport must do.
+"""The conformance suites: what a backend, a weight transport, or any other part that a plugin brings must do.
 
 For its author's tests, and for `enginehouse certify`.
 
@@ -13,16 +13,49 @@ from enginehouse.lazy import exports
 
 if TYPE_CHECKING:
     from enginehouse_testing.certificate import Certificate, Result
+    from enginehouse_testing.given import Given
     from enginehouse_testing.running import certify
-    from enginehouse_testing.suite import RolloutEngineSuite, TrainEngineSuite, WeightTransportSuite
+    from enginehouse_testing.suite import (
+        AdvantageSuite,
+        EnvironmentSuite,
+        LossSuite,
+        RewardSuite,
+        RolloutEngineSuite,
+        TrackerSuite,
+        TrainEngineSuite,
+        WeightTransportSuite,
+    )
 
-__all__ = ["Certificate", "Result", "RolloutEngineSuite", "TrainEngineSuite", "WeightTransportSuite", "certify"]
+__all__ = [
+    "AdvantageSuite",
+    "Certificate",
+    "EnvironmentSuite",
+    "Given",
+    "LossSuite",
+    "Result",
+    "RewardSuite",
+    "RolloutEngineSuite",
+    "TrackerSuite",
+    "TrainEngineSuite",
+    "WeightTransportSuite",
+    "certify",
+]
 
 __getattr__ = exports(
     __name__,
     {
         "certificate": ["Certificate", "Result"],
+        "given": ["Given"],
         "running": ["certify"],
-        "suite": ["RolloutEngineSuite", "TrainEngineSuite", "WeightTransportSuite"],
+        "suite": [
+            "AdvantageSuite",
+            "EnvironmentSuite",
+            "LossSuite",
+            "RewardSuite",
+            "RolloutEngineSuite",
+            "TrackerSuite",
+            "TrainEngineSuite",
+            "WeightTransportSuite",
+        ],
     },
 )

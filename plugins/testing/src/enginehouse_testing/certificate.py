@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from enginehouse.atomic import write_whole
 from enginehouse.plugin.requirements import installed_versions, parsed
-from enginehouse_testing.origin import Origin, required_plugins
+from enginehouse_testing.origin import Commit, Origin, required_plugins
 
 Outcome = Literal["passed", "failed", "not declared", "not run"]
 
@@ -44,17 +44,18 @@ class Result:
 
 @dataclass(slots=True)
 class Certificate:
-    """The results of a backend or a transport.
+    """The results of a record.
 
     Attributes:
         backend: its name.
         checks: results, in the order they were found.
         finished: False until everything asked for has run.
         whole: False where only some checks or layouts were asked for: then it never says `passed`.
-        kind: `"train"`, `"rollout"` or `"transport"`.
+        kind: of the record: `"train"`, `"loss"`, ...
         runtime: versions of what the engine stood on, in the Python environment of its worker; else empty.
         depends: distributions whose versions here are given beside the usual.
         origin: whose it is, and which code of theirs; None: not known.
+        commit: of the checkout that this code lies in; None: of none.
     """
 
     backend: str
@@ -65,6 +66,7 @@ class Certificate:
     runtime: dict[str, str] = field(default_factory=dict)
     depends: Sequence[str] = ()
     origin: Origin | None = None
+    commit: Commit | None = None
 
     @property
     def failed(self) -> list[Result]:
@@ -91,6 +93,7 @@ class Certificate:
             "backend": self.backend,
             "kind": self.kind,
             "plugin": None if self.origin is None else asdict(self.origin),
+            "commit": None if self.commit is None else asdict(self.commit),
             "passed": self.passed,
             "written": datetime.now(UTC).isoformat(timespec="seconds"),
             "interrupted": not self.finished,

@@ -1,7 +1,7 @@
 """What a check is: what is done with an engine or a transport, and how what was seen is judged.
 
 A check's acts use the public protocol alone: those of a training engine run on every rank, in lock step; those of a
-rollout engine in the process of its replica; those of a transport where the suite runs. Its judge runs once, where the
+rollout engine in the process of its replica; those of all else where the suite runs. Its judge runs once, where the
 suite runs, and turns what was seen into one number that may not exceed the tolerance.
 """
 
@@ -49,14 +49,14 @@ class Measured:
 
 
 Act = Callable[[Any], Any]
-"""Takes a `Rank`, a `Replica` (then it is a coroutine function) or a `Link`."""
+"""Takes a `Rank`, a `Replica` (then it is a coroutine function), a `Link`, or the trial of a function."""
 
 Judge = Callable[..., Measured]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One property of an engine or a transport.
+    """One property of an engine, a transport or a function.
 
     Attributes:
         name: what it is called in reports and asked for by.
@@ -108,6 +108,12 @@ class RolloutCheck(Check):
 def wrong(detail: str) -> Measured:
     """The finding where something is wrong that has no size."""
     return Measured(float("inf"), detail)
+
+
+def found(seen: Sequence[Seen]) -> Measured:
+    """The judge of an act that judges what it sees itself."""
+    measured: Measured = seen[0].value
+    return measured
 
 
 def outputs_of(seen: Sequence[Seen]) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -11,12 +12,16 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from enginehouse.plugin import Backend, Plugin, Transport, plugins
+from enginehouse.plugin import Plugin, Record, plugins
 from enginehouse.plugin.loaded import canonical_name
 
+BRINGS_WEIGHTS = ("train", "rollout", "transport")
 OF_CORE = ("enginehouse.weights",)
 """What of core is part of what every engine and transport does: how weights come. The rest a certificate has by core's
 version alone: an edit of a command or of the loop makes no engine another."""
+
+GIT_SECONDS = 10.0
+"""Longest git may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +32,8 @@ class Origin:
         distribution: the installed distribution; empty where it is of none.
         version: that distribution's version.
         digest: of all files of the packages its strings name, of the plugins that its distribution requires, and of
-            `OF_CORE`, `"sha256:..."`: it changes with an edit, too, of what is installed from a checkout.
+            `OF_CORE` if its kind has to do with weights, `"sha256:..."`: it changes with an edit, too, of what is
+            installed from a checkout.
     """
 
     distribution: str
@@ -39,26 +45,56 @@ class Origin:
         return f"{named}, {self.digest[:19]}"
 
 
-def origin_of(record: Backend | Transport) -> Origin:
+def origin_of(record: Record) -> Origin:
     """Whose a record is, registered or not. Nothing of it is imported."""
     modules = _modules(record)
     owner = _owner(record, modules)
     named = [*modules, *([owner.module] if owner is not None else [])]
     named += [plugin.module for plugin in _stands_on(owner)]
-    digest = _digest(sorted({*map(_package, named), *OF_CORE}))
+    digest = _digest(sorted({*map(_package, named), *(OF_CORE if record.kind in BRINGS_WEIGHTS else ())}))
     return Origin(owner.distribution, owner.version, digest) if owner is not None else Origin("", "", digest)
 
 
-def required_plugins(record: Backend | Transport) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The commit of the checkout that a record's code lies in.
+
+    Attributes:
+        hash: of the commit.
+        changed: whether files of the checkout differ from it.
+    """
+
+    hash: str
+    changed: bool
+
+
+def commit_of(record: Record) -> Commit | None:
+    """The commit that a record's code is of; None where it lies in no git checkout, or git is not there."""
+    files = [path for module in _modules(record) for _, path in _files(_package(module))][:1]
+    if not files or _git(files[0].parent, "ls-files", "--error-unmatch", files[0].name) is None:
+        return None  # not there, or in an environment within somebody's checkout
+    found, changed = _git(files[0].parent, "rev-parse", "HEAD"), _git(files[0].parent, "status", "--porcelain")
+    return None if not found or changed is None else Commit(found, bool(changed))
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, timeout=GIT_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def required_plugins(record: Record) -> list[str]:
     """Distributions of other plugins whose code is part of a record's. Nothing of them is imported."""
     return [plugin.distribution for plugin in _stands_on(_owner(record, _modules(record)))]
 
 
-def _modules(record: Backend | Transport) -> list[str]:
+def _modules(record: Record) -> list[str]:
     return sorted({getattr(record, field).partition(":")[0] for field in record.references})
 
 
-def _owner(record: Backend | Transport, modules: list[str]) -> Plugin | None:
+def _owner(record: Record, modules: list[str]) -> Plugin | None:
     """The plugin that declares a record; of one that is not registered, the plugin whose code it names."""
     there = plugins()
     declared = [one.plugin for one in there.providers(record.kind, record.name) if one.record == record]

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.errors import UserError, nearest
-from enginehouse.plugin import Backend, Layout, RolloutBackend, TrainBackend, Transport, capabilities
+from enginehouse.plugin import Backend, Layout, Record, Reward, RolloutBackend, TrainBackend, Transport, capabilities
 from enginehouse.runtimes import choose_runtime
 from enginehouse_testing.certificate import Certificate, Result, depends_on
 from enginehouse_testing.check import PROTOCOL, Check, Seen
 from enginehouse_testing.checks import checks_of
-from enginehouse_testing.origin import origin_of
+from enginehouse_testing.given import Given
+from enginehouse_testing.naming import check_given
+from enginehouse_testing.origin import commit_of, origin_of
 from enginehouse_testing.sites import (
     ACT_SECONDS,
+    FUNCTION_SECONDS,
     ROLLOUT_ACT_SECONDS,
     TRANSPORT_SECONDS,
+    HereSite,
+    RewardSite,
     RolloutSite,
     Site,
     TrainSite,
@@ -32,11 +37,19 @@ if TYPE_CHECKING:
 MOST_PAIRS = 6
 """Most pairs of layouts between which checkpoints are carried."""
 
+HERE = Layout("here")
+"""Of what runs in the suite's own process."""
+
 
 QUICK: Mapping[str, tuple[str, ...]] = {
     "train": ("logprobs", "gradients", "training", "weights", "checkpoint"),
     "rollout": ("overtaking", "greedy", "logprobs", "ends", "refused", "abort_one", "pause_abort", "update"),
     "transport": ("exact", "several_ranks", "awkward_tensors"),
+    "loss": ("value", "cut", "gradient"),
+    "advantage": ("column", "order", "needs"),
+    "reward": ("score", "odd_responses"),
+    "tracker": ("life", "written", "resumed"),
+    "environment": ("episodes", "tokens", "loop"),
 }
 """By kind the few checks to begin with: what is wrong with a new engine mostly shows in one of them."""
 
@@ -62,9 +75,7 @@ class Case:
         return f"{self.check.name}-{self.layout.replace(' -> ', '-to-')}"
 
 
-def cases(
-    record: Backend | Transport, layouts: Sequence[str] | None = None, checks: Sequence[str] | None = None
-) -> list[Case]:
+def cases(record: Record, layouts: Sequence[str] | None = None, checks: Sequence[str] | None = None) -> list[Case]:
     """Every case of the declared capabilities and layouts of a backend or transport, or of those named.
 
     Raises:
@@ -74,7 +85,7 @@ def cases(
     places = _named("layout", layouts, layouts_of(record), f"{record.kind} {record.name!r}")
     found = []
     for check in chosen:
-        if not check.declared(record.capabilities):
+        if not check.declared(declared_by(record)):
             continue
         own = [place for place in places if not _lacks(check, place)]
         # What is laid out for this alone comes first: checkpoints are carried between few pairs.
@@ -87,33 +98,40 @@ def cases(
 
 
 def undeclared(
-    record: Backend | Transport, layouts: Sequence[str] | None = None, checks: Sequence[str] | None = None
+    record: Record, layouts: Sequence[str] | None = None, checks: Sequence[str] | None = None
 ) -> list[Result]:
-    """Results of the checks that belong to capabilities the backend, or a layout of it, does not declare."""
+    """Results of the checks that belong to capabilities that the record, or a layout of it, does not declare."""
     places = _named("layout", layouts, layouts_of(record), f"{record.kind} {record.name!r}")
     chosen = _named("check", checks, checks_of(record.kind), "suite")
     lacking = [
         Case(check, (place,)).result("not declared", detail=f"layout {place.name} is without {check.capability!r}")
         for check in chosen
         for place in places
-        if check.capability in record.capabilities and check.declared(record.capabilities) and _lacks(check, place)
+        if check.capability in declared_by(record) and check.declared(declared_by(record)) and _lacks(check, place)
     ]
     return lacking + [
         Case(check, ()).result("not declared", detail=f"{record.name} does not declare {_missing(check, record)!r}")
         for check in chosen
-        if not check.declared(record.capabilities)
+        if not check.declared(declared_by(record))
     ]
 
 
-def layouts_of(record: Backend | Transport) -> tuple[Layout, ...]:
-    """What it is checked at: a backend's declared layouts; a transport with one receiver, and with three.
+def declared_by(record: Record) -> Collection[str]:
+    """The capabilities that a record declares, if its kind has any."""
+    declared: Collection[str] = getattr(record, "capabilities", ())
+    return declared
+
+
+def layouts_of(record: Record) -> tuple[Layout, ...]:
+    """What it is checked at: a backend's declared layouts; a transport with one receiver, and with three; all else has
+    one.
 
     How far a transport reaches is looked at with one.
     """
     if isinstance(record, Transport):
         reaches = (capabilities.SAME_HOST, capabilities.CROSS_HOST)
         return (Layout("one receiver", 1), Layout("three receivers", 3, without=reaches))
-    return record.layouts
+    return record.layouts if isinstance(record, Backend) else (HERE,)
 
 
 def pairs(layouts: Sequence[Layout]) -> list[tuple[Layout, Layout]]:
@@ -133,25 +151,35 @@ def pairs(layouts: Sequence[Layout]) -> list[tuple[Layout, Layout]]:
 
 
 class Certifier:
-    """Runs cases of one backend or transport, in processes that are kept. A context manager.
+    """Runs cases of one record, in processes that are kept. A context manager.
 
     A check that raises, or does not end, is a failed result, and what served it is started anew.
 
     Args:
-        record: the backend or transport; it need not be registered. The attribute may be changed, between cases, to
+        record: of whatever kind has a suite; it need not be registered. The attribute may be changed, between cases, to
             another of its kind: the processes stay.
         runtime: the runtime of a rollout engine, as in a config: `"auto"`, a name or a path.
         device: what a rollout engine runs on; None: the first of the record's devices that is there.
         timeout: longest an act of a check may take, in seconds; None: as long as a busy machine may need.
+        given: what a function is tried with.
     """
 
-    def __init__(self, record: Any, runtime: str = "auto", device: Device | None = None, timeout: float | None = None):
+    def __init__(
+        self,
+        record: Any,
+        runtime: str = "auto",
+        device: Device | None = None,
+        timeout: float | None = None,
+        given: Given = Given(),  # noqa: B008 - frozen
+    ):
         self.record = record
-        self._site = _site(record, runtime, device, timeout)
+        self._given = given
+        self._site = _site(record, runtime, device, timeout, given)
         self._seen: dict[tuple[Any, ...], list[Seen]] = {}
         self._versions: dict[str, str] = {}
 
     def __enter__(self) -> Certifier:
+        check_given(self.record, self._given)
         self._site.open()
         return self
 
@@ -194,11 +222,13 @@ class Certifier:
         return self._seen[key]
 
 
-def _site(record: Any, runtime: str, device: Device | None, timeout: float | None) -> Site:
+def _site(record: Any, runtime: str, device: Device | None, timeout: float | None, given: Given) -> Site:
     if isinstance(record, TrainBackend):
         return TrainSite(timeout or ACT_SECONDS)
     if isinstance(record, Transport):
         return TransportSite(timeout or TRANSPORT_SECONDS)
+    if not isinstance(record, RolloutBackend):
+        return (RewardSite if isinstance(record, Reward) else HereSite)(given, timeout or FUNCTION_SECONDS)
     if device is None:
         import torch
 
@@ -208,17 +238,18 @@ def _site(record: Any, runtime: str, device: Device | None, timeout: float | Non
 
 
 def certify(
-    record: Backend | Transport,
+    record: Record,
     *,
     layouts: Sequence[str] | None = None,
     checks: Sequence[str] | None = None,
     runtime: str = "auto",
     timeout: float | None = None,
     fail_fast: bool = False,
+    given: Given = Given(),  # noqa: B008 - frozen
     begins: Callable[[Case, int, int], None] = lambda case, number, of: None,
     ended: Callable[[Certificate], None] = lambda certificate: None,
 ) -> Certificate:
-    """Run the suite on a backend or a transport.
+    """Run the suite of a record's kind on it.
 
     Args:
         record: it need not be registered.
@@ -227,6 +258,7 @@ def certify(
         runtime: the runtime of a rollout engine, as in a config.
         timeout: longest an act of a check may take, in seconds; None: as long as a busy machine may need.
         fail_fast: end with the first check that fails; the certificate is then not of the whole suite.
+        given: what a function is tried with.
         begins: called before each case, with its number, counted from 1, of how many.
         ended: called with the certificate so far after each case, and once it is finished.
 
@@ -235,12 +267,18 @@ def certify(
         ControllerError: Ray cannot be started.
     """
     planned = cases(record, layouts, checks)
+    check_given(record, given)
     whole = layouts is None and checks is None
     certificate = Certificate(
-        record.name, whole=whole, kind=record.kind, depends=depends_on(record), origin=origin_of(record)
+        record.name,
+        whole=whole,
+        kind=record.kind,
+        depends=depends_on(record),
+        origin=origin_of(record),
+        commit=commit_of(record),
     )
     ended(certificate)
-    with Certifier(record, runtime, timeout=timeout) as certifier:
+    with Certifier(record, runtime, timeout=timeout, given=given) as certifier:
         for number, case in enumerate(planned, start=1):
             begins(case, number, len(planned))
             certificate.checks.append(certifier.run(case))
@@ -261,8 +299,8 @@ def _lacks(check: Check, layout: Layout) -> bool:
     return bool(lacking) or bool(layout.only and check.capability not in layout.only)
 
 
-def _missing(check: Check, record: Backend | Transport) -> str:
-    return next(name for name in (check.capability, check.also) if name not in (PROTOCOL, "", *record.capabilities))
+def _missing(check: Check, record: Record) -> str:
+    return next(name for name in (check.capability, check.also) if name not in (PROTOCOL, "", *declared_by(record)))
 
 
 def _missing_gpus(case: Case) -> str:

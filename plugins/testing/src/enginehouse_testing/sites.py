@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import queue
+import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec, start_ray
 from enginehouse.controller.errors import WorkerDied
-from enginehouse.plugin import Layout, RolloutBackend, resolve
+from enginehouse.plugin import Advantage, Layout, Loss, RolloutBackend, Tracker, resolve
 from enginehouse_testing.check import Check, Seen
 from enginehouse_testing.problem import CRITICS, EDGE, EXPERTS, MODELS, model_path
 from enginehouse_testing.prompts import ROLLOUT_MODELS, rollout_model
@@ -18,7 +21,9 @@ from enginehouse_testing.replica import ReplicaUnderTest
 if TYPE_CHECKING:
     from enginehouse.controller import Cluster
     from enginehouse.engines.model import Device
+    from enginehouse.rl.rewards.pool import RewardPool
     from enginehouse_testing.check import RolloutCheck
+    from enginehouse_testing.given import Given
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +33,8 @@ ROLLOUT_ACT_SECONDS = 600.0
 """The same of a rollout engine, its launch included."""
 TRANSPORT_SECONDS = 60.0
 """Deadline of all that a transport is to do, and of what is to fail at once."""
+FUNCTION_SECONDS = 60.0
+"""Longest an act of a function may take."""
 END_SECONDS = 60.0
 """Longest an engine may take to end; then its process is killed."""
 
@@ -234,3 +241,93 @@ class TransportSite:
     def versions(self, names: Sequence[str]) -> dict[str, str]:
         """See `Site`."""
         return {}
+
+
+class HereSite:
+    """This process: a function, or a class, of which each act makes its own trial, on a thread with a deadline.
+
+    Args:
+        given: what it is tried with.
+        seconds: longest an act may take.
+    """
+
+    def __init__(self, given: Given, seconds: float) -> None:
+        self._given, self._seconds = given, seconds
+
+    def open(self) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+    def act(self, record: Any, check: Check, number: int, layout: Layout, directory: str) -> list[Seen]:
+        """See `Site`. A thread that does not end is left behind."""
+        made = self._trial(record, directory)
+        ended: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                ended.put((check.acts[number](made), None))
+            except BaseException as error:  # whatever it is, it is the check's result
+                ended.put((None, error))
+
+        threading.Thread(target=run, name=f"{record.name}-{check.name}", daemon=True).start()
+        try:
+            value, error = ended.get(timeout=self._seconds)
+        except queue.Empty:
+            raise TimeoutError(f"it took more than {self._seconds:g} s") from None
+        if error is not None:
+            raise error if isinstance(error, Exception) else RuntimeError(f"it raised {error!r}")
+        return [Seen(0, 1, True, value)]
+
+    def failed(self, layout: Layout) -> None:
+        """Nothing to do: each act has a trial of its own."""
+
+    def versions(self, names: Sequence[str]) -> dict[str, str]:
+        """See `Site`."""
+        return {}
+
+    def _trial(self, record: Any, directory: str) -> Any:
+        """What an act is given."""
+        if isinstance(record, Loss):
+            from enginehouse_testing.loss_trial import LossTrial
+
+            return LossTrial(record, self._given)
+        if isinstance(record, Advantage):
+            from enginehouse_testing.advantage_trial import AdvantageTrial
+
+            return AdvantageTrial(record, self._given)
+        if isinstance(record, Tracker):
+            from enginehouse_testing.tracker_trial import TrackerTrial
+
+            return TrackerTrial(record, self._given, Path(directory))
+        from enginehouse_testing.environment_trial import EnvironmentTrial
+
+        return EnvironmentTrial(record, self._given)
+
+
+class RewardSite(HereSite):
+    """As `HereSite`, with processes of reward pools that all acts share, as long as none fails."""
+
+    _pools: tuple[RewardPool, ...] = ()
+
+    def close(self) -> None:
+        """End the processes."""
+        pools, self._pools = self._pools, ()
+        for pool in pools:
+            pool.close()
+
+    def failed(self, layout: Layout) -> None:
+        """What hung or was kept there is gone."""
+        self.close()
+
+    def _trial(self, record: Any, directory: str) -> Any:
+        from enginehouse_testing.reward_trial import RewardTrial, pool_of
+
+        if not self._pools:
+            watched = {"watched": record.function, "watched_arguments": dict(self._given.arguments)}
+            self._pools = (
+                pool_of(record.function, self._given.arguments, self._given.seconds),
+                pool_of("enginehouse_testing.watched:printed_bytes", watched, self._seconds),  # with its import
+            )
+        return RewardTrial(record, self._given, *self._pools)

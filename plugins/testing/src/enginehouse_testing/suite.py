@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 try:
@@ -10,8 +11,23 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError('the suites are pytest tests; pip install "enginehouse[testing]"') from error
 
-from enginehouse.plugin import RolloutBackend, TrainBackend, Transport, plugins
+from enginehouse.plugin import (
+    Advantage,
+    Loss,
+    Record,
+    Reward,
+    RolloutBackend,
+    Tracker,
+    TrainBackend,
+    Transport,
+    plugins,
+)
+from enginehouse_testing.given import ColumnOf, Given
+from enginehouse_testing.naming import record_of
 from enginehouse_testing.running import Case, Certifier, cases
+
+NAMED = ("backend", "transport", "loss", "advantage", "reward", "tracker", "environment")
+"""The class attributes of which a suite has one: what it is of."""
 
 
 class Suite:
@@ -32,9 +48,14 @@ class Suite:
         """What is tested; None: nothing yet."""
         raise NotImplementedError
 
+    @classmethod
+    def given(cls) -> Given:
+        """What it is tried with."""
+        return Given()
+
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        if not (hasattr(cls, "backend") or hasattr(cls, "transport")):
+        if not any(hasattr(cls, named) for named in NAMED):
             return
         cases_of = [
             pytest.param(case, id=str(case), marks=[pytest.mark.gpu] if case.check.device == "cuda" else [])
@@ -57,7 +78,7 @@ class Suite:
     @classmethod
     def certifier(cls) -> Iterator[Certifier]:
         """The processes that all tests of the class share."""
-        with Certifier(cls.record(), cls.runtime) as certifier:
+        with Certifier(cls.record(), cls.runtime, given=cls.given()) as certifier:
             yield certifier
 
 
@@ -127,3 +148,168 @@ class WeightTransportSuite(Suite):
     def record(cls) -> Transport:
         """The transport under test."""
         return plugins().get(Transport, cls.transport) if isinstance(cls.transport, str) else cls.transport
+
+
+class _FunctionSuite(Suite):
+    """What suites of functions have in common."""
+
+    arguments: ClassVar[Mapping[str, Any]] = {}
+    columns: ClassVar[Mapping[str, ColumnOf]] = {}
+
+    @classmethod
+    def given(cls) -> Given:
+        """What it is tried with."""
+        return Given(arguments=cls.arguments, columns=cls.columns)
+
+
+class LossSuite(_FunctionSuite):
+    """Everything a loss promises, on made-up samples, in this process; it takes a second.
+
+        from enginehouse_testing import LossSuite
+
+        class TestMine(LossSuite):
+            loss = "mine"
+
+    Class attributes:
+        loss: a registered name, `"module:function"`, or a record that need not be registered.
+        arguments: of the loss, as `algorithm.loss.arguments`.
+        columns: further columns that it reads, those of an advantage of yours say, each of one random number a
+            `"row"` or a `"token"`.
+    """
+
+    loss: ClassVar[str | Loss]
+
+    @classmethod
+    def record(cls) -> Loss:
+        """The loss under test."""
+        record: Loss = record_of("loss", cls.loss)
+        return record
+
+
+class AdvantageSuite(_FunctionSuite):
+    """Everything an advantage promises, on made-up samples, in this process; it takes a second.
+
+        from enginehouse_testing import AdvantageSuite
+
+        class TestMine(AdvantageSuite):
+            advantage = "mine"
+
+    Class attributes:
+        advantage: a registered name, `"module:function"`, or a record that need not be registered.
+        arguments: of the advantage, as `algorithm.advantage.arguments`.
+        columns: further columns that it reads, each of one random number a `"row"` or a `"token"`.
+    """
+
+    advantage: ClassVar[str | Advantage]
+
+    @classmethod
+    def record(cls) -> Advantage:
+        """The advantage under test."""
+        record: Advantage = record_of("advantage", cls.advantage)
+        return record
+
+
+class RewardSuite(Suite):
+    """Everything a reward promises, in a process of a reward pool, as in a run.
+
+        from enginehouse_testing import RewardSuite
+
+        class TestMine(RewardSuite):
+            reward = "mine"
+            examples = [{"prompt": "2 + 2", "answer": "4", "response": "4", "reward": 1.0}]
+
+    Class attributes:
+        reward: a registered name, `"module:function"`, or a record that need not be registered.
+        arguments: of the reward, as `reward.arguments`.
+        examples: rows of data, each with a `response` and, where it is known, the `reward` that this is to get. Without
+            them made-up rows are scored, which have an `answer`.
+        repeatable: whether the same row gets the same each time; False for a reward that asks a model, say.
+        seconds: longest it may take for a row.
+    """
+
+    reward: ClassVar[str | Reward]
+    arguments: ClassVar[Mapping[str, Any]] = {}
+    examples: ClassVar[Sequence[Mapping[str, Any]]] = ()
+    repeatable: ClassVar[bool] = True
+    seconds: ClassVar[float] = 10.0
+
+    @classmethod
+    def record(cls) -> Reward:
+        """The reward under test."""
+        record: Reward = record_of("reward", cls.reward)
+        return record
+
+    @classmethod
+    def given(cls) -> Given:
+        """What it is tried with."""
+        return Given(arguments=cls.arguments, examples=cls.examples, repeatable=cls.repeatable, seconds=cls.seconds)
+
+
+class TrackerSuite(Suite):
+    """Everything a tracker promises, in this process.
+
+        from enginehouse_testing import TrackerSuite
+
+        class TestMine(TrackerSuite):
+            tracker = "mine"
+
+    Where what it wrote can be read back, `read` says how, and nothing may be missing once it has finished. Without it
+    the suite sees no more than that nothing raises, and that nothing hangs.
+
+    Class attributes:
+        tracker: a registered name, `"module:Class"`, or a record that need not be registered.
+        arguments: of the tracker, as a config would give them.
+    """
+
+    tracker: ClassVar[str | Tracker]
+    arguments: ClassVar[Mapping[str, Any]] = {}
+
+    @staticmethod
+    def read(directory: Path) -> Mapping[str, Sequence[tuple[int, float]]]:
+        """Read back what was written for the run of a directory: by name, a step and a value each."""
+        raise NotImplementedError
+
+    @classmethod
+    def record(cls) -> Tracker:
+        """The tracker under test."""
+        record: Tracker = record_of("tracker", cls.tracker)
+        return record
+
+    @classmethod
+    def given(cls) -> Given:
+        """What it is tried with."""
+        return Given(arguments=cls.arguments, read=None if cls.read is TrackerSuite.read else cls.read)
+
+
+class EnvironmentSuite(Suite):
+    """Everything an environment promises, played in this process by a scripted policy, which is no model.
+
+        from enginehouse_testing import EnvironmentSuite
+
+        class TestMine(EnvironmentSuite):
+            environment = "mine"
+            examples = [{"prompt": "2 + 2 =", "answer": "4"}]
+            replies = ["4", "5"]
+
+    Class attributes:
+        environment: a registered name, `"module:Class"`, or a record that need not be registered.
+        arguments: of the environment, as `environment.arguments`.
+        examples: rows of data, made tasks of; without them made-up ones, which have an `answer`.
+        replies: what the policy says, as text, by chance but always the same; without them a few answers.
+    """
+
+    environment: ClassVar[str | Record]
+    arguments: ClassVar[Mapping[str, Any]] = {}
+    examples: ClassVar[Sequence[Mapping[str, Any]]] = ()
+    replies: ClassVar[Sequence[str]] = ()
+
+    @classmethod
+    def record(cls) -> Record:
+        """The environment under test."""
+        record: Record = record_of("environment", cls.environment)
+        return record
+
+    @classmethod
+    def given(cls) -> Given:
+        """What it is tried with."""
+        return Given(arguments=cls.arguments, examples=cls.examples, replies=cls.replies)

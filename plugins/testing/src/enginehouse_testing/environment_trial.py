@@ -1,0 +1,165 @@
+"""An environment under test: played by a scripted policy, which is no model, on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from enginehouse.engines.environment import Environment, Episode, Policy, Score, Task
+from enginehouse.engines.rollout import Completion, SamplingParams
+from enginehouse.plugin import Record, resolve
+from enginehouse_testing.given import Given
+from enginehouse_testing.models import char_tokenizer
+
+SAMPLES = 3
+REPLIES = ("4", "the answer is 4", "5", "no", "7 7 7")
+VERSION = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A made-up reward. Implements `enginehouse.engines.environment.Score`."""
+
+    reward: float
+    figures: Mapping[str, float] = field(default_factory=dict)
+    failure: str = ""
+    answer: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What the scripted policy answered.
+
+    Attributes:
+        after: the tokens that it was asked to continue.
+        completion: what it added.
+    """
+
+    after: tuple[int, ...]
+    completion: Completion
+
+
+class ScriptedPolicy:
+    """Answers with replies from a list. Implements `enginehouse.engines.environment.Policy`.
+
+    Which reply, and its logprobs, follow from the branch and the number of the call alone.
+
+    Args:
+        replies: what it says, as text.
+        delay: seconds that the call of a name takes.
+        error: raised by every call but the first of a branch.
+        drawn: takes in what it answered.
+        name: of the branch.
+    """
+
+    def __init__(
+        self,
+        replies: Sequence[str],
+        delay: Callable[[str], float],
+        error: Exception | None,
+        drawn: list[Drawn],
+        name: str = "policy",
+    ):
+        self.tokenizer = char_tokenizer()
+        self._replies, self._delay, self._error, self._drawn, self._name = replies, delay, error, drawn, name
+        self._calls = 0
+
+    async def generate(self, tokens: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
+        """See `Policy`."""
+        (completion,) = await self.samples(tokens, 1, sampling)
+        return completion
+
+    async def samples(
+        self, tokens: Sequence[int], n: int, sampling: SamplingParams | None = None
+    ) -> Sequence[Completion]:
+        """See `Policy`."""
+        name, self._calls = f"{self._name}/{self._calls}", self._calls + 1
+        after = tuple(int(token) for token in tokens)
+        await asyncio.sleep(self._delay(name))
+        if self._error is not None:
+            raise self._error
+        made = [self._completion(f"{name}#{number}") for number in range(n)]
+        self._drawn += [Drawn(after, one) for one in made]
+        return made
+
+    def branch(self, name: str) -> ScriptedPolicy:
+        """See `Policy`."""
+        return ScriptedPolicy(self._replies, self._delay, self._error, self._drawn, f"{self._name}/{name}")
+
+    def _completion(self, name: str) -> Completion:
+        chance = number_of(name)
+        ids = self.tokenizer(self._replies[chance % len(self._replies)], add_special_tokens=False)["input_ids"]
+        logprobs = [-((chance + place) % 97 + 1) / 64 for place in range(len(ids))]
+        return Completion(list(ids), logprobs, "stop", VERSION, VERSION)
+
+
+def number_of(name: str) -> int:
+    """A number that follows from a name alone."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
+
+
+class Context:
+    """Scores rows by their length. Implements `enginehouse.engines.environment.EpisodeContext`."""
+
+    def __init__(self, policy: ScriptedPolicy):
+        self.samples = SAMPLES
+        self._policy = policy
+
+    async def score(self, rows: Sequence[Mapping[str, Any]]) -> Sequence[Score]:
+        """See `EpisodeContext`."""
+        await asyncio.sleep(0)
+        return [Scored(float(len(str(row.get("response", ""))))) for row in rows]
+
+    async def each(self, play: Callable[[int, Policy], Awaitable[Episode]]) -> Sequence[Episode]:
+        """See `EpisodeContext`: an error is no episode's here, and is raised."""
+        return await asyncio.gather(
+            *(play(number, self._policy.branch(f"episode-{number}")) for number in range(self.samples))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentTrial:
+    """What an act is given.
+
+    Attributes:
+        record: the environment.
+        given: its arguments, tasks, and what the scripted policy says.
+    """
+
+    record: Record
+    given: Given
+
+    def tasks(self) -> list[Task]:
+        """The author's rows of data as tasks, or made-up ones."""
+        rows = self.given.examples or [{"prompt": "2 + 2 =", "answer": "4"}, {"prompt": "3 + 4 =", "answer": "7"}]
+        tokenizer = char_tokenizer()
+        return [
+            Task(
+                serial=number,
+                prompt_ids=tokenizer(str(row.get("prompt", "")), add_special_tokens=False)["input_ids"],
+                prompt=str(row.get("prompt", "")),
+                messages=row.get("messages"),
+                columns={name: value for name, value in row.items() if name not in ("prompt", "messages")},
+            )
+            for number, row in enumerate(rows)
+        ]
+
+    def environment(self) -> Environment:
+        """A new one."""
+        made: Environment = resolve(getattr(self.record, "environment"))(**self.given.arguments)  # noqa: B009
+        return made
+
+    async def play(
+        self,
+        environment: Environment,
+        task: Task,
+        drawn: list[Drawn],
+        delay: Callable[[str], float] = lambda name: 0.0,
+        error: Exception | None = None,
+    ) -> Sequence[Episode]:
+        """The episodes of a task."""
+        policy = ScriptedPolicy(self.given.replies or REPLIES, delay, error, drawn)
+        return await environment.run(task, policy, Context(policy))

@@ -1,0 +1,53 @@
+"""The record that a name stands for, and whether what is given beside it will do."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from typing import Any
+
+from enginehouse.config.arguments import check_call, check_values
+from enginehouse.config.functions import extend_path, find_function
+from enginehouse.errors import UserError
+from enginehouse.plugin import KINDS as RECORDS
+from enginehouse.plugin import Advantage, Function, Loss, Reward, plugins, resolve
+from enginehouse_testing.given import NAMED_BY_MODULE, Given
+
+
+def record_of(kind: str, named: Any) -> Any:
+    """The record of a kind: the registered one, one made of `"module:attribute"`, or what was given.
+
+    Raises:
+        UserError: there is nothing of that name.
+    """
+    if not isinstance(named, str):
+        return named
+    there = plugins()
+    if kind not in NAMED_BY_MODULE or there.is_name(named):
+        return there.get(kind, named, elsewhere=kind == "rollout")
+    extend_path([os.getcwd()])
+    find_function(there, Function, named, kind, [os.getcwd()], always=True)
+    made = next(one for one in RECORDS if one.kind == kind)
+    return made(name=named, **{made.references[0]: named})
+
+
+def check_given(record: Any, given: Given) -> None:
+    """Check what is given beside a record, as `enginehouse plan` does, before anything is tried.
+
+    Raises:
+        UserError: what is to be called does not take the arguments, or needs others.
+    """
+    if record.kind not in NAMED_BY_MODULE:
+        return
+    called = resolve(getattr(record, record.references[0]))
+    if isinstance(record, Reward):
+        from enginehouse_testing.reward_trial import check_examples
+
+        check_examples(record, given)
+    else:
+        positional = int(isinstance(record, Loss | Advantage))
+        check_call(called, f"{record.kind} {record.name!r}", given.arguments, "its arguments", positional=positional)
+    checked = called.__init__ if inspect.isclass(called) else called
+    _, problems = check_values(checked, "arguments", given.arguments)
+    if problems:
+        raise UserError(f"{record.kind} {record.name!r}: {'; '.join(problems)}")
