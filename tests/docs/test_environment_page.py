@@ -14,7 +14,7 @@ from enginehouse.config.load import load_config
 from enginehouse.config.plan import Plan, plan
 from enginehouse.engines.declared import faults_of
 from enginehouse.errors import ConfigError
-from enginehouse.plugin import CONTRACT, Environment, load_plugins
+from enginehouse.plugin import Environment, load_plugins
 
 
 @pytest.fixture
@@ -40,8 +40,7 @@ def test_the_game_on_the_page_is_planned_and_its_arguments_are_checked(written: 
 
 
 def test_the_plugin_on_the_page_declares_an_environment_that_is_one(written: Project, monkeypatch: pytest.MonkeyPatch):
-    offered = ".".join(map(str, CONTRACT))
-    (written.root / "guessing_plugin.py").write_text(block("python", 1).replace('"1.1"', f'"{offered}"'))
+    (written.root / "guessing_plugin.py").write_text(block("python", 1))
     monkeypatch.syspath_prepend(str(written.root))
     plugins = load_plugins(entry_points=[EntryPoint("guessing", "guessing_plugin", "enginehouse")])
     record = plugins.get(Environment, "guessing")
