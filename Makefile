@@ -67,7 +67,7 @@ matrix: $(VENV)/.installed  ## find out which engines work together: docs/compat
 algorithms:  ## write docs/algorithms.md: every advantage and loss, and whose code each was compared with
 	$(BIN)/python -m tests.algorithms
 
-reliability:  ## write docs/reliability.md from the tests that show it
+reliability:  ## write docs/reliability.md and docs/plugins/bad-plugins.md from the tests that show them
 	$(PYTHON) -m tests.reliability
 
 clean:  ## remove what builds and runs left; .venv stays

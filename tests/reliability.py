@@ -1,6 +1,7 @@
-"""The page of faults, docs/reliability.md: one row for each test marked `fault`; `make reliability` writes it.
+"""Pages that `make reliability` writes from tests: docs/reliability.md, of faults, and docs/plugins/bad-plugins.md.
 
-Tests are read, not run: a marker holds literal strings only, so that the page is made where no engine is installed.
+A page has one row for each test with its marker. Tests are read, not run: a marker holds literal strings only, so that
+the pages are made where no engine is installed.
 """
 
 from __future__ import annotations
@@ -8,74 +9,103 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "reliability.md"
-HEAD = """\
+
+
+class Page(NamedTuple):
+    """A page that tests write.
+
+    Attributes:
+        path: of its file.
+        marker: of the tests that are its rows.
+        columns: headings, by the marker's keyword.
+        head: what comes before the rows.
+        area: the keyword by which rows stand under headings of their own; empty: they stand in one table.
+    """
+
+    path: Path
+    marker: str
+    columns: dict[str, str]
+    head: str
+    area: str = ""
+
+    def text(self) -> str:
+        """What the page says."""
+        lines = [self.head.rstrip("\n")]
+        heads = [f"| {' | '.join([*self.columns.values(), 'shown by'])} |", "|---" * (len(self.columns) + 1) + "|"]
+        area = None
+        for row in self._rows():
+            if row.get(self.area, "") != area:
+                area = row.get(self.area, "")
+                lines += [*([f"\n## {area}"] if area else []), "", *heads]
+            cells = [*(row[keyword] for keyword in self.columns), f"`{row['test']}`"]
+            lines.append("| " + " | ".join(cell.strip().replace("|", "\\|") for cell in cells) + " |")
+        return "\n".join(lines) + "\n"
+
+    def _rows(self) -> list[dict[str, str]]:
+        """Every row, by area, then by the place of its test."""
+        found = [row for path in sorted((ROOT / "tests").rglob("test_*.py")) for row in self._rows_of(path)]
+        return sorted(found, key=lambda row: row.get(self.area, ""))
+
+    def _rows_of(self, path: Path) -> Iterator[dict[str, str]]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            for decorator in node.decorator_list:
+                if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == f"pytest.mark.{self.marker}":
+                    said: dict[str, Any] = {one.arg or "": ast.literal_eval(one.value) for one in decorator.keywords}
+                    yield {**said, "test": f"{path.relative_to(ROOT)}::{node.name}"}
+
+
+FAULTS = Page(
+    ROOT / "docs" / "reliability.md",
+    "fault",
+    {
+        "what": "fault",
+        "happens": "what happens",
+        "exit_code": "exit code",
+        "kept": "kept",
+        "noticed": "noticed",
+    },
+    """\
 # What a fault does to a run
 
 `make reliability` wrote this page from the tests that show each row: a marker of the test holds the row's text.
 *kept* is what a user finds afterwards, *noticed* how long until the run says or does something about it.
 A test that says it for several engines or several faults has one row here.
+""",
+    "area",
+)
 
-"""
+BAD_PLUGINS = Page(
+    ROOT / "docs" / "plugins" / "bad-plugins.md",
+    "bad_plugin",
+    {
+        "what": "a plugin that",
+        "listed": "is listed as",
+        "found": "`enginehouse plugins doctor` says",
+        "cure": "and advises",
+        "asked": "a config that asks for it is told",
+    },
+    """\
+# What becomes of a bad plugin
 
+`make reliability` wrote this page from the tests that show each row: a test installs the plugin, called `acme`, and
+looks for each text of its row. The state is that of `enginehouse plugins list`; at the same time the plugin `torch`
+works and is planned with. *works* is a config that is planned: what is wrong shows when its engine is used, if at all.
 
-class Fault(NamedTuple):
-    """A row of the page.
+Each plugin is loaded in a process of its own, with a deadline, before any command loads it.
+`ENGINEHOUSE_BLOCK_PLUGINS=name,other` keeps plugins out, `ENGINEHOUSE_PLUGINS=name` all but those named.
+`enginehouse plugins doctor [NAME] [--json]` examines each in a process of its own, whatever is known of it, and ends
+with exit code 1 where something is wrong; notes (a plugin that prints, or is slow to import) do not count.
+""",
+)
 
-    Attributes:
-        area: heading the row stands under: `signals`, `processes`, `rewards`, `files`, `data`, `numbers`, `weights`...
-        what: the fault.
-        happens: what the run does.
-        exit_code: of the command: "0" where the run goes on.
-        kept: what is there afterwards.
-        noticed: how long until it is noticed.
-        test: path and name of the test.
-    """
-
-    area: str
-    what: str
-    happens: str
-    exit_code: str
-    kept: str
-    noticed: str
-    test: str
-
-
-def faults() -> list[Fault]:
-    """Every row, by area, then by the place of its test."""
-    found = [fault for path in sorted((ROOT / "tests").rglob("test_*.py")) for fault in _faults_of(path)]
-    return sorted(found, key=lambda fault: fault.area)
-
-
-def page() -> str:
-    """The page's text."""
-    lines = [HEAD.rstrip("\n")]
-    area = None
-    for fault in faults():
-        if fault.area != area:
-            area = fault.area
-            lines += [
-                f"\n## {area}\n",
-                "| fault | what happens | exit code | kept | noticed | shown by |",
-                "|---|---|---|---|---|---|",
-            ]
-        row = (fault.what, fault.happens, fault.exit_code, fault.kept, fault.noticed, f"`{fault.test}`")
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def _faults_of(path: Path) -> Iterator[Fault]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        for decorator in node.decorator_list:
-            if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.fault":
-                said = {keyword.arg: ast.literal_eval(keyword.value) for keyword in decorator.keywords}
-                yield Fault(**said, test=f"{path.relative_to(ROOT)}::{node.name}")
-
+PAGES = (FAULTS, BAD_PLUGINS)
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    for page in PAGES:
+        page.path.parent.mkdir(exist_ok=True)
+        page.path.write_text(page.text(), encoding="utf-8")

@@ -1,9 +1,11 @@
-"""docs/reliability.md says what the tests marked `fault` say."""
+"""Pages that tests write say what the markers of these tests say."""
 
 from __future__ import annotations
 
-from reliability import PAGE, page
+import pytest
+from reliability import PAGES
 
 
-def test_the_page_of_faults_is_the_tests():
-    assert PAGE.read_text(encoding="utf-8") == page(), "write it anew: make reliability"
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.path.name)
+def test_the_page_says_what_the_tests_say(page):
+    assert page.path.read_text(encoding="utf-8") == page.text(), "write it anew: make reliability"

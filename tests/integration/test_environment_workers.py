@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,12 @@ def enginehouse_run_started(run):
 OF_TIME = ("time/", "rollout/", "busy/", "elapsed_seconds", "tokens_per_second")
 
 
-def assert_alike(train: Start, *overrides: str) -> tuple[RunProcess, RunProcess]:
+def assert_alike(
+    train: Start, *overrides: str, env: Mapping[str, str] | None = None, rounding: float = 0.0
+) -> tuple[RunProcess, RunProcess]:
     """Episodes of the controller and of a worker give the same figures; returns both runs, at their end."""
-    runs = train(*overrides, "cluster.launcher=inline"), train(*overrides, "environment.processes=1")
+    ways = "cluster.launcher=inline", "environment.processes=1"
+    runs = train(*overrides, ways[0], env=env), train(*overrides, ways[1], env=env)
     for run in runs:
         ended = run.finish()
         assert (ended.code, ended.err) == (0, "")
@@ -43,7 +47,7 @@ def assert_alike(train: Start, *overrides: str) -> tuple[RunProcess, RunProcess]
         [{name: value for name, value in line.items() if not name.startswith(OF_TIME)} for line in run.metrics]
         for run in runs
     )
-    assert worker == alone
+    assert worker == [pytest.approx(line, rel=rounding, abs=rounding) for line in alone]
     return runs
 
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 import pytest
 
 from enginehouse.plugin import Advantage, Loss, Reward, plugins
+from enginehouse.rl.losses.aggregate import AGGREGATIONS
 from enginehouse_testing.given import Given
 from enginehouse_testing.running import Certifier, cases
 
+POLICY = ("cispo", "clipped_policy", "gspo", "policy_gradient", "sapo")
+WEIGHED = {"importance_cap": 1.2, "importance_level": "sequence", "kl_coefficient": 0.1, "max_tokens": 8}
 ARGUMENTS = [
     *((loss, {}) for loss in plugins().all(Loss)),
     *(
-        (plugins().get(Loss, name), {"importance_cap": 1.2, "importance_level": "sequence", "kl_coefficient": 0.1})
-        for name in ("cispo", "clipped_policy", "gspo", "policy_gradient", "sapo")
+        (plugins().get(Loss, name), {"aggregation": aggregation, **WEIGHED})
+        for name in POLICY
+        for aggregation in AGGREGATIONS
     ),
-    *(
-        (plugins().get(Loss, "clipped_policy"), {"aggregation": name, "max_tokens": 8, "entropy_coefficient": 0.1})
-        for name in ("sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_scaled")
-    ),
+    *((plugins().get(Loss, "supervised"), {"aggregation": aggregation}) for aggregation in AGGREGATIONS[1:3]),
+    (plugins().get(Loss, "clipped_policy"), {"entropy_coefficient": 0.1}),
     *((advantage, {}) for advantage in plugins().all(Advantage)),
 ]
 
@@ -33,7 +35,7 @@ REWARDS = {
 
 
 @pytest.mark.parametrize(
-    ("record", "arguments"), ARGUMENTS, ids=lambda one: getattr(one, "name", None) or "-".join(one)
+    ("record", "arguments"), ARGUMENTS, ids=[f"{record.name}-{list(of.values())}" for record, of in ARGUMENTS]
 )
 def test_it_passes(record, arguments):
     passes(record, Given(arguments=arguments))

@@ -5,18 +5,19 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import subprocess
 import sys
 from importlib import metadata
 
 import pytest
 
 from enginehouse.errors import UserError
-from enginehouse.plugin import Layout, RolloutBackend, TrainBackend, capabilities, load_plugins, plugins
+from enginehouse.plugin import Layout, Loss, RolloutBackend, TrainBackend, capabilities, load_plugins, plugins
 from enginehouse_testing.certificate import Certificate, Result, depends_on
 from enginehouse_testing.check import PROTOCOL, Measured, Seen, wrong
 from enginehouse_testing.checks import checks_of
 from enginehouse_testing.comparison import larger
-from enginehouse_testing.origin import origin_of
+from enginehouse_testing.origin import commit_of, origin_of
 from enginehouse_testing.running import cases, undeclared
 
 
@@ -129,12 +130,14 @@ def test_it_has_the_version_of_the_plugin_that_it_stands_on(name):
 
 def test_what_core_brings_weights_with_is_part_of_it(acme, tmp_path, monkeypatch):
     record, _ = acme
-    before = origin_of(record).digest
+    loss = Loss(name="mine", function="acme_hf.engine:Engine")
+    before, of_loss = origin_of(record).digest, origin_of(loss).digest
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "receiver.py").write_text("")
     core = importlib.util.find_spec("enginehouse")
     monkeypatch.setattr(core, "submodule_search_locations", [*core.submodule_search_locations, str(tmp_path)])
     assert origin_of(record).digest != before
+    assert origin_of(loss).digest == of_loss, "no loss has to do with weights"
 
 
 def test_what_is_registered_by_nobody_has_the_code_it_names(acme):
@@ -216,3 +219,24 @@ def test_a_check_lists_all_that_it_found():
 
 def test_the_first_check_of_a_rollout_engine_is_what_many_others_take():
     assert checks_of("rollout")[0].name == "overtaking"
+
+
+def test_of_code_in_no_checkout_there_is_no_commit(acme, tmp_path):
+    record, package = acme
+    assert commit_of(record) is None
+
+    def git(*words):
+        own = ["-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", *own, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init", "-q")
+    assert commit_of(record) is None, "a checkout that does not have the code"
+    git("add", "acme_hf")
+    git("commit", "-qm", "Begin")
+    commit = commit_of(record)
+    assert (len(commit.hash), commit.changed) == (40, True), "other files of it are not committed"
+    git("add", ".")
+    git("commit", "-qm", "All")
+    assert commit_of(record).changed is False
+    (package / "engine.py").write_text("")
+    assert commit_of(record).changed is True

@@ -132,9 +132,110 @@ def test_timeout_is_that_of_an_act(certify, monkeypatch):
     monkeypatch.setattr(Certifier, "__exit__", lambda self, *error: None)
     monkeypatch.setattr(Certifier, "versions", lambda self: {})
     certify("passed", "--timeout", "7", "--kind", "rollout", "--check", "greedy")
-    assert given[0][-1] == 7.0
+    assert given[0][3] == 7.0
 
 
 def test_the_checks_of_a_quick_look_exist():
     for kind, names in QUICK.items():
         assert set(names) <= {check.name for check in checks_of(kind)}
+
+
+def test_any_kind_is_certified_by_its_name_and_by_module_and_attribute(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "from enginehouse.rl.losses.clipped_policy import clipped_policy\n\n"
+        "def loss(view, *, clip: float):\n    return clipped_policy(view, clip_low=clip, clip_high=clip)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    line = ["certify", "mine:loss", "--kind", "loss", "--out", "out"]
+    done = CliRunner().invoke(main, [*line, "--arguments", "{clip: 0.3}"])
+    assert done.exit_code == 0, done.output
+    written = json.loads((tmp_path / "out" / "certificate.json").read_text())
+    assert (written["backend"], written["kind"], written["passed"]) == ("mine:loss", "loss", True)
+    for arguments, said in (
+        ([], "needs 'clip'"),
+        (["--arguments", "{clip: big}"], "clip"),
+        (["--column", "x"], "NAME=row"),
+    ):
+        done = CliRunner().invoke(main, [*line, *arguments])
+        assert done.exit_code == 2
+        assert said in done.output
+    assert CliRunner().invoke(main, ["certify", "mine:loss", "--out", "out"]).exit_code == 2
+
+
+def test_rows_of_a_file_are_what_a_reward_is_tried_with(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"response": "4", "answer": "4", "reward": 1}\n{"response": "5", "answer": "4", "reward": 1}\n')
+    line = ["certify", "exact_match", "--kind", "reward", "--out", str(tmp_path / "out"), "--check", "expected"]
+    done = CliRunner().invoke(main, [*line, "--examples", str(rows)])
+    assert done.exit_code == 1
+    assert "of response '5' the reward is 0, not 1" in " ".join(done.output.split())
+    rows.write_text("{\n")
+    done = CliRunner().invoke(main, [*line, "--examples", str(rows)])
+    assert (done.exit_code, "line 1" in done.output) == (2, True)
+
+
+def test_its_checks_are_listed(tmp_path):
+    done = CliRunner().invoke(main, ["certify", "--list", "--kind", "loss"])
+    assert done.exit_code == 0
+    assert [line.split(":")[0].strip() for line in done.output.splitlines()[1:]] == [
+        check.name for check in checks_of("loss")
+    ]
+    assert "transport:" in CliRunner().invoke(main, ["certify", "--list"]).output
+
+
+@pytest.fixture(scope="module")
+def certified(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("certified")
+    done = CliRunner().invoke(main, ["certify", "grpo", "--kind", "advantage", "--out", str(directory)])
+    assert done.exit_code == 0, done.output
+    return directory / "certificate.json"
+
+
+def test_a_certificate_names_the_commit_of_the_code(certified):
+    written = json.loads(certified.read_text())
+    assert len(written["commit"]["hash"]) == 40
+    assert written["commit"]["changed"] in (True, False)
+
+
+def verified(path):
+    done = CliRunner().invoke(main, ["certify", "--verify", str(path)])
+    return done.exit_code, done.output
+
+
+def test_verify_says_that_it_is_of_what_is_installed(certified):
+    code, said = verified(certified)
+    assert code == 0, said
+    assert "advantage grpo, written" in said
+    assert "It is of what is installed." in said
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "said"),
+    [
+        (("versions", "torch"), "0.0.1", "torch: certified 0.0.1, installed "),
+        (("plugin", "digest"), "sha256:0", "plugin digest: certified sha256:0, installed sha256:"),
+        (("plugin", "version"), "9", "plugin version: certified 9, installed "),
+        (("backend",), "grop", "did you mean 'grpo'"),
+    ],
+    ids=lambda one: ".".join(one) if isinstance(one, tuple) else "",
+)
+def test_verify_says_in_a_line_each_what_differs(certified, tmp_path, where, value, said):
+    content = json.loads(certified.read_text())
+    *above, last = where
+    (content[above[0]] if above else content)[last] = value
+    changed = tmp_path / "certificate.json"
+    changed.write_text(json.dumps(content))
+    code, output = verified(changed)
+    assert code == 1
+    assert said in output
+
+
+OTHER = {"backend": "b", "kind": "loss", "passed": True, "checks": [1], "versions": {}, "written": ""}
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"passed": true}', json.dumps(OTHER)])
+def test_verify_takes_nothing_else_for_a_certificate(tmp_path, text):
+    (tmp_path / "other.json").write_text(text)
+    code, output = verified(tmp_path / "other.json")
+    assert code == 2
+    assert "certificate" in output

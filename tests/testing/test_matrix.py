@@ -16,8 +16,10 @@ from enginehouse.errors import DataError, UserError
 from enginehouse.plugin import load_plugins
 from enginehouse.runs.jsonlines import write_json_lines
 from enginehouse_testing.certificate import Certificate, Result
+from enginehouse_testing.cli.matrix import matrix
+from enginehouse_testing.matrix.badge import badge_of
 from enginehouse_testing.matrix.certified import certified, findings
-from enginehouse_testing.matrix.combination import Combination, Setting, combinations, planned
+from enginehouse_testing.matrix.combination import Combination, Setting, combinations, parts_of_plugin, planned
 from enginehouse_testing.matrix.findings import Findings, earlier_findings
 from enginehouse_testing.matrix.making import Maker
 from enginehouse_testing.matrix.page import render
@@ -114,6 +116,60 @@ def test_every_backend_is_combined_with_every_other_by_every_transport(own):
 def test_a_name_that_is_not_there_is_answered_with_the_nearest(own):
     with pytest.raises(UserError, match=r"--transport: there is no weight transport 'sharedmemory'; did you mean"):
         combinations(own, {"transport": ["sharedmemory"]})
+
+
+def test_the_parts_of_a_plugin_are_what_it_declares(foreign):
+    assert parts_of_plugin(foreign, "swift") == parts_of_plugin(foreign, "swift-engine") == [("rollout", "swift")]
+    with pytest.raises(UserError, match="there is no plugin 'swfit'; did you mean 'swift'"):
+        parts_of_plugin(foreign, "swfit")
+
+
+def test_a_plugin_has_a_page_of_its_own_and_a_badge(foreign, tmp_path, monkeypatch):
+    monkeypatch.setattr("enginehouse.plugin.plugins", lambda: foreign)
+    monkeypatch.setattr(Maker, "certify", made_up_certificates)
+    monkeypatch.setattr(Maker, "run", lambda self, chosen, again: self._write() is None)
+    page = tmp_path / "swift.md"
+    done = CliRunner().invoke(matrix, ["--plugin", "swift", "--train", "torch", "--output", str(page)])
+    assert done.exit_code == 0, done.output
+    text, svg = page.read_text(), page.with_suffix(".svg").read_text()
+    assert "# Compatibility of swift" in text
+    assert "--plugin swift" in text
+    assert "![certified or not](swift.svg)" in text
+    assert {row for row in made_up_certificates.seen if "torch" in row} == {("train", "torch")}, "no other rollout"
+    assert "certified (7 checks)" in svg
+    endpoint = json.loads((tmp_path / "swift.badge.json").read_text())
+    assert endpoint["schemaVersion"] == 1
+    assert endpoint["label"].startswith("enginehouse ")
+    assert endpoint["message"] == "certified (7 checks)"
+
+
+PASSED = {"passed": True, "counts": {"passed": 26}}
+
+
+def made_up_certificates(self, chosen, *, make, again=False):
+    parts = {(kind, getattr(one, kind)) for one in chosen for kind in ("train", "rollout", "transport")}
+    made_up_certificates.seen = parts
+    for kind, name in parts:
+        one = findings(Certificate(name, True, True, [Result("c", "protocol", "l", 0.0, 0.0, "passed")] * 7).as_json())
+        self.findings.add({**one, "kind": kind})
+    return True
+
+
+@pytest.mark.parametrize(
+    ("certificates", "said"),
+    [
+        ([], "not certified"),
+        ([{"passed": False, "problem": "none"}], "not certified"),
+        (
+            [{"passed": True, "counts": {"passed": 26}}, {"passed": True, "counts": {"passed": 22}}],
+            "certified (48 checks)",
+        ),
+        ([{"passed": True, "counts": {"passed": 26}}, {"passed": False, "failed": ["x"]}], "failed (1 check)"),
+    ],
+    ids=str,
+)
+def test_a_badge_says_certified_only_where_every_part_is(certificates, said):
+    assert badge_of(certificates)[0] == said
 
 
 def test_a_bad_name_ends_the_command_with_2_before_anything_is_made(tmp_path, monkeypatch):

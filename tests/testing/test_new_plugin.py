@@ -160,7 +160,7 @@ def test_what_is_made_is_in_good_style(tmp_path, monkeypatch, arguments):
         (["torch", "--kind", "loss"], "torch, which is installed, has a module 'torch'; write 'acme-torch'"),
         (["grpo", "--kind", "advantage"], "enginehouse offers it, of kind advantage; write 'acme-grpo'"),
         (["train", "--kind", "command"], "`enginehouse train` is a command; write 'acme-train'"),
-        (["enginehouse-x", "--kind", "loss"], "are those of enginehouse's own packages"),
+        (["enginehouse-vllm", "--kind", "loss"], "it is one of enginehouse's own packages"),
         (["acme", "--kind", "loss", "--from", "torch"], "--from torch is for --kind train, and not for loss"),
         (["acme", "--kind", "train", "--from", "torhc"], "did you mean 'torch'?"),
         (["acme", "--kind", "los"], "'los' is not one of"),

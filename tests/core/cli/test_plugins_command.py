@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 from click.testing import CliRunner
 
 from enginehouse.cli.main import main
-from enginehouse.plugin import load_plugins
+from enginehouse.plugin import load_plugins, requirements
+from enginehouse.runtimes.readiness import plugin_states
 
 CONTRACT = 'from enginehouse.plugin import *\nenginehouse_protocol = "1.0"\n'
 HEAVY = ("torch", "ray", "transformers")
@@ -115,72 +117,6 @@ def test_a_plugin_whose_module_is_heavy_is_told(command_line):
     note = listed(command_line)["heavy"]["note"]
     assert "brings transformers" in note
     assert "every command waits for that" in note
-
-
-ENGINE = """
-from enginehouse.engines.options import RolloutOptions
-
-class Engine:
-    async def launch(self, model, options, context): ...
-    async def generate(self, request): ...
-
-not_a_class = 3
-"""
-
-
-def test_check_finds_what_is_declared_and_is_not_there(command_line):
-    command_line.site.joinpath("parts.py").write_text(ENGINE)
-    command_line.install(
-        "hollow",
-        """
-@hookimpl
-def enginehouse_register_backends(register):
-    options = "parts:RolloutOptions"
-    register(RolloutBackend(name="half", engine="parts:Engine", options=options))
-    register(RolloutBackend(name="gone", engine="parts:Gone", options=options))
-    register(RolloutBackend(name="three", engine="parts:not_a_class", options=options))
-    register(RolloutBackend(name="elsewhere", engine="far:Away", options=options, requires=("absent-thing>=1",)))
-
-@hookimpl
-def enginehouse_register_losses(register):
-    register(Loss(name="dangling", function="parts:loss"))
-""",
-    )
-    assert listed(command_line)["hollow"]["problem"] == ""
-    ended = command_line.run("plugins", "list", "--check", "--json", ENGINEHOUSE_PLUGINS="hollow")
-    assert ended.returncode == 1
-    (wrong,) = [one["wrong"] for one in json.loads(ended.stdout)["plugins"] if one["wrong"]]
-    half, gone, three, dangling = wrong
-    assert half.startswith("rollout 'half': engine 'parts:Engine' lacks abort, pause, resume")
-    assert "module 'parts' has no 'Gone'" in gone
-    assert three == "rollout 'three': engine 'parts:not_a_class' is 3, not a class"
-    assert "loss 'dangling': function: module 'parts' has no 'loss'" in dangling
-
-    ended = command_line.run("plugins", "list", "--check", ENGINEHOUSE_PLUGINS="hollow", COLUMNS="200")
-    states = {line.split()[0]: line for line in ended.stdout.splitlines() if " rollout " in line}
-    for name in ("half", "gone", "three"):
-        assert " wrong" in states[name]
-    assert " wrong" not in states["elsewhere"]
-
-
-def test_check_outlives_an_engine_that_ends_the_process_and_blames_the_plugin_for_nothing_else(command_line):
-    command_line.site.joinpath("parts.py").write_text("import os\nos._exit(7)")
-    command_line.install("sound", BACKEND.format(name="sound").replace("nowhere:Engine", "parts:Engine"))
-    ended = command_line.run("plugins", "list", "--check", ENGINEHOUSE_PLUGINS="sound", COLUMNS="200")
-    assert ended.returncode == 1
-    assert "importing what it declares: it ends the process that loads it, with exit code 7" in ended.stdout
-    (row,) = [line for line in ended.stdout.splitlines() if line.startswith("sound ")]
-    assert " wrong" in row
-    assert listed(command_line)["sound"]["state"] == "ok"
-
-
-def test_check_exits_with_1_for_a_plugin_that_is_broken_and_with_0_for_none(command_line):
-    command_line.install("sound", OBSERVER)
-    assert command_line.run("plugins", "list", "--check", ENGINEHOUSE_PLUGINS="sound").returncode == 0
-    command_line.install("fragile", "raise RuntimeError('no luck today')")
-    ended = command_line.run("plugins", "list", "--check", ENGINEHOUSE_PLUGINS="sound,fragile")
-    assert ended.returncode == 1
-    assert "no luck today" in ended.stdout
 
 
 CHILLED = '''
@@ -289,7 +225,7 @@ def test_each_state_is_listed_with_its_reason_under_the_table(command_line):
         assert f"({name})" in table or state in ("ok", "requirements missing")
     assert "fragile (fragile): broken: RuntimeError: no luck today" in problems
     assert (
-        "dated 0.1.0 is written for plugin contract 9.0, and enginehouse 0.1.0 offers 1.0; upgrade enginehouse"
+        "dated 0.1.0 is written for plugin contract 9.0, and enginehouse 0.1.0 offers 1.1; upgrade enginehouse"
         in problems
     )
     assert "needy (needy): requirements missing: needs absent-thing>=1, but it is not installed" in problems
@@ -432,3 +368,22 @@ def test_cores_own_commands_are_there_under_their_names():
             assert command is not None
             assert command.name == name
             assert command.help
+
+
+def test_show_lists_the_arguments_of_a_tracker_and_list_names_those_there_are():
+    said = CliRunner().invoke(main, ["plugins", "show", "wandb"]).stdout
+    assert "wandb>=" in said
+    assert re.search(r"project +str +enginehouse +where the run is listed\.", said)
+    rows = [line.split() for line in CliRunner().invoke(main, ["plugins", "list"]).stdout.splitlines()]
+    assert ["tracker", "tensorboard,", "wandb,", "mlflow"] in rows
+
+
+def test_a_built_in_tracker_that_lacks_its_package_is_no_problem_of_the_installation(monkeypatch):
+    manager = load_plugins(enabled=[])
+    monkeypatch.setattr(requirements, "installed_version", lambda name, path=None: None)
+    assert plugin_states(manager)["enginehouse.runs"] == "ok"
+    monkeypatch.setattr("enginehouse.cli.plugins.loaded_plugins", lambda: manager)
+    said = " ".join(CliRunner().invoke(main, ["plugins", "show", "wandb"]).stdout.split())
+    assert "requirements missing: needs wandb>=0.31" in said
+    assert 'pip install "enginehouse[wandb]"' in said
+    assert "wandb>=" not in CliRunner().invoke(main, ["plugins", "list"]).stdout

@@ -157,6 +157,10 @@ def test_a_reward_model_without_a_head_is_refused(make: Callable[..., Plan], pro
         (["name=distillation", "kl={coefficient: 0.1, place: reward}"], "which the advantage 'distillation' does not"),
         (["name=gdpo", "weight=0.0"], "reads each reward by itself, and no weight or normalize"),
         (["name=gdpo", "normalize=group"], "reads each reward by itself, and no weight or normalize"),
+        (
+            ["name=gdpo", "each=[1, 2]"],
+            "arguments.weights: 2 numbers, one for each reward; there are 1",
+        ),
         (["name=gdpo", "model=2.0"], "reads each reward by itself, and no weight or normalize"),
         (["name=remax", "normalize=batch"], "which has no normalized reward and no score of a reward model"),
         (["name=remax", "model=1.0"], "which has no normalized reward and no score of a reward model"),
@@ -170,6 +174,7 @@ def test_what_an_advantage_would_not_read_of_the_rewards_is_refused(
     keys = {
         "name": "algorithm.advantage.name",
         "kl": "algorithm.kl",
+        "each": "algorithm.advantage.arguments.weights",
         "weight": "reward.functions.right.weight",
         "normalize": "reward.functions.right.normalize",
     }

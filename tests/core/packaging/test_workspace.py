@@ -66,7 +66,7 @@ def test_the_workspace_and_the_constraints_take_every_plugin_from_the_checkout()
         assert f"enginehouse-{name} @ file://${{PWD}}/plugins/{name}" in constraints
 
 
-LIGHT = {"fsdp": ["accelerate>=1.10", "peft>=0.18"], "testing": ["copier>=9", "pytest>=8.2"]}
+LIGHT = {"fsdp": ["accelerate>=1.10", "peft>=0.18"], "testing": ["anybadge>=1.16", "copier>=9", "pytest>=8.2"]}
 """What a plugin may bring along: pure Python that is content with any torch a vendor's container has."""
 
 

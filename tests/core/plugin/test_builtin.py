@@ -33,6 +33,7 @@ def test_core_declares_these_and_no_others():
         "reward": ["code", "exact_match", "format", "length", "math", "numeric", "served"],
         "filter": ["mixed_rewards"],
         "tracker": ["tensorboard", "wandb", "mlflow"],
+        "environment": ["single_turn"],
     }
 
 

@@ -181,6 +181,10 @@ def test_every_kind_of_record_can_be_declared(distributions):
         @hookimpl
         def enginehouse_register_trackers(register):
             register(Tracker(name="given", tracker="a:B"))
+
+        @hookimpl
+        def enginehouse_register_environments(register):
+            register(Environment(name="given", environment="a:B"))
         """,
     )
     from enginehouse.plugin import KINDS

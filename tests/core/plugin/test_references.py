@@ -25,7 +25,7 @@ class Whole:
     async def start(self): ...
     stop = start
 
-class Half:
+class Half(object):
     def start(self): ...
 
 class Heir(Borrowed):

@@ -203,7 +203,13 @@ def test_a_plugin_that_loads_plugins_itself_starts_no_further_trials(distributio
 
 def test_a_trial_whose_parent_was_killed_ends_by_itself(distributions):
     module = distributions.add("endless", "import time\nwhile True: time.sleep(1)")
-    asked = {"path": sys.path, "plugins": [["endless", "endless", module]], "examine": "", "seconds": 0.05}
+    asked = {
+        "path": sys.path,
+        "plugins": [["endless", "endless", module]],
+        "seconds": 0.05,
+        "examiner": "",
+        "examiner_seconds": 0,
+    }
     reading, writing = os.pipe()
     with subprocess.Popen(
         [sys.executable, "-P", "-c", trial._PROGRAM, str(writing), json.dumps(asked)], pass_fds=(writing,)

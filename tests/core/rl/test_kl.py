@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 
+from enginehouse.config.schema import KL
 from enginehouse.controller import DistributedBatch
 from enginehouse.data import Batch, Ragged
 from enginehouse.errors import ConfigError
-from enginehouse.rl.kl import ESTIMATORS, adapted, token_kl, with_kl_in_reward
+from enginehouse.rl.kl import ESTIMATORS, adapted, resumed_coefficient, token_kl, with_kl_in_reward
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +93,22 @@ def test_in_the_reward_a_row_pays_for_its_own_tokens():
 )
 def test_an_adapted_coefficient_follows_the_divergence_by_at_most_two_percent(divergence: float, expected: float):
     assert adapted(0.2, divergence, target=0.1) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "saved", "begins_with"),
+    [
+        ({"coefficient": 0.1, "target": 0.02}, 0.17, 0.17),
+        ({"coefficient": 0.1, "target": 0.5}, 0.17, 0.17),  # another target: adapted to it from here on
+        ({"coefficient": 0.2, "target": 0.02}, 0.17, 0.1),
+        ({"coefficient": 0.1, "target": None}, 0.17, 0.1),
+        ({"coefficient": 0.1, "target": 0.02}, None, 0.1),
+        ({}, 0.17, 0.1),
+    ],
+)
+def test_a_resumed_run_begins_with_the_adapted_coefficient_unless_the_config_changed_it(earlier, saved, begins_with):
+    assert resumed_coefficient(KL(coefficient=0.1, target=0.02), earlier, saved) == begins_with
+
+
+def test_a_resumed_run_that_adapts_nothing_begins_with_the_configs_coefficient():
+    assert resumed_coefficient(KL(coefficient=0.1), {"coefficient": 0.1, "target": 0.02}, 0.17) == 0.1

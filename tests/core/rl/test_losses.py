@@ -1,4 +1,8 @@
-"""Losses against formulas written out token by token, and independence of how a batch is cut."""
+"""Losses against formulas written out token by token.
+
+That they do not depend on how a batch is cut, nor on what does not count, the suite shows:
+`tests/testing/test_built_in_functions.py`.
+"""
 
 import inspect
 import math
@@ -111,20 +115,6 @@ def test_aggregations_equal_their_definitions():
         assert value.total.item() / value.weight == pytest.approx(mean, rel=1e-5), aggregation
 
 
-@pytest.mark.parametrize(
-    ("loss", "arguments"),
-    [(clipped_policy, {"aggregation": aggregation, "max_tokens": 8}) for aggregation in AGGREGATIONS]
-    + [(loss, {"importance_cap": 1.5, "importance_level": "sequence"}) for loss in POLICY_LOSSES]
-    + [(supervised, {"aggregation": aggregation}) for aggregation in AGGREGATIONS[:3]]
-    + [(weighted_logprob, {}), (clipped_value, {})],
-)
-def test_parts_add_up_to_the_whole(loss, arguments):
-    whole = loss(make_view(), **arguments)
-    parts = [loss(make_view(rows=cut), **arguments) for cut in (slice(0, 1), slice(1, 3), slice(3, 4))]
-    assert sum(p.total.item() for p in parts) == pytest.approx(whole.total.item(), rel=1e-5)
-    assert sum(p.weight for p in parts) == whole.weight
-
-
 def test_gradient_stops_outside_the_clip_range():
     view = make_view(lengths=(3,))
     view.columns["old_logprobs"].copy_(view.outputs["logprobs"].detach() - torch.tensor([0.0, 1.0, -1.0]))
@@ -140,33 +130,6 @@ def test_metrics_report_what_was_clipped():
     metrics = clipped_policy(view).metrics
     assert metrics["clip_fraction"].value == pytest.approx(0.25)
     assert metrics["ratio"].value == pytest.approx((math.e + 1 + 1 + 1 / math.e) / 4)
-
-
-def test_a_view_without_counted_tokens_weighs_nothing():
-    view = make_view(lengths=(1, 1))
-    for aggregation in AGGREGATIONS:
-        value = clipped_policy(view, aggregation=aggregation, max_tokens=8)
-        assert (value.total.item(), value.weight) == (0.0, 0.0)
-
-
-@pytest.mark.parametrize("loss", POLICY_LOSSES)
-@pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_a_row_without_counted_tokens_changes_nothing(aggregation, loss):
-    """As of an episode that failed, masked: wherever it lies, and whatever else is in its micro-batch."""
-    view = make_view(lengths=(3, 4, 5))
-    silent = view.row == 1
-    view.columns["loss_mask"][silent] = False
-    rest = TokenView(
-        {name: values[~silent] for name, values in view.outputs.items()},
-        {name: values[~silent] for name, values in view.columns.items()},
-        view.row[~silent].clamp(max=1),
-        2,
-    )
-    with_row, without = (
-        loss(one, aggregation=aggregation, max_tokens=8, kl_coefficient=0.1, importance_cap=1.5) for one in (view, rest)
-    )
-    assert with_row.total.item() == pytest.approx(without.total.item(), rel=1e-6)
-    assert (with_row.weight, with_row.metrics) == (without.weight, without.metrics)
 
 
 def test_weighted_logprob_reproduces_any_policy_gradient():

@@ -103,14 +103,20 @@ def test_a_policy_learns_to_prefer_what_was_chosen(house: Path, options: tuple[s
 
 @pytest.mark.parametrize(("command", "options"), [("rm", ()), ("dpo", ()), ("dpo", KTO)], ids=["rm", "dpo", "kto"])
 def test_a_resumed_run_is_the_one_that_was_not_interrupted(house: Path, command: str, options: tuple[str, ...]):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     def figures(rows: list[dict[str, Any]]) -> list[dict[str, float]]:
         clocks = ("time/", "busy/", "elapsed_seconds", "tokens_per_second", "validation/")
         return [{name: value for name, value in row.items() if not name.startswith(clocks)} for row in rows]
 
     straight = run(command, "straight", *options, "train.steps=20")
+    options = (*options, "run.trackers=[{name: tensorboard}]")
     run(command, "resumed", *options, "train.steps=8", "train.checkpoint_every=8")
     resumed = run(command, "resumed", *options, "train.steps=20", "--resume")
     assert figures(resumed) == figures(straight)
+    tracked = EventAccumulator("runs/resumed/tensorboard").Reload().Scalars("loss")
+    assert [one.step for one in tracked] == list(range(1, 21))
+    assert [one.value for one in tracked] == pytest.approx([row["loss"] for row in straight])
     models = [(house / "runs" / name / "model" / "model.safetensors").read_bytes() for name in ("straight", "resumed")]
     assert models[0] == models[1]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -17,13 +18,13 @@ from typing import Any
 
 import psutil
 import pytest
+from made_up_runtimes import installed, made_up_runtime
 
 from enginehouse.plugin import RequirementSet, RolloutBackend
 from enginehouse.plugin.requirements import unmet
 from enginehouse.runtimes import (
     MakingError,
     NoRuntime,
-    Runtime,
     RuntimeProblem,
     choose_runtime,
     installed_runtimes,
@@ -61,30 +62,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def installed(site: Path, distribution: str, version: str) -> None:
-    """Make a distribution look installed."""
-    info = site / f"{distribution.replace('-', '_')}-{version}.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
-
-
-def made_up(home: Path, name: str | None = None, **changed: Any) -> Runtime:
-    """A runtime as `make_runtime` leaves it, without having installed anything; `changed` are the manifest's fields."""
-    wanted = recipe(BACKEND, "cpu")
-    runtime = runtime_at(home / (name or wanted.name))
-    runtime.packages.mkdir(parents=True)
-    runtime.python.parent.mkdir()
-    runtime.python.symlink_to(os.path.realpath(sys.executable))
-    (runtime.path / "pyvenv.cfg").write_text(f"home = {os.path.dirname(os.path.realpath(sys.executable))}\n")
-    (runtime.packages / "swift").mkdir()
-    installed(runtime.packages, "swift-engine-cpu", "2.1")
-    installed(runtime.packages, "ray", ray_version())
-    manifest = {
-        "backend": "swift", "variant": "cpu", "key": wanted.key, "module": "swift", "python": wanted.python,
-        "versions": {"engine": "2.1"}, "made": "",
-    }  # fmt: skip
-    (runtime.path / "manifest.json").write_text(json.dumps(manifest | changed))
-    return runtime_at(runtime.path)
+made_up = functools.partial(made_up_runtime, BACKEND)
+"""A runtime of `swift` as `make_runtime` leaves it, without having installed anything."""
 
 
 def small(**changed: Any) -> Recipe:
@@ -258,6 +237,7 @@ def test_core_itself_is_no_part_of_a_recipe():
     assert not any(line.startswith("enginehouse") for line in wanted.requirements)
     assert any(line.startswith("pydantic") for line in wanted.requirements)
     assert f"ray=={ray_version()}" in wanted.requirements
+    assert not any(line.lower().startswith("tensorboard") for line in wanted.requirements)  # no worker tracks
 
 
 def test_an_unknown_requirement_set_is_said_with_those_there_are():

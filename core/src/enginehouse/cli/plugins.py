@@ -1,7 +1,7 @@
-"""`enginehouse plugins list|show`: what is installed, in what state, and what it offers.
+"""`enginehouse plugins list|show|doctor`: what is installed, in what state, and what it offers.
 
 Neither torch nor ray nor an engine is imported; `show` imports a backend's options, for their schema, and a function
-that is asked for by its name, for its arguments.
+that is asked for by its name, for its arguments; `doctor` imports everything, in other processes.
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from enginehouse import __version__
 from enginehouse.cli.console import plain, terminal
+from enginehouse.cli.doctor import doctor
 from enginehouse.plugin import (
     CONTRACT,
     KINDS,
     Backend,
+    Environment,
     Function,
     Loss,
     Plugin,
@@ -28,15 +29,12 @@ from enginehouse.plugin import (
     Provided,
     Reward,
     Tracker,
-    reload_plugins,
 )
 from enginehouse.plugin import plugins as loaded_plugins
-from enginehouse.plugin.discovery import from_environment, installed
 from enginehouse.plugin.first_party import pip_line
-from enginehouse.plugin.lookup import ambiguous, label, not_found
+from enginehouse.plugin.lookup import ambiguous, label, nothing_called
 from enginehouse.plugin.observers import EVENTS, PREFIX
 from enginehouse.plugin.requirements import install_line
-from enginehouse.plugin.trial import try_out
 from enginehouse.runtimes.readiness import plugin_state, runtime_instead
 
 if TYPE_CHECKING:
@@ -45,14 +43,8 @@ if TYPE_CHECKING:
     from enginehouse.cli.options_schema import Option
     from enginehouse.config.arguments import Argument
 
-CHECKER = "enginehouse.engines.declared:problems_of"
-"""What looks at a record, in the process where its plugin is tried."""
-
-CHECK_SECONDS = 300.0
-"""Longest that may take for one plugin: engines take a while to import."""
-
-IMPORTING = "importing what it declares"
-"""Begins what is wrong with all that a plugin declares."""
+ARGUED = (Function, Environment, Tracker)
+"""What takes arguments by name."""
 
 COLOURS = {"ok": "green", "requirements missing": "yellow", "blocked": "dim"}
 
@@ -62,25 +54,22 @@ def plugins() -> None:
     """Show which backends and other plugins there are."""
 
 
+plugins.add_command(doctor)
+
+
 @plugins.command("list")
 @click.option("--json", "as_json", is_flag=True, help="Write JSON, with every field.")
 @click.option("--kind", type=click.Choice([kind.kind for kind in KINDS]), help="Only records of this kind.")
-@click.option("--check", is_flag=True, help="Import all that is declared, each plugin's in a process of its own.")
-def list_(as_json: bool, kind: str | None, check: bool) -> None:
+def list_(as_json: bool, kind: str | None) -> None:
     """List plugins, the backends they bring, and their state.
 
-    With --check, which takes some seconds, also what is wrong with what the plugins declare: engines, options and
-    functions that are not there, methods that an engine lacks. The exit code is then 1 if anything is wrong, or a
-    plugin is broken or incompatible.
+    Nothing that they declare is imported: whether it can do what it says is what `enginehouse plugins doctor` finds.
     """
-    wrong = _checked() if check else {}
-    manager = reload_plugins() if check else loaded_plugins()
+    manager = loaded_plugins()
     if as_json:
-        click.echo(json.dumps(_as_json(manager, kind, wrong), indent=2, default=dict))
+        click.echo(json.dumps(_as_json(manager, kind), indent=2, default=dict))
     else:
-        _show_table(manager, kind, wrong)
-    if check and (wrong or any(plugin.status in ("broken", "incompatible") for plugin in manager.plugins)):
-        sys.exit(1)
+        _show_table(manager, kind)
 
 
 @plugins.command("show")
@@ -90,7 +79,8 @@ def show(name: str) -> None:
 
     \b
     enginehouse plugins show vllm             a backend, with its options
-    enginehouse plugins show clipped_policy   a loss, an advantage, a reward or a tracker, with its arguments
+    enginehouse plugins show clipped_policy   a loss, an advantage, a reward, an environment or a tracker, with its
+                                              arguments
     """
     manager = loaded_plugins()
     named = [
@@ -98,33 +88,13 @@ def show(name: str) -> None:
     ]
     records = [] if named else manager.providers(name=name)
     if not named and not records:
-        raise _unknown(manager, name)
+        raise nothing_called(name, manager.plugins, manager.providers())
     for plugin in named:
         _show_plugin(manager, plugin)
     for provided in records:
         _show_record(manager, provided)
-        if isinstance(provided.record, Function | Tracker):
+        if isinstance(provided.record, ARGUED):
             _show_arguments(provided.record)
-
-
-def _checked() -> dict[str, tuple[str, ...]]:
-    """What is wrong with what installed plugins declare, by `"distribution:name"` of those with a fault.
-
-    Each is loaded anew, in another process, which is also what is remembered of it from then on.
-    """
-    switches = from_environment()
-    candidates = [candidate for candidate in installed() if not switches.refusal(candidate[0])]
-    wrong: dict[str, tuple[str, ...]] = {}
-    for candidate, loaded in zip(candidates, try_out(candidates), strict=True):
-        plugin = candidate[0]
-        if loaded is None or loaded.problem:
-            continue
-        (found,) = try_out([candidate], CHECKER, CHECK_SECONDS)
-        if found and found.problem:
-            wrong[f"{plugin.distribution}:{plugin.name}"] = (f"{IMPORTING}: {found.problem}",)
-        elif found and found.wrong:
-            wrong[f"{plugin.distribution}:{plugin.name}"] = found.wrong
-    return wrong
 
 
 def record_state(manager: PluginManager, provided: Provided) -> tuple[str, str]:
@@ -140,17 +110,7 @@ def record_state(manager: PluginManager, provided: Provided) -> tuple[str, str]:
     return "ok", ""
 
 
-def _checked_state(manager: PluginManager, provided: Provided, wrong: Mapping[str, Sequence[str]]) -> tuple[str, str]:
-    """As `record_state`; `"wrong"` where a check found something."""
-    record, plugin = provided
-    about = (f"{record.kind} {record.name!r}: ", f"{IMPORTING}: ")
-    lines = [one for one in wrong.get(f"{plugin.distribution}:{plugin.name}", ()) if one.startswith(about)]
-    return ("wrong", "; ".join(lines)) if lines else record_state(manager, provided)
-
-
-def _problems(
-    manager: PluginManager, kind: str | None, wrong: Mapping[str, Sequence[str]]
-) -> Iterator[tuple[str, str]]:
+def _problems(manager: PluginManager, kind: str | None) -> Iterator[tuple[str, str]]:
     """Yield what has a problem and the problem, one line each."""
     for plugin in manager.plugins:
         owner = f"{plugin.name} ({plugin.distribution})"
@@ -158,8 +118,6 @@ def _problems(
             yield owner, f"{plugin.status}: {plugin.problem}"
         if plugin.note:
             yield owner, plugin.note
-        for line in wrong.get(f"{plugin.distribution}:{plugin.name}", ()):
-            yield owner, line
     said: set[str] = set()
     for provided in manager.providers(kind):
         state, why = record_state(manager, provided)
@@ -174,7 +132,7 @@ def _problems(
             yield name, str(ambiguous(record_kind, name, providers))
 
 
-def _show_table(manager: PluginManager, kind: str | None, wrong: Mapping[str, Sequence[str]]) -> None:
+def _show_table(manager: PluginManager, kind: str | None) -> None:
     from rich.table import Table
 
     console = terminal()
@@ -189,7 +147,7 @@ def _show_table(manager: PluginManager, kind: str | None, wrong: Mapping[str, Se
     below = Table(box=None, show_header=False, pad_edge=False)
     for provided, record in backends:
         plugin = provided.plugin
-        state, _ = _checked_state(manager, provided, wrong)
+        state, _ = record_state(manager, provided)
         capabilities = ", ".join(sorted(record.capabilities))
         cells = [record.name, record.kind, plugin.distribution, plugin.version, plugin.protocol, _coloured(state)]
         table.add_row(*cells, *([capabilities] if wide else []))
@@ -209,9 +167,9 @@ def _show_table(manager: PluginManager, kind: str | None, wrong: Mapping[str, Se
     if below.row_count:
         console.print()
         console.print(below)
-    problems = list(_problems(manager, kind, wrong))
+    problems = list(_problems(manager, kind))
     if problems:
-        console.print("\n[bold]problems[/]  (in full: enginehouse plugins show NAME)")
+        console.print("\n[bold]problems[/]  (in full: enginehouse plugins show NAME; more: enginehouse plugins doctor)")
         for what, problem in problems:
             console.print(f"  {plain(what)}: {plain(problem)}")
 
@@ -281,8 +239,8 @@ def _show_options(console: Console, backend: Backend) -> None:
     _table_of(console, "option", options)
 
 
-def _show_arguments(record: Function | Tracker) -> None:
-    """What a config may give a loss, an advantage, a reward, a filter or a tracker; its code is imported."""
+def _show_arguments(record: Function | Environment | Tracker) -> None:
+    """What a config may give to what has arguments, a loss or a tracker, say; its code is imported."""
     from enginehouse.config.arguments import KL_ARGUMENTS, arguments_of
     from enginehouse.plugin import ResolveError, resolve
 
@@ -292,7 +250,7 @@ def _show_arguments(record: Function | Tracker) -> None:
     except ResolveError as error:
         console.print(f"  arguments cannot be shown: {plain(str(error))}")
         return
-    arguments = arguments_of(function, positional=0 if isinstance(record, Reward | Tracker) else 1)
+    arguments = arguments_of(function, positional=0 if isinstance(record, Reward | Environment | Tracker) else 1)
     set_by = KL_ARGUMENTS if isinstance(record, Loss) else {}
     arguments = [
         one._replace(description=f"{one.description} Set by {set_by[one.name]}.".lstrip())
@@ -316,19 +274,7 @@ def _table_of(console: Console, what: str, rows: Iterable[Option | Argument]) ->
     console.print(table)
 
 
-def _unknown(manager: PluginManager, name: str) -> Exception:
-    """The error for a name nobody has: as for a backend that is not loaded, else with every name as a choice."""
-    from enginehouse.errors import nearest
-    from enginehouse.plugin import PluginLookupError
-
-    error = not_found(None, name, manager.plugins, ())
-    if error.reason != "unknown":
-        return error
-    names = {plugin.name for plugin in manager.plugins} | {one.record.name for one in manager.providers()}
-    return PluginLookupError(f"nothing is called {name!r}; {nearest(name, names)}", "unknown")
-
-
-def _as_json(manager: PluginManager, kind: str | None, wrong: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+def _as_json(manager: PluginManager, kind: str | None) -> dict[str, Any]:
     return {
         "enginehouse": __version__,
         "contract": ".".join(map(str, CONTRACT)),
@@ -345,9 +291,8 @@ def _as_json(manager: PluginManager, kind: str | None, wrong: Mapping[str, Seque
                 "traceback": plugin.traceback,
                 "note": plugin.note,
                 "observes": _observed(plugin),
-                "wrong": list(wrong.get(f"{plugin.distribution}:{plugin.name}", ())),
                 "records": [
-                    _record_as_json(Provided(record, plugin), *_checked_state(manager, Provided(record, plugin), wrong))
+                    _record_as_json(Provided(record, plugin), *record_state(manager, Provided(record, plugin)))
                     for record in plugin.records
                     if kind is None or record.kind == kind
                 ],

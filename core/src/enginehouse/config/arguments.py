@@ -235,9 +235,8 @@ def _annotation(function: Callable[..., Any], parameter: inspect.Parameter) -> A
         return Any
     if not isinstance(parameter.annotation, str):
         return parameter.annotation
-    called: Any = function
-    called = called.__init__ if isinstance(function, type) else inspect.unwrap(called)
-    return eval(parameter.annotation, getattr(called, "__globals__", {}))
+    made_by: Any = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]
+    return eval(parameter.annotation, getattr(inspect.unwrap(made_by), "__globals__", {}))
 
 
 def _holds_member(value: Any) -> bool:

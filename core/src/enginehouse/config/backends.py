@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import re
 from collections.abc import Mapping
@@ -71,6 +72,8 @@ def find_backend(
         if engine.runtime in ("auto", CURRENT) and not plugins.missing(record):  # else it may be in its runtime alone
             findings.refuse(f"{key}.engine.backend: the engine of {record.name!r}: {error}")
         return record
+    if isinstance(definition, ast.FunctionDef | ast.AsyncFunctionDef):
+        findings.refuse(f"{key}.engine.backend: the engine of {record.name!r}, {record.engine}, is no class")
     for protocol in protocols_of(record):
         if missing := lacking(definition, protocol):
             findings.refuse(

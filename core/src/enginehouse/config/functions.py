@@ -1,4 +1,4 @@
-"""The functions a config names, `module:function`: found and imported. What they are given: `arguments`.
+"""The functions and classes a config names, `module:function`: found and imported. What they are given: `arguments`.
 
 A user's own module lies in the current directory or beside the config. These come last on the import path, in every
 process of a run: a file there never stands in for a module of the standard library or of an installed package. A config
@@ -11,6 +11,7 @@ import ast
 import difflib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import traceback
@@ -20,9 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.config.migration import answer_value
+from enginehouse.engines.environment import Environment
 from enginehouse.errors import ConfigError, UserError
 from enginehouse.plugin import ResolveError
-from enginehouse.plugin.references import find_definition
+from enginehouse.plugin.references import find_definition, lacking
 
 if TYPE_CHECKING:
     from enginehouse.plugin import PluginManager, Record
@@ -73,8 +75,26 @@ def find_function(
     return name, import_function(name, key, python_path)
 
 
+def check_environment(found: Callable[..., Any], name: str) -> None:
+    """Check that what the config calls `name` is an environment, as far as can be told before it is made.
+
+    Raises:
+        ConfigError: it is no class, or has no `run` that is awaited.
+    """
+    what = f"environment.name: {name!r} is"
+    if not isinstance(found, type):
+        raise ConfigError(f"{what} {type(found).__name__}, and an environment is a class: name it, as in module:Class")
+    if lacks := lacking(found, Environment):
+        raise ConfigError(f"{what} no environment: it lacks {', '.join(lacks)} (docs/plugins/environment.md)")
+    if not inspect.iscoroutinefunction(inspect.unwrap(found.run)):  # type: ignore[attr-defined]
+        raise ConfigError(f"{what} no environment: its run is not awaited; write `async def run(self, task, ...)`")
+
+
 def _needs_nothing(definition: ast.AST | None) -> bool:
-    """Whether a function can be called with one positional argument, by its definition."""
+    """Whether a function can be called with one positional argument, or a class without any, by its definition."""
+    if isinstance(definition, ast.ClassDef):
+        makes = {"__init__", "__new__"}.intersection(getattr(one, "name", "") for one in definition.body)
+        return not (makes or definition.bases or definition.keywords or definition.decorator_list)
     if not isinstance(definition, ast.FunctionDef) or not all(map(_adds_defaults_only, definition.decorator_list)):
         return False
     signature = definition.args

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from enginehouse.config.arithmetic import samples_per_step
 from enginehouse.config.rows import named
-from enginehouse.config.schema import DPOConfig
+from enginehouse.config.schema import DPOConfig, Environment
 from enginehouse.runtimes import CURRENT
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def outline_rl(
         ("runtimes", _runtimes(roles)),
         ("weights", _weights(roles["rollout"], transport_reason)),
         *([("reward", _reward(config))] if config.reward.named() else []),
-        *([("environment", _environment(config))] if config.environment.processes else []),
+        *([("environment", environment)] if (environment := _environment(config)) else []),
         ("algorithm", f"{config.algorithm.advantage.name} advantages, {config.algorithm.loss.name} loss"),
         ("data", _prompts(config, rows)),
         ("a step", _step(config)),
@@ -199,11 +199,18 @@ def _beside(section: Beside, role: RolePlan, config: AnyConfig) -> str:
 
 
 def _environment(config: Config) -> str:
-    processes = config.environment.processes
-    return (
-        f"in {_count(processes, 'process')}, each with reward processes of its own; tokens and texts do not pass the "
-        "controller"
-    )
+    """What makes the samples where that is not core's own, and where; empty where nothing is to be said."""
+    name, arguments, processes = config.environment.name, config.environment.arguments, config.environment.processes
+    said = []
+    if name != Environment().name:
+        given = ", ".join(f"{argument}={value}" for argument, value in arguments.items())
+        said.append(f"{name}{f' ({given})' if given else ''}; validation plays it too")
+    if processes:
+        said.append(
+            f"in {_count(processes, 'process')}, each with reward processes of its own; tokens and texts do not pass "
+            "the controller"
+        )
+    return "; ".join(said)
 
 
 def _reward(config: Config) -> str:

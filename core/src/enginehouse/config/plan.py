@@ -49,7 +49,7 @@ from enginehouse.config.backends import (
 )
 from enginehouse.config.device import pick_device
 from enginehouse.config.findings import Findings
-from enginehouse.config.functions import extend_path, find_function
+from enginehouse.config.functions import check_environment, extend_path, find_function
 from enginehouse.config.outline import Facts, outline_preferences, outline_rl, outline_sft
 from enginehouse.config.paths import check_run_directory, has_chat_template, read_model
 from enginehouse.config.resume import check_resume
@@ -67,10 +67,11 @@ from enginehouse.config.rows import (
 from enginehouse.config.schema import AnyConfig, Config, DPOConfig, PreferenceConfig, RMConfig, SFTConfig
 from enginehouse.config.secrets import check_secrets
 from enginehouse.config.trackers import TrackerPlan, check_trackers
-from enginehouse.engines.model import Device, ModelSpec
+from enginehouse.engines.model import Device, ModelSpec, positions
 from enginehouse.errors import ConfigError, ModelError, nearest
 from enginehouse.plugin import (
     Advantage,
+    Environment,
     Filter,
     Function,
     Loss,
@@ -103,6 +104,8 @@ prompt's greedy response."""
 IMPORTANCE_CAP, STALE_IMPORTANCE_CAP = "importance_cap", 2.0
 """An argument of losses, the largest importance weight of a token, and its value for samples of older weights where the
 config says none (`null` takes the weights away)."""
+SINGLE_TURN = "enginehouse.rl.environments.single_turn:SingleTurn"
+"""The environment that is core's own."""
 _OVERWRITE = ("run.overwrite", "run")
 """Overrides that set `run.overwrite`."""
 
@@ -152,6 +155,10 @@ class Plan(RunPlan):
 
     Attributes:
         rewards: what the samples are scored by.
+        environment: `"module:Class"` of what makes the samples.
+        environment_arguments: as it takes them.
+        vocabulary: how many tokens the model knows; None where that is not known.
+        most_tokens: how long a sample may be, for every model that reads it; None where that is not known.
         advantage: `"module:function"`.
         advantage_arguments: as the advantage takes them.
         advantage_needs: the columns that it is given; None: all but texts.
@@ -168,6 +175,10 @@ class Plan(RunPlan):
 
     config: Config
     rewards: tuple[RewardPlan, ...]
+    environment: str
+    environment_arguments: dict[str, Any]
+    vocabulary: int | None
+    most_tokens: int | None
     advantage: str
     advantage_arguments: dict[str, Any]
     advantage_needs: tuple[str, ...] | None
@@ -178,6 +189,11 @@ class Plan(RunPlan):
     loss_arguments: dict[str, Any]
     critic_loss_arguments: dict[str, Any]
     prompt_limit: TokenLimit
+
+    @property
+    def is_single_turn(self) -> bool:
+        """Whether the environment is core's own."""
+        return self.environment == SINGLE_TURN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,9 +308,12 @@ def plan(
     if config.train.validate_every and not config.data.validation_files():
         findings.refuse("train.validate_every is set, but there is no file to validate on (data.validation)")
     _check_save_best(findings, config)
-    if not config.reward.named() and not config.reward_model.path:
+    environment, environment_arguments = setting.environment(config)
+    is_single_turn = environment == SINGLE_TURN
+    if is_single_turn and not config.reward.named() and not config.reward_model.path:
         findings.refuse("reward.function is wanted, several under reward.functions, or reward_model.path")
-    rewards = tuple(setting.reward(name, one, rows.columns) for name, one in config.reward.named().items())
+    columns = rows.columns if is_single_turn else None  # another one may give rewards what it likes
+    rewards = tuple(setting.reward(name, one, columns) for name, one in config.reward.named().items())
     advantage, advantage_arguments = setting.function(
         Advantage, algorithm.advantage.name, "algorithm.advantage", algorithm.advantage.arguments
     )
@@ -331,6 +350,10 @@ def plan(
         config=config,
         roles=roles,
         rewards=rewards,
+        environment=environment,
+        environment_arguments=environment_arguments,
+        vocabulary=_vocabulary(model),
+        most_tokens=_most_tokens(config, roles, [model, *setting.models.values()]),
         advantage=advantage,
         advantage_arguments=advantage_arguments,
         advantage_needs=needs,
@@ -746,6 +769,23 @@ class _Setting:
                 check_reward(function, f"{key}.function", arguments, columns)
         return RewardPlan(name, reference, arguments, given)
 
+    def environment(self, config: Config) -> tuple[str, dict[str, Any]]:
+        """Check the environment and what it is made with; as `function`."""
+        name, arguments = config.environment.name, config.environment.arguments
+        key = "environment.arguments"
+        check_secrets(self.findings, key, arguments)
+        with self.findings.collecting():
+            reference, found = find_function(
+                self.plugins, Environment, name, "environment.name", self.python_path, always=bool(arguments)
+            )
+            if found is not None:
+                check_environment(found, name)
+                cure = f"arguments meant for another environment are taken away by {key}={{}}" if arguments else ""
+                check_call(found, key, arguments, key, cure=cure, values=arguments)
+                arguments = self.values(found, name, key, arguments)
+            return reference, dict(arguments)
+        return "", {}
+
     def function(
         self,
         kind: type[Function],
@@ -805,6 +845,20 @@ def _check_needs(
         if column not in there:
             name = config.algorithm.advantage.name
             findings.refuse(f"the advantage {name!r} needs the column {column!r}: {nearest(column, there)}")
+
+
+def _vocabulary(model: Mapping[str, Any]) -> int | None:
+    """How many tokens a model, given its `config.json`, knows."""
+    number = (model.get("text_config") or model).get("vocab_size")
+    return number if isinstance(number, int) else None
+
+
+def _most_tokens(config: Config, roles: Mapping[str, RolePlan], models: Sequence[Mapping[str, Any]]) -> int | None:
+    """How long a sample may be for the models that read it, given their `config.json`."""
+    limits = [positions(model) for model in models if model]
+    limits.append(roles["rollout"].options.get("max_model_tokens"))
+    known = [limit for limit in limits if isinstance(limit, int)]
+    return min(known) - ("reward_model" in roles) if known else None  # that reads a token more
 
 
 def _read_model_of(role: str, path: str, model: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -910,6 +964,11 @@ def _check_rewards_are_read(findings: Findings, config: Config, needs: Sequence[
         findings.refuse(
             f"the advantage {name!r} reads each reward by itself, and no weight or normalize of theirs: take them away "
             "and set algorithm.advantage.arguments.weights"
+        )
+    weights, count = config.algorithm.advantage.arguments.get("weights"), len(several) + bool(model.path)
+    if "rewards" in needs and isinstance(weights, list | tuple) and len(weights) != count:
+        findings.refuse(
+            f"algorithm.advantage.arguments.weights: {len(weights)} numbers, one for each reward; there are {count}"
         )
     if "baseline" in needs and (model.path or any(one.normalize != "none" for one in several)):
         findings.refuse(

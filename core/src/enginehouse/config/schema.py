@@ -196,8 +196,17 @@ class Rollout(Section):
 
 
 class Environment(Section):
-    """Where responses are made and scored."""
+    """What makes the responses to a prompt, and where that is done."""
 
+    name: str = Field(
+        default="single_turn",
+        description="A registered name, or module:Class; single_turn: one answer to each prompt, scored by the reward",
+    )
+    arguments: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Given to it by name as it is made; `enginehouse plugins show NAME` lists them; ${NAME} stands for "
+        "an environment variable",
+    )
     processes: int = Field(
         default=0,
         ge=0,

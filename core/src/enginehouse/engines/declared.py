@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from types import CodeType
 from typing import Any
 
+from enginehouse.engines.environment import Environment as EnvironmentProtocol
 from enginehouse.engines.rollout import RolloutEngine
 from enginehouse.engines.tracker import Tracker as TrackerProtocol
 from enginehouse.engines.train import OffloadsState, SavesInBackground, TrainEngine, TrainsAdapters
 from enginehouse.engines.weights import WeightTransport
-from enginehouse.plugin import Backend, Record, ResolveError, RolloutBackend, Tracker, TrainBackend, Transport, resolve
+from enginehouse.plugin import (
+    Advantage,
+    Backend,
+    Environment,
+    Filter,
+    Loss,
+    Plugin,
+    Record,
+    ResolveError,
+    RolloutBackend,
+    Tracker,
+    TrainBackend,
+    Transport,
+    resolve,
+)  # fmt: skip
 from enginehouse.plugin.capabilities import BACKGROUND_SAVE, LORA, OFFLOAD
-from enginehouse.plugin.references import lacking
+from enginehouse.plugin.declarations import DECLARING
+from enginehouse.plugin.references import lacking, misfits
 from enginehouse.plugin.requirements import unmet
 
 PROTOCOLS: dict[type[Record], tuple[str, type]] = {
@@ -18,34 +41,69 @@ PROTOCOLS: dict[type[Record], tuple[str, type]] = {
     RolloutBackend: ("engine", RolloutEngine),
     Transport: ("transport", WeightTransport),
     Tracker: ("tracker", TrackerProtocol),
+    Environment: ("environment", EnvironmentProtocol),
 }
 """By kind of record the field that names a class, and what that class must do."""
 
 OFFERED: dict[str, type] = {OFFLOAD: OffloadsState, BACKGROUND_SAVE: SavesInBackground, LORA: TrainsAdapters}
 """What a training engine must do besides, by capability."""
 
+GIVEN: dict[type[Record], int] = {Advantage: 1, Loss: 1, Filter: 1}
+"""By kind of record how many positional arguments the function that it names is given."""
 
-def problems_of(record: Record) -> list[str]:
-    """What is wrong with the things that a record names by strings; empty where nothing is.
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something wrong with what a record names.
+
+    Attributes:
+        what: in words, beginning with the record.
+        where: file and line, `"FILE:LINE"`; the line is left out where it is not known.
+    """
+
+    what: str
+    where: str = ""
+
+
+def examine(plugin: Plugin) -> Iterator[dict[str, Any]]:
+    """Yield what is wrong with each record of a plugin, in order, as plain data."""
+    for record in plugin.records:
+        yield {"faults": [asdict(one) for one in faults_of(record, _declared_at(plugin, record))]}
+
+
+def faults_of(record: Record, declared_at: str = "") -> Iterator[Fault]:
+    """Yield what is wrong with the things that a record names by strings.
 
     The engine of a backend whose requirements are missing here lives in another Python environment: it is passed over.
+
+    Args:
+        record: any.
+        declared_at: where it was declared.
     """
     what = f"{record.kind} {record.name!r}"
     field, _ = PROTOCOLS.get(type(record), ("", object))
-    found = []
     for name in record.references:
         if name == "engine" and isinstance(record, Backend) and any(unmet(record.requires)):
             continue
+        reference = getattr(record, name)
         try:
-            named = resolve(getattr(record, name))
+            named = resolve(reference)
         except ResolveError as error:
-            found.append(f"{what}: {name}: {error}")
+            yield Fault(f"{what}: {name}: {error}", _raised_at(error) or declared_at)
             continue
+        at = _defined_at(named)
+        if not at.startswith(os.path.dirname(declared_at)):
+            at = declared_at  # what is wrong is that it was named
         if name == field:
-            found += [f"{what}: {name} {getattr(record, name)!r} {said}" for said in _unlike(named, record)]
+            for said in _unlike(named, record):
+                yield Fault(f"{what}: {name} {reference!r} {said}", at)
         elif not callable(named):
-            found.append(f"{what}: {name} {getattr(record, name)!r} is {named!r}, which cannot be called")
-    return found
+            yield Fault(f"{what}: {name} {reference!r} is {named!r}, which cannot be called", declared_at)
+        elif name == "options" and isinstance(record, Backend):
+            for said in _unlike_options(named, record):
+                yield Fault(f"{what}: {name} {reference!r} {said}", at)
+        elif not _can_be_given(named, GIVEN.get(type(record), 0)):
+            yield Fault(f"{what}: {name} {reference!r} takes {inspect.signature(named)}, and is given one argument", at)
 
 
 def protocols_of(record: Record) -> list[type]:
@@ -56,9 +114,63 @@ def protocols_of(record: Record) -> list[type]:
     return wanted
 
 
-def _unlike(named: Any, record: Record) -> list[str]:
+def _unlike(named: Any, record: Record) -> Iterator[str]:
     """What a class lacks of what its record says it does."""
     if not isinstance(named, type):
-        return [f"is {named!r}, not a class"]
-    missing = [name for protocol in protocols_of(record) for name in lacking(named, protocol)]
-    return [f"lacks {', '.join(missing)}"] if missing else []
+        yield f"is {getattr(named, '__qualname__', repr(named))}, a {type(named).__name__}, and no class"
+        return
+    promised = {protocol: capability for capability, protocol in OFFERED.items()}
+    for protocol in protocols_of(record):
+        if missing := lacking(named, protocol):
+            by = f", which its capability {promised[protocol]!r} promises" if protocol in promised else ""
+            yield f"is no {protocol.__name__}: it lacks {', '.join(missing)}{by}"
+        for said in misfits(named, protocol):
+            yield f"is no {protocol.__name__}: {said}"
+
+
+def _unlike_options(named: Any, record: Backend) -> Iterator[str]:
+    """What is wrong with a class of options; that it is a pydantic model was seen when the plugin was loaded."""
+    from enginehouse.engines.options import RolloutOptions, TrainOptions
+
+    base = TrainOptions if isinstance(record, TrainBackend) else RolloutOptions
+    if not (isinstance(named, type) and issubclass(named, base)):
+        yield f"is not derived from {base.__module__}:{base.__name__}"
+    elif LORA in record.capabilities and "lora" not in named.model_fields:
+        yield f"has no option 'lora', which the capability {LORA!r} promises"
+
+
+def _can_be_given(function: Any, positional: int) -> bool:
+    try:
+        inspect.signature(function).bind_partial(*[None] * positional)
+    except TypeError:
+        return False
+    except ValueError:  # written in C: only a call can tell
+        return True
+    return True
+
+
+def _declared_at(plugin: Plugin, record: Record) -> str:
+    """Where the hook stands that declared a record."""
+    module = sys.modules.get(plugin.module.partition(":")[0])
+    hook = next((name for name, kinds in DECLARING.items() if isinstance(record, kinds)), "")
+    return _defined_at(getattr(module, hook, None)) or str(getattr(module, "__file__", None) or "")
+
+
+def _defined_at(named: Any) -> str:
+    code = getattr(inspect.unwrap(named), "__code__", None) if callable(named) else None
+    if isinstance(code, CodeType):
+        return f"{code.co_filename}:{code.co_firstlineno}"
+    try:
+        return f"{inspect.getsourcefile(named)}:{inspect.getsourcelines(named)[1]}"
+    except (TypeError, OSError):
+        return ""
+
+
+def _raised_at(error: ResolveError) -> str:
+    """Where importing a module failed; empty where it did not begin."""
+    cause = error.__cause__
+    if isinstance(cause, SyntaxError):
+        return f"{cause.filename}:{cause.lineno}"
+    frames = traceback.extract_tb(cause.__traceback__) if cause else []
+    own = [one for one in frames if "importlib" not in one.filename and one.filename != resolve.__code__.co_filename]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""

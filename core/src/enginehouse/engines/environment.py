@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -84,6 +84,24 @@ class Score(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A score that an environment gives by itself; a `Score`, whose attributes it says.
+
+    Attributes:
+        reward: what is trained on; finite.
+        figures: numbers of its own, by name, each logged as the mean `reward/NAME`; docs/rewards.md says which names
+            are taken.
+        failure: why there is no reward, if it was to be asked for.
+        answer: what the episode answers.
+    """
+
+    reward: float
+    figures: Mapping[str, float] = field(default_factory=dict)
+    failure: str = ""
+    answer: str = ""
+
+
 class EpisodeContext(Protocol):
     """What an environment is given beside task and policy.
 
@@ -130,10 +148,12 @@ class Episode:
         logprobs: one a token, as the rollout reported it; 0 where `mask` is false.
         versions: one a token: weight version it was drawn from; of no meaning where `mask` is false. Where an engine
             does not say at which token a version changed, the oldest.
-        score: its reward.
+        score: its reward, by `EpisodeContext.score` or the environment's own (`Scored`).
         prompt: what was asked, as text, for people.
         response: what came of it, as text, for people.
         finish: why it ended: `"stop"`, `"length"`, or a word of the environment's; `"failed"`: it could not be made.
+        token_rewards: one a token, beside the score's reward, which is that of the last one; 0 where `mask` is false.
+            Only some advantages read them, as `process_rewards` does. None: there are none.
     """
 
     tokens: Sequence[int] | np.ndarray
@@ -144,6 +164,56 @@ class Episode:
     prompt: str = ""
     response: str = ""
     finish: str = "stop"
+    token_rewards: Sequence[float] | np.ndarray | None = None
+
+
+class Transcript:
+    """An episode as it is played: tokens that are given, and tokens that the policy chose, one after another.
+
+    Args:
+        given: its first tokens, as `Task.prompt_ids`.
+
+    Attributes:
+        tokens: all so far: what the policy is asked to continue.
+    """
+
+    def __init__(self, given: Sequence[int]):
+        self.tokens: list[int] = []
+        self._mask: list[bool] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+        self._rewards: dict[int, float] = {}
+        self.add_given(given)
+
+    def add_given(self, tokens: Sequence[int]) -> None:
+        """Add tokens that are not trained on: what a tool answers, or the next question."""
+        self._add(tokens, False, [0.0] * len(tokens), [0] * len(tokens))
+
+    def add_drawn(self, completion: Completion) -> list[int]:
+        """Add what the policy drew when it was asked to continue `tokens`; returns the new ones."""
+        begin, count = len(self.tokens), len(completion.token_ids)
+        versions = [completion.first_version] * (count - 1) + [completion.last_version] * min(count, 1)
+        self._add(completion.token_ids, True, completion.logprobs, versions)
+        return self.tokens[begin:]
+
+    def add_reward(self, reward: float) -> None:
+        """Reward the last token that the policy chose, beside the score of the whole: a step's reward."""
+        if True not in self._mask:
+            raise ValueError("no token was chosen that a reward could be given to")
+        last = len(self._mask) - 1 - self._mask[::-1].index(True)
+        self._rewards[last] = self._rewards.get(last, 0.0) + reward
+
+    def episode(self, score: Score, prompt: str = "", response: str = "", finish: str = "stop") -> Episode:
+        """The episode as it is now; arguments as of `Episode`."""
+        columns = list(self.tokens), list(self._mask), list(self._logprobs), list(self._versions)
+        rewards = [self._rewards.get(place, 0.0) for place in range(len(self.tokens))] if self._rewards else None
+        return Episode(*columns, score, prompt, response, finish, rewards)
+
+    def _add(self, tokens: Sequence[int], is_chosen: bool, logprobs: Sequence[float], versions: Sequence[int]) -> None:
+        self.tokens += map(int, tokens)
+        self._mask += [is_chosen] * len(tokens)
+        self._logprobs += map(float, logprobs)
+        self._versions += versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +233,12 @@ class Group:
 
 class Environment(Protocol):
     """Makes the episodes of a task, which are judged against each other. Any number of calls run at once.
+
+    A process makes one, `Class(**environment.arguments)`, and plays training and validation by it.
+
+    What it returns is checked (`enginehouse.rl.episode_checks`): a chosen token has to be one that `policy` drew in
+    this call of `run`, after just the tokens that stand before it, with the logprob that it was drawn with. Anything
+    malformed is a mistake of the environment's, and ends the run.
 
     Where `run` raises, or takes longer than `rollout.episode_seconds`, all its episodes have failed, and
     `rollout.on_failure` says what becomes of the task. `EpisodeContext.each` has them fail one by one.

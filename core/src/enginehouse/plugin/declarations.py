@@ -18,6 +18,7 @@ DECLARING: dict[str, tuple[type[records.Record], ...]] = {
     "enginehouse_register_rewards": (records.Reward,),
     "enginehouse_register_filters": (records.Filter,),
     "enginehouse_register_trackers": (records.Tracker,),
+    "enginehouse_register_environments": (records.Environment,),
 }
 """Each declaring hook and the records it takes."""
 

@@ -69,6 +69,11 @@ def enginehouse_register_trackers(register: Callable[[records.Tracker], None]) -
     """Declare trackers, what a run's metrics are sent to. Called once, when the plugin is loaded. Since 1.1."""
 
 
+@hookspec(historic=True)
+def enginehouse_register_environments(register: Callable[[records.Environment], None]) -> None:
+    """Declare environments. Called once, when the plugin is loaded. Since 1.1."""
+
+
 @hookspec
 def enginehouse_commands(cli: Any) -> None:
     """Add sub-commands to the command line's click group.

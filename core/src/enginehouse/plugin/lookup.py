@@ -79,6 +79,16 @@ def not_found(
     return PluginLookupError(". ".join([said[0], " ".join(said[1:])]) if said[1:] else said[0], "unknown")
 
 
+def nothing_called(name: str, plugins: Sequence[Plugin], provided: Sequence[Provided]) -> PluginLookupError:
+    """Neither a plugin nor a distribution nor a record has the name: as for a backend that is not loaded, else with
+    every name as a choice."""
+    error = not_found(None, name, plugins, ())
+    if error.reason != "unknown":
+        return error
+    names = {plugin.name for plugin in plugins} | {one.record.name for one in provided}
+    return PluginLookupError(f"nothing is called {name!r}; {nearest(name, names)}", "unknown")
+
+
 def _may_provide(plugin: Plugin, kind: str | None, distribution: str | None, name: str) -> bool:
     if distribution is not None and not same_distribution(distribution, plugin.distribution):
         return False

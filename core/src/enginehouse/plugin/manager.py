@@ -262,7 +262,7 @@ class PluginManager:
         """Import and register one plugin; on failure take back all it declared and keep the error as its own."""
         before, seconds = set(sys.modules), time.thread_time()
         try:
-            with _stdout_to_stderr():
+            with stdout_to_stderr():
                 self._register(plugin, entry_point.load())
             plugin.note = _heaviness(sys.modules.keys() - before, time.thread_time() - seconds)
         except IncompatiblePlugin as error:
@@ -389,7 +389,7 @@ def _check_protocol(plugin: Plugin) -> None:
 def _not_loaded(plugin: Plugin, problem: str) -> str:
     return (
         f"{problem}; so it is not loaded. {BLOCKED}={plugin.name} keeps it out, as does uninstalling "
-        f"{plugin.distribution}; `enginehouse plugins list --check` tries it again, as does any command in an hour"
+        f"{plugin.distribution}; `enginehouse plugins doctor` tries it again, as does any command in an hour"
     )
 
 
@@ -406,7 +406,7 @@ def _heaviness(modules: Set[str], seconds: float) -> str:
 
 
 @contextlib.contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
+def stdout_to_stderr() -> Iterator[None]:
     """Send what is printed, also by C code and child processes, to stderr: stdout is for what was asked for."""
     if sys.stdout is not None:
         sys.stdout.flush()

@@ -262,8 +262,23 @@ class Tracker(Record):
         _freeze(self, "requires", tuple)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Environment(Record):
+    """What turns a task into episodes (`enginehouse.engines.environment.Environment`), by its class; see
+    docs/plugins/environment.md.
+
+    Attributes:
+        environment: `"module:Class"`, constructed with the arguments of the config, `Class(**arguments)`.
+    """
+
+    kind: ClassVar[str] = "environment"
+    references: ClassVar[tuple[str, ...]] = ("environment",)
+    environment: str
+
+
 KINDS: tuple[type[Record], ...] = (
     TrainBackend, RolloutBackend, Transport, DispatchMode, Advantage, Loss, Reward, Filter, Tracker,
+    Environment,
 )  # fmt: skip
 """Every kind of record."""
 

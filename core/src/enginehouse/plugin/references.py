@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.abc import InspectLoader
 from typing import Any
 
@@ -59,10 +60,61 @@ def lacking(engine: Any, protocol: type) -> list[str]:
         return []
     if isinstance(engine, ast.ClassDef):
         bound = dict(_bound(engine.body))
-        if engine.bases or engine.keywords or engine.decorator_list or "__getattr__" in bound:
+        heir = any(not (isinstance(one, ast.Name) and one.id == "object") for one in engine.bases)
+        if heir or engine.keywords or engine.decorator_list or "__getattr__" in bound:
             return []  # another class may have them
         return [name for name in wanted if name not in bound]
     return [name for name in wanted if not callable(getattr(engine, name, None))]
+
+
+def misfits(engine: type, protocol: type) -> list[str]:
+    """The methods of a class that cannot be called as a protocol says, and why; those it lacks are not among them."""
+    found = []
+    for name in methods_of(protocol):
+        wanted, theirs = getattr(protocol, name), getattr(engine, name, None)
+        if not callable(theirs):
+            continue
+        if why := _misfit(wanted, theirs, inspect.getattr_static(engine, name)):
+            found.append(f"{name}: {why} ({protocol.__name__}.{name}{inspect.signature(wanted)})")
+    return found
+
+
+def _misfit(wanted: Callable[..., Any], theirs: Callable[..., Any], static: object) -> str:
+    try:
+        signature = inspect.signature(theirs)
+    except (TypeError, ValueError):  # written in C: only a call can tell
+        return ""
+    arguments = list(inspect.signature(wanted).parameters.values())
+    if isinstance(static, staticmethod | classmethod):
+        arguments = arguments[1:]  # `self`
+    required = [None for one in arguments if one.default is one.empty]
+    optional = [one.name for one in arguments if one.default is not one.empty]
+    ways: list[tuple[list[None], dict[str, None]]] = [
+        (required + [None] * len(optional), {}),
+        (required, dict.fromkeys(optional)),
+    ]
+    if not any(_takes(signature, *way) for way in ways) or not _takes(signature, required, {}):
+        return f"it takes {signature}, and cannot be called as the protocol says"
+    is_async = inspect.iscoroutinefunction(inspect.unwrap(theirs))
+    if is_async and not inspect.iscoroutinefunction(wanted):
+        return "it is async, and its result is not awaited"
+    if inspect.iscoroutinefunction(wanted) and not is_async and _returns_no_awaitable(theirs):
+        return "it is not async, and its result is awaited"
+    return ""
+
+
+def _takes(signature: inspect.Signature, positional: Sequence[None], by_name: Mapping[str, None]) -> bool:
+    try:
+        signature.bind(*positional, **by_name)
+    except TypeError:
+        return False
+    return True
+
+
+def _returns_no_awaitable(function: Callable[..., Any]) -> bool:
+    """Whether a function that is not async says that it returns something else than what can be awaited."""
+    said = str(getattr(function, "__annotations__", {}).get("return", ""))
+    return inspect.isfunction(function) and not any(word in said for word in ("Awaitable", "Coroutine", "Future"))
 
 
 def _source(module_name: str, reference: str) -> ast.Module | None:

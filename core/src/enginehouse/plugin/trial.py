@@ -16,7 +16,7 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.machinery import PathFinder
@@ -41,25 +41,32 @@ VARIABLE = "ENGINEHOUSE_PLUGIN_TRIAL"
 _PROGRAM = """
 import json, sys
 asked = json.loads(sys.argv[2])
-sys.path[:] = asked["path"]
+sys.path[:] = asked["path"] or sys.path
 from enginehouse.plugin.trial_process import main
-main(int(sys.argv[1]), asked["plugins"], asked["examine"], asked["seconds"])
+main(int(sys.argv[1]), asked["plugins"], asked["seconds"], asked["examiner"], asked["examiner_seconds"])
 """
+
+EXAMINER_SECONDS = 300.0
+"""Longest an examiner may take for its next answer: engines take a while to import."""
 
 Candidate = tuple[Plugin, metadata.EntryPoint]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What became of a plugin in the other process.
+class Examined:
+    """What an examination of a plugin in another process brought.
 
     Attributes:
-        problem: why it must not be loaded here, in words; empty where it may be, and shows any error of its own.
-        wrong: what `examine` had to say of its records.
+        loaded: what `enginehouse.plugin.trial_process` says of loading it; empty where it did not come so far.
+        answers: those of the examiner, in order.
+        problem: what became of the process before it was through, in words; empty where it was.
+        output: all that was printed there, stacks of Python included where it hung or crashed.
     """
 
-    problem: str = ""
-    wrong: tuple[str, ...] = ()
+    loaded: Mapping[str, Any]
+    answers: tuple[Mapping[str, Any], ...]
+    problem: str
+    output: str
 
 
 def problems(candidates: Sequence[Candidate]) -> list[str]:
@@ -73,82 +80,150 @@ def problems(candidates: Sequence[Candidate]) -> list[str]:
     fresh = [number for number, candidate in enumerate(candidates) if asked[number].unknown(candidate[1])]
     found = {number: asked[number].remembered() for number in range(len(asked))}
     unheard = [number for number in fresh if found[number] is None]
-    for number, tried in zip(unheard, try_out([candidates[number] for number in unheard]), strict=True):
-        if tried is not None:
-            found[number] = tried.problem
+    for number, problem in zip(unheard, _try_out([candidates[number] for number in unheard]), strict=True):
+        if problem is not None:
+            found[number] = problem
     return [found[number] or "" if number in fresh else "" for number in range(len(asked))]
 
 
-def try_out(candidates: Sequence[Candidate], examine: str = "", seconds: float | None = None) -> list[Found | None]:
+def _try_out(candidates: Sequence[Candidate]) -> list[str | None]:
     """Load each of some plugins in another process, whatever is known of it, and remember what was found.
 
-    Args:
-        candidates: the plugins.
-        examine: `"module:function"` that is called there with each record, and lists what is wrong with it. What it
-            imports may do worse than loading, so nothing is then remembered.
-        seconds: longest each may take; None: `SECONDS`.
-
     Returns:
-        What was found of each; None where no process could be started.
+        Why each must not be loaded here; empty where it may be, None where no process could be started.
     """
-    found: list[Found | None] = []
+    found: list[str | None] = []
     while len(found) < len(candidates):
-        rest = candidates[len(found) :]
-        those, problem = _in_one_process(rest, examine, SECONDS if seconds is None else seconds)
+        those, problem = _in_one_process(candidates[len(found) :])
         found += those
         if problem is None:
             return [*found, *([None] * (len(candidates) - len(found)))]
         if problem:
-            found.append(Found(problem))
+            found.append(problem)
     for candidate, one in zip(candidates, found, strict=True):
-        if one is not None and not examine:
-            _asked(*candidate).remember(one.problem)
+        if one is not None:
+            _asked(*candidate).remember(one)
     return found
 
 
-def _in_one_process(candidates: Sequence[Candidate], examine: str, seconds: float) -> tuple[list[Found], str | None]:
+def _in_one_process(candidates: Sequence[Candidate]) -> tuple[list[str], str | None]:
     """What was found of the first candidates, and what the next one did to the process: empty where all were tried,
     None where the process did not come to the first."""
+    found: list[str] = []
+    try:
+        with _process(candidates, "") as answer:
+            answer(START_SECONDS)
+            try:
+                while len(found) < len(candidates):
+                    found.append(answer(SECONDS)["problem"])
+            except _Ended as ended:
+                return found, str(ended)
+    except (_Ended, OSError):
+        return found, None
+    return found, ""
+
+
+def examine(
+    candidate: Candidate, examiner: str, python: str | None = None, env: Mapping[str, str] | None = None
+) -> Examined | None:
+    """Load a plugin in a process of its own, whatever is known of it, and have what it declares examined there.
+
+    Args:
+        candidate: the plugin.
+        examiner: `"module:function"`; called with the loaded `Plugin` it yields answers that JSON can hold, each within
+            `EXAMINER_SECONDS`.
+        python: interpreter of another Python environment; None: this one, and what came of loading is remembered.
+        env: environment variables that one needs.
+
+    Returns:
+        What was found; None where no process could be started.
+    """
+    import tempfile
+
+    loaded: Mapping[str, Any] = {}
+    answers: list[Mapping[str, Any]] = []
+    problem = ""
+    with tempfile.TemporaryFile() as output:
+        try:
+            with _process([candidate], examiner, output.fileno(), python, env) as answer:
+                answer(START_SECONDS)
+                try:
+                    loaded = answer(SECONDS)
+                    problem = loaded["problem"]
+                    while not problem and "end" not in (said := answer(EXAMINER_SECONDS)):
+                        answers.append(said)
+                except _Ended as ended:
+                    problem = str(ended)
+        except (_Ended, OSError):
+            return None
+        output.seek(0)
+        printed = output.read().decode(errors="replace")
+    if python is None:
+        _asked(*candidate).remember(loaded["problem"] if loaded else problem)
+    return Examined(loaded, tuple(answers), problem, printed)
+
+
+class _Ended(Exception):
+    """The other process ended, or its time did; the message says how."""
+
+
+@contextlib.contextmanager
+def _process(
+    candidates: Sequence[Candidate],
+    examiner: str,
+    output: int | None = None,
+    python: str | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Iterator[Callable[[float], dict[str, Any]]]:
+    """Start a process that tries some plugins; yields what waits so many seconds for its next answer.
+
+    What waits raises `_Ended` where none came.
+
+    Raises:
+        OSError: the process cannot be started.
+    """
     import selectors  # these two cost every start of the command line some milliseconds
     import subprocess
 
     wanted = {
-        "path": [one for one in sys.path if isinstance(one, str)],
+        "path": [] if python else [one for one in sys.path if isinstance(one, str)],
         "plugins": [[plugin.name, plugin.distribution, entry_point.value] for plugin, entry_point in candidates],
-        "examine": examine,
-        "seconds": seconds,
+        "seconds": SECONDS,
+        "examiner": examiner,
+        "examiner_seconds": EXAMINER_SECONDS,
     }
     reading, writing = os.pipe()
+    where = subprocess.DEVNULL if output is None else output
     try:
         # A session of its own: Ctrl-C is for this process, which ends that one.
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _PROGRAM, str(writing), json.dumps(wanted)],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            pass_fds=(writing,), start_new_session=True, env={**os.environ, VARIABLE: "1"},
+            [python or sys.executable, "-P", "-c", _PROGRAM, str(writing), json.dumps(wanted)],
+            stdin=subprocess.DEVNULL, stdout=where, stderr=where,
+            pass_fds=(writing,), start_new_session=True, env={**os.environ, **(env or {}), VARIABLE: "1"},
         )  # fmt: skip
     except OSError:
         os.close(reading)
-        return [], None
+        raise
     finally:
         os.close(writing)
-    found: list[Found] = []
-    begun, text = False, b""
+    text = b""
+
+    def answer(seconds: float) -> dict[str, Any]:
+        nonlocal text
+        while b"\n" not in text:
+            if not selector.select(seconds):
+                raise _Ended(_overdue(seconds))
+            read = os.read(reading, 1 << 16)
+            if not read:
+                raise _Ended(_ending(process.wait(), seconds))
+            text += read
+        line, _, text = text.partition(b"\n")
+        return json.loads(line)
+
     try:
         with selectors.DefaultSelector() as selector:
             selector.register(reading, selectors.EVENT_READ)
-            while len(found) < len(candidates):
-                if not selector.select(seconds if begun else START_SECONDS):
-                    return found, _overdue(seconds) if begun else None
-                read = os.read(reading, 1 << 16)
-                if not read:
-                    return found, _ending(process.wait(), seconds) if begun else None
-                *lines, text = (text + read).split(b"\n")
-                for line in lines:
-                    said = json.loads(line)
-                    if begun:
-                        found.append(Found(said["problem"], tuple(said["wrong"])))
-                    begun = True
-        return found, ""
+            yield answer
     finally:
         os.close(reading)
         with contextlib.suppress(ProcessLookupError, PermissionError):

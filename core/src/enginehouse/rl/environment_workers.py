@@ -30,7 +30,7 @@ from enginehouse.errors import EnginehouseError
 from enginehouse.rl.columns import Requests
 from enginehouse.rl.episodes import NOTES, Played, batch_of
 from enginehouse.rl.placement import start_seconds
-from enginehouse.rl.player import FleetPolicy, Kind, failed_metrics, in_words, player_of
+from enginehouse.rl.player import FleetPolicy, Kind, failed_metrics, in_words, make_environment, player_of
 from enginehouse.rl.rewards.weighted import WeightedRewards
 from enginehouse.rl.samples import as_bytes
 
@@ -135,6 +135,7 @@ class EnvironmentWorker(Worker):
     def __init__(self, plan: Plan, kinds: Mapping[str, Kind]):
         model = plan.config.model
         self._tokenizer = load_tokenizer(model.path, model.trust_remote_code)
+        self._environment = make_environment(plan)
         self._rewards = WeightedRewards(plan)
         self._plan = plan
         self._begin(kinds, plan.config.cluster.call_timeout_seconds)
@@ -236,7 +237,8 @@ class EnvironmentWorker(Worker):
         self._say(at_once=not self._playing or self._error is not None)
 
     def _player(self, kind: str) -> Player:
-        return player_of(self._plan, partial(self._policy_of, kind), self._rewards, self._kinds[kind])
+        policy_of = partial(self._policy_of, kind)
+        return player_of(self._plan, self._environment, policy_of, self._rewards, self._kinds[kind])
 
     def _policy_of(self, kind: str, task: Task) -> FleetPolicy:
         play = self._plays[kind, task.serial]
@@ -542,7 +544,8 @@ def environment_workers(plan: Plan, kinds: Mapping[str, Kind]) -> Iterator[Envir
     processes = plan.config.environment.processes
     kinds = {name: replace(kind, tasks=math.ceil(kind.tasks / processes)) for name, kind in kinds.items()}
     rewards = tuple(replace(one, arguments=from_environment(one.arguments)) for one in plan.rewards)
-    plan = replace(plan, rewards=rewards)  # nodes may lack the variables
+    arguments = from_environment(plan.environment_arguments)
+    plan = replace(plan, rewards=rewards, environment_arguments=arguments)  # nodes may lack the variables
     pool = ResourcePool([processes], timeout=start_seconds(cluster), name="environment")
     try:
         group = WorkerGroup(

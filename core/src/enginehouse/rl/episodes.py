@@ -49,6 +49,11 @@ def rows_of(played: Sequence[Played]) -> DistributedBatch:
     return rows.with_columns(group=torch.from_numpy(np.repeat(np.arange(len(played)), sizes)))
 
 
+def total_reward(episode: Episode) -> float:
+    """The reward of an episode, with those of its tokens."""
+    return episode.score.reward + float(sum(episode.token_rewards if episode.token_rewards is not None else ()))
+
+
 def tasks_of(prompts: Batch, serials: Sequence[int]) -> list[Task]:
     """Rows as `PromptDataset.rows` gives them, as tasks with these serial numbers."""
     ids = prompts.ragged("prompt_ids")
@@ -72,7 +77,8 @@ def batch_of(groups: Sequence[Group]) -> Batch:
         is of; -1 where there is none), each `(rows,)`; and the objects `finish_reason`, `prompt`, `response`,
         `answer` (what it answers, as its reward says; empty where that says nothing), `reward_figures` (other figures
         of the reward, by name) and `reward_failure` (why a row has no reward and counts as 0; empty where it has one).
-        Where groups have one, `baseline` float32 `(rows,)`.
+        Where groups have one, `baseline` float32 `(rows,)`; where all episodes have some, `token_rewards` ragged
+        float32.
     """
     episodes = [episode for group in groups for episode in group.episodes]
     lengths = torch.tensor([len(episode.tokens) for episode in episodes], dtype=torch.int64)
@@ -81,9 +87,12 @@ def batch_of(groups: Sequence[Group]) -> Batch:
     oldest, newest = _versions(episodes, mask)
     tokens = mask.like(torch.from_numpy(_flat([one.tokens for one in episodes], np.int64)))
     baselines = [group.baseline for group in groups if group.baseline is not None]
-    compared = {}
+    compared: dict[str, torch.Tensor | Ragged] = {}
     if groups and len(baselines) == len(groups):
         compared["baseline"] = torch.from_numpy(np.repeat(np.array(baselines, np.float32), sizes))
+    rewards = [one.token_rewards for one in episodes if one.token_rewards is not None]
+    if episodes and len(rewards) == len(episodes):
+        compared["token_rewards"] = tokens.like(torch.from_numpy(_flat(rewards, np.float32)))
     return Batch(
         {
             **compared,

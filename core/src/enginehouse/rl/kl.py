@@ -17,11 +17,12 @@ estimation for RL").
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, get_args
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from enginehouse.config.schema import KLEstimator
+from enginehouse.config.schema import KL, KLEstimator
 from enginehouse.data import Ragged
 from enginehouse.errors import ConfigError, nearest
 
@@ -64,6 +65,23 @@ def adapted(coefficient: float, divergence: float, target: float) -> float:
     return coefficient * (1 + 0.1 * error)
 
 
+def resumed_coefficient(kl: KL, earlier: Mapping[str, Any], saved: float | None) -> float:
+    """The coefficient that a resumed run begins with.
+
+    Args:
+        kl: as the config says now.
+        earlier: `algorithm.kl` of the run that is gone on from; empty: not known.
+        saved: the coefficient of its checkpoint; None: it has none.
+
+    Returns:
+        The one that was adapted so far; the config's, where that is another than before, or was not adapted.
+    """
+    adapting = kl.target is not None and earlier.get("target") is not None
+    if saved is None or not adapting or earlier.get("coefficient") != kl.coefficient:
+        return kl.coefficient
+    return saved
+
+
 def with_kl_in_reward(
     batch: DistributedBatch, coefficient: float, estimator: KLEstimator, by_token: bool = False
 ) -> tuple[DistributedBatch, float]:
@@ -74,7 +92,7 @@ def with_kl_in_reward(
             `rollout_logprobs`.
         coefficient: what the divergence is multiplied with.
         estimator: as of `token_kl`.
-        by_token: take each token's off its own `token_rewards`, ragged float32, of which there are none yet; else the
+        by_token: take each token's off its own `token_rewards`, ragged float32, 0 where there are none yet; else the
             sum of a row's off its `reward`.
 
     Returns:
@@ -82,12 +100,13 @@ def with_kl_in_reward(
     """
     old = "old_logprobs" if "old_logprobs" in batch else "rollout_logprobs"
     per_row, per_token, tokens = [torch.zeros(0)], [torch.zeros(0)], 0.0
-    for part in batch.select(["loss_mask", old, "reference_logprobs"]).shards():
+    earlier = ["token_rewards"] if by_token and "token_rewards" in batch else []
+    for part in batch.select(["loss_mask", old, "reference_logprobs", *earlier]).shards():
         mask = part["loss_mask"]
         divergence = token_kl(part[old].values, part["reference_logprobs"].values, estimator) * mask.values
         per_row.append(torch.zeros(len(part)).index_add_(0, mask.row, divergence))
         if by_token:
-            per_token.append(-coefficient * divergence)
+            per_token.append(sum((part[name].values for name in earlier), -coefficient * divergence))
         tokens += mask.values.sum().item()
     of_rows = torch.cat(per_row)
     if by_token:

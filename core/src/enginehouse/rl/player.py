@@ -29,13 +29,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import numpy as np
+
+from enginehouse.config.secrets import from_environment
 from enginehouse.controller.errors import ControllerError, RemoteError, behind
 from enginehouse.engines.environment import Episode, Group, Score
 from enginehouse.engines.rollout import GenerateRequest
-from enginehouse.errors import EnginehouseError, UserError
+from enginehouse.errors import ConfigError, EnginehouseError, UserError
 from enginehouse.plugin.records import resolve
-from enginehouse.rl.environments.single_turn import SingleTurn
-from enginehouse.rl.episodes import Played
+from enginehouse.rl.episode_checks import FAILED, Drawn, EpisodeChecks, MalformedEpisode
+from enginehouse.rl.episodes import Played, total_reward
 from enginehouse.rl.rewards import program
 from enginehouse.rl.rewards.batch import RewardError
 from enginehouse.rl.router import PoisonousRows
@@ -181,6 +184,7 @@ class Player:
             waiting for replicas and rewards is part of it. None: any.
         keep: which groups are trained on. None: all.
         baseline: plays the one episode of a task whose reward the others' are compared with. None: nothing does.
+        checks: what the environment's episodes have to be. None: it is known to make such.
 
     Attributes:
         last: what failed last.
@@ -196,7 +200,9 @@ class Player:
         seconds: float | None = None,
         keep: Callable[[Group], bool] | None = None,
         baseline: Player | None = None,
+        checks: EpisodeChecks | None = None,
     ):
+        self._checks = checks
         self._keep, self._baseline = keep, baseline
         self.scorer, self.samples, self.on_failure = scorer, samples, on_failure
         self._environment, self._policy_of, self._seconds = environment, policy_of, seconds
@@ -217,7 +223,7 @@ class Player:
                 compared = await alone
             finally:
                 alone.cancel()
-            group = Group(task, episodes if compared else (), compared[0].score.reward if compared else None)
+            group = Group(task, episodes if compared else (), total_reward(compared[0]) if compared else None)
         kept = len(group.episodes) > 0 and (self._keep is None or self._keep(group))
         return Played(task, tuple(episode.score.reward for episode in group.episodes), kept, group)
 
@@ -230,12 +236,17 @@ class Player:
 
         Raises:
             EpisodeFailed: one failed, and the policy is to end the run; or it raised what is no `Exception`.
+            MalformedEpisode: one is not what it has to be.
             EnginehouseError: what ends the run under any policy.
         """
         policy = self._policy_of(task)
+        what = f"task {task.serial} ({_shown(task)})"
 
         async def make(number: int, deadline: Deadline) -> Sequence[Episode]:
-            own = policy.branch(f"try-{number}") if number else policy
+            own: Policy = policy.branch(f"try-{number}") if number else policy
+            if self._checks is not None:
+                drawn = Drawn()
+                own = drawn.policy(own)
             context = Context(self.samples, self, task, own, scoring, deadline)
             try:
                 episodes = await self._environment.run(task, own, context)
@@ -244,10 +255,14 @@ class Player:
                     raise
             if context.verdict is not None:  # whatever the environment made of it
                 raise context.verdict
+            if self._checks is not None:
+                self._checks.check(episodes, self.samples - context.left_out, drawn, what)
+                if self._checks.token_rewards:
+                    return [_with_token_rewards(one) for one in episodes]
             return episodes
 
         try:
-            return await self.attempt(f"task {task.serial} ({_shown(task)})", self.samples, make)
+            return await self.attempt(what, self.samples, make)
         except _GivenUp:
             return []
 
@@ -321,6 +336,7 @@ class Context:
 
     Attributes:
         verdict: what one of `each` means for all.
+        left_out: how many of `each` the run goes on without.
     """
 
     samples: int
@@ -330,6 +346,7 @@ class Context:
     scoring: Callable[[], None]
     deadline: Deadline
     verdict: Exception | None = None
+    left_out: int = 0
 
     async def score(self, rows: Sequence[Mapping[str, Any]]) -> Sequence[Score]:
         """See the protocol."""
@@ -353,7 +370,9 @@ class Context:
             self.deadline.go_on()
         if self.player.on_failure == "mask":
             return [self._masked() if isinstance(one, _GivenUp) else one for one in made]
-        return [one for one in made if not isinstance(one, _GivenUp)]
+        left = [one for one in made if not isinstance(one, _GivenUp)]
+        self.left_out += len(made) - len(left)
+        return left
 
     async def _one(self, play: Callable[[int, Policy], Awaitable[Episode]], index: int) -> Episode | _GivenUp:
         async def make(number: int, deadline: Deadline) -> Episode:
@@ -372,7 +391,7 @@ class Context:
         tokens = self.task.prompt_ids
         nothing = [0] * len(tokens)
         score = program.Score(0.0, {})
-        return Episode(tokens, [False] * len(tokens), nothing, nothing, score, self.task.prompt, "", "failed")
+        return Episode(tokens, [False] * len(tokens), nothing, nothing, score, self.task.prompt, "", FAILED)
 
 
 class Deadline:
@@ -431,8 +450,24 @@ async def _settled(
     return asyncio.CancelledError("something that it awaited was cancelled") if making.cancelled() else making.result()
 
 
+def make_environment(plan: Plan) -> Environment:
+    """Make the environment of a plan, in this process.
+
+    Raises:
+        ConfigError: it raises.
+    """
+    made = resolve(plan.environment)
+    try:
+        return made(**from_environment(plan.environment_arguments))
+    except Exception as error:
+        raise ConfigError(
+            f"environment.name: making {plan.config.environment.name!r} raised {in_words(error)}"
+        ) from error
+
+
 def player_of(
     plan: Plan,
+    environment: Environment,
     policy_of: Callable[[Task], FleetPolicy],
     rewards: WeightedRewards,
     kind: Kind,
@@ -441,6 +476,7 @@ def player_of(
 
     Args:
         plan: of the run.
+        environment: the plan's.
         policy_of: what a task's episodes are drawn from.
         rewards: score them.
         kind: what they are played for.
@@ -449,10 +485,21 @@ def player_of(
     scorer = rewards.scorer(kind.tasks * samples)
     keep = partial(resolve(plan.keep), **plan.keep_arguments) if kind.filtered and plan.keep else None
     failing = rollout.on_failure, rollout.episode_seconds
+    checks = None
+    if not plan.is_single_turn:  # whose episodes are what they have to be, as its test shows
+        needs = plan.advantage_needs
+        by_token = needs is None or "token_rewards" in needs
+        checks = EpisodeChecks(plan.config.environment.name, plan.vocabulary, plan.most_tokens, by_token)
     baseline = None
     if kind.filtered and "baseline" in (plan.advantage_needs or ()):
-        baseline = Player(SingleTurn(), lambda task: policy_of(task).greedy(), scorer, 1, *failing)
-    return Player(SingleTurn(), policy_of, scorer, samples, *failing, keep, baseline)
+        baseline = Player(environment, lambda task: policy_of(task).greedy(), scorer, 1, *failing, checks=checks)
+    return Player(environment, policy_of, scorer, samples, *failing, keep, baseline, checks)
+
+
+def _with_token_rewards(episode: Episode) -> Episode:
+    """All rows of a step have the same columns."""
+    rewards = episode.token_rewards
+    return replace(episode, token_rewards=np.zeros(len(episode.tokens), np.float32)) if rewards is None else episode
 
 
 def failed_metrics(counts: Mapping[str, int]) -> dict[str, float]:
@@ -460,12 +507,15 @@ def failed_metrics(counts: Mapping[str, int]) -> dict[str, float]:
     return {f"failed_{reason}": float(counts.get(reason, 0)) for reason in REASONS}
 
 
+BEYOND_POLICY = (EpisodeFailed, _GivenUp, MalformedEpisode, RewardError, UserError, ControllerError)
+
+
 def _beyond_policy(error: BaseException) -> Exception | None:
-    """What is behind an error that no policy decides on: a reward without a score, a mistake of the user's, and
-    whatever the controller cannot do but draw a request."""
+    """What is behind an error that no policy decides on: a reward without a score, a mistake of the user's or of the
+    environment's, and whatever the controller cannot do but draw a request."""
     for one in behind(error):
         drawing = isinstance(one, PoisonousRows | RemoteError)
-        if isinstance(one, EpisodeFailed | _GivenUp | RewardError | UserError | ControllerError) and not drawing:
+        if isinstance(one, BEYOND_POLICY) and not drawing:
             return one
     return None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enginehouse.plugin import Advantage, Filter, Loss, Reward, hookimpl
+from enginehouse.plugin import Advantage, Environment, Filter, Loss, Reward, hookimpl
 
 ADVANTAGES = {
     "distillation": (
@@ -114,6 +114,17 @@ def enginehouse_register_filters(register):
             name="mixed_rewards",
             summary="Groups whose rewards are not all equal: dynamic sampling (Yu et al. 2025)",
             function="enginehouse.rl.filters.mixed_rewards:mixed_rewards",
+        )
+    )
+
+
+@hookimpl
+def enginehouse_register_environments(register):
+    register(
+        Environment(
+            name="single_turn",
+            summary="One answer to each prompt, scored by the configured reward",
+            environment="enginehouse.rl.environments.single_turn:SingleTurn",
         )
     )
 

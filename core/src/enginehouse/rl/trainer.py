@@ -29,12 +29,12 @@ from enginehouse.rl.environment_workers import environment_workers
 from enginehouse.rl.episodes import FOR_PEOPLE, TEXTS, rows_of, tasks_of
 from enginehouse.rl.feed import Feed, played
 from enginehouse.rl.generation import outputs_as_sampled, row_seed, sampling_params, step_seed
-from enginehouse.rl.kl import adapted, with_kl_in_reward
+from enginehouse.rl.kl import adapted, resumed_coefficient, with_kl_in_reward
 from enginehouse.rl.loop import Loop, Update
 from enginehouse.rl.minibatches import assign_minibatches
 from enginehouse.rl.mismatch import MismatchWarnings, measuring, mismatch
 from enginehouse.rl.placement import place
-from enginehouse.rl.player import FleetPolicy, Kind, player_of
+from enginehouse.rl.player import FleetPolicy, Kind, make_environment, player_of
 from enginehouse.rl.rewards.pool import RewardError
 from enginehouse.rl.rewards.weighted import WeightedRewards, with_rewards
 from enginehouse.rl.roles import TRAINED, with_defaults
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from enginehouse.config.schema import Config
     from enginehouse.controller import DistributedBatch
     from enginehouse.controller.future import Future
-    from enginehouse.engines.environment import Task
+    from enginehouse.engines.environment import Environment, Task
     from enginehouse.rl.environment_workers import EnvironmentWorkers
     from enginehouse.rl.fleet import RolloutFleet
     from enginehouse.rl.player import AnyPlayer
@@ -68,6 +68,7 @@ class Trainer(Loop):
 
     config: Config
     rewards: WeightedRewards
+    environment: Environment
     environments: EnvironmentWorkers
 
     def __init__(self, plan: Plan, run: RunDirectory, progress: Progress):
@@ -76,6 +77,8 @@ class Trainer(Loop):
         config = plan.config
         self.save_every = config.train.save_every
         self.dropped: dict[str, int] = {}
+        if not config.environment.processes:
+            self.environment = make_environment(plan)
         with progress.task("reading data"):
             self.tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
             prompts = self._dataset(config.data.train, config.data.order_by)
@@ -138,9 +141,8 @@ class Trainer(Loop):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.tasks.restore(state)
-        kl, was = self.config.algorithm.kl, self.resumed.config["algorithm"]["kl"] if self.resumed else {}
-        if kl.target is not None and (was.get("coefficient"), was.get("target") is None) == (kl.coefficient, False):
-            self.kl_coefficient = state.get("kl_coefficient", self.kl_coefficient)
+        earlier = self.resumed.config["algorithm"]["kl"] if self.resumed else {}
+        self.kl_coefficient = resumed_coefficient(self.config.algorithm.kl, earlier, state.get("kl_coefficient"))
         self.version = state["weight_version"] - 1  # the first sync brings those weights once more
 
     def run_step(self, step: int) -> Mapping[str, float]:
@@ -412,7 +414,7 @@ class Trainer(Loop):
         def policy_of(task: Task) -> FleetPolicy:
             return FleetPolicy(fleet, self.tokenizer, asked.sampling, *named(task))
 
-        return player_of(self.plan, policy_of, self.rewards, asked)
+        return player_of(self.plan, self.environment, policy_of, self.rewards, asked)
 
     # What is written
 
@@ -441,7 +443,8 @@ class Trainer(Loop):
             data.tools,
         )
         columns = columns_of(dataset.shapes(), name, data.prompt, dataset.where)
-        check_rewards(self.plan.rewards, columns, REWARD_GETS)
+        if self.plan.is_single_turn:
+            check_rewards(self.plan.rewards, columns, REWARD_GETS)
         if dataset.dropped:
             self.dropped[name] = dataset.dropped
             limit = self.plan.prompt_limit.option

@@ -182,7 +182,7 @@ class RunDirectory:
             directory=self.path,
             config=parse(self._config, "the config")[0] or {},
             resumed_after=self._resumed.step if self._resumed else 0,
-            versions=self.record.content["versions"],
+            versions=dict(self.record.content["versions"]),
         )
 
     def _cut_after(self, resumed: Checkpoint) -> None:

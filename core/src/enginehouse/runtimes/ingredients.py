@@ -19,6 +19,9 @@ from enginehouse.plugin.records import Backend
 from enginehouse.plugin.requirements import installed_version
 from enginehouse.runtimes.errors import RuntimeProblem
 
+CONTROLLERS_OWN = frozenset({"tensorboardx"})
+"""What core requires and no worker imports: trackers are the controller's."""
+
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
@@ -130,7 +133,7 @@ def _with_ray(lines: Iterable[str], ray: str) -> list[str]:
 
 
 def _third_party(distribution: str) -> list[str]:
-    """What a distribution of ours requires without an extra, but for other distributions of ours."""
+    """What a distribution of ours requires without an extra, but for distributions of ours and what no worker needs."""
     from packaging.requirements import Requirement
 
     ours = {CORE, *(canonical_name(one.dist.name) for one in metadata.entry_points(group=GROUP) if one.dist)}
@@ -141,7 +144,8 @@ def _third_party(distribution: str) -> list[str]:
     return [
         str(one)
         for one in found
-        if canonical_name(one.name) not in ours and (one.marker is None or one.marker.evaluate({"extra": ""}))
+        if canonical_name(one.name) not in ours | CONTROLLERS_OWN
+        and (one.marker is None or one.marker.evaluate({"extra": ""}))
     ]
 
 

@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from enginehouse.plugin import Plugin, Record, plugins
 from enginehouse.plugin.loaded import canonical_name
 
+BRINGS_WEIGHTS = ("train", "rollout", "transport")
 OF_CORE = ("enginehouse.weights",)
 """What of core is part of what every engine and transport does: how weights come. The rest a certificate has by core's
 version alone: an edit of a command or of the loop makes no engine another."""
@@ -31,7 +32,8 @@ class Origin:
         distribution: the installed distribution; empty where it is of none.
         version: that distribution's version.
         digest: of all files of the packages its strings name, of the plugins that its distribution requires, and of
-            `OF_CORE`, `"sha256:..."`: it changes with an edit, too, of what is installed from a checkout.
+            `OF_CORE` if its kind has to do with weights, `"sha256:..."`: it changes with an edit, too, of what is
+            installed from a checkout.
     """
 
     distribution: str
@@ -49,7 +51,7 @@ def origin_of(record: Record) -> Origin:
     owner = _owner(record, modules)
     named = [*modules, *([owner.module] if owner is not None else [])]
     named += [plugin.module for plugin in _stands_on(owner)]
-    digest = _digest(sorted({*map(_package, named), *OF_CORE}))
+    digest = _digest(sorted({*map(_package, named), *(OF_CORE if record.kind in BRINGS_WEIGHTS else ())}))
     return Origin(owner.distribution, owner.version, digest) if owner is not None else Origin("", "", digest)
 
 

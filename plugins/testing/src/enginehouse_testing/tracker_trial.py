@@ -54,8 +54,7 @@ class TrackerTrial:
 
     def read(self) -> Mapping[str, Sequence[tuple[int, float]]]:
         """What was written, by name."""
-        found: Mapping[str, Sequence[tuple[int, float]]] = self.given.read(self.directory)
-        return found
+        return {} if self.given.read is None else self.given.read(self.directory)
 
 
 def steps(first: int, last: int) -> list[Logged]:

@@ -28,6 +28,8 @@ def read_certificate(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read as a certificate: {first_line(error)}") from error
     wrong = [name for name, of in NEEDED.items() if not isinstance(found, dict) or not isinstance(found.get(name), of)]
+    if not wrong and not all(isinstance(one, dict) for one in found["checks"]):
+        wrong = ["checks"]
     if wrong:
         raise DataError(f"{path} is no certificate of `enginehouse certify`: it lacks {', '.join(wrong)}")
     return dict(found)

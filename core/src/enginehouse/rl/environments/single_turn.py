@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class SingleTurn:
-    """Implements `enginehouse.engines.environment.Environment`."""
+    """One answer to each prompt; implements `enginehouse.engines.environment.Environment`."""
 
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
         """See the protocol."""

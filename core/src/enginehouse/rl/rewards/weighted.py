@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from enginehouse.errors import ConfigError
 from enginehouse.rl.advantages.groups import group_statistics
 from enginehouse.rl.rewards.pool import RewardPool
 from enginehouse.rl.rewards.program import Score
@@ -33,7 +34,7 @@ class WeightedRewards:
     """
 
     def __init__(self, plan: Plan):
-        self._rewards = plan.rewards
+        self._plan, self._rewards = plan, plan.rewards
         with ExitStack() as stack:
             self._pools = [stack.enter_context(closing(RewardPool.of(plan, one))) for one in plan.rewards]
             self._open = stack.pop_all()
@@ -51,7 +52,11 @@ class WeightedRewards:
             finally:
                 for one in scoring:
                     one.cancel()
-            if not by_reward:  # a reward model scores alone, later
+            if not by_reward:
+                if "reward_model" not in self._plan.roles:
+                    raise ConfigError(
+                        "the environment asks for the reward, and the config has none: set reward.function"
+                    )
                 return [Score(0.0, {}, "")] * len(values)
             return [self._sum(scores) for scores in zip(*by_reward, strict=True)]
 

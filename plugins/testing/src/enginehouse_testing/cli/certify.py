@@ -228,7 +228,8 @@ def _verify(path: Path) -> int:
 
     certificate = read_certificate(path)
     found = differences(certificate)
-    said = "passed" if certificate["passed"] else "did not pass, or not the whole suite"
+    failed = any(one.get("outcome") == "failed" for one in certificate["checks"])
+    said = "failed" if failed else "passed" if certificate["passed"] else "interrupted, or not the whole suite"
     click.echo(f"{certificate['kind']} {certificate['backend']}, written {certificate['written']}: {said}")
     for line in found:
         click.echo(line)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 @click.option("--train", multiple=True, metavar="NAME", help="Only this training backend; may be repeated.")
 @click.option("--rollout", multiple=True, metavar="NAME", help="Only this rollout backend; may be repeated.")
 @click.option("--transport", multiple=True, metavar="NAME", help="Only this weight transport; may be repeated.")
+@click.option("--plugin", metavar="NAME", help="Only combinations with a part of this plugin; and write its badge.")
 @click.option("--steps", default=6, show_default=True, type=click.IntRange(min=1), help="Steps of each run.")
 @click.option(
     "--processes",
@@ -54,6 +55,7 @@ def matrix(
     train: tuple[str, ...],
     rollout: tuple[str, ...],
     transport: tuple[str, ...],
+    plugin: str | None,
     steps: int,
     processes: int,
     output: str,
@@ -73,6 +75,7 @@ def matrix(
     \b
     enginehouse matrix --output docs/compatibility.md
     enginehouse matrix --train fsdp --rollout torch --rollout vllm --no-certify
+    enginehouse matrix --plugin acme --train torch --output compatibility.md
 
     Exit codes: 0 what was asked for passed or is refused by the plan, 1 a run or a certificate failed, 2 a mistake in
     the command, 130 interrupted.
@@ -80,15 +83,18 @@ def matrix(
     from enginehouse.cli.console import terminal
     from enginehouse.cli.interrupts import EXIT_CODE, Interrupts
     from enginehouse.plugin import plugins
-    from enginehouse_testing.matrix.combination import KINDS, Setting, combinations
+    from enginehouse_testing.matrix.combination import KINDS, Setting, combinations, parts_of_plugin
     from enginehouse_testing.matrix.findings import earlier_findings
     from enginehouse_testing.matrix.making import Maker, parts_of
 
     page = Path(output)
     asked = dict(zip(KINDS, (train, rollout, transport), strict=True))
     chosen = combinations(plugins(), asked)
+    own = parts_of_plugin(plugins(), plugin) if plugin else []
+    if own:
+        chosen = [one for one in chosen if any((kind, getattr(one, kind)) in own for kind in KINDS)]
     found = earlier_findings(page)
-    found.command = _command(page, steps, processes)
+    found.command, found.plugin = _command(page, steps, processes, plugin), plugin or ""
     console = terminal()
 
     def say_what_is_kept() -> None:
@@ -111,6 +117,11 @@ def matrix(
         say_what_is_kept()
         sys.exit(EXIT_CODE)
     click.echo(f"written: {page}")
+    if own:
+        from enginehouse_testing.matrix.badge import write_badge
+
+        for path in write_badge(page, [found.certificates[part] for part in own if part in found.certificates]):
+            click.echo(f"written: {path}")
     sys.exit(0 if clean else 1)
 
 
@@ -161,9 +172,9 @@ class _Shown:
         self._console.print(line, style="red" if failed else None, markup=False, highlight=False, soft_wrap=True)
 
 
-def _command(page: Path, steps: int, processes: int) -> str:
+def _command(page: Path, steps: int, processes: int, plugin: str | None) -> str:
     """The command that writes the whole page anew."""
-    setting = {"--steps": steps, "--processes": processes}
+    setting = {"--plugin": plugin, "--steps": steps, "--processes": processes}
     defaults = {option.opts[0]: option.default for option in matrix.params}
     words = [str(word) for name, value in setting.items() if value != defaults[name] for word in (name, value)]
     return shlex.join(["enginehouse", "matrix", *words, "--output", str(page)])

@@ -94,6 +94,27 @@ def combinations(plugins: PluginManager, asked: Mapping[str, Sequence[str]]) -> 
     return [Combination(*one) for one in ((a, b, c) for a in trains for b in rollouts for c in transports)]
 
 
+def parts_of_plugin(plugins: PluginManager, name: str) -> list[tuple[str, str]]:
+    """The backends and transports that a plugin declares, as `(kind, name)`.
+
+    Args:
+        plugins: what is installed.
+        name: the plugin's, or its distribution's.
+
+    Raises:
+        UserError: there is no such plugin, or it declares none.
+    """
+    found = [plugin for plugin in plugins.plugins if not plugin.internal and plugin.answers_to(name)]
+    if not found:
+        known = {plugin.name for plugin in plugins.plugins if not plugin.internal}
+        raise UserError(f"--plugin: there is no plugin {name!r}; {nearest(name, known)}")
+    parts = [(record.kind, record.name) for plugin in found for record in plugin.records if record.kind in KINDS]
+    if not parts:
+        problem = "; ".join(plugin.problem for plugin in found if plugin.problem)
+        raise UserError(f"--plugin: {name} declares no backend and no weight transport{problem and f': {problem}'}")
+    return parts
+
+
 def planned(
     plugins: PluginManager, combination: Combination, setting: Setting, config: Path, directory: Path
 ) -> Planned:

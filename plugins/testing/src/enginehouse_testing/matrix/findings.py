@@ -29,6 +29,7 @@ class Findings:
 
     Attributes:
         command: what writes the page anew.
+        plugin: whose backends and transports alone are on the page; empty: all that there are.
         machine: where, as in a certificate.
         written: when it was last written, ISO 8601 in UTC.
         certificates: each in short, as of `certified`, by `(kind, name)`.
@@ -36,6 +37,7 @@ class Findings:
     """
 
     command: str = ""
+    plugin: str = ""
     machine: Mapping[str, Any] = field(default_factory=machine)
     written: str = ""
     certificates: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
@@ -68,6 +70,7 @@ class Findings:
         return {
             "form": FORM,
             "command": self.command,
+            "plugin": self.plugin,
             "machine": dict(self.machine),
             "written": self.written,
             "certificates": list(self.certificates.values()),
@@ -77,7 +80,12 @@ class Findings:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Findings:
         """What `as_json` wrote."""
-        found = cls(command=content["command"], machine=content["machine"], written=content["written"])
+        found = cls(
+            command=content["command"],
+            plugin=content.get("plugin", ""),
+            machine=content["machine"],
+            written=content["written"],
+        )
         for one in (*content["certificates"], *map(Row.from_json, content["rows"])):
             found.add(one)
         return found

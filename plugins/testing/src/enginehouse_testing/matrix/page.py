@@ -39,8 +39,9 @@ def render(found: Findings, data: str) -> str:
 
 def _introduction(found: Findings, data: str) -> list[str]:
     return [
-        "# Compatibility",
+        f"# Compatibility{found.plugin and f' of {found.plugin}'}",
         "",
+        *([f"![certified or not]({data.removesuffix('.json')}.svg)", ""] if found.plugin else []),
         "Which training engine works with which rollout engine by which weight transport, and how far apart the two "
         "compute. One command measured every figure of this page, by the conformance suite and a short real run of "
         "each combination, and wrote the page; nothing in it is filled in by hand. All figures are in "

@@ -14,6 +14,7 @@ from typing import Any
 
 from enginehouse import __version__
 from enginehouse.errors import UserError, nearest
+from enginehouse.plugin.first_party import CORE
 from enginehouse.plugin.hookspecs import PROJECT
 from enginehouse_testing.new_plugin.kinds import KINDS
 
@@ -132,8 +133,8 @@ def _owner(plugin: NewPlugin) -> str:
     for one in plugins().providers(name=plugin.module):
         if one.record.kind in plugin.kinds and one.plugin.distribution != plugin.name:
             return f"{one.plugin.distribution} offers it, of kind {one.record.kind}"
-    if plugin.name.split("-")[0] == "enginehouse":
-        return "names that begin with 'enginehouse' are those of enginehouse's own packages"
+    if plugin.name in (CORE, *(f"{CORE}-{extra}" for extra in metadata.metadata(CORE).get_all("Provides-Extra") or ())):
+        return "it is one of enginehouse's own packages"
     if "command" in plugin.kinds:
         from enginehouse.cli.main import COMMANDS
 

@@ -142,7 +142,7 @@ def _not_drawn(one: Episode, drawn: Sequence[Drawn]) -> str:
             return f"the tokens from {place} on are not those that the policy drew there, all of them"
         if not any(_is_said(each, one, place) for each in fitting):
             return f"the tokens from {place} on have not the logprobs and versions that they were drawn with"
-        place += len(fitting[0].token_ids)
+        place += max(len(each.token_ids) for each in fitting)
     return ""
 
 

@@ -1,0 +1,115 @@
+"""`enginehouse plugins doctor`: whether each plugin can do what it says, and what would be chosen here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from enginehouse.cli.console import plain, terminal
+
+if TYPE_CHECKING:
+    from enginehouse.cli.examination import Finding, OfPlugin, OfRecord, Report
+
+COLOURS = {"ok": "green", "note": "yellow", "requirements missing": "yellow", "blocked": "dim"}
+
+
+@click.command()
+@click.argument("name", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Write JSON, with every field.")
+def doctor(name: str | None, as_json: bool) -> None:
+    """Examine the plugin, distribution or backend NAME, or all plugins: each in a process of its own.
+
+    What a plugin declares is imported there: whether it loads, for which contract, whether engines, options and
+    functions are there and can be called as they must be, whether what it requires is installed, here and in each
+    runtime, and what would be chosen here. Each finding has its place and the command that helps.
+
+    Exit codes: 0 nothing is wrong (there may be notes), 1 something is, 2 nothing is called NAME.
+    """
+    from rich.console import Console
+
+    from enginehouse.cli.examination import examine_plugins
+
+    screen = Console(stderr=True, highlight=False)
+    with screen.status("") as status:
+
+        def told(what: str, number: int, of: int) -> None:
+            status.update(f"examining {plain(what)} {number}/{of}")
+
+        report = examine_plugins(name, told)
+    if as_json:
+        click.echo(json.dumps(_as_json(report), indent=2, default=dict))
+    else:
+        console = terminal()
+        for line in _lines(report):
+            console.print(line, soft_wrap=True)
+    if report.count("wrong"):
+        sys.exit(1)
+
+
+def _as_json(report: Report) -> dict[str, object]:
+    return {**asdict(report), "wrong": report.count("wrong"), "notes": report.count("note")}
+
+
+def _lines(report: Report) -> Iterator[str]:
+    yield f"[bold]here[/]  contract {report.contract}, device {report.device.name} ({plain(report.device.why)})"
+    for plugin in report.plugins:
+        yield ""
+        yield from _of_plugin(plugin)
+    if report.transports:
+        yield "\n[bold]weight transports[/]"
+    for where in dict.fromkeys(one.where for one in report.transports):
+        of = [one for one in report.transports if one.where == where]
+        for transport in dict.fromkeys(one.transport.name for one in of):
+            pairs = [f"{one.train} with {one.rollout}" for one in of if one.transport.name == transport]
+            named = f"all {len(of)} pairs" if len(pairs) == len(of) > 3 else ", ".join(pairs)
+            yield f"  {where}: [bold]{plain(transport or 'none')}[/] ({plain(named)})"
+    for finding in report.findings:
+        yield from _of_finding(finding)
+    wrong, notes = report.count("wrong"), report.count("note")
+    counted = f"{wrong or 'nothing'} wrong" + (f", {notes} {'note' if notes == 1 else 'notes'}" if notes else "")
+    examined = "1 plugin" if len(report.plugins) == 1 else f"{len(report.plugins)} plugins"
+    yield f"\n{examined} examined: {counted}"
+
+
+def _of_plugin(plugin: OfPlugin) -> Iterator[str]:
+    wrong = any(one.severity == "wrong" for one in plugin.findings)
+    state = "wrong" if wrong and plugin.state == "ok" else plugin.state
+    yield f"[bold]{plain(plugin.name)}[/]  {plain(plugin.distribution)} {plain(plugin.version)}  {_coloured(state)}"
+    told = [f"contract {plugin.protocol}"] if plugin.protocol else []
+    if plugin.loading:
+        told.append(f"loaded in {plugin.loading.seconds:.2f} s")
+    if told:
+        yield f"  {plain(', '.join(told))}"
+    for record in plugin.records:
+        yield from _of_record(record)
+    for finding in plugin.findings:
+        yield from _of_finding(finding)
+
+
+def _of_record(record: OfRecord) -> Iterator[str]:
+    able = f": {', '.join(record.capabilities)}" if record.capabilities else ""
+    yield f"  {record.kind} [bold]{plain(record.name)}[/]{plain(able)}"
+    if record.runtime is None:
+        return
+    where = "this environment" if record.runtime.name == "current" else record.runtime.name or "nowhere"
+    yield f"      runs in {plain(where)} ({plain(record.runtime.why)}), on {plain(' and '.join(record.devices))}"
+    for one in record.environments if len(record.environments) > 1 or record.runtime.name != "current" else ():
+        problem = f": {one.problem}" if one.problem else ""
+        yield f"      {plain(one.name)} {_coloured(one.state)}{plain(problem)}"
+
+
+def _of_finding(finding: Finding) -> Iterator[str]:
+    yield f"  {_coloured(finding.severity)}: {plain(finding.what)}"
+    if finding.where:
+        yield f"      at {plain(finding.where)}"
+    if finding.cure:
+        yield f"      try: {plain(finding.cure)}"
+
+
+def _coloured(state: str) -> str:
+    return f"[{COLOURS.get(state, 'red')}]{state}[/]"

@@ -1,0 +1,42 @@
+"""A badge for a plugin's README, made of its certificates: a picture, and the JSON that shields.io makes one of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import anybadge
+
+from enginehouse.atomic import write_whole
+from enginehouse.plugin import CONTRACT
+
+LABEL = f"enginehouse {CONTRACT[0]}.{CONTRACT[1]}"
+
+
+def badge_of(certificates: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """What the badge says, and its colour.
+
+    Args:
+        certificates: in short, as `enginehouse_testing.matrix.certified.findings` makes them, one of each part.
+    """
+    if failed := sum(len(one.get("failed", ())) for one in certificates):
+        return f"failed ({failed} {'check' if failed == 1 else 'checks'})", "#e05d44"
+    if not certificates or not all(one["passed"] for one in certificates):
+        return "not certified", "#9f9f9f"
+    return f"certified ({sum(one['counts']['passed'] for one in certificates)} checks)", "#4c1"
+
+
+def write_badge(page: Path, certificates: Sequence[Mapping[str, Any]]) -> tuple[Path, Path]:
+    """Write a badge beside a page, `PAGE.svg`, and as an endpoint of shields.io, `PAGE.badge.json`.
+
+    Returns:
+        Both paths.
+    """
+    said, colour = badge_of(certificates)
+    picture, endpoint = page.with_suffix(".svg"), page.with_suffix(".badge.json")
+    write_whole(picture, anybadge.Badge(label=LABEL, value=said, default_color=colour).badge_svg_text)
+    content = {"schemaVersion": 1, "label": LABEL, "message": said, "color": colour.removeprefix("#")}
+    write_whole(endpoint, json.dumps(content) + "\n")
+    return picture, endpoint

@@ -1,0 +1,295 @@
+"""What an environment may return: tokens that its policy drew, as they were drawn, and nothing that is malformed."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from game_environments import Counting, Encoding, page_environment
+from torch_rollout_driver import launched
+
+from enginehouse.engines.environment import Episode, Scored, Task, Transcript
+from enginehouse.engines.rollout import Completion, SamplingParams
+from enginehouse.recipes.sorting import VOCABULARY, make_model, make_tokenizer
+from enginehouse.rl.advantages.process_rewards import process_rewards
+from enginehouse.rl.environments.single_turn import SingleTurn
+from enginehouse.rl.episode_checks import EpisodeChecks, MalformedEpisode
+from enginehouse.rl.episodes import batch_of
+from enginehouse.rl.player import FleetPolicy, Player
+from enginehouse.rl.rewards.program import Score
+
+TASK = Task(7, [3, 4], "a prompt", None, {"secret": "7"})
+CHECKS = EpisodeChecks("mine", vocabulary=100, most_tokens=20)
+POLICIES = ("fail", "retry", "drop", "drop_group", "mask")
+
+
+class Fleet:
+    """Draws three tokens after any prompt, which depend on its length: 10 more than each of their places."""
+
+    async def generate(self, request):
+        await asyncio.sleep(0)
+        start = len(request.prompt_ids)
+        tokens = [10 + place for place in range(start, start + 3)]
+        logprobs = [-0.01 * token for token in tokens]
+        drawn = Completion(np.array(tokens, np.int32), np.array(logprobs, np.float32), "stop", 5, 6)
+        return SimpleNamespace(completions=[drawn] * request.sampling.n)
+
+
+class Playing:
+    """An environment that is one function."""
+
+    def __init__(self, run):
+        self.run = run
+
+
+def play(run, *, samples=1, on_failure="fail", checks=CHECKS, times=1):
+    """What a player makes of a task by an environment's `run`, the last time."""
+
+    async def played():
+        sampling = SamplingParams(n=samples, max_tokens=3)
+        policy = FleetPolicy(Fleet(), None, sampling, "task-7", 11)
+        player = Player(Playing(run), lambda task: policy, None, samples, on_failure, checks=checks)
+        return [await player.play(TASK) for _ in range(times)][-1]
+
+    return asyncio.run(played())
+
+
+def edited(**changes):
+    """An environment whose one turn is right but for `changes`: values, or functions of what is right."""
+
+    async def run(task, policy, context):
+        said = Transcript(task.prompt_ids)
+        said.add_drawn(await policy.generate(task.prompt_ids))
+        episode = said.episode(Scored(1.0))
+        for name, change in changes.items():
+            episode = replace(episode, **{name: change(getattr(episode, name)) if callable(change) else change})
+        return [episode]
+
+    return run
+
+
+def refusal(run, **how):
+    with pytest.raises(MalformedEpisode) as refused:
+        play(run, **how)
+    said = str(refused.value)
+    assert said.startswith("environment 'mine', task 7 (prompt 'a prompt'): "), said
+    return said
+
+
+def at(place, value):
+    """Puts `value` at a place of a list."""
+    return lambda column: [*column[:place], value, *column[place + 1 :]]
+
+
+def test_one_turn_as_it_was_drawn_is_taken():
+    (episode,) = play(edited())
+    assert (episode.tokens, episode.mask) == ([3, 4, 12, 13, 14], [False, False, True, True, True])
+    assert episode.versions == [0, 0, 5, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tokens": at(3, 50)}, "episode 0 cannot be trained on: its token 3, 50, is marked as chosen, and the policy "
+         "did not draw it after the 3 before it: it drew 13 there"),
+        ({"tokens": at(1, 9)}, "its token 2, 12, is marked as chosen, and the policy did not draw it after the 2 "
+         "before it: it drew nothing after just these tokens"),
+        ({"mask": [True] * 5}, "its token 0, 3, is marked as chosen"),
+        ({"logprobs": at(4, -0.5)}, "its token 4 has the logprob -0.5, and it was drawn with -0.14"),
+        ({"versions": at(4, 7)}, "its token 4 is said to be of weight version 7, and it was drawn from 5 to 6"),
+        ({"mask": lambda mask: mask[1:]}, "it has 5 tokens, 4 mask, 5 logprobs, 5 versions: one of each a token"),
+        ({"tokens": at(0, 100)}, "its token 0 is 100, and the model knows 0 to 99"),
+        ({"tokens": at(0, -1)}, "its token 0 is -1"),
+        ({"tokens": at(0, 3.0)}, "its tokens are not one token id a token, but float64"),
+        ({"tokens": [[1], [2, 3]]}, "its tokens are no row of numbers"),
+        ({"mask": [False] * 5}, "none of its tokens is marked as chosen"),
+        ({"finish": "failed"}, "it ended as 'failed', and has tokens that are marked as chosen"),
+        ({"logprobs": at(0, float("nan"))}, "the logprob of its token 0 is nan"),
+        ({"score": 1.0}, "its score is 1.0: one of EpisodeContext.score is wanted, or Scored(1.0)"),
+        ({"score": Scored(float("inf"))}, "its reward is inf"),
+        ({"score": Scored(1.0, {"mean": 1.0})}, "its score has a figure 'mean'"),
+        ({"score": Scored(1.0, {"a": None})}, "the figure 'a' of its score is None"),
+        ({"token_rewards": [0.0] * 4}, "its token_rewards are float64 of shape (4,), and it has 5 tokens"),
+        ({"token_rewards": [0, 1, 0, 0, 0]}, "the reward of its token 1 is 1, and the policy did not choose it"),
+        ({"token_rewards": [0.0] * 4 + [float("inf")]}, "the reward of its token 4 is inf"),
+    ],
+)  # fmt: skip
+def test_what_is_malformed_is_refused_and_says_where(changes, said):
+    assert said in refusal(edited(**changes))
+
+
+def test_rewards_of_tokens_that_nobody_reads_are_refused_and_rows_without_any_have_zeros():
+    unread = replace(CHECKS, token_rewards=False)
+    said = refusal(edited(token_rewards=[0, 0, 0, 0, 1.0]), checks=unread)
+    assert "it has token_rewards, which the advantage of this run does not read" in said
+    assert play(edited(), checks=unread)[0].token_rewards is None
+    assert play(edited())[0].token_rewards.tolist() == [0.0] * 5
+
+
+def test_a_row_that_no_model_reads_is_refused():
+    long = replace(CHECKS, most_tokens=4)
+    assert "it has 5 tokens, and the models of this run read at most 4" in refusal(edited(), checks=long)
+
+
+def test_as_many_episodes_as_were_asked_for():
+    assert "it returned 1 episode(s), and 3 were asked for" in refusal(edited(), samples=3)
+
+    async def nothing(task, policy, context):
+        return None
+
+    async def text(task, policy, context):
+        return ["an episode"]
+
+    assert "it returned NoneType, not a list" in refusal(nothing)
+    assert "it is str, not an Episode" in refusal(text)
+
+
+@pytest.mark.parametrize("on_failure", POLICIES)
+def test_a_malformed_episode_ends_the_run_under_any_policy(on_failure):
+    refusal(edited(tokens=at(3, 50)), on_failure=on_failure)
+
+
+@pytest.mark.parametrize(("on_failure", "left"), [("drop", 2), ("mask", 3)])
+def test_what_was_left_out_or_masked_is_not_missed(on_failure, left):
+    async def run(task, policy, context):
+        async def one(number, policy):
+            if number == 1:
+                raise ValueError("gone")
+            return (await edited()(task, policy, context))[0]
+
+        return [replace(episode, score=Scored(2.0)) for episode in await context.each(one)]
+
+    assert len(play(run, samples=3, on_failure=on_failure)) == left
+
+
+def test_a_part_of_a_completion_and_drawn_tokens_that_are_not_chosen_will_do():
+    async def run(task, policy, context):
+        said = Transcript(task.prompt_ids)
+        first = await policy.generate(said.tokens)
+        said.add_drawn(replace(first, token_ids=first.token_ids[:2], logprobs=first.logprobs[:2]))
+        said.add_drawn(await policy.branch("other").generate(said.tokens))
+        episode = said.episode(Scored(0.0))
+        return [replace(episode, mask=[False] * 3 + [True] * 4, versions=[0] * 3 + [5] * 4)]
+
+    (episode,) = play(run)
+    assert episode.tokens == [3, 4, 12, 13, 14, 15, 16]
+
+
+def test_what_another_episode_of_the_group_drew_after_the_same_tokens_will_do_and_what_another_play_drew_will_not():
+    kept = []
+
+    async def run(task, policy, context):
+        if not kept:
+            kept.append((await edited()(task, policy, context))[0])
+        return kept * context.samples
+
+    assert len(play(run, samples=2)) == 2
+    kept.clear()
+    assert "its token 2, 12, is marked as chosen" in refusal(run, times=2)
+
+
+def test_what_was_drawn_is_held_against_the_tokens_that_the_policy_was_given():
+    """Whatever the environment does to them meanwhile."""
+
+    async def run(task, policy, context):
+        tokens = list(task.prompt_ids)
+        drawing = asyncio.create_task(policy.generate(tokens))
+        await asyncio.sleep(0)
+        tokens[0] = 9
+        said = Transcript(tokens)
+        said.add_drawn(await drawing)
+        return [said.episode(Scored(0.0))]
+
+    assert "it drew nothing after just these tokens" in refusal(run)
+
+
+def test_the_first_episode_that_is_wrong_is_named():
+    async def run(task, policy, context):
+        (right,) = await edited()(task, policy, context)
+        return [right, replace(right, tokens=at(4, 1)(right.tokens))]
+
+    assert "episode 1 cannot be trained on: its token 4, 1," in refusal(run, samples=2)
+
+
+# Environments as users write them, on a real engine
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("sorting")
+    make_model(path)
+    return str(path)
+
+
+def played_by_an_engine(model, environment, samples=4, **sampling):
+    """Episodes of a model of random weights, checked."""
+    tokenizer = make_tokenizer()
+    task = Task(0, tokenizer.encode("s?="), "s?=", None, {"secret": "7"})
+    checks = EpisodeChecks("mine", len(VOCABULARY), 64)
+
+    async def scored(rows):
+        return [Score(float(len(row["response"])), {}) for row in rows]
+
+    async def run():
+        async with launched(model) as engine:
+
+            def policy_of(task):
+                return FleetPolicy(engine, tokenizer, SamplingParams(n=samples, **sampling), "task-0", 3)
+
+            return await Player(environment, policy_of, scored, samples, checks=checks).play(task)
+
+    return asyncio.run(run())
+
+
+def test_the_game_on_the_page_is_played_in_two_turns(model):
+    episodes = played_by_an_engine(model, page_environment()(second=0.25), samples=32, max_tokens=1)
+    rewards, turns = [one.score.reward for one in episodes], [one.score.figures["turns"] for one in episodes]
+    assert set(rewards) <= {0.0, 0.25, 1.0}
+    for episode, reward, count in zip(episodes, rewards, turns, strict=True):
+        assert (reward == 1.0) == (count == 1)
+        assert list(episode.mask) == [False] * 3 + [True, False, True][: 2 * int(count) - 1]
+    assert len({tuple(one.tokens) for one in episodes}) > 8
+    batch = batch_of([SimpleNamespace(episodes=episodes, baseline=None)])
+    assert batch["response_tokens"].tolist() == turns
+
+
+def test_a_tool_between_two_answers_of_a_group(model):
+    episodes = played_by_an_engine(model, Counting(), max_tokens=5)
+    assert [one.score.reward for one in episodes] == [len(one.response) for one in episodes]
+    assert all(list(one.mask).count(False) == 4 for one in episodes)
+
+
+def test_the_reward_of_a_step_is_credited_to_the_tokens_before_it(model):
+    task = SimpleNamespace(episodes=played_by_an_engine(model, Counting(step=-0.5), samples=8, max_tokens=5))
+    batch = batch_of([SimpleNamespace(episodes=task.episodes, baseline=None)])
+    for rewards, mask, length in zip(batch["token_rewards"], batch["loss_mask"], batch["response_tokens"], strict=True):
+        first = mask.tolist().index(False, 3) - 3
+        assert rewards.nonzero().flatten().tolist() == [3 + first - 1]
+        assert rewards.sum().item() == -0.5 * first
+        assert first < length
+    credited = process_rewards(batch)["advantages"]
+    assert any(len(set(row[mask].tolist())) == 2 for row, mask in zip(credited, batch["loss_mask"], strict=True))
+
+
+def test_text_that_is_encoded_again_is_refused(model):
+    with pytest.raises(MalformedEpisode, match=r"its token \d+, .* is marked as chosen, and the policy did not"):
+        played_by_an_engine(model, Encoding(), samples=16, max_tokens=5)
+
+
+def test_what_core_plays_unless_told_otherwise_needs_no_check(model):
+    """So it is not checked in a run."""
+    assert len(played_by_an_engine(model, SingleTurn(), max_tokens=5)) == 4
+
+
+def test_an_episode_is_a_row_of_the_transcript_as_it_was():
+    said = Transcript([1])
+    with pytest.raises(ValueError, match="no token was chosen"):
+        said.add_reward(1.0)
+    first = said.episode(Scored(0.0))
+    said.add_drawn(Completion([], [], "abort", 3, 3))
+    assert said.add_drawn(Completion([5, 6], [-1.0, -2.0], "stop", 3, 4)) == [5, 6]
+    assert first == Episode([1], [False], [0.0], [0], Scored(0.0))
+    assert said.episode(Scored(0.0)).versions == [0, 3, 4]

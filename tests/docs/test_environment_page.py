@@ -1,0 +1,47 @@
+"""docs/plugins/environment.md: its game is planned, its plugin is one; `core/rl/test_episode_checks.py` plays it."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import EntryPoint
+
+import pytest
+import yaml
+from game_environments import block
+from projects import Project
+
+from enginehouse.config.load import load_config
+from enginehouse.config.plan import Plan, plan
+from enginehouse.engines.declared import faults_of
+from enginehouse.errors import ConfigError
+from enginehouse.plugin import Environment, load_plugins
+
+
+@pytest.fixture
+def written(project: Project) -> Project:
+    (project.root / "my_games.py").write_text(block("python"))
+    project.write_rows("train.jsonl", [json.loads(block("json"))] * 40)
+    project.config["reward"] = {}
+    return project
+
+
+def planned(project: Project, *overrides: str) -> Plan:
+    path = project.save()
+    return plan(load_config(path, overrides), load_plugins(enabled=("torch",)), path)
+
+
+def test_the_game_on_the_page_is_planned_and_its_arguments_are_checked(written: Project):
+    given = yaml.safe_load(block("yaml"))
+    written.config["environment"] = given["environment"]
+    written.config["rollout"] |= given["rollout"]
+    assert planned(written).environment_arguments == {"second": 0.25}
+    with pytest.raises(ConfigError, match=r"environment\.arguments\.second: expected a number"):
+        planned(written, "environment.arguments.second=much")
+
+
+def test_the_plugin_on_the_page_declares_an_environment_that_is_one(written: Project, monkeypatch: pytest.MonkeyPatch):
+    (written.root / "guessing_plugin.py").write_text(block("python", 1))
+    monkeypatch.syspath_prepend(str(written.root))
+    plugins = load_plugins(entry_points=[EntryPoint("guessing", "guessing_plugin", "enginehouse")])
+    record = plugins.get(Environment, "guessing")
+    assert list(faults_of(record)) == []

@@ -1,0 +1,74 @@
+"""Runs whose episodes have several turns, and one whose environment breaks them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from game_environments import block
+
+from enginehouse.recipes.sorting import write_lines
+
+from .conftest import Start
+from .test_environment_workers import assert_alike
+
+TESTS = str(Path(__file__).parents[1])
+ROUNDING = 1e-4
+"""Which turns are drawn together depends on time, and with it the last bit of a logprob."""
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def game(house: Path) -> tuple[str, ...]:
+    """What has a run play the game of docs/plugins/environment.md, without a reward of the config."""
+    (house / "my_games.py").write_text(block("python"))
+    row = json.loads(block("json"))
+    write_lines(house / "secrets.jsonl", ({**row, "secret": str(number)} for number in range(8)))
+    return (
+        f"environment={json.dumps(yaml.safe_load(block('yaml'))['environment'])}",
+        "data.train=secrets.jsonl",
+        "data.validation=secrets.jsonl",
+        "rollout.sampling.max_tokens=1",
+        "reward.function=null",
+        "train.samples_every=1",
+    )
+
+
+def test_a_game_of_two_turns_is_trained_on_and_validated_wherever_it_is_played(train: Start, game: tuple[str, ...]):
+    given = "train.steps=3", "rollout.samples_per_prompt=16", "train.validate_every=3"
+    runs = assert_alike(train, *game, *given, rounding=ROUNDING)
+    for run in runs:
+        assert all(1.0 <= line["reward/turns"] <= 2.0 for line in run.metrics)
+        assert any(line["response/tokens_mean"] == line["reward/turns"] > 1.0 for line in run.metrics)
+        validations = [json.loads(line) for line in (run.directory / "validation.jsonl").read_text().splitlines()]
+        assert all(1.0 <= line["validation/turns"] <= 2.0 for line in validations)
+        assert len(validations) == 2
+    inline, apart = ((run.directory / "samples/step-000003.jsonl").read_text() for run in runs)
+    assert apart == inline
+
+
+def test_rewards_of_steps_and_a_greedy_episode_reach_remax_from_wherever_it_is_played(train: Start):
+    """And a KL term is taken off the same tokens' rewards."""
+    runs = assert_alike(
+        train, "environment={name: 'game_environments:Counting', arguments: {step: 0.1}}", "train.steps=2",
+        "algorithm.advantage.name=remax", "algorithm.kl={coefficient: 0.01, place: reward}",
+        "reward.function=rewards:varied", env={"PYTHONPATH": TESTS}, rounding=ROUNDING,
+    )  # fmt: skip
+    assert len(runs[1].metrics) == 2
+
+
+def test_an_environment_that_encodes_text_again_ends_the_run_whatever_on_failure_says(
+    train: Start, game: tuple[str, ...]
+):
+    run = train(
+        *game, "environment={name: 'game_environments:Encoding', processes: 1}", "rollout.on_failure=drop",
+        "rollout.sampling.max_tokens=5", env={"PYTHONPATH": TESTS},
+    )  # fmt: skip
+    ended = run.finish()
+    assert ended.code == 1
+    assert "environment 'game_environments:Encoding', task " in ended.err
+    assert "is marked as chosen, and the policy did not draw it" in ended.err
+    assert run.record["status"] == "failed"
