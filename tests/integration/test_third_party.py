@@ -125,7 +125,7 @@ def test_packages_of_a_third_party_are_used_by_config_alone_and_certified(clean:
         "enginehouse recipes run dr_grpo actor.engine.backend=acme_train rollout.engine.backend=acme_rollout "
         "algorithm.advantage.name=acme_algorithm 'algorithm.advantage.arguments={}' "
         "algorithm.loss.name=acme_algorithm 'algorithm.loss.arguments={clip: 0.5}' "
-        "'run.trackers=[{name: acme_algorithm}]' train.steps=40 run.directory=runs/acme"
+        "'run.trackers=[{name: acme_algorithm}]' environment.name=acme_algorithm train.steps=40 run.directory=runs/acme"
     )
     rewards = clean.rewards("runs/acme")
     assert sum(rewards[-3:]) / 3 > 0.35

@@ -1,6 +1,6 @@
 """What enginehouse asks of acme-algorithm."""
 
-from enginehouse_testing import AdvantageSuite, LossSuite, TrackerSuite
+from enginehouse_testing import AdvantageSuite, EnvironmentSuite, LossSuite, TrackerSuite
 
 
 class TestAcmeAlgorithmAdvantage(AdvantageSuite):
@@ -13,3 +13,7 @@ class TestAcmeAlgorithmLoss(LossSuite):
 
 class TestAcmeAlgorithmTracker(TrackerSuite):
     tracker = "acme_algorithm"
+
+
+class TestAcmeAlgorithmEnvironment(EnvironmentSuite):
+    environment = "acme_algorithm"

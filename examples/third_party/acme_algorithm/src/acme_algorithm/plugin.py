@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enginehouse.plugin import Advantage, Loss, Tracker, hookimpl
+from enginehouse.plugin import Advantage, Environment, Loss, Tracker, hookimpl
 
 enginehouse_protocol = "1.1"
 """The plugin contract that this is written for."""
@@ -28,6 +28,17 @@ def enginehouse_register_advantages(register):
             function="acme_algorithm.advantage:acme_algorithm_advantage",
             compares_samples=True,  # plan asks for two samples of a prompt or more
             needs=("reward", "group"),  # the columns that it is given
+        )
+    )
+
+
+@hookimpl
+def enginehouse_register_environments(register):
+    register(
+        Environment(
+            name="acme_algorithm",
+            summary="A further try where an answer earns nothing",
+            environment="acme_algorithm.environment:AcmeAlgorithmEnvironment",
         )
     )
 

@@ -30,8 +30,8 @@ KINDS: dict[str, Kind] = {
     "loss": Kind("a loss", ("LossSuite", "loss")),
     "advantage": Kind("an advantage estimator", ("AdvantageSuite", "advantage")),
     "reward": Kind("a reward", ("RewardSuite", "reward")),
-    "environment": Kind("what turns a task into episodes", ("EnvironmentSuite", "environment"), contract=(1, 1)),
-    "tracker": Kind("where metrics are sent", ("TrackerSuite", "tracker"), contract=(1, 1)),
+    "environment": Kind("an environment", ("EnvironmentSuite", "environment"), contract=(1, 1)),
+    "tracker": Kind("a tracker", ("TrackerSuite", "tracker"), contract=(1, 1)),
     "command": Kind("a command of `enginehouse`"),
 }
 """By the word of `--kind`; also the names of the folders in `templates`."""

@@ -1,0 +1,33 @@
+"""The environment `acme_algorithm`: a further try where an answer earns nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from enginehouse.engines.environment import Episode, EpisodeContext, Policy, Task, Transcript
+
+
+class AcmeAlgorithmEnvironment:
+    """Implements `enginehouse.engines.environment.Environment`.
+
+    Args:
+        tries: most answers to a prompt; the last one is the episode.
+    """
+
+    def __init__(self, tries: int = 2) -> None:
+        self._tries = tries
+
+    async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
+        """Have a prompt answered until the configured reward is above 0, or there are no tries left."""
+
+        async def play(number: int, policy: Policy) -> Episode:
+            for attempt in range(self._tries):
+                said = Transcript(task.prompt_ids)
+                drawn = said.add_drawn(await policy.branch(f"try {attempt}").generate(said.tokens))
+                response = policy.tokenizer.decode(drawn, skip_special_tokens=True)
+                (score,) = await context.score([{**task.columns, "prompt": task.prompt, "response": response}])
+                if score.reward > 0:
+                    break
+            return said.episode(score, task.prompt, response)
+
+        return await context.each(play)
