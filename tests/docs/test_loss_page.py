@@ -1,4 +1,4 @@
-"""docs/losses.md: its examples are losses and a package, and plan takes and checks them as the page says."""
+"""docs/plugins/loss.md: its examples are losses and a package, and plan takes and checks them as the page says."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from enginehouse.errors import ConfigError
 from enginehouse.plugin import load_plugins, resolve
 from enginehouse.rl.roles import with_defaults
 
-PAGE = (Path(__file__).parents[2] / "docs" / "losses.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "plugins" / "loss.md").read_text(encoding="utf-8")
 
 
 def block(language: str, number: int = 0) -> str:
