@@ -28,7 +28,6 @@ from enginehouse.rl.rewards.pool import RewardPool
 from enginehouse.runtimes import choose_runtime
 from enginehouse.runtimes.errors import NoRuntime
 from enginehouse.runtimes.ingredients import recipe
-from enginehouse_testing.running import QUICK
 
 COMMAND = Path(sys.executable).with_name("enginehouse")
 WITH_PACKAGE = sorted(path.stem for path in PAGES.glob("*.md") if path.stem != "index")
@@ -140,16 +139,23 @@ def test_every_block_of_python_on_a_page_can_be_read():
             ast.parse(block)
 
 
+PROMISING = {
+    "rollout-engine": ("my_rollout", ["--quick"]),
+    "training-engine": ("my_training", ["--quick"]),
+    "transport": ("my_transport", []),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("page", "name"), [("rollout-engine", "my_rollout"), ("training-engine", "my_training")])
-def test_the_engine_of_a_page_is_found_to_do_what_engines_must(page: str, name: str, tmp_path: Path):
+@pytest.mark.parametrize("page", PROMISING)
+def test_the_engine_or_transport_of_a_page_does_what_it_promises(page: str, tmp_path: Path):
     site = tmp_path / "site"
     site.mkdir()
     PagePackage(page).write(site)
-    command = [COMMAND, "certify", name, "--quick", "--out", tmp_path / "certificate"]
+    name, options = PROMISING[page]
+    command = [COMMAND, "certify", name, *options, "--out", tmp_path / "certificate"]
     environment = {**os.environ, "PYTHONPATH": str(site)}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = json.loads((tmp_path / "certificate" / "certificate.json").read_text())
-    assert {check["outcome"] for check in found["checks"]} == {"passed"}
-    assert len(found["checks"]) == len(QUICK["rollout" if name == "my_rollout" else "train"])
+    assert {check["outcome"] for check in found["checks"]} - {"not declared"} == {"passed"}
