@@ -18,12 +18,13 @@ from distributions import Distributions
 from plugin_pages import PAGES, PagePackage
 from projects import Project
 
+import enginehouse_testing
 from enginehouse.config.load import load_config
 from enginehouse.config.plan import plan
 from enginehouse.data import Batch
 from enginehouse.engines.declared import problems_of
 from enginehouse.errors import ConfigError
-from enginehouse.plugin import PluginManager, RolloutBackend, load_plugins, resolve
+from enginehouse.plugin import PluginManager, RolloutBackend, load_plugins, process, resolve
 from enginehouse.rl.rewards.pool import RewardPool
 from enginehouse.runtimes import choose_runtime
 from enginehouse.runtimes.errors import NoRuntime
@@ -131,6 +132,25 @@ def test_the_runtime_is_made_of_what_the_record_says_and_asked_for_by_name(
 @of("loss")
 def test_the_package_of_losses_is_that_of_its_own_test(package: PagePackage):
     assert resolve(loaded(package).get("loss", "wide").function)
+
+
+def suite_of(page: str) -> str:
+    """The suite that a page's test file imports; empty where it has none."""
+    found = re.search(r"^from enginehouse_testing import (\w+)$", PagePackage(page).text, re.MULTILINE)
+    return found[1] if found else ""
+
+
+@pytest.mark.parametrize(
+    "package", [page for page in WITH_PACKAGE if suite_of(page) in enginehouse_testing.__all__], indirect=True
+)
+def test_the_test_file_of_a_page_finds_what_it_tests(package: PagePackage, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ENGINEHOUSE_PLUGINS", package.plugin)
+    monkeypatch.setattr(process, "_current", None)
+    (file,) = [text for path, text in package.files.items() if path.startswith("tests/")]
+    written: dict[str, type] = {}
+    exec(file, written)
+    (suite,) = [one for name, one in written.items() if name.startswith("Test")]
+    assert suite.record() in process.plugins().providers(suite.record().kind, suite.record().name)[0]
 
 
 def test_every_block_of_python_on_a_page_can_be_read():
