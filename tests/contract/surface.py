@@ -40,6 +40,9 @@ NOT_FOR_PLUGINS = {
 }  # fmt: skip
 """What modules list for programs that load plugins or read data: it is not promised."""
 
+RAISED = "the contract was raised: `make contract`"
+"""All that is left to do."""
+
 IMPLEMENTED = (
     "OffloadsState", "RolloutEngine", "SavesInBackground", "TrainEngine", "TrainsAdapters", "TransportSession",
     "WeightSource", "WeightTransport", "Environment", "Tracker", "SavedOptimizer",
@@ -114,7 +117,7 @@ def problem(snapshot: Mapping[str, Any], today: Mapping[str, Name], contract: tu
             f"({major}, {minor + 1}), then `make contract`:" + _lines(added)
         )
     if added or broken or contract != (major, minor):
-        return "the contract was raised: `make contract`"
+        return RAISED
     return ""
 
 
