@@ -64,6 +64,9 @@ bench: $(VENV)/.developer  ## measure: make bench NAME=grpo
 matrix: $(VENV)/.installed  ## find out which engines work together: docs/compatibility.md, from certificates and runs
 	$(BIN)/enginehouse matrix --output docs/compatibility.md $(ARGS)
 
+contract: $(VENV)/.developer  ## write docs/contract.md and what it says for programs: all that plugins may count on
+	$(BIN)/python -m tests.contract $(ARGS)
+
 algorithms:  ## write docs/algorithms.md: every advantage and loss, and whose code each was compared with
 	$(BIN)/python -m tests.algorithms
 
@@ -73,4 +76,4 @@ reliability:  ## write docs/reliability.md and docs/plugins/bad-plugins.md from 
 clean:  ## remove what builds and runs left; .venv stays
 	rm -rf runs build dist benchmarks/out examples/*/work .pytest_cache .mypy_cache .ruff_cache
 
-.PHONY: help install demo test test-long test-exhaustive runtimes lint bench matrix algorithms reliability clean
+.PHONY: help install demo test test-long test-exhaustive runtimes lint bench matrix contract algorithms reliability clean
