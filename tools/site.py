@@ -18,6 +18,8 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 
+PLUGINS = sorted(path.parent.name for path in ROOT.glob("plugins/*/README.md"))
+
 TAKEN_IN = {
     "index.md": "README.md",
     "contributing.md": "CONTRIBUTING.md",
@@ -39,7 +41,7 @@ Made of the commands themselves; `enginehouse COMMAND --help` says the same.
     :command: main
     :prog_name: enginehouse
     :depth: 1
-    :style: table
+    :style: plain
     :list_subcommands: true
 """
 
@@ -98,10 +100,17 @@ def _link(found: re.Match[str], page: str, on_site: set[str]) -> str:
     source = TAKEN_IN.get(page, f"docs/{page}")
     there = normpath(str(PurePosixPath(source).parent / path))
     if uri := _on_site(there, on_site):
+        words = _title(uri) if re.fullmatch(r"[\w./-]+/[\w./-]+", words) else words  # a path says little there
         return f"{picture}[{words}]({relpath(uri, str(PurePosixPath(page).parent))}{'#' * bool(anchor)}{anchor})"
     if not (ROOT / there).exists() or picture:
         return found[0]  # mkdocs says that it leads nowhere
     return words if words.strip("`").endswith(PurePosixPath(there).name) else f"{words} (`{there}`)"
+
+
+def _title(uri: str) -> str:
+    """The first heading of a page of the site."""
+    text = (ROOT / TAKEN_IN.get(uri, f"docs/{uri}")).read_text(encoding="utf-8")
+    return text.partition("# ")[2].partition("\n")[0]
 
 
 def _on_site(path: str, on_site: set[str]) -> str | None:
