@@ -49,6 +49,12 @@ def test_all_that_is_unpickled_is_on_the_page():
     assert found == said
 
 
+def test_the_tests_that_it_names_exist():
+    named = re.findall(r"`([\w/]+/test_\w+\.py)`", PAGE)
+    assert len(named) > 10
+    assert not [name for name in named if not (ROOT / "tests" / name).is_file()]
+
+
 @pytest.mark.parametrize(
     "source",
     [

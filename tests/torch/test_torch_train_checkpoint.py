@@ -225,12 +225,22 @@ def _as_bytes(checkpoint):
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
+def _no_tensors(checkpoint):
+    """Say of every tensor that it is where something else is."""
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    torch.save(_Runs(), checkpoint / "bytes")
+    place = _StorageInfo("bytes", 0, (checkpoint / "bytes").stat().st_size)
+    metadata.storage_data = dict.fromkeys(metadata.storage_data, place)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
 DAMAGES = {
     r"holds no checkpoint \(no file \.metadata\)": shutil.rmtree,
     "is incomplete": lambda checkpoint: (checkpoint / ".metadata").unlink(),
     r"the file __0_0\.distcp is missing": lambda checkpoint: next(checkpoint.glob("*.distcp")).unlink(),
     "is damaged: __0_0.distcp has": _truncate,
     r"is damaged: (rank 0: )?.*partly old": _blank,
+    "a file holds bytes that are no tensor.*partly old": _no_tensors,
     "has a damaged .metadata": lambda checkpoint: os.truncate(checkpoint / ".metadata", 200),
     "BytesStorageMetadata, which no checkpoint consists of": _as_bytes,
     "mkdir, which no checkpoint consists of": lambda checkpoint: (checkpoint / ".metadata").write_bytes(
