@@ -76,7 +76,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Lead links to where their targets are on the site, and take the marks from command blocks."""
-    return for_the_site(markdown, page.file.src_uri, {file.src_uri for file in files if not file.inclusion.is_excluded()})
+    return for_the_site(
+        markdown, page.file.src_uri, {file.src_uri for file in files if not file.inclusion.is_excluded()}
+    )
 
 
 def for_the_site(markdown: str, page: str, on_site: set[str]) -> str:
