@@ -64,13 +64,31 @@ bench: $(VENV)/.developer  ## measure: make bench NAME=grpo
 matrix: $(VENV)/.installed  ## find out which engines work together: docs/compatibility.md, from certificates and runs
 	$(BIN)/enginehouse matrix --output docs/compatibility.md $(ARGS)
 
+contract: $(VENV)/.developer  ## write docs/contract.md and what it says for programs: all that plugins may count on
+	$(BIN)/python -m tests.contract $(ARGS)
+
 algorithms:  ## write docs/algorithms.md: every advantage and loss, and whose code each was compared with
 	$(BIN)/python -m tests.algorithms
 
 reliability:  ## write docs/reliability.md and docs/plugins/bad-plugins.md from the tests that show them
 	$(PYTHON) -m tests.reliability
 
+pictures:  ## draw the pictures of docs/architecture.md
+	$(PYTHON) -m tools.pictures
+
+site: $(VENV)/.developer  ## the docs as a site in build/site, to be read without a server too
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+version: $(VENV)/.developer  ## write a version into every distribution: make version VERSION=0.2.0
+	$(BIN)/python -m tools.release set $(VERSION)
+
+release: $(VENV)/.developer  ## build and check wheels and sdists, in dist/VERSION: make release VERSION=0.2.0
+	$(BIN)/python -m tools.release build $(VERSION) $(ARGS)
+
+publish: $(VENV)/.developer  ## upload what `make release` made: make publish VERSION=0.2.0 CONFIRM=0.2.0
+	$(BIN)/python -m tools.release upload $(VERSION) --confirm "$(CONFIRM)" $(ARGS)
+
 clean:  ## remove what builds and runs left; .venv stays
 	rm -rf runs build dist benchmarks/out examples/*/work .pytest_cache .mypy_cache .ruff_cache
 
-.PHONY: help install demo test test-long test-exhaustive runtimes lint bench matrix algorithms reliability clean
+.PHONY: help install demo test test-long test-exhaustive runtimes lint bench matrix contract algorithms reliability pictures site version release publish clean

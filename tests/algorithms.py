@@ -30,7 +30,7 @@ HEAD = """\
 `algorithm.loss.name`, with their `arguments`: GRPO is `grpo` with `clipped_policy`, GSPO is `grpo` with `gspo`, Dr.
 GRPO is `grpo` with `scale: false` and the aggregation `sequence_mean_token_sum_scaled`, GPG is `gpg` with
 `policy_gradient`, on-policy distillation is `distillation` with `policy_gradient`. One of your own:
-[losses.md](losses.md).
+[plugins/loss.md](plugins/loss.md).
 """
 MEANS = {
     "token_mean": ("token-mean", "dapo"),

@@ -128,9 +128,9 @@ if HAS_RAY_EXTRAS:
 
 
 def test_every_block_says_whether_it_is_run():
-    known = {"bash", "bash run", "bash run ray[default]"}
-    assert {block.info for block in blocks_of(NEWCOMERS)} == known
-    assert [block.text for block in blocks_of(NEWCOMERS) if block.info == "bash"] == ["ray stop\n"], (
+    left = 'bash not-run="ends every Ray on the machine"'
+    assert {block.info for block in blocks_of(NEWCOMERS)} == {left, "bash run", "bash run ray[default]"}
+    assert [block.text for block in blocks_of(NEWCOMERS) if block.info == left] == ["ray stop\n"], (
         "only what would end other people's clusters is left out"
     )
 

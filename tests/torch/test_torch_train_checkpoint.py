@@ -12,6 +12,8 @@ from unittest import mock
 import pytest
 import torch
 from rank_processes import rank_processes
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from torch_train_cases import POLICY, SQUARED_ERROR, make_batch, make_engine, weights_of
 
 from enginehouse.engines.train import Outputs
@@ -208,14 +210,42 @@ class _Runs:
         return os.mkdir, ("ran",)
 
 
+def _foreign(checkpoint):
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(_Runs()))
+
+
+def _as_bytes(checkpoint):
+    """Say of the step that it is bytes, which torch unpickles without asking what they name."""
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    index = MetadataIndex("optimizer.step")
+    torch.save(_Runs(), checkpoint / "bytes")
+    metadata.state_dict_metadata["optimizer.step"] = BytesStorageMetadata()
+    metadata.storage_data = {key: place for key, place in metadata.storage_data.items() if key.fqn != "optimizer.step"}
+    metadata.storage_data[index] = _StorageInfo("bytes", 0, (checkpoint / "bytes").stat().st_size)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _no_tensors(checkpoint):
+    """Say of every tensor that it is where something else is."""
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    torch.save(_Runs(), checkpoint / "bytes")
+    place = _StorageInfo("bytes", 0, (checkpoint / "bytes").stat().st_size)
+    metadata.storage_data = dict.fromkeys(metadata.storage_data, place)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
 DAMAGES = {
     r"holds no checkpoint \(no file \.metadata\)": shutil.rmtree,
     "is incomplete": lambda checkpoint: (checkpoint / ".metadata").unlink(),
     r"the file __0_0\.distcp is missing": lambda checkpoint: next(checkpoint.glob("*.distcp")).unlink(),
     "is damaged: __0_0.distcp has": _truncate,
     r"is damaged: (rank 0: )?.*partly old": _blank,
+    "a file holds bytes that are no tensor.*partly old": _no_tensors,
     "has a damaged .metadata": lambda checkpoint: os.truncate(checkpoint / ".metadata", 200),
-    "which no checkpoint consists of": lambda checkpoint: (checkpoint / ".metadata").write_bytes(pickle.dumps(_Runs())),
+    "BytesStorageMetadata, which no checkpoint consists of": _as_bytes,
+    "mkdir, which no checkpoint consists of": lambda checkpoint: (checkpoint / ".metadata").write_bytes(
+        pickle.dumps(_Runs())
+    ),
 }
 
 

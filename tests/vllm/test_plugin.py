@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from importlib import resources
 from pathlib import Path
 
+import psutil
 import pytest
 from pydantic import ValidationError
 
 from enginehouse.plugin import plugins, resolve
+from enginehouse_vllm.endpoint import OpenAIServer
 from enginehouse_vllm.last_words import last_words
 from enginehouse_vllm.options import OURS, VLLMOptions
 
@@ -88,3 +91,11 @@ def test_the_last_error_of_vllms_processes_is_found_in_the_log(tmp_path):
         "INFO something else\n"
     )
     assert last_words(log) == "RuntimeError: no kernel for it"
+
+
+def test_the_openai_endpoint_waits_at_its_address_alone():
+    server = OpenAIServer("127.0.0.1")
+    port = int(server.url.split(":")[-1].partition("/")[0])
+    waiting = [one.laddr for one in psutil.Process(os.getpid()).net_connections("tcp") if one.status == "LISTEN"]
+    assert [address.ip for address in waiting if address.port == port] == ["127.0.0.1"]
+    server._socket.close()

@@ -10,6 +10,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
+__all__ = ["ConfigError", "DataError", "EnginehouseError", "ModelError", "SaveError", "UserError", "listed", "nearest"]
+
 
 class EnginehouseError(Exception):
     """Base of all errors raised by enginehouse and its plugins.

@@ -128,6 +128,17 @@ def test_a_run_that_finishes_says_what_it_reached(project: Project):
     assert spans(project) == ["generate", "step 1", "generate", "step 2"]
 
 
+def test_a_secret_that_a_config_names_is_in_nothing_that_a_run_says_or_writes(project: Project, monkeypatch):
+    (project.root / "judge.py").write_text("def score(response, api_key, **columns): return 0.0\n")
+    monkeypatch.setenv("JUDGE_KEY", "sk-7d1f5c")
+    named = ("reward.function=judge:score", "reward.arguments.api_key='${JUDGE_KEY}'")
+    said = "".join(start(project, "pass", *named).communicate())
+    assert "outcome: finished" in said
+    written = [file.read_bytes() for file in (project.root / "runs/one").rglob("*") if file.is_file()]
+    assert any(b"${JUDGE_KEY}" in content for content in written)
+    assert not any(b"sk-7d1f5c" in content for content in [said.encode(), *written])
+
+
 def test_quiet_says_only_how_it_ended(project: Project):
     out, _ = start(project, "pass", "--quiet").communicate()
     assert out == f"finished: {project.root / 'runs/one'}\n"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from tools.release import out_of_step, range_of
 
 from enginehouse import __version__
 from enginehouse.cli.main import main
@@ -19,6 +20,7 @@ from enginehouse.plugin.first_party import pip_line
 from enginehouse.runtimes.readiness import plugin_states
 
 ROOT = Path(__file__).parents[3]
+RANGE = range_of(__version__)
 PLUGINS = sorted(path.parent.name for path in ROOT.glob("plugins/*/pyproject.toml"))
 
 
@@ -30,9 +32,8 @@ def test_every_first_party_plugin_is_in_the_checkout():
     assert PLUGINS == ["fsdp", "megatron", "sglang", "testing", "torch", "vllm"]
 
 
-def test_versions_are_in_lockstep():
-    versions = {name: project("plugins", name)["version"] for name in PLUGINS}
-    assert {project("core")["version"], __version__, *versions.values()} == {__version__}
+def test_versions_and_the_ranges_of_first_party_dependencies_are_in_step():
+    assert out_of_step(__version__) == []
 
 
 NEEDS = {"fsdp": ("torch",), "megatron": ("torch",)}
@@ -49,7 +50,7 @@ def test_each_extra_of_core_is_one_plugin_with_bounds_and_there_is_no_extra_for_
     extras = project("core")["optional-dependencies"]
     engines = {name: project("plugins", name)["optional-dependencies"]["engine"] for name in BESIDE}
     assert {name: extras[name] for name in PLUGINS} == {
-        name: [f"enginehouse-{name}>=0.1,<0.2", *engines.get(name, [])] for name in PLUGINS
+        name: [f"enginehouse-{name}{RANGE}", *engines.get(name, [])] for name in PLUGINS
     }
     assert "all" not in extras
 
@@ -74,8 +75,8 @@ LIGHT = {"fsdp": ["accelerate>=1.10", "peft>=0.18"], "testing": ["anybadge>=1.16
 def test_a_plugin_depends_on_core_and_what_is_light_and_its_engine_is_an_extra(name):
     declared = project("plugins", name)
     assert declared["name"] == f"enginehouse-{name}"
-    needed = [f"enginehouse-{one}>=0.1,<0.2" for one in NEEDS.get(name, ())]
-    assert declared["dependencies"] == ["enginehouse>=0.1,<0.2", *needed, *LIGHT.get(name, [])]
+    needed = [f"enginehouse-{one}{RANGE}" for one in NEEDS.get(name, ())]
+    assert declared["dependencies"] == [f"enginehouse{RANGE}", *needed, *LIGHT.get(name, [])]
     assert ("engine" in declared.get("optional-dependencies", {})) == (name not in WITHOUT_ENGINE)
     assert declared["entry-points"]["enginehouse"] == {name: f"enginehouse_{name}.plugin"}
 

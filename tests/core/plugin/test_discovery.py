@@ -33,6 +33,22 @@ def test_an_installed_plugin_is_found_and_its_backend_usable(sound):
     assert (plugin_of(manager, "sound").distribution, plugin_of(manager, "sound").version) == ("sound", "0.1.0")
 
 
+def test_what_records_name_is_not_imported_until_it_is_used(distributions):
+    (distributions.site / "engine_of_lazy.py").write_text("class Engine: ...\nclass Options: ...\n")
+    distributions.add(
+        "lazy",
+        """
+        @hookimpl
+        def enginehouse_register_backends(register):
+            register(TrainBackend(name="lazy", engine="engine_of_lazy:Engine", options="engine_of_lazy:Options"))
+        """,
+    )
+    manager = load_plugins(enabled=["lazy"])
+    assert plugin_states(manager)["lazy"] == "ok"
+    assert manager.get("train", "lazy").engine == "engine_of_lazy:Engine"
+    assert "engine_of_lazy" not in sys.modules
+
+
 def test_cores_own_plugins_are_always_there_and_come_first():
     manager = load_plugins(enabled=[])
     assert {state for name, state in plugin_states(manager).items() if name.startswith("enginehouse.")} == {"ok"}

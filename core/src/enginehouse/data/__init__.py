@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from enginehouse.data.demonstrations import DemonstrationDataset, DemonstrationSampler
     from enginehouse.data.errors import BatchError, UnknownColumnError, WireVersionError
     from enginehouse.data.microbatch import plan_microbatches
+    from enginehouse.data.preferences import PreferenceDataset, PreferenceSampler
     from enginehouse.data.prompts import PromptDataset, PromptSampler
     from enginehouse.data.ragged import Ragged
     from enginehouse.data.sampler import Sampler

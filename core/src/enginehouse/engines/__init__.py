@@ -4,17 +4,21 @@ Options that all backends share are in `enginehouse.engines.options`, apart, bec
 """
 
 from enginehouse.engines.mesh import Mesh
-from enginehouse.engines.model import ModelSpec, ProcessContext
+from enginehouse.engines.model import ModelSpec, ProcessContext, end_ids, positions
+from enginehouse.engines.requests import check_request
 from enginehouse.engines.rollout import (
     Completion,
     Endpoint,
+    FinishReason,
     GenerateRequest,
     GenerateResult,
     Health,
+    PauseMode,
     RolloutEngine,
     SamplingParams,
 )
 from enginehouse.engines.train import (
+    ALL,
     LossSpec,
     LossValue,
     Max,
@@ -31,7 +35,9 @@ from enginehouse.engines.train import (
 )
 from enginehouse.engines.weights import (
     HostMemory,
+    ListeningSession,
     ParamMeta,
+    PartsSession,
     TransferPlan,
     TransportSession,
     WeightChunk,
@@ -40,15 +46,19 @@ from enginehouse.engines.weights import (
     WeightSyncError,
     WeightTransport,
     WeightUpdate,
+    WeightUpdateAborted,
 )
 
 __all__ = [
+    "ALL",
     "Completion",
     "Endpoint",
+    "FinishReason",
     "GenerateRequest",
     "GenerateResult",
     "Health",
     "HostMemory",
+    "ListeningSession",
     "LossSpec",
     "LossValue",
     "Max",
@@ -60,6 +70,8 @@ __all__ = [
     "OffloadsState",
     "Outputs",
     "ParamMeta",
+    "PartsSession",
+    "PauseMode",
     "ProcessContext",
     "RolloutEngine",
     "SamplingParams",
@@ -75,5 +87,9 @@ __all__ = [
     "WeightSyncError",
     "WeightTransport",
     "WeightUpdate",
+    "WeightUpdateAborted",
+    "check_request",
+    "end_ids",
     "merge_metrics",
+    "positions",
 ]

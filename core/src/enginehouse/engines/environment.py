@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
     from enginehouse.engines.rollout import Completion, SamplingParams
 
+__all__ = ["Environment", "Episode", "EpisodeContext", "Group", "Policy", "Score", "Scored", "Task", "Transcript"]
+
 
 @dataclass(frozen=True, slots=True)
 class Task:

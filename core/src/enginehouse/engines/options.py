@@ -12,6 +12,16 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from enginehouse.errors import ConfigError
 
+__all__ = [
+    "EngineOptions",
+    "GroupedTrainOptions",
+    "LoraOptions",
+    "RolloutOptions",
+    "SplitRolloutOptions",
+    "TrainOptions",
+    "check_divides",
+]
+
 
 def check_divides(option: str, wanted: int, count: int, what: str) -> None:
     """See that a layout's option divides a number.

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+__all__ = ["MetricsKind", "Outcome", "RunFacts", "Tracker"]
+
 MetricsKind = Literal["train", "validation"]
 """What metrics are of: a step, or a validation."""
 Outcome = Literal["finished", "interrupted", "failed"]

@@ -240,7 +240,8 @@ class TrainEngine(Protocol):
     def export_hf(self, path: str) -> None:
         """Write the model into the directory `path`, in Hugging Face form: safetensors, config, and any tokenizer.
 
-        The caller gives a path of its own and moves it into place once it is whole. With adapters: the merged model.
+        The engine makes the directory. The caller gives a path of its own and moves it into place once it is whole.
+        With adapters: the merged model.
         """
         ...
 

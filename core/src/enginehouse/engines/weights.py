@@ -281,7 +281,7 @@ class TransportSession(Protocol):
         """Yield what arrives for `version` until the sender's end; a chunk is valid until the next is asked for, or for
         as long as its `memory` is held.
 
-        Asking for the next chunk tells the sender that the last one was taken.
+        A chunk is a bucket of the plan. Asking for the next tells the sender that the last one was taken.
 
         Raises:
             WeightSyncError: not all arrived within the deadline, what arrived is of another version or another
@@ -292,8 +292,8 @@ class TransportSession(Protocol):
     def abort(self, version: int) -> None:
         """Make the update to `version` fail, whether it has begun on this side or not; later versions are untouched.
 
-        Called from another thread than the one in `send` or `recv`. Where the transport can, the other side's
-        update fails as well; the controller aborts both sides in any case.
+        What is under way raises `WeightUpdateAborted`. Called from another thread than the one in `send` or `recv`.
+        Where the transport can, the other side's update fails as well; the controller aborts both sides in any case.
         """
         ...
 

@@ -2,6 +2,27 @@
 
 from __future__ import annotations
 
+__all__ = [
+    "BACKGROUND_SAVE",
+    "COLOCATES",
+    "CROSS_HOST",
+    "EXPERTS",
+    "HALF_PRECISION",
+    "LORA",
+    "OFFLOAD",
+    "OPENAI_ENDPOINT",
+    "PAUSE_KEEP",
+    "PROMPT_LOGPROBS",
+    "RESHARD_CHECKPOINT",
+    "SAME_HOST",
+    "SAME_PROCESS",
+    "SEED",
+    "SLEEP",
+    "STOP_STRINGS",
+    "VALUE_HEAD",
+    "WEIGHT_CHECKSUMS",
+]
+
 # Training and rollout engines
 EXPERTS = "experts"
 """Trains mixtures of experts; serves them, and updates their weights."""

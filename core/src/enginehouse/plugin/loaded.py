@@ -27,6 +27,7 @@ class Plugin:
         problem: one line on what is wrong; empty where nothing is.
         traceback: of the error that broke it.
         note: what its author should know, of a plugin that works; empty where there is nothing.
+        deprecated: what it uses of the contract that will go; part of the note.
         hooks: names of the hooks it implements.
         records: what it declared.
         withdrawn: kind and name of what it had declared before it failed.
@@ -42,6 +43,7 @@ class Plugin:
     problem: str = ""
     traceback: str = ""
     note: str = ""
+    deprecated: list[str] = field(default_factory=list)
     hooks: list[str] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
     withdrawn: list[tuple[str, str]] = field(default_factory=list)

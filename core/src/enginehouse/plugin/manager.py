@@ -27,6 +27,7 @@ from enginehouse.errors import nearest
 from enginehouse.plugin import hookspecs, lookup, trial
 from enginehouse.plugin.builtin import BUILTIN
 from enginehouse.plugin.declarations import DECLARING, check_record
+from enginehouse.plugin.deprecation import gathered, warn_of_fields
 from enginehouse.plugin.discovery import BLOCKED, Switches, installed
 from enginehouse.plugin.errors import IncompatiblePlugin, PluginError, PluginLookupError
 from enginehouse.plugin.loaded import Plugin, Provided, same_distribution
@@ -262,9 +263,10 @@ class PluginManager:
         """Import and register one plugin; on failure take back all it declared and keep the error as its own."""
         before, seconds = set(sys.modules), time.thread_time()
         try:
-            with stdout_to_stderr():
+            with gathered() as plugin.deprecated, stdout_to_stderr():
                 self._register(plugin, entry_point.load())
-            plugin.note = _heaviness(sys.modules.keys() - before, time.thread_time() - seconds)
+            heavy = _heaviness(sys.modules.keys() - before, time.thread_time() - seconds)
+            plugin.note = "; ".join(filter(None, [*plugin.deprecated, heavy]))
         except IncompatiblePlugin as error:
             plugin.status, plugin.problem = "incompatible", str(error)
         except (Exception, SystemExit) as error:
@@ -304,6 +306,7 @@ class PluginManager:
                     f"{hook}: register(...) was called after the plugin was loaded; call it inside the hook"
                 )
             check_record(record, hook)
+            warn_of_fields(record)
             what = f"{lookup.label(record.kind)} {record.name!r}"
             for _, owner in self.providers(record.kind, record.name):
                 if owner is plugin:

@@ -40,8 +40,8 @@ def configure_plugins(
     """Make the config's switches, joined with the environment's, those of this process, and return its plugins.
 
     Where the environment names the plugins to enable, that stands in for `enabled`; blocked ones add up. Called on
-    the controller before anything of a plugin is used; it warns of plugins that could not be loaded. Worker processes
-    get the same plugins through `PluginManager.environment`.
+    the controller before anything of a plugin is used; it warns of plugins that could not be loaded, and of what they
+    use that will go. Worker processes get the same plugins through `PluginManager.environment`.
     """
     global _current
     switches = Switches(None if enabled is None else tuple(enabled), tuple(blocked), strict).over(os.environ)
@@ -52,6 +52,8 @@ def configure_plugins(
     for plugin in manager.plugins:
         if plugin.status in ("broken", "incompatible"):
             log.warning("plugin %s (%s) is %s: %s", plugin.name, plugin, plugin.status, plugin.problem)
+        for said in plugin.deprecated:
+            log.warning("plugin %s (%s): %s", plugin.name, plugin, said)
     for name in switches.enabled or ():
         if not any(plugin.answers_to(name) for plugin in manager.plugins):
             log.warning("plugin %s is enabled but not installed", name)

@@ -1,1 +1,23 @@
 """How weights reach a rollout replica: the state machine of an update, what is checked of it, and what carries it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from enginehouse.lazy import exports
+
+if TYPE_CHECKING:
+    from enginehouse.weights.buckets import in_plan_order, plan_transfer
+    from enginehouse.weights.checksums import checksum
+    from enginehouse.weights.names import stored_names, tied_names, unique_state
+
+__all__ = ["checksum", "in_plan_order", "plan_transfer", "stored_names", "tied_names", "unique_state"]
+
+__getattr__ = exports(
+    __name__,
+    {
+        "buckets": ["in_plan_order", "plan_transfer"],
+        "checksums": ["checksum"],
+        "names": ["stored_names", "tied_names", "unique_state"],
+    },
+)

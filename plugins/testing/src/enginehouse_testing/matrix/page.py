@@ -47,7 +47,7 @@ def _introduction(found: Findings, data: str) -> list[str]:
         "each combination, and wrote the page; nothing in it is filled in by hand. All figures are in "
         f"[{data}]({data}).",
         "",
-        "```",
+        '```bash not-run="runs every combination of engines"',
         found.command,
         "```",
         "",

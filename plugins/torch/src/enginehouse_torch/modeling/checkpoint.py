@@ -35,6 +35,8 @@ from enginehouse_torch.modeling.files import PARTS, CheckpointError, found_inste
 from enginehouse_torch.modeling.random_state import random_states, restore_random_states
 from enginehouse_torch.modeling.ranks import Ranks
 
+__all__ = ["BackgroundSave", "SavedOptimizer", "TrainState", "load", "save"]
+
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -44,7 +46,6 @@ CLASSES = {
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
     "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
         "ChunkStorageMetadata",
         "Metadata",
         "MetadataIndex",

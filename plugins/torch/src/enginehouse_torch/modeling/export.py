@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from enginehouse.engines.model import ModelSpec
     from enginehouse.engines.weights import ParamMeta
 
+__all__ = ["write_companions", "write_weights"]
+
 INDEX = "model.safetensors.index.json"
 FILE_BYTES = 5 << 30
 """Most weights in one file, a larger parameter excepted: what the Hugging Face hub uses."""

@@ -7,6 +7,8 @@ from pathlib import Path
 from enginehouse.atomic import left_aside
 from enginehouse.errors import UserError
 
+__all__ = ["CheckpointError", "parts_of"]
+
 PARTS = ("model", "optimizer", "rng")
 
 

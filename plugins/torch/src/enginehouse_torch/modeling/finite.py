@@ -21,6 +21,8 @@ from enginehouse_torch.modeling.ranks import gather
 if TYPE_CHECKING:
     from enginehouse.engines.train import Metrics
 
+__all__ = ["check_step", "check_stored"]
+
 NAMED = 3
 """How many of the parameters that are not finite a message names."""
 

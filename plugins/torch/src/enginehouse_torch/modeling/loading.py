@@ -20,6 +20,8 @@ from enginehouse_torch.modeling.memory import is_out_of_memory
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+__all__ = ["load_model"]
+
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 VALUE_HEAD = "score"
 """Name of the value head in the model and, as in transformers' `...ForSequenceClassification`, in a checkpoint."""

@@ -15,6 +15,8 @@ from enginehouse.errors import EnginehouseError
 if TYPE_CHECKING:
     from enginehouse.engines.model import ProcessContext
 
+__all__ = ["MemoryGuard", "keep_freed_memory"]
+
 SIGNS = (
     "can't allocate memory",  # torch's allocator on a CPU
     "not enough memory",  # the same on Windows

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from enginehouse.engines.model import ProcessContext
 
 
+__all__ = ["Ranks", "device_of"]
+
+
 def device_of(context: ProcessContext) -> torch.device:
     """The process's device, made the current one if it is a CUDA device."""
     if context.device == "cpu":

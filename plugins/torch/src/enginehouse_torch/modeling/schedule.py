@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from enginehouse.engines.options import GroupedTrainOptions, TrainOptions
 
 
+__all__ = ["learning_rate", "lr_factors"]
+
+
 def learning_rate(step: int, options: TrainOptions) -> float:
     """Learning rate of optimizer step `step`, counted from 0.
 

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+__all__ = ["StoredForm"]
+
+
 @dataclass(frozen=True, slots=True)
 class StoredPart:
     """A tensor of the checkpoint as a part of one of the model's.

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+__all__ = ["TokenModel"]
+
+
 @dataclass(frozen=True, slots=True)
 class Microbatch:
     """Some rows of a batch and their model input.

@@ -1,12 +1,9 @@
-"""docs/losses.md: its examples are losses and a package, and plan takes and checks them as the page says."""
+"""docs/plugins/loss.md: its examples are losses and a package, and plan takes and checks them as the page says."""
 
 from __future__ import annotations
 
-import importlib
 import math
 import re
-import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ import pytest
 import torch
 import yaml
 from distributions import Distributions
+from plugin_pages import PagePackage
 from projects import Project
 
 from enginehouse.config.load import load_config
@@ -25,7 +23,7 @@ from enginehouse.errors import ConfigError
 from enginehouse.plugin import load_plugins, resolve
 from enginehouse.rl.roles import with_defaults
 
-PAGE = (Path(__file__).parents[2] / "docs" / "losses.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "plugins" / "loss.md").read_text(encoding="utf-8")
 
 
 def block(language: str, number: int = 0) -> str:
@@ -71,23 +69,9 @@ def test_the_loss_on_the_page_of_losses_is_that_of_its_docstring(written: Projec
 @pytest.fixture
 def package(project: Project, distributions: Distributions) -> Iterator[Project]:
     """The page's package, installed as its `pyproject.toml` says, and a config that names what it brings."""
-    declared = tomllib.loads(block("toml"))["project"]
-    (entry_point,) = declared["entry-points"]["enginehouse"].items()
-    folder = distributions.site / "my_algorithm"
-    folder.mkdir()
-    (folder / "__init__.py").touch()
-    for number in (1, 2):
-        code = block("python", number)
-        (folder / code.splitlines()[0].removeprefix("# my_algorithm/")).write_text(code)
-    info = distributions.site / "my_algorithm-0.1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {declared['name']}\nVersion: {declared['version']}\n")
-    (info / "entry_points.txt").write_text(f"[enginehouse]\n{entry_point[0]} = {entry_point[1]}\n")
-    project.config |= yaml.safe_load(block("yaml", 1))
-    importlib.invalidate_caches()
-    yield project
-    for module in [name for name in sys.modules if name.partition(".")[0] == "my_algorithm"]:
-        del sys.modules[module]
+    with PagePackage("loss").installed(distributions.site) as page:
+        project.config |= page.config(1)
+        yield project
 
 
 def test_the_package_on_the_page_of_losses_is_planned(package: Project):

@@ -1,0 +1,37 @@
+"""`make contract`: write down what plugins may count on, `surface.json` and docs/contract.md.
+
+What would break plugins is refused, but for the addresses given (patterns, as of a shell) that are said to break none:
+`python -m tests.contract enginehouse.engines.Mesh.of`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from contract.page import PAGE, page
+from contract.surface import RAISED, SNAPSHOT, kept, problem, snapshot_of, surface
+
+
+def main(accepted: list[str]) -> str:
+    """Write both; returns why not."""
+    before, today = kept(), surface()
+    for address in [one for one in before.get("names", {}) if any(fnmatchcase(one, given) for given in accepted)]:
+        if address in today:
+            before["names"][address] |= {"says": today[address].says, "arguments": list(today[address].arguments)}
+        else:
+            del before["names"][address]
+    if before and (wrong := problem(before, today)) not in ("", RAISED):
+        return wrong
+    now = snapshot_of(today, kept())
+    SNAPSHOT.write_text(json.dumps(now, indent=0, ensure_ascii=False) + "\n", encoding="utf-8")
+    PAGE.write_text(page(now), encoding="utf-8")
+    return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]) or None)

@@ -1,0 +1,84 @@
+"""The site: links lead to pages of it, it asks no other host for anything, and its search works from a file."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("mkdocs")
+from tools import pictures
+from tools.site import ROOT, TAKEN_IN, for_the_site
+
+ON_SITE = {*TAKEN_IN, "data.md", "rewards.md", "decisions/rewards.md", "pictures/house.svg"}
+
+
+@pytest.mark.parametrize(
+    ("page", "there", "here"),
+    [
+        ("index.md", "[data](docs/data.md#chats)", "[data](data.md#chats)"),
+        ("index.md", "[docs/data.md](docs/data.md)", "[Data](data.md)"),
+        ("index.md", "[a plugin](plugins/fsdp/README.md)", "[a plugin](backends/fsdp.md)"),
+        ("index.md", "[examples/tutorial](examples/tutorial)", None),
+        ("backends/fsdp.md", "[it](../../docs/data.md)", "[it](../data.md)"),
+        ("data.md", "[the loop](../core/src/enginehouse/rl/loop.py)", "the loop (`core/src/enginehouse/rl/loop.py`)"),
+        ("data.md", "[rl/loop.py](../core/src/enginehouse/rl/loop.py)", "rl/loop.py"),
+        ("data.md", "[`x`](rewards.md)", "[`x`](rewards.md)"),
+        ("decisions/rewards.md", "[up](../rewards.md)", "[up](../rewards.md)"),
+        ("data.md", "[nothing](../core/none.py)", "[nothing](../core/none.py)"),
+        ("data.md", "[out](https://example.org/x.md) [up](#top)", "[out](https://example.org/x.md) [up](#top)"),
+        ("data.md", "![](pictures/house.svg)", "![](pictures/house.svg)"),
+        ("data.md", '```bash not-run="why"\n[x](rewards.md)\n```', "```bash\n[x](rewards.md)\n```"),
+    ],
+)
+def test_a_link_leads_to_where_its_target_is_on_the_site(page: str, there: str, here: str | None):
+    shown = for_the_site(there, page, ON_SITE)
+    assert shown == here or (here is None and shown.endswith("](tutorial.md)"))
+
+
+@pytest.mark.parametrize("name", pictures.PICTURES)
+def test_a_picture_is_as_it_is_drawn(name: str):
+    assert (pictures.FOLDER / name).read_text() == pictures.PICTURES[name]().svg(), "make pictures"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    site = tmp_path_factory.mktemp("site")
+    ended = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", site],
+        cwd=ROOT, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    return site
+
+
+@pytest.mark.slow
+def test_every_page_is_built_and_none_asks_another_host(built: Path):
+    pages = {str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")} | {*TAKEN_IN, "cli.md"}
+    assert {str(page.relative_to(built)) for page in built.rglob("*.html")} == {
+        "404.html",
+        *(re.sub(r"md$", "html", page) for page in pages),
+    }
+    for page in set(built.rglob("*.html")) - {built / "404.html"}:  # which is for a server
+        links = re.findall(r'<(?:a|img)\b[^>]*\b(?:src|href)="(?!https?:|#|mailto:)([^"#?]+)', page.read_text())
+        assert not [link for link in links if not (page.parent / link).exists()], page
+        asked = re.findall(r'<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)="(https?:[^"]*)"', page.read_text())
+        assert not asked, page
+    assert "Usage:" in (built / "cli.html").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_search_works_without_a_server(built: Path):
+    ended = subprocess.run(
+        ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom",
+         f"file://{built}/index.html?q=staleness"],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    found = re.findall(r'<a href="[^"]*/([\w/-]+\.html)[^"]*"[^>]*class="md-search-result__link"', ended.stdout)
+    assert "config.html" in found, ended.stderr

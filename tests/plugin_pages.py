@@ -1,0 +1,65 @@
+"""The packages on the pages for plugin authors, docs/plugins: their files, installed for a test."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import yaml
+
+PAGES = Path(__file__).parents[1] / "docs" / "plugins"
+FILE = re.compile(r"^```\w+\n(# (?P<path>[\w./-]+\.(?:py|toml))\n.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+class PagePackage:
+    """The package of a page.
+
+    Args:
+        page: the page's name, without `.md`.
+
+    Attributes:
+        text: the page.
+        files: what stands in each file that a block of the page begins with.
+    """
+
+    def __init__(self, page: str):
+        self.text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
+        self.files = {found["path"]: found[1] for found in FILE.finditer(self.text)}
+        if "pyproject.toml" not in self.files:  # a page that shows it without its name
+            self.files["pyproject.toml"] = re.findall(r"^```toml\n(.*?)^```$", self.text, re.DOTALL | re.MULTILINE)[0]
+        self.project = tomllib.loads(self.files["pyproject.toml"])["project"]
+        ((self.plugin, self.module),) = self.project["entry-points"]["enginehouse"].items()
+        self.package = self.module.partition(".")[0]
+
+    def config(self, number: int = 0) -> dict:
+        """A YAML block of the page."""
+        return yaml.safe_load(re.findall(r"^```yaml\n(.*?)^```$", self.text, re.DOTALL | re.MULTILINE)[number])
+
+    def write(self, site: Path) -> None:
+        """Put the package and its metadata into a folder that is on the path, as pip does."""
+        for path, text in self.files.items():
+            if path.endswith(".py"):
+                (site / path).parent.mkdir(parents=True, exist_ok=True)
+                (site / path).write_text(text)
+        (site / self.package / "__init__.py").touch()
+        name, version = self.project["name"], self.project["version"]
+        info = site / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (info / "entry_points.txt").write_text(f"[enginehouse]\n{self.plugin} = {self.module}\n")
+        importlib.invalidate_caches()
+
+    @contextmanager
+    def installed(self, site: Path) -> Iterator[PagePackage]:
+        """As `write`; its modules are forgotten afterwards."""
+        self.write(site)
+        try:
+            yield self
+        finally:
+            for module in [name for name in sys.modules if name.partition(".")[0] == self.package]:
+                del sys.modules[module]

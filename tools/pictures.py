@@ -1,0 +1,145 @@
+"""Draw the pictures of docs/architecture.md, as SVG narrow enough for a phone.
+
+python -m tools.pictures        # writes docs/pictures/*.svg
+"""
+
+from __future__ import annotations
+
+from html import escape
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
+WIDTH = 420
+INK, PAPER, LINE = "#1f2430", "#ffffff", "#6b7280"
+BLUE, GREEN, SAND, ROSE = "#dbe7fb", "#dcf1e1", "#f6ecd2", "#f8dfe0"
+
+
+class Picture:
+    """Boxes, lines of text and arrows on a sheet that grows downwards."""
+
+    def __init__(self, title: str):
+        self.title = title
+        self.height = 0
+        self.parts: list[str] = []
+
+    def text(self, x: float, y: float, words: str, size: int = 13, weight: int = 400, anchor: str = "middle") -> None:
+        """Write one line, its baseline at `y`."""
+        self.parts.append(
+            f'<text x="{x:g}" y="{y:g}" font-size="{size}" font-weight="{weight}" text-anchor="{anchor}" '
+            f'fill="{INK}">{escape(words)}</text>'
+        )
+        self.height = max(self.height, round(y) + 8)
+
+    def box(self, x: float, y: float, width: float, name: str, says: tuple[str, ...], fill: str) -> float:
+        """Draw a box as high as its text; returns where it ends."""
+        height = 14 + 17 * (1 + len(says))
+        self.parts.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height}" rx="6" fill="{fill}" stroke="{LINE}"/>'
+        )
+        self.text(x + width / 2, y + 20, name, 14, 600)
+        for number, line in enumerate(says):
+            self.text(x + width / 2, y + 37 + 17 * number, line, 12)
+        self.height = max(self.height, round(y) + height + 10)
+        return y + height
+
+    def row(self, y: float, boxes: list[tuple[str, tuple[str, ...]]], fill: str, gap: float = 8) -> float:
+        """Draw boxes side by side over the whole width; returns where they end."""
+        width = (WIDTH - 20 - gap * (len(boxes) - 1)) / len(boxes)
+        ends = [self.box(10 + at * (width + gap), y, width, *one, fill) for at, one in enumerate(boxes)]
+        return max(ends)
+
+    def arrow(self, x: float, y: float, to_x: float, to_y: float) -> None:
+        """Draw an arrow from one point to another."""
+        self.parts.append(
+            f'<line x1="{x:g}" y1="{y:g}" x2="{to_x:g}" y2="{to_y:g}" stroke="{LINE}" stroke-width="1.6" '
+            'marker-end="url(#head)"/>'
+        )
+
+    def svg(self) -> str:
+        """The whole file."""
+        head = (
+            '<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+            f'<path d="M0 0L8 4L0 8z" fill="{LINE}"/></marker>'
+        )
+        return "\n".join(
+            [
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {self.height}" width="{WIDTH}" '
+                f'height="{self.height}" role="img" font-family="system-ui, sans-serif">',
+                f"<title>{escape(self.title)}</title>",
+                f"<defs>{head}</defs>",
+                f'<rect width="{WIDTH}" height="{self.height}" rx="8" fill="{PAPER}"/>',
+                *self.parts,
+                "</svg>\n",
+            ]
+        )
+
+
+def house() -> Picture:
+    """The rooms of core, what stands on what, and the plugins beneath the contracts."""
+    picture = Picture("The rooms of enginehouse: each may import those below it; plugins stand on the contracts")
+    middle = WIDTH / 2
+    picture.text(middle, 24, "core: each row may import those below it", 13, 600)
+    y = 36.0
+    rows: list[list[tuple[str, tuple[str, ...]]]] = [
+        [("cli", ("commands",)), ("recipes", ("ready configs",))],
+        [("rl", ("trainer, feed, fleet, rewards,", "advantages, losses"))],
+        [("runs", ("what a run leaves",)), ("config", ("schema, plan",)), ("checkpoints", ("whole or not",))],
+        [("weights", ("verified updates",)), ("controller", ("worker groups, Ray",))],
+    ]
+    for row in rows:
+        y = picture.row(y, row, BLUE) + 8
+    y = picture.row(y, [("engines", ("the contracts: train, rollout,", "environment, weights"))], GREEN) + 8
+    y = (
+        picture.row(y, [("data", ("Batch",)), ("runtimes", ("Python envs",)), ("plugin", ("hooks, records",))], GREEN)
+        + 26
+    )
+    for x in (70, 210, 350):
+        picture.arrow(x, y + 14, x, y - 22)
+    y += 32
+    picture.text(middle, y - 6, "plugins, found when a command runs; yours too", 13, 600)
+    y = picture.row(y + 4, [("torch", ("train, rollout",)), ("fsdp", ("train",)), ("megatron", ("train",))], SAND) + 8
+    y = picture.row(y, [("vllm", ("rollout",)), ("sglang", ("rollout",)), ("testing", ("suites",))], SAND)
+    return picture
+
+
+def step() -> Picture:
+    """One step of a run, from prompts to served weights."""
+    picture = Picture("One step: generate, score, judge, update, and weights verified before they are served")
+    steps: list[tuple[str, tuple[str, ...], str]] = [
+        ("feed", ("begins tasks, as far ahead", "as train.staleness allows"), BLUE),
+        ("generate", ("the rollout fleet answers: tokens,", "their logprobs and weight versions"), SAND),
+        ("rewards", ("in processes of their own,", "with a deadline, as samples end"), BLUE),
+        ("scores and logprobs", ("reward model, reference, critic,", "if an advantage or a loss needs them"), SAND),
+        ("advantage", ("of whole groups of samples",), BLUE),
+        ("update", ("each rank trains on its rows;", "the next step begins meanwhile"), SAND),
+        ("sync", ("stage new weights beside the old,", "compare checksums, switch the version,", "read it back"), ROSE),
+    ]
+    y = 12.0
+    left, width = 24.0, 316.0
+    middles = []
+    for number, (name, says, fill) in enumerate(steps):
+        end = picture.box(left, y, width, f"{number + 1}. {name}", says, fill)
+        middles.append((y + end) / 2)
+        if number < len(steps) - 1:
+            picture.arrow(left + width / 2, end, left + width / 2, end + 18)
+        y = end + 18
+    side = left + width + 44
+    picture.parts.append(
+        f'<path d="M{left + width} {middles[-1]:g}H{side}V{middles[1]:g}H{left + width + 8}" fill="none" '
+        f'stroke="{LINE}" stroke-width="1.6" marker-end="url(#head)"/>'
+    )
+    across = side + 16
+    turned = (middles[-1] + middles[1]) / 2
+    picture.parts.append(
+        f'<text x="{across:g}" y="{turned:g}" font-size="12" text-anchor="middle" fill="{INK}" '
+        f'transform="rotate(90 {across:g} {turned:g})">verified weights, to every replica</text>'
+    )
+    return picture
+
+
+PICTURES = {"house.svg": house, "step.svg": step}
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for name, draw in PICTURES.items():
+        (FOLDER / name).write_text(draw().svg())

@@ -1,0 +1,322 @@
+"""Make a release of all distributions, check it, and, as a step of its own, upload it.
+
+    python -m tools.release set 0.2.0       # writes the version and the ranges of first-party dependencies
+    python -m tools.release build 0.2.0     # dist/0.2.0: wheels, sdists, notes, hashes, bill of materials
+    python -m tools.release upload 0.2.0 --confirm 0.2.0
+
+Building, the checks of a package index and the upload are those of `build`, `twine` and `check-wheel-contents`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from collections.abc import Iterable, Sequence
+from email import message_from_string
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[1]
+HASHES = "SHA256SUMS"
+NOTES = "RELEASE-NOTES.md"
+MATERIALS = "sbom.cdx.json"
+VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)((?:a|b|rc)\d+)?")
+OURS = re.compile(r"\b(enginehouse(?:-[a-z]+)?)((?:>=|<|==|~=)[^\"'\];]*)")
+LINK_BESIDE = re.compile(r"\]\((?!https?:|#)")
+
+
+class ReleaseError(Exception):
+    """What keeps a release from being made, in words for whoever makes it."""
+
+
+def projects(root: Path = ROOT) -> dict[str, Path]:
+    """The folder of each distribution of the checkout, by name; core first."""
+    files = [root / "core" / "pyproject.toml", *sorted(root.glob("plugins/*/pyproject.toml"))]
+    return {tomllib.loads(file.read_text())["project"]["name"]: file.parent for file in files}
+
+
+def range_of(version: str) -> str:
+    """The range in which first-party distributions take each other: releases of one minor version fit together."""
+    major, minor = _parsed(version)[:2]
+    return f">={major}.{minor},<{major}.{minor + 1}"
+
+
+def out_of_step(version: str, root: Path = ROOT) -> list[str]:
+    """What in the checkout is not of this version, a line each; empty where all is."""
+    wanted = range_of(version)
+    found = []
+    if (said := _init(root).read_text()) and f'__version__ = "{version}"' not in said:
+        found.append(f"{_init(root).relative_to(root)} has another __version__")
+    for name, folder in projects(root).items():
+        project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        if project["version"] != version:
+            found.append(f"{name} is {project['version']}")
+        extras = project.get("optional-dependencies", {})
+        for needed in [*project["dependencies"], *(one for some in extras.values() for one in some)]:
+            if (ours := OURS.match(needed)) and ours[2].strip() != wanted:
+                found.append(f"{name} needs {needed}, not {ours[1]}{wanted}")
+        if not _section(folder / "CHANGELOG.md", version):
+            found.append(f"{(folder / 'CHANGELOG.md').relative_to(root)} has no section of {version}")
+    return found
+
+
+def set_version(version: str, root: Path = ROOT) -> None:
+    """Write the version and the ranges into every distribution. Changelogs are left to people."""
+    wanted = range_of(version)
+    for folder in projects(root).values():
+        file = folder / "pyproject.toml"
+        text = re.sub(r'^version = ".*"$', f'version = "{version}"', file.read_text(), count=1, flags=re.M)
+        file.write_text(OURS.sub(rf"\g<1>{wanted}", text))
+    text = re.sub(r'^__version__ = ".*"$', f'__version__ = "{version}"', _init(root).read_text(), flags=re.M)
+    _init(root).write_text(text)
+
+
+def notes(version: str, root: Path = ROOT) -> str:
+    """The release's notes: the section of each changelog."""
+    parts = [f"# enginehouse {version}"]
+    parts += [f"## {name}\n\n{_section(folder / 'CHANGELOG.md', version)}" for name, folder in projects(root).items()]
+    return "\n\n".join(parts) + "\n"
+
+
+def build(version: str, out: Path, root: Path = ROOT, uncommitted: bool = False) -> None:
+    """Build and check all distributions into an empty folder, with notes, hashes and a bill of materials.
+
+    Args:
+        version: what every distribution must say it is.
+        out: the folder; made.
+        root: the checkout.
+        uncommitted: whether sources may differ from the last commit.
+
+    Raises:
+        ReleaseError: if something is out of step or uncommitted, or what was built fails a check.
+    """
+    if wrong := out_of_step(version, root):
+        raise ReleaseError(_lines(f"not all is {version}; `make version VERSION={version}` writes it:", wrong))
+    if not uncommitted and (changed := _git(root, "status", "--porcelain", "--", "core", "plugins")):
+        raise ReleaseError(_lines("sources differ from the last commit:", changed.splitlines()))
+    if out.exists() and any(out.iterdir()):
+        raise ReleaseError(f"{out} is not empty: remove it to build {version} anew")
+    out.mkdir(parents=True, exist_ok=True)
+    # The time of the commit stands in the archives, so a second build of it has the same hashes.
+    environment = {**os.environ, "SOURCE_DATE_EPOCH": _git(root, "log", "-1", "--format=%ct") or "315532800"}
+    for folder in projects(root).values():
+        _run("build", "--no-isolation", "--outdir", str(out), str(folder), environment=environment)
+    check(out, root)
+    (out / NOTES).write_text(notes(version, root))
+    (out / MATERIALS).write_text(json.dumps(materials(version, projects(root)), indent=1) + "\n")
+    (out / HASHES).write_text("".join(f"{_digest(file)}  {file.name}\n" for file in sorted(out.iterdir())))
+
+
+def check(out: Path, root: Path = ROOT) -> None:
+    """Check wheels and sdists as a package index does, and for what only we know.
+
+    Raises:
+        ReleaseError: with all that our own checks found.
+    """
+    wheels, sources = _archives(out)
+    names = set(projects(root))
+    for kind, files in (("wheel", wheels), ("sdist", sources)):
+        if {file.name.partition("-")[0].replace("_", "-") for file in files} != names or len(files) != len(names):
+            raise ReleaseError(f"{out} has not one {kind} of each of {', '.join(sorted(names))}")
+    _run("twine", "check", "--strict", *map(str, [*wheels, *sources]))
+    for wheel in wheels:
+        _run("check_wheel_contents", "--toplevel", wheel.name.partition("-")[0], str(wheel))
+    licence = (root / "LICENSE").read_bytes()
+    found = [fault for wheel in wheels for fault in faults_of_wheel(wheel, licence)]
+    found += [fault for source in sources for fault in faults_of_source(source, licence)]
+    if found:
+        raise ReleaseError(_lines("not fit for a package index:", found))
+
+
+def faults_of_wheel(path: Path, licence: bytes) -> list[str]:
+    """What is wrong with a wheel: paths of the machine, links that lead nowhere, no licence, no `py.typed`."""
+    found = []
+    package = path.name.partition("-")[0]
+    with zipfile.ZipFile(path) as wheel:
+        files = wheel.namelist()
+        (said,) = [wheel.read(file).decode() for file in files if file.endswith(".dist-info/METADATA")]
+        licences = [wheel.read(file) for file in files if file.endswith(".dist-info/licenses/LICENSE")]
+    if "file:" in said or str(ROOT) in said:
+        found.append("its metadata name a place of this machine")
+    if any(" @ " in needed for needed in message_from_string(said).get_all("Requires-Dist", [])):
+        found.append("it needs a distribution from a URL, which a package index refuses")
+    if LINK_BESIDE.search(said):
+        found.append("its README has a link that leads nowhere on a package index")
+    if licences != [licence]:
+        found.append("it does not have the project's LICENSE")
+    if f"{package}/py.typed" not in files:
+        found.append(f"it has no {package}/py.typed")
+    return [f"{path.name}: {fault}" for fault in found]
+
+
+def faults_of_source(path: Path, licence: bytes) -> list[str]:
+    """What is wrong with an sdist."""
+    top = path.name.removesuffix(".tar.gz")
+    with tarfile.open(path) as source:
+        files = set(source.getnames())
+        member = source.extractfile(f"{top}/LICENSE") if f"{top}/LICENSE" in files else None
+        held = member.read() if member else None
+    found = [f"it has no {name}" for name in ("README.md", "CHANGELOG.md") if f"{top}/{name}" not in files]
+    if held != licence:
+        found.append("it does not have the project's LICENSE")
+    return [f"{path.name}: {fault}" for fault in found]
+
+
+def materials(version: str, folders: dict[str, Path]) -> dict[str, Any]:
+    """The bill of materials (CycloneDX): what these distributions need, in the versions of this Python environment.
+
+    What an engine with a runtime of its own brings there is not in it.
+    """
+    said = _run("cyclonedx_py", "environment", "--output-reproducible", "--of", "JSON", sys.executable)
+    bill: dict[str, Any] = json.loads(said)
+    needed = needed_by(folders)
+    bill["components"] = [one for one in bill["components"] if canonicalize_name(one["name"]) in needed]
+    for component in bill["components"]:  # an editable installation says where it lies
+        places = [one for one in component.get("externalReferences", []) if not one["url"].startswith("file:")]
+        component["externalReferences"] = places
+        if component["name"] in folders:
+            component["version"] = version
+    kept = {component["bom-ref"] for component in bill["components"]}
+    bill["dependencies"] = [
+        {**one, "dependsOn": sorted(kept.intersection(one.get("dependsOn", ())))}
+        for one in bill["dependencies"]
+        if one["ref"] in kept
+    ]
+    return bill
+
+
+def needed_by(names: Iterable[str]) -> set[str]:
+    """The distributions installed here that these need, themselves among them, without what only extras bring."""
+    found: set[str] = set()
+    left = [(canonicalize_name(name), "") for name in names]
+    seen = set(left)
+    while left:
+        name, extra = left.pop()
+        try:
+            requirements = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:  # for another platform, or of an extra that is not installed
+            continue
+        found.add(name)
+        for needed in map(Requirement, requirements):
+            if needed.marker is None or needed.marker.evaluate({"extra": extra}):
+                further = {(canonicalize_name(needed.name), one) for one in ("", *needed.extras)} - seen
+                seen |= further
+                left += further
+    return found
+
+
+def upload(version: str, out: Path, confirmed: str | None, root: Path = ROOT, arguments: Sequence[str] = ()) -> None:
+    """Upload what `build` made, unchanged; to where twine's own settings say.
+
+    Raises:
+        ReleaseError: without the version as confirmation, for files that are not those of the hashes, and while a
+            changelog says that the version is unreleased.
+    """
+    if confirmed != version:
+        raise ReleaseError(f"an upload cannot be taken back; to do it, say CONFIRM={version}")
+    if not (out / HASHES).exists():
+        raise ReleaseError(f"there is no {out / HASHES}: `make release VERSION={version}` first")
+    lines = (out / HASHES).read_text().splitlines()
+    hashes = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    now = {file.name: _digest(file) for file in out.iterdir() if file.name != HASHES}
+    if changed := sorted(name for name in hashes.keys() | now.keys() if hashes.get(name) != now.get(name)):
+        raise ReleaseError(f"not as they were built: {', '.join(changed)}")
+    heads = [(folder / "CHANGELOG.md", _head(folder / "CHANGELOG.md", version)) for folder in projects(root).values()]
+    if open_ := [str(file.relative_to(root)) for file, head in heads if head is None or "unreleased" in head]:
+        raise ReleaseError(_lines(f"no date beside {version} in:", open_))
+    check(out, root)
+    wheels, sources = _archives(out)
+    _run("twine", "upload", "--non-interactive", *arguments, *map(str, [*wheels, *sources]))
+
+
+def _archives(out: Path) -> tuple[list[Path], list[Path]]:
+    return sorted(out.glob("*.whl")), sorted(out.glob("*.tar.gz"))
+
+
+def _init(root: Path) -> Path:
+    return root / "core" / "src" / "enginehouse" / "__init__.py"
+
+
+def _parsed(version: str) -> tuple[int, int, int]:
+    if not (found := VERSION.fullmatch(version)):
+        raise ReleaseError(f"{version!r} is no version of ours, such as 0.2.0 or 0.2.0rc1")
+    return int(found[1]), int(found[2]), int(found[3])
+
+
+def _head(changelog: Path, version: str) -> str | None:
+    found = re.search(rf"^## {re.escape(version)}(?: .*)?$", changelog.read_text(), re.M)
+    return found and found[0]
+
+
+def _section(changelog: Path, version: str) -> str:
+    head = _head(changelog, version)
+    return changelog.read_text().partition(f"{head}\n")[2].partition("\n## ")[0].strip() if head else ""
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _git(root: Path, *arguments: str) -> str:
+    """What git says; nothing where the checkout is not git's."""
+    ended = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True)
+    return ended.stdout.strip() if ended.returncode == 0 else ""
+
+
+def _run(module: str, *arguments: str, environment: dict[str, str] | None = None) -> str:
+    ended = subprocess.run(
+        [sys.executable, "-m", module, *arguments], env=environment, capture_output=True, text=True, timeout=900
+    )
+    if ended.returncode:
+        raise ReleaseError(f"{module} {arguments[0]} failed:\n{ended.stdout}{ended.stderr}")
+    return ended.stdout
+
+
+def _lines(head: str, lines: Iterable[str]) -> str:
+    return "\n  ".join([head, *lines])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tools.release", description=(__doc__ or "").splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("set", "build", "upload"):
+        command = commands.add_parser(name)
+        command.add_argument("version")
+        if name != "set":
+            command.add_argument("--out", type=Path, help="the folder; dist/VERSION unless given")
+    commands.choices["build"].add_argument("--uncommitted", action="store_true", help="a rehearsal: with changed files")
+    commands.choices["upload"].add_argument("--confirm", help="the version once more")
+    commands.choices["upload"].add_argument("--repository-url", help="the package index, if twine knows no other")
+    said = parser.parse_args(arguments)
+    try:
+        if said.command == "set":
+            set_version(said.version)
+            return 0
+        out = said.out or ROOT / "dist" / said.version
+        if said.command == "build":
+            build(said.version, out, uncommitted=said.uncommitted)
+        else:
+            index = ["--repository-url", said.repository_url] if said.repository_url else []
+            upload(said.version, out, said.confirm, arguments=index)
+    except ReleaseError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(f"{file.stat().st_size:>9}  {file.name}" for file in sorted(out.iterdir())))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""Hooks of mkdocs: what the site has beside the pages in docs/.
+
+- Pages that lie elsewhere in the checkout (README.md, those of the plugins and examples) are taken in; the one of the
+  command line is made of the commands.
+- A link to a file that is no page becomes text with the file's path.
+- The mark of a command block, which says what test runs it, is taken from its first line (tests/docs/test_commands.py).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path, PurePosixPath
+from posixpath import normpath, relpath
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+
+PLUGINS = sorted(path.parent.name for path in ROOT.glob("plugins/*/README.md"))
+
+TAKEN_IN = {
+    "index.md": "README.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "quickstart.md": "examples/quickstart/README.md",
+    "tutorial.md": "examples/tutorial/README.md",
+} | {
+    f"backends/{path.parent.name}.md": f"plugins/{path.parent.name}/README.md"
+    for path in ROOT.glob("plugins/*/README.md")
+}
+"""Where in the checkout pages of the site lie that are not in docs/."""
+
+COMMAND_LINE = """\
+# Command line
+
+Made of the commands themselves; `enginehouse COMMAND --help` says the same.
+
+::: mkdocs-click
+    :module: enginehouse.cli.main
+    :command: main
+    :prog_name: enginehouse
+    :depth: 1
+    :style: plain
+    :list_subcommands: true
+"""
+
+FIRST_PAGES = ("loss", "advantage", "reward", "observer", "tracker", "environment")
+"""Pages for authors of plugins that come first; the others follow by name, the one on publishing last."""
+
+LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
+FENCE = re.compile(r"^( *```\w+) .*$", re.M)
+BLOCK = re.compile(r"(^ *```.*?^ *```[ ]*$)", re.M | re.S)
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put the pages of docs/plugins/ into the navigation, and the contract."""
+    docs = Path(config.docs_dir)
+    names = [path.stem for path in docs.glob("plugins/*.md")]
+    rank = {name: at for at, name in enumerate(FIRST_PAGES)} | {"publishing": 99}
+    pages = [f"plugins/{name}.md" for name in sorted(names, key=lambda name: (rank.get(name, 50), name))]
+    contract = [{"Contract": "contract.md"}] if (docs / "contract.md").exists() else []
+    for section in config.nav or []:
+        section.get("Write a plugin", [])[:0] = pages
+        section.get("Reference", [])[:0] = contract
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Take in the pages that lie outside of docs/."""
+    for page, source in TAKEN_IN.items():
+        files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
+    files.append(File.generated(config, "cli.md", content=COMMAND_LINE))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Lead links to where their targets are on the site, and take the marks from command blocks."""
+    return for_the_site(
+        markdown, page.file.src_uri, {file.src_uri for file in files if not file.inclusion.is_excluded()}
+    )
+
+
+def for_the_site(markdown: str, page: str, on_site: set[str]) -> str:
+    """The text of a page as the site shows it.
+
+    Args:
+        markdown: as it stands in the checkout.
+        page: its path on the site.
+        on_site: the paths of all files of the site.
+    """
+    parts = BLOCK.split(markdown)
+    parts[::2] = [LINK.sub(lambda found: _link(found, page, on_site), text) for text in parts[::2]]
+    return FENCE.sub(r"\1", "".join(parts))
+
+
+def _link(found: re.Match[str], page: str, on_site: set[str]) -> str:
+    picture, words, target = found.groups()
+    path, _, anchor = target.partition("#")
+    if not path or ":" in path:
+        return found[0]
+    source = TAKEN_IN.get(page, f"docs/{page}")
+    there = normpath(str(PurePosixPath(source).parent / path))
+    if uri := _on_site(there, on_site):
+        words = _title(uri) if re.fullmatch(r"[\w./-]+/[\w./-]+", words) else words  # a path says little there
+        return f"{picture}[{words}]({relpath(uri, str(PurePosixPath(page).parent))}{'#' * bool(anchor)}{anchor})"
+    if not (ROOT / there).exists() or picture:
+        return found[0]  # mkdocs says that it leads nowhere
+    return words if words.strip("`").endswith(PurePosixPath(there).name) else f"{words} (`{there}`)"
+
+
+def _title(uri: str) -> str:
+    """The first heading of a page of the site."""
+    text = (ROOT / TAKEN_IN.get(uri, f"docs/{uri}")).read_text(encoding="utf-8")
+    return text.partition("# ")[2].partition("\n")[0]
+
+
+def _on_site(path: str, on_site: set[str]) -> str | None:
+    """The page or file of the site that a path of the checkout is."""
+    pages = {source: page for page, source in TAKEN_IN.items()}
+    for one in (path, f"{path}/README.md"):
+        if one in pages:
+            return pages[one]
+    inside = path.removeprefix("docs/")
+    return inside if path.startswith("docs/") and inside in on_site else None
