@@ -45,25 +45,9 @@ Made of the commands themselves; `enginehouse COMMAND --help` says the same.
     :list_subcommands: true
 """
 
-FIRST_PAGES = ("loss", "advantage", "reward", "observer", "tracker", "environment")
-"""Pages for authors of plugins that come first; the others follow by name, the one on publishing last."""
-
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 FENCE = re.compile(r"^( *```\w+) .*$", re.M)
 BLOCK = re.compile(r"(^ *```.*?^ *```[ ]*$)", re.M | re.S)
-
-
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put the pages of docs/plugins/ into the navigation, and the contract."""
-    docs = Path(config.docs_dir)
-    names = [path.stem for path in docs.glob("plugins/*.md")]
-    rank = {name: at for at, name in enumerate(FIRST_PAGES)} | {"publishing": 99}
-    pages = [f"plugins/{name}.md" for name in sorted(names, key=lambda name: (rank.get(name, 50), name))]
-    contract = [{"Contract": "contract.md"}] if (docs / "contract.md").exists() else []
-    for section in config.nav or []:
-        section.get("Write a plugin", [])[:0] = pages
-        section.get("Reference", [])[:0] = contract
-    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
