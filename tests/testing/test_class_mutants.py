@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import pytest
 import tracker_mutants
 
-from enginehouse.plugin import Record, Tracker, plugins
+from enginehouse.plugin import Environment, Tracker, plugins
 from enginehouse_testing.given import Given
 from enginehouse_testing.running import Certifier, cases
 
@@ -24,26 +21,17 @@ TRACKERS = [
 
 ENVIRONMENTS = [
     ("TwoTurns", set(), ""),
-    ("CountsItsOwnWords", {"tokens"}, "the policy was never asked to continue just what is before it"),
-    ("AsksForSomethingElse", {"tokens"}, "never asked"),
-    ("RoundsLogprobs", {"tokens"}, "have not the logprobs"),
-    ("OneTooFew", {"episodes"}, "2 episodes, and 3 were asked for"),
-    ("LosesALogprob", {"episodes"}, "different lengths"),
+    ("CountsItsOwnWords", {"tokens"}, "the policy did not draw it after the 8 before it"),
+    ("AsksForSomethingElse", {"tokens"}, "it drew nothing after just these tokens"),
+    ("RoundsLogprobs", {"tokens"}, "has the logprob -0.6, and it was drawn with -0.625"),
+    ("OneTooFew", {"episodes"}, "2 episode(s), and 3 were asked for"),
+    ("LosesALogprob", {"episodes"}, "17 tokens, 17 mask, 18 logprobs, 17 versions"),
     ("FirstComeFirst", {"order", "at_once"}, "which request ends first"),
     ("Remembers", {"at_once"}, "is played otherwise beside others"),
     ("Blocks", {"loop"}, "await what takes time"),
     ("CannotBeCancelled", {"cancelled"}, "though it was cancelled"),
     ("SwallowsErrors", {"errors"}, "the run would never know"),
 ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Environment(Record):
-    """As a plugin declares one."""
-
-    kind: ClassVar[str] = "environment"
-    references: ClassVar[tuple[str, ...]] = ("environment",)
-    environment: str
 
 
 def failed(record, given=Given(), checks=None, timeout=None):  # noqa: B008 - frozen

@@ -171,13 +171,13 @@ class EpisodeChecks:
     most_tokens: int | None = None
     token_rewards: bool = True
 
-    def check(self, episodes: Sequence[Episode], count: int, drawn: Drawn, task: str) -> None:
+    def check(self, episodes: Sequence[Episode], count: int, drawn: Drawn | None, task: str) -> None:
         """Check what `Environment.run` returned.
 
         Args:
             episodes: that.
             count: how many are wanted.
-            drawn: what its policy drew.
+            drawn: what its policy drew. None: whether it drew what is marked as chosen is not asked.
             task: what was played, for messages.
 
         Raises:
@@ -199,7 +199,7 @@ class EpisodeChecks:
                     f"environment {self.environment!r}, {task}: episode {number} cannot be trained on: {problem}"
                 )
 
-    def _problem(self, episode: Episode, drawn: Drawn) -> str:
+    def _problem(self, episode: Episode, drawn: Drawn | None) -> str:
         """What is wrong with an episode; empty if nothing is."""
         if not isinstance(episode, Episode):
             return f"it is {type(episode).__name__}, not an Episode (enginehouse.engines.environment)"
@@ -222,7 +222,7 @@ class EpisodeChecks:
             self._problem_of_tokens(tokens)
             or _problem_of_choice(mask, episode.finish)
             or _problem_of_logprobs(logprobs)
-            or drawn.problem(tokens, mask, logprobs, versions)
+            or (drawn.problem(tokens, mask, logprobs, versions) if drawn else "")
             or _problem_of_score(episode.score)
             or self._problem_of_token_rewards(episode.token_rewards, mask)
         )

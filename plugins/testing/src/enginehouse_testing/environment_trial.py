@@ -5,41 +5,19 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from enginehouse.engines.environment import Environment, Episode, Policy, Score, Task
+from enginehouse.engines.environment import Environment, Episode, Policy, Score, Scored, Task
 from enginehouse.engines.rollout import Completion, SamplingParams
 from enginehouse.plugin import Record, resolve
+from enginehouse.rl.episode_checks import Drawn
 from enginehouse_testing.given import Given
 from enginehouse_testing.models import char_tokenizer
 
 SAMPLES = 3
 REPLIES = ("4", "the answer is 4", "5", "no", "7 7 7")
 VERSION = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """A made-up reward. Implements `enginehouse.engines.environment.Score`."""
-
-    reward: float
-    figures: Mapping[str, float] = field(default_factory=dict)
-    failure: str = ""
-    answer: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """What the scripted policy answered.
-
-    Attributes:
-        after: the tokens that it was asked to continue.
-        completion: what it added.
-    """
-
-    after: tuple[int, ...]
-    completion: Completion
 
 
 class ScriptedPolicy:
@@ -51,7 +29,6 @@ class ScriptedPolicy:
         replies: what it says, as text.
         delay: seconds that the call of a name takes.
         error: raised by every call but the first of a branch.
-        drawn: takes in what it answered.
         name: of the branch.
     """
 
@@ -60,11 +37,10 @@ class ScriptedPolicy:
         replies: Sequence[str],
         delay: Callable[[str], float],
         error: Exception | None,
-        drawn: list[Drawn],
         name: str = "policy",
     ):
         self.tokenizer = char_tokenizer()
-        self._replies, self._delay, self._error, self._drawn, self._name = replies, delay, error, drawn, name
+        self._replies, self._delay, self._error, self._name = replies, delay, error, name
         self._calls = 0
 
     async def generate(self, tokens: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
@@ -77,17 +53,14 @@ class ScriptedPolicy:
     ) -> Sequence[Completion]:
         """See `Policy`."""
         name, self._calls = f"{self._name}/{self._calls}", self._calls + 1
-        after = tuple(int(token) for token in tokens)
         await asyncio.sleep(self._delay(name))
         if self._error is not None:
             raise self._error
-        made = [self._completion(f"{name}#{number}") for number in range(n)]
-        self._drawn += [Drawn(after, one) for one in made]
-        return made
+        return [self._completion(f"{name}#{number}") for number in range(n)]
 
     def branch(self, name: str) -> ScriptedPolicy:
         """See `Policy`."""
-        return ScriptedPolicy(self._replies, self._delay, self._error, self._drawn, f"{self._name}/{name}")
+        return ScriptedPolicy(self._replies, self._delay, self._error, f"{self._name}/{name}")
 
     def _completion(self, name: str) -> Completion:
         chance = number_of(name)
@@ -104,7 +77,7 @@ def number_of(name: str) -> int:
 class Context:
     """Scores rows by their length. Implements `enginehouse.engines.environment.EpisodeContext`."""
 
-    def __init__(self, policy: ScriptedPolicy):
+    def __init__(self, policy: Policy):
         self.samples = SAMPLES
         self._policy = policy
 
@@ -156,10 +129,12 @@ class EnvironmentTrial:
         self,
         environment: Environment,
         task: Task,
-        drawn: list[Drawn],
+        drawn: Drawn | None = None,
         delay: Callable[[str], float] = lambda name: 0.0,
         error: Exception | None = None,
     ) -> Sequence[Episode]:
-        """The episodes of a task."""
-        policy = ScriptedPolicy(self.given.replies or REPLIES, delay, error, drawn)
+        """The episodes of a task; `drawn` remembers what the policy drew."""
+        policy: Policy = ScriptedPolicy(self.given.replies or REPLIES, delay, error)
+        if drawn is not None:
+            policy = drawn.policy(policy)
         return await environment.run(task, policy, Context(policy))

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
-from enginehouse.engines.environment import Episode
-from enginehouse.engines.rollout import Completion
+from enginehouse.engines.environment import Episode, Task
+from enginehouse.rl.episode_checks import Drawn, EpisodeChecks, MalformedEpisode
 from enginehouse_testing.check import EXACT, PROTOCOL, Check, Measured, found, wrong
-from enginehouse_testing.environment_trial import SAMPLES, Drawn, EnvironmentTrial, number_of
+from enginehouse_testing.environment_trial import SAMPLES, EnvironmentTrial, number_of
 
 BLOCKED_SECONDS = 0.25
 """Longest time an environment may keep the event loop, on the best of `TRIES` plays."""
@@ -22,27 +21,32 @@ CANCEL_SECONDS = 5.0
 
 def _episodes(trial: EnvironmentTrial) -> Measured:
     for task in trial.tasks():
-        episodes = asyncio.run(trial.play(trial.environment(), task, []))
-        if len(episodes) != SAMPLES:
-            return wrong(f"task {task.serial}: {len(episodes)} episodes, and {SAMPLES} were asked for")
-        for number, one in enumerate(episodes):
-            if said := _malformed(one):
-                return wrong(f"task {task.serial}, episode {number}: {said}")
+        if said := _wrong_with(asyncio.run(trial.play(trial.environment(), task)), None, task):
+            return wrong(said)
     return Measured(0.0)
 
 
 def _tokens(trial: EnvironmentTrial) -> Measured:
     for task in trial.tasks():
-        drawn: list[Drawn] = []
-        for number, one in enumerate(asyncio.run(trial.play(trial.environment(), task, drawn))):
-            if said := _not_drawn(one, drawn):
-                return wrong(f"task {task.serial}, episode {number}: {said}")
+        drawn = Drawn()
+        episodes = asyncio.run(trial.play(trial.environment(), task, drawn))
+        if not _wrong_with(episodes, None, task) and (said := _wrong_with(episodes, drawn, task)):
+            return wrong(said)
     return Measured(0.0)
+
+
+def _wrong_with(episodes: Sequence[Episode], drawn: Drawn | None, task: Task) -> str:
+    """As a run would say it; empty where it would train on them."""
+    try:
+        EpisodeChecks("under test").check(episodes, SAMPLES, drawn, f"task {task.serial}")
+    except MalformedEpisode as error:
+        return str(error)
+    return ""
 
 
 def _order(trial: EnvironmentTrial) -> Measured:
     for task in trial.tasks():
-        ways = [asyncio.run(trial.play(trial.environment(), task, [], partial(_delay, seed))) for seed in range(3)]
+        ways = [asyncio.run(trial.play(trial.environment(), task, None, partial(_delay, seed))) for seed in range(3)]
         for other in ways[1:]:
             if [list(one.tokens) for one in other] != [list(one.tokens) for one in ways[0]]:
                 return wrong(f"task {task.serial}: episodes depend on which request ends first")
@@ -52,9 +56,9 @@ def _order(trial: EnvironmentTrial) -> Measured:
 def _at_once(trial: EnvironmentTrial) -> Measured:
     async def play() -> str:
         environment = trial.environment()
-        alone = [await trial.play(environment, task, []) for task in trial.tasks()]
+        alone = [await trial.play(environment, task) for task in trial.tasks()]
         together = await asyncio.gather(
-            *(trial.play(environment, task, [], partial(_delay, 1)) for task in trial.tasks())
+            *(trial.play(environment, task, None, partial(_delay, 1)) for task in trial.tasks())
         )
         for task, one, other in zip(trial.tasks(), alone, together, strict=True):
             if [list(episode.tokens) for episode in one] != [list(episode.tokens) for episode in other]:
@@ -77,7 +81,7 @@ def _loop(trial: EnvironmentTrial) -> Measured:
 
         ticking = asyncio.create_task(tick())
         await asyncio.sleep(0)
-        await trial.play(trial.environment(), trial.tasks()[0], [])
+        await trial.play(trial.environment(), trial.tasks()[0])
         ended = True
         await ticking
         return max(gaps)
@@ -88,7 +92,7 @@ def _loop(trial: EnvironmentTrial) -> Measured:
 
 def _cancelled(trial: EnvironmentTrial) -> Measured:
     async def cancel() -> bool:
-        playing = asyncio.create_task(trial.play(trial.environment(), trial.tasks()[0], [], lambda name: 3600.0))
+        playing = asyncio.create_task(trial.play(trial.environment(), trial.tasks()[0], None, lambda name: 3600.0))
         await asyncio.sleep(0.05)
         playing.cancel()
         await asyncio.wait([playing], timeout=CANCEL_SECONDS)
@@ -106,56 +110,10 @@ def _cancelled(trial: EnvironmentTrial) -> Measured:
 def _errors(trial: EnvironmentTrial) -> Measured:
     error = RuntimeError("made up: the replica is gone")
     try:
-        asyncio.run(trial.play(trial.environment(), trial.tasks()[0], [], error=error))
+        asyncio.run(trial.play(trial.environment(), trial.tasks()[0], error=error))
     except Exception:
         return Measured(0.0)
     return wrong("what the policy raised did not leave it: the run would never know")
-
-
-def _malformed(one: Episode) -> str:
-    lengths = {name: len(getattr(one, name)) for name in ("tokens", "mask", "logprobs", "versions")}
-    if len(set(lengths.values())) != 1:
-        return (
-            f"its columns have different lengths: {', '.join(f'{name} {length}' for name, length in lengths.items())}"
-        )
-    if not any(one.mask):
-        return "no token of it was chosen by the policy"
-    if one.mask[0]:
-        return "its first token counts as chosen, and nothing stands before it that the policy could continue"
-    if not math.isfinite(one.score.reward):
-        return f"its reward is {one.score.reward}"
-    return ""
-
-
-def _not_drawn(one: Episode, drawn: Sequence[Drawn]) -> str:
-    """What is wrong with the chosen tokens of an episode, each of which is drawn after those before it; or nothing."""
-    tokens, place = [int(token) for token in one.tokens], 0
-    while place < len(tokens):
-        if not one.mask[place]:
-            place += 1
-            continue
-        here = [each.completion for each in drawn if each.after == tuple(tokens[:place])]
-        if not here:
-            return f"token {place} counts as chosen, and the policy was never asked to continue just what is before it"
-        fitting = [each for each in here if _stands(each, one, tokens, place)]
-        if not fitting:
-            return f"the tokens from {place} on are not those that the policy drew there, all of them"
-        if not any(_is_said(each, one, place) for each in fitting):
-            return f"the tokens from {place} on have not the logprobs and versions that they were drawn with"
-        place += max(len(each.token_ids) for each in fitting)
-    return ""
-
-
-def _stands(completion: Completion, one: Episode, tokens: Sequence[int], place: int) -> bool:
-    end = place + len(completion.token_ids)
-    return tokens[place:end] == list(completion.token_ids) and all(one.mask[place:end])
-
-
-def _is_said(completion: Completion, one: Episode, place: int) -> bool:
-    end = place + len(completion.token_ids)
-    return [float(value) for value in one.logprobs[place:end]] == list(completion.logprobs) and all(
-        completion.first_version <= version <= completion.last_version for version in one.versions[place:end]
-    )
 
 
 def _delay(seed: int, name: str) -> float:
