@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from enginehouse.engines.environment import Episode, EpisodeContext, Policy, Scored, Task, Transcript
+from enginehouse.engines.environment import Episode, EpisodeContext, Policy, Scored, Task
+from enginehouse.engines.transcript import Transcript
 
 PAGE = (Path(__file__).parents[1] / "docs" / "plugins" / "environment.md").read_text(encoding="utf-8")
 

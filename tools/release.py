@@ -73,7 +73,10 @@ def out_of_step(version: str, root: Path = ROOT) -> list[str]:
 
 
 def set_version(version: str, root: Path = ROOT) -> None:
-    """Write the version and the ranges into every distribution. Changelogs are left to people."""
+    """Write the version and the ranges into every distribution, and that the contract is published with it.
+
+    Changelogs are left to people.
+    """
     wanted = range_of(version)
     for folder in projects(root).values():
         file = folder / "pyproject.toml"
@@ -81,6 +84,8 @@ def set_version(version: str, root: Path = ROOT) -> None:
         file.write_text(OURS.sub(rf"\g<1>{wanted}", text))
     text = re.sub(r'^__version__ = ".*"$', f'__version__ = "{version}"', _init(root).read_text(), flags=re.M)
     _init(root).write_text(text)
+    surface = root / "tests" / "contract" / "surface.json"
+    surface.write_text(re.sub(r'^("contract": "(.*)",\n"published": )".*"', r'\1"\2"', surface.read_text(), flags=re.M))
 
 
 def notes(version: str, root: Path = ROOT) -> str:

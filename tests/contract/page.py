@@ -51,6 +51,7 @@ TITLES = {
     "enginehouse.engines": "Engines and transports",
     "enginehouse.engines.options": "Options of engines",
     "enginehouse.engines.environment": "Environments",
+    "enginehouse.engines.transcript": "Transcripts of environments",
     "enginehouse.engines.tracker": "Trackers",
     "enginehouse.data": "Batches",
     "enginehouse.weights": "Weights: names and checksums",

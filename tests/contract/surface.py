@@ -105,24 +105,36 @@ def changes(before: Mapping[str, Any], today: Mapping[str, Name]) -> tuple[list[
 
 def problem(snapshot: Mapping[str, Any], today: Mapping[str, Name], contract: tuple[int, int] = CONTRACT) -> str:
     """What must be done before the contract is as it says it is; empty where nothing must be."""
-    major, minor = map(int, snapshot["contract"].split("."))
-    added, broken = changes(snapshot["names"], today)
-    if broken and contract[0] == major:
+    written, published = _version(snapshot["contract"]), _version(snapshot.get("published", snapshot["contract"]))
+    names = snapshot["names"]
+    still_open = {address for address, entry in names.items() if _version(entry["since"]) > published}
+    fixed = {address: name for address, name in today.items() if not {address, name.owner} & still_open}
+    added, broken = changes({one: entry for one, entry in names.items() if one not in still_open}, fixed)
+    if broken and contract[0] == written[0]:
         return "these break plugins of this major version: keep them, and warn (docs/plugins/publishing.md):" + _lines(
             broken
         )
-    if added and contract == (major, minor):
+    if added and contract == published:
+        major, minor = published
         return (
-            f"these came since contract {major}.{minor} was written down: raise CONTRACT in plugin/hookspecs.py to "
+            f"these came since contract {major}.{minor} was published: raise CONTRACT in plugin/hookspecs.py to "
             f"({major}, {minor + 1}), then `make contract`:" + _lines(added)
         )
-    if added or broken or contract != (major, minor):
+    if contract != written or names != snapshot_of(today, snapshot)["names"]:
         return RAISED
     return ""
 
 
+def _version(text: str) -> tuple[int, int]:
+    major, minor = map(int, text.split("."))
+    return major, minor
+
+
 def snapshot_of(today: Mapping[str, Name], before: Mapping[str, Any]) -> dict[str, Any]:
-    """The snapshot to keep: names there were keep the version they came in."""
+    """The snapshot to keep: names there were keep the version they came in.
+
+    What came in after the version that was last published (`make version` writes which) may still change.
+    """
     known, version = before.get("names", {}), ".".join(map(str, CONTRACT))
     names: dict[str, dict[str, Any]] = {}
     for address, name in sorted(today.items()):
@@ -130,7 +142,7 @@ def snapshot_of(today: Mapping[str, Name], before: Mapping[str, Any]) -> dict[st
         names[address] = {"since": since, "says": name.says}
         if name.arguments:
             names[address]["arguments"] = list(name.arguments)
-    return {"contract": version, "names": names}
+    return {"contract": version, "published": before.get("published", version), "names": names}
 
 
 def kept() -> dict[str, Any]:

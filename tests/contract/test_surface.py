@@ -68,6 +68,22 @@ def test_what_breaks_plugins_is_refused_but_by_a_major_version(what: str):
     assert problem(BEFORE, TODAY | BROKEN[what], (2, 0)) == RAISED
 
 
+OPEN = {
+    "contract": "1.3",
+    "published": "1.2",
+    "names": BEFORE["names"] | {"enginehouse.engines.open": {"since": "1.3", "says": "() -> int"}},
+}
+
+
+def test_what_is_not_published_yet_may_change():
+    today = TODAY | {"enginehouse.engines.open": Name("() -> int")}
+    assert problem(OPEN, today, (1, 3)) == ""
+    for changed in (TODAY, today | {"enginehouse.engines.open": Name("() -> str")}, today | ADDED["a function"]):
+        assert problem(OPEN, changed, (1, 3)) == RAISED
+    assert "these break plugins" in problem(OPEN, today | BROKEN["another type"], (1, 3))
+    assert "raise CONTRACT" in problem(OPEN | {"published": "1.3"}, today | ADDED["a function"], (1, 3))
+
+
 def test_what_is_gone_is_named():
     gone = {address: name for address, name in TODAY.items() if not address.endswith("draw")}
     assert "enginehouse.engines.draw is gone" in problem(BEFORE, gone, (1, 4))

@@ -36,6 +36,9 @@ def checkout(tmp_path: Path) -> Path:
     init.parent.mkdir(parents=True)
     init.write_text('__version__ = "0.0.0"\n')
     shutil.copy(ROOT / "LICENSE", tmp_path)
+    contract = tmp_path / "tests" / "contract"
+    contract.mkdir(parents=True)
+    (contract / "surface.json").write_text('{\n"contract": "1.4",\n"published": "1.2",\n"names": {}}\n')
     return tmp_path
 
 
@@ -50,6 +53,7 @@ def test_one_command_writes_the_version_everywhere_but_in_the_changelogs(checkou
         text = (folder / "pyproject.toml").read_text()
         assert not re.search(r"enginehouse[a-z-]*>=(?!7\.3,<7\.4)", text)
         assert 'enginehouse = "enginehouse.cli.main:main"' in text or folder.name != "core"
+    assert json.loads((checkout / "tests/contract/surface.json").read_text())["published"] == "1.4"
 
 
 def test_what_is_out_of_step_is_not_built(checkout: Path, tmp_path: Path):

@@ -11,8 +11,9 @@ import pytest
 from game_environments import Counting, Encoding, page_environment
 from torch_rollout_driver import launched
 
-from enginehouse.engines.environment import Episode, Scored, Task, Transcript
+from enginehouse.engines.environment import Episode, Scored, Task
 from enginehouse.engines.rollout import Completion, SamplingParams
+from enginehouse.engines.transcript import Transcript
 from enginehouse.recipes.sorting import VOCABULARY, make_model, make_tokenizer
 from enginehouse.rl.advantages.process_rewards import process_rewards
 from enginehouse.rl.environments.single_turn import SingleTurn

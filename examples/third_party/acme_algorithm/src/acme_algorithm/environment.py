@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from enginehouse.engines.environment import Episode, EpisodeContext, Policy, Task, Transcript
+from enginehouse.engines.environment import Episode, EpisodeContext, Policy, Task
+from enginehouse.engines.transcript import Transcript
 
 
 class AcmeAlgorithmEnvironment:

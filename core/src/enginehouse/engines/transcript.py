@@ -1,0 +1,63 @@
+"""An episode as it is played: what environments of several turns keep their tokens in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from enginehouse.engines.environment import Episode
+
+if TYPE_CHECKING:
+    from enginehouse.engines.environment import Score
+    from enginehouse.engines.rollout import Completion
+
+__all__ = ["Transcript"]
+
+
+class Transcript:
+    """An episode as it is played: tokens that are given, and tokens that the policy chose, one after another.
+
+    Args:
+        given: its first tokens, as `Task.prompt_ids`.
+
+    Attributes:
+        tokens: all so far: what the policy is asked to continue.
+    """
+
+    def __init__(self, given: Sequence[int]):
+        self.tokens: list[int] = []
+        self._mask: list[bool] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+        self._rewards: dict[int, float] = {}
+        self.add_given(given)
+
+    def add_given(self, tokens: Sequence[int]) -> None:
+        """Add tokens that are not trained on: what a tool answers, or the next question."""
+        self._add(tokens, False, [0.0] * len(tokens), [0] * len(tokens))
+
+    def add_drawn(self, completion: Completion) -> list[int]:
+        """Add what the policy drew when it was asked to continue `tokens`; returns the new ones."""
+        begin, count = len(self.tokens), len(completion.token_ids)
+        versions = [completion.first_version] * (count - 1) + [completion.last_version] * min(count, 1)
+        self._add(completion.token_ids, True, completion.logprobs, versions)
+        return self.tokens[begin:]
+
+    def add_reward(self, reward: float) -> None:
+        """Reward the last token that the policy chose, beside the score of the whole: a step's reward."""
+        if True not in self._mask:
+            raise ValueError("no token was chosen that a reward could be given to")
+        last = len(self._mask) - 1 - self._mask[::-1].index(True)
+        self._rewards[last] = self._rewards.get(last, 0.0) + reward
+
+    def episode(self, score: Score, prompt: str = "", response: str = "", finish: str = "stop") -> Episode:
+        """The episode as it is now; arguments as of `Episode`."""
+        columns = list(self.tokens), list(self._mask), list(self._logprobs), list(self._versions)
+        rewards = [self._rewards.get(place, 0.0) for place in range(len(self.tokens))] if self._rewards else None
+        return Episode(*columns, score, prompt, response, finish, rewards)
+
+    def _add(self, tokens: Sequence[int], is_chosen: bool, logprobs: Sequence[float], versions: Sequence[int]) -> None:
+        self.tokens += map(int, tokens)
+        self._mask += [is_chosen] * len(tokens)
+        self._logprobs += map(float, logprobs)
+        self._versions += versions
