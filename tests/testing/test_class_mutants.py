@@ -57,7 +57,7 @@ def test_what_cannot_be_read_back_is_said_not_to_have_been():
     record = Tracker(name="mine", tracker="tracker_mutants:NeverWrites")
     with Certifier(record) as certifier:
         (result,) = (certifier.run(case) for case in cases(record, checks=["written"]))
-    assert (result.outcome, result.detail.split(":")[0]) == ("passed", "how it is read back is not given")
+    assert (result.outcome, result.detail.split(":")[0]) == ("not run", "how it is read back is not given")
 
 
 @pytest.mark.parametrize(("name", "broken", "word"), ENVIRONMENTS, ids=[name for name, *_ in ENVIRONMENTS])

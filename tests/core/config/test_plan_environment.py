@@ -70,9 +70,11 @@ def test_unless_told_otherwise_a_prompt_is_answered_once(make: Callable[..., Pla
 def test_an_environment_of_ones_own_is_planned_and_said(make: Callable[..., Plan]):
     planned = make("environment={name: 'games:Game', arguments: {rounds: 3}}")
     assert (planned.environment, planned.environment_arguments) == ("games:Game", {"rounds": 3})
-    assert dict(planned.facts)["environment"] == "games:Game (rounds=3); validation plays it too"
+    facts = dict(planned.facts)
+    assert facts["environment"] == "games:Game (rounds=3)"
+    assert facts["a step"].endswith("samples, at most 8 new tokens each time that games:Game asks for some")
     apart = make("environment={name: 'games:Game', processes: 2}")
-    assert dict(apart.facts)["environment"].startswith("games:Game; validation plays it too; in 2 processes, each with")
+    assert dict(apart.facts)["environment"].startswith("games:Game; in 2 processes, each with")
 
 
 def test_what_a_sample_may_be_is_the_models_to_say(make: Callable[..., Plan], project: Project):

@@ -126,7 +126,8 @@ def rewards(episodes):
 
 def test_fail_ends_the_run_and_names_the_task_and_the_cause():
     with pytest.raises(
-        EpisodeFailed, match=r"^task 7 \(prompt 'What is the first .* \.\.\.'\) failed: KeyError: 'x'"
+        EpisodeFailed,
+        match=r"^task 7 \(prompt 'What is the first .* \.\.\.'\) failed: KeyError: 'x' \(test_player\.py:\d+\)",
     ) as e:
         play(Whole(KeyError("x")), "fail")
     assert isinstance(e.value.__cause__, KeyError)

@@ -145,7 +145,7 @@ def check_call(
         said = "; ".join(filter(None, dict.fromkeys([*hints, cure])))
         raise ConfigError(
             f"{key}: {shown} does not take {_quoted(unknown)} (of {named}){f'; {said}' if said else ''}"
-            + _listed(function, positional)
+            + _listed(function, positional, end="" if said.endswith("?") else ".")
         )
     needed = [one.name for one in by_name if one.default is one.empty and one.name not in given]
     if needed:
@@ -258,10 +258,10 @@ def _hint(name: str, choices: Iterable[str], value: Any) -> str:
     return ""
 
 
-def _listed(function: Callable[..., Any], positional: int) -> str:
-    """The end of a message: what a function takes."""
+def _listed(function: Callable[..., Any], positional: int, end: str = ".") -> str:
+    """The end of a message: what a function takes; `end` ends the sentence before it."""
     lines = [f"\n  {one}" for one in arguments_of(function, positional)]
-    return f". It takes{':' if lines else ' none'}{''.join(lines)}"
+    return f"{end} It takes{':' if lines else ' none'}{''.join(lines)}"
 
 
 def _quoted(names: Iterable[str]) -> str:

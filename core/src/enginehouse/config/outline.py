@@ -204,7 +204,8 @@ def _environment(config: Config) -> str:
     said = []
     if name != Environment().name:
         given = ", ".join(f"{argument}={value}" for argument, value in arguments.items())
-        said.append(f"{name}{f' ({given})' if given else ''}; validation plays it too")
+        validated = "; validation plays it too" if config.data.validation else ""
+        said.append(f"{name}{f' ({given})' if given else ''}{validated}")
     if processes:
         said.append(
             f"in {_count(processes, 'process')}, each with reward processes of its own; tokens and texts do not pass "
@@ -251,9 +252,14 @@ def _data(rows: int, noun: str, files: str | Iterable[str], drawn: int) -> str:
 def _step(config: Config) -> str:
     samples, new = samples_per_step(config), config.rollout.sampling.max_tokens
     longest = samples * (config.data.max_prompt_tokens + new)
+    most = (
+        f"at most {samples * new:,} new tokens, {longest:,} with the longest prompts"
+        if config.environment.name == Environment().name
+        else f"at most {new:,} new tokens each time that {config.environment.name} asks for some"
+    )
     return (
         f"{config.train.prompts_per_step} prompts x {config.rollout.samples_per_prompt} samples = {samples:,} samples, "
-        f"at most {samples * new:,} new tokens, {longest:,} with the longest prompts"
+        f"{most}"
     )
 
 

@@ -23,10 +23,12 @@ import asyncio
 import hashlib
 import logging
 import textwrap
+import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
@@ -527,12 +529,14 @@ def _reason(error: BaseException) -> str:
 
 
 def in_words(error: BaseException) -> str:
-    """What went wrong in an episode; of a group of errors the first."""
+    """What went wrong in an episode, and where; of a group of errors the first."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, EnginehouseError):
         return str(error)
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)[-1:]
+    where = "".join(f" ({Path(one.filename).name}:{one.lineno})" for one in frames)
+    return (f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) + where
 
 
 def _shown(task: Task) -> str:

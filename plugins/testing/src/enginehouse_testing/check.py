@@ -68,6 +68,7 @@ class Check:
         between: the second act runs in another layout than the first, with another number of processes.
         device: `"cuda"`: not run where there is no GPU for each process.
         also: another capability that it takes; empty: none.
+        reads: it reads back what was written, and is not run where its author did not say how (`Given.read`).
     """
 
     name: str
@@ -79,6 +80,7 @@ class Check:
     between: bool = False
     device: Literal["cpu", "cuda"] = "cpu"
     also: str = ""
+    reads: bool = False
 
     def declared(self, capabilities: Collection[str]) -> bool:
         """Whether it is to be passed by who declares these."""

@@ -190,6 +190,8 @@ class Certifier:
         """Run one case."""
         if missing := _missing_gpus(case):
             return case.result("not run", detail=missing)
+        if case.check.reads and self._given.read is None:
+            return case.result("not run", detail="how it is read back is not given: `read` of TrackerSuite")
         directory = tempfile.mkdtemp(prefix="enginehouse-certify-")
         try:
             seen = []

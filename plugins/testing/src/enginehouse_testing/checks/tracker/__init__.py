@@ -69,7 +69,15 @@ def _kept(trial: TrackerTrial, logged: Sequence[Logged]) -> Measured:
 
 
 CHECKS: tuple[Check, ...] = tuple(
-    Check(name=name, capability=PROTOCOL, claim=claim, tolerance=EXACT, acts=(act,), judge=found)
+    Check(
+        name=name,
+        capability=PROTOCOL,
+        claim=claim,
+        tolerance=EXACT,
+        acts=(act,),
+        judge=found,
+        reads=act in (_written, _resumed),
+    )
     for name, act, claim in (
         ("life", _life, "It starts, takes metrics of steps and validations, and finishes"),
         ("outcomes", _outcomes, "It finishes however a run ends, and where nothing was logged"),
