@@ -138,6 +138,15 @@ def test_a_contract_version_that_is_none_is_incompatible_and_quoted(distribution
     assert "'latest'" in plugin_of(manager, "odd").problem
 
 
+def test_a_contract_version_that_is_a_number_is_refused(distributions):
+    distributions.add("number", "enginehouse_protocol = 1.1")
+    plugin = plugin_of(load_plugins(), "number")
+    assert (plugin.status, plugin.problem) == (
+        "incompatible",
+        'enginehouse_protocol = 1.1 is no text; write enginehouse_protocol = "1.1"',
+    )
+
+
 def test_a_blocked_plugin_is_not_imported(distributions, sound):
     module = distributions.backend("heavy")
     manager = load_plugins(enabled=["heavy", "sound"], blocked=["heavy"])

@@ -278,7 +278,10 @@ class PluginManager:
 
     def _register(self, plugin: Plugin, module: ModuleType) -> None:
         """Check the contract, then register: declaring hooks are historic, so `module` declares inside this call."""
-        plugin.protocol = OFFERED if plugin.internal else str(getattr(module, PROTOCOL, ""))
+        said = OFFERED if plugin.internal else getattr(module, PROTOCOL, "")
+        if not isinstance(said, str):  # as a number 1.10 is 1.1
+            raise IncompatiblePlugin(f'{PROTOCOL} = {said!r} is no text; write {PROTOCOL} = "{said}"')
+        plugin.protocol = said
         _check_protocol(plugin)
         self._loading = plugin
         name = f"{plugin.distribution}:{plugin.name}"
