@@ -19,7 +19,7 @@ from enginehouse.rl.advantages.process_rewards import process_rewards
 from enginehouse.rl.environments.single_turn import SingleTurn
 from enginehouse.rl.episode_checks import EpisodeChecks, MalformedEpisode
 from enginehouse.rl.episodes import batch_of
-from enginehouse.rl.player import FleetPolicy, Player
+from enginehouse.rl.player import FleetPolicy, Kind, Player, player_of
 from enginehouse.rl.rewards.program import Score
 
 TASK = Task(7, [3, 4], "a prompt", None, {"secret": "7"})
@@ -72,6 +72,12 @@ def edited(**changes):
     return run
 
 
+class Raising:
+    @property
+    def reward(self):
+        raise ValueError("not yet")
+
+
 def refusal(run, **how):
     with pytest.raises(MalformedEpisode) as refused:
         play(run, **how)
@@ -116,6 +122,18 @@ def test_one_turn_as_it_was_drawn_is_taken():
         ({"token_rewards": [0.0] * 4}, "its token_rewards are float64 of shape (4,), and it has 5 tokens"),
         ({"token_rewards": [0, 1, 0, 0, 0]}, "the reward of its token 1 is 1, and the policy did not choose it"),
         ({"token_rewards": [0.0] * 4 + [float("inf")]}, "the reward of its token 4 is inf"),
+        ({"token_rewards": [[1], 2, 3, 4, 5]}, "its token_rewards are no row of numbers"),
+        ({"prompt": None}, "its prompt is None, not text"),
+        ({"response": ["7"]}, "its response is ['7'], not text"),
+        ({"finish": 3}, "its finish is 3, not text"),
+        ({"score": Scored(np.complex64(1))}, "its score is Scored(reward="),
+        ({"score": Scored(1.0, figures=None)}, "the figures of its score are None, not numbers by name"),
+        ({"score": Scored(1.0, figures=[1])}, "the figures of its score are [1], not numbers by name"),
+        ({"score": Scored(1.0, {1: 2.0})}, "the name of a figure of its score is 1, not text"),
+        ({"score": Scored(1.0, answer=3)}, "the answer of its score is 3, not text"),
+        ({"score": SimpleNamespace(reward=1.0)}, "the figures of its score are None"),
+        ({"score": SimpleNamespace(reward=1.0, figures={})}, "the failure of its score is None, not text"),
+        ({"score": Raising()}, "looking at it raised ValueError: not yet"),
     ],
 )  # fmt: skip
 def test_what_is_malformed_is_refused_and_says_where(changes, said):
@@ -177,6 +195,55 @@ def test_a_part_of_a_completion_and_drawn_tokens_that_are_not_chosen_will_do():
 
     (episode,) = play(run)
     assert episode.tokens == [3, 4, 12, 13, 14, 15, 16]
+
+
+@pytest.mark.parametrize("on_failure", POLICIES)
+def test_a_score_that_is_none_is_no_bad_luck(on_failure):
+    refusal(edited(score=Scored(1.0, figures=None)), on_failure=on_failure)
+
+
+def hot(temperature, is_chosen=True):
+    """An environment whose first turn is drawn at a temperature of its own, and whose second at the run's."""
+
+    async def run(task, policy, context):
+        said = Transcript(task.prompt_ids)
+        said.add_drawn(await policy.generate(said.tokens, SamplingParams(temperature=temperature)))
+        said.add_drawn(await policy.generate(said.tokens))
+        return [replace(said.episode(Scored(1.0)), mask=[False] * 2 + [is_chosen] * 3 + [True] * 3)]
+
+    return run
+
+
+def test_chosen_tokens_of_another_temperature_than_they_are_trained_at_are_refused():
+    trained = replace(CHECKS, temperature=0.7)
+    said = refusal(hot(0.1), checks=trained)
+    assert "its token 2, 12, was drawn at temperature 0.1, and the run trains at 0.7" in said
+    assert "leave `sampling` away, or leave it out of Episode.mask" in said
+    assert len(play(hot(0.7), checks=trained)) == 1
+    assert len(play(hot(0.1, is_chosen=False), checks=trained)) == 1
+
+
+@pytest.mark.parametrize("filtered", [True, False])
+def test_a_run_asks_for_its_own_temperature_in_what_it_trains_on_alone(filtered):
+    rollout, environment = SimpleNamespace(on_failure="drop", episode_seconds=None), SimpleNamespace(name="mine")
+    plan = SimpleNamespace(
+        config=SimpleNamespace(rollout=rollout, environment=environment),
+        is_single_turn=False, advantage_needs=(), keep=None, vocabulary=100, most_tokens=20,
+    )  # fmt: skip
+    sampling = SamplingParams(temperature=0.7)
+
+    def policy_of(task):
+        return FleetPolicy(Fleet(), None, sampling, "task-7", 11)
+
+    async def played():
+        rewards, kind = SimpleNamespace(scorer=lambda rows: None), Kind(sampling, 1, filtered)
+        return await player_of(plan, Playing(hot(0.1)), policy_of, rewards, kind).play(TASK)
+
+    if filtered:
+        with pytest.raises(MalformedEpisode, match=r"at temperature 0\.1, and the run trains at 0\.7"):
+            asyncio.run(played())
+    else:
+        assert len(asyncio.run(played())) == 1
 
 
 def test_what_another_episode_of_the_group_drew_after_the_same_tokens_will_do_and_what_another_play_drew_will_not():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -34,12 +34,16 @@ class MalformedEpisode(EnginehouseError):
 
 @dataclass(frozen=True, slots=True)
 class _Draw:
-    """What was drawn after some tokens: int64 tokens and float32 logprobs, from these weight versions."""
+    """What was drawn after some tokens: int64 tokens and float32 logprobs, from these weight versions.
+
+    `temperature` is None where the environment left it to the run.
+    """
 
     tokens: np.ndarray
     logprobs: np.ndarray
     first_version: int
     last_version: int
+    temperature: float | None
 
 
 class Drawn:
@@ -54,8 +58,10 @@ class Drawn:
         self._tokenizer = policy.tokenizer
         return _Remembered(policy, self)
 
-    def add(self, tokens: Sequence[int], completions: Sequence[Completion]) -> None:
-        """Remember what was drawn after `tokens`."""
+    def add(
+        self, tokens: Sequence[int], completions: Sequence[Completion], sampling: SamplingParams | None = None
+    ) -> None:
+        """Remember what was drawn after `tokens`; `sampling` is None where it was drawn as the run is configured."""
         before = np.asarray(tokens, dtype=np.int64)
         here = self._after.setdefault(len(before), {}).setdefault(_digest(before).digest(), [])
         here += [
@@ -64,11 +70,19 @@ class Drawn:
                 np.array(one.logprobs, np.float32),
                 one.first_version,
                 one.last_version,
+                sampling and sampling.temperature,
             )
             for one in completions
         ]
 
-    def problem(self, tokens: np.ndarray, mask: np.ndarray, logprobs: np.ndarray, versions: np.ndarray) -> str:
+    def problem(
+        self,
+        tokens: np.ndarray,
+        mask: np.ndarray,
+        logprobs: np.ndarray,
+        versions: np.ndarray,
+        temperature: float | None = None,
+    ) -> str:
         """What is wrong with the first chosen token of a row that was not drawn so; empty if all were.
 
         Args:
@@ -76,11 +90,14 @@ class Drawn:
             mask: bool, alike: which are chosen.
             logprobs: float32, alike.
             versions: int64, alike.
+            temperature: at which they are trained on. None: any will do.
         """
         wrong = mask.copy()
         reached = [(start, draw, *_alike(draw, tokens, start)) for start, draw in self._drawn_after_its_tokens(tokens)]
         for start, draw, end, _ in reached:
             of_draw, versions_here = draw.logprobs[: end - start], versions[start:end]
+            if not _at(draw, temperature):
+                continue
             wrong[start:end] &= ~(
                 (of_draw == logprobs[start:end])
                 & (draw.first_version <= versions_here)
@@ -100,16 +117,23 @@ class Drawn:
                 "Completion.token_ids as they are, not their text encoded again, after the very tokens that the policy "
                 "was given"
             )
-        with_it = [draw.logprobs[place - start] for start, draw in covering]
-        if logprobs[place] not in with_it:
+        alike = [draw for start, draw in covering if draw.logprobs[place - start] == logprobs[place]]
+        if not alike:
+            start, draw = covering[0]
             return (
-                f"its token {place} has the logprob {logprobs[place]:.6g}, and it was drawn with {with_it[0]:.6g} "
-                "(Completion.logprobs)"
+                f"its token {place} has the logprob {logprobs[place]:.6g}, and it was drawn with "
+                f"{draw.logprobs[place - start]:.6g} (Completion.logprobs)"
             )
-        _, draw = covering[with_it.index(logprobs[place])]
+        of_version = [draw for draw in alike if draw.first_version <= versions[place] <= draw.last_version]
+        if not of_version:
+            return (
+                f"its token {place} is said to be of weight version {versions[place]}, and it was drawn from "
+                f"{alike[0].first_version} to {alike[0].last_version}"
+            )
         return (
-            f"its token {place} is said to be of weight version {versions[place]}, and it was drawn from "
-            f"{draw.first_version} to {draw.last_version}"
+            f"its token {place}, {self._named(tokens[place])}, was drawn at temperature {of_version[0].temperature:g}, "
+            f"and the run trains at {temperature:g} (rollout.sampling.temperature): draw it at that, or leave "
+            "`sampling` away, or leave it out of Episode.mask"
         )
 
     def _drawn_after_its_tokens(self, tokens: np.ndarray) -> Iterator[tuple[int, _Draw]]:
@@ -147,7 +171,7 @@ class _Remembered:
         """See the protocol."""
         tokens = np.array(tokens, dtype=np.int64).tolist()  # it may change while these are drawn
         completions = await self._policy.samples(tokens, n, sampling)
-        self._drawn.add(tokens, completions)
+        self._drawn.add(tokens, completions, sampling)
         return completions
 
     def branch(self, name: str) -> Policy:
@@ -164,12 +188,14 @@ class EpisodeChecks:
         vocabulary: how many tokens the model knows. None: any.
         most_tokens: how long a row may be. None: any.
         token_rewards: whether rewards of single tokens are read.
+        temperature: at which its tokens are trained on. None: they are not, or any will do.
     """
 
     environment: str
     vocabulary: int | None = None
     most_tokens: int | None = None
     token_rewards: bool = True
+    temperature: float | None = None
 
     def check(self, episodes: Sequence[Episode], count: int, drawn: Drawn | None, task: str) -> None:
         """Check what `Environment.run` returned.
@@ -194,7 +220,11 @@ class EpisodeChecks:
                 "asked for (EpisodeContext.samples)"
             )
         for number, episode in enumerate(episodes):
-            if problem := self._problem(episode, drawn):
+            try:
+                problem = self._problem(episode, drawn)
+            except Exception as error:  # in the environment's own classes: its mistake, whatever it is
+                problem = f"looking at it raised {type(error).__name__}: {error}"
+            if problem:
                 raise MalformedEpisode(
                     f"environment {self.environment!r}, {task}: episode {number} cannot be trained on: {problem}"
                 )
@@ -222,9 +252,10 @@ class EpisodeChecks:
             self._problem_of_tokens(tokens)
             or _problem_of_choice(mask, episode.finish)
             or _problem_of_logprobs(logprobs)
-            or (drawn.problem(tokens, mask, logprobs, versions) if drawn else "")
+            or (drawn.problem(tokens, mask, logprobs, versions, self.temperature) if drawn else "")
             or _problem_of_score(episode.score)
             or self._problem_of_token_rewards(episode.token_rewards, mask)
+            or next((said for name in _TEXTS if (said := _problem_of_text(f"its {name}", getattr(episode, name)))), "")
         )
 
     def _problem_of_token_rewards(self, token_rewards: Any, mask: np.ndarray) -> str:
@@ -235,7 +266,10 @@ class EpisodeChecks:
                 "it has token_rewards, which the advantage of this run does not read; one that does is process_rewards "
                 "(algorithm.advantage.name)"
             )
-        rewards = np.asarray(token_rewards)
+        try:
+            rewards = np.asarray(token_rewards)
+        except Exception as error:
+            return f"its token_rewards are no row of numbers: {type(error).__name__}: {error}"
         if rewards.dtype.kind not in "fiu" or rewards.shape != mask.shape:
             return f"its token_rewards are {rewards.dtype} of shape {rewards.shape}, and it has {len(mask)} tokens"
         wrong = ~np.isfinite(rewards.astype(np.float32)) | ((rewards != 0) & ~mask)
@@ -272,6 +306,17 @@ _COLUMNS = (
 )
 """What an episode has a token, of which kinds of numpy's that may be, and what it is."""
 
+_TEXTS = ("prompt", "response", "finish")
+
+
+def _at(draw: _Draw, temperature: float | None) -> bool:
+    """Whether something was drawn at a temperature, where that is asked."""
+    return temperature is None or draw.temperature is None or math.isclose(draw.temperature, temperature, rel_tol=1e-6)
+
+
+def _problem_of_text(what: str, value: Any) -> str:
+    return "" if isinstance(value, str) else f"{what} is {value!r}, not text"
+
 
 def _problem_of_choice(mask: np.ndarray, finish: str) -> str:
     if finish == FAILED:
@@ -287,18 +332,27 @@ def _problem_of_logprobs(logprobs: np.ndarray) -> str:
     return f"the logprob of its token {place} is {logprobs[place]}"
 
 
+_NUMBERS = (int, float, np.integer, np.floating)
+
+
 def _problem_of_score(score: Any) -> str:
     reward = getattr(score, "reward", None)
-    if isinstance(reward, bool) or not isinstance(reward, int | float | np.number):
+    if isinstance(reward, bool) or not isinstance(reward, _NUMBERS):
         return f"its score is {score!r}: one of EpisodeContext.score is wanted, or Scored(1.0)"
     if not math.isfinite(np.float32(reward)):
         return f"its reward is {reward}"
-    for name, value in score.figures.items():
+    figures = getattr(score, "figures", None)
+    if not isinstance(figures, Mapping):
+        return f"the figures of its score are {figures!r}, not numbers by name"
+    for name, value in figures.items():
+        if said := _problem_of_text("the name of a figure of its score", name):
+            return said
         if is_reserved(name) or "/" in name:
             return f"its score has a figure {name!r}, which no figure may be called (docs/rewards.md)"
-        if not isinstance(value, int | float | np.number) or not math.isfinite(value):
+        if not isinstance(value, _NUMBERS) or not math.isfinite(value):
             return f"the figure {name!r} of its score is {value!r}, not a number"
-    return ""
+    texts = ((f"the {name} of its score", getattr(score, name, None)) for name in ("failure", "answer"))
+    return next((said for what, value in texts if (said := _problem_of_text(what, value))), "")
 
 
 def _alike(draw: _Draw, tokens: np.ndarray, start: int) -> tuple[int, bool]:

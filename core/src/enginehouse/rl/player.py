@@ -491,7 +491,8 @@ def player_of(
     if not plan.is_single_turn:  # whose episodes are what they have to be, as its test shows
         needs = plan.advantage_needs
         by_token = needs is None or "token_rewards" in needs
-        checks = EpisodeChecks(plan.config.environment.name, plan.vocabulary, plan.most_tokens, by_token)
+        trained_at = kind.sampling.temperature if kind.filtered else None
+        checks = EpisodeChecks(plan.config.environment.name, plan.vocabulary, plan.most_tokens, by_token, trained_at)
     baseline = None
     if kind.filtered and "baseline" in (plan.advantage_needs or ()):
         baseline = Player(environment, lambda task: policy_of(task).greedy(), scorer, 1, *failing, checks=checks)
