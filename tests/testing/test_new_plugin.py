@@ -6,6 +6,7 @@ import importlib
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -88,6 +89,13 @@ def test_what_starts_with_code_that_works_leaves_nothing_to_be_written(new, kind
     assert list(faults_of(record)) == []
     assert unwritten(record) == []
     assert record.capabilities
+
+
+@pytest.mark.parametrize("file", ["batch.py", "served_weights.py"])
+def test_the_example_has_what_its_template_makes(new, file):
+    made = new("acme-rollout", "--kind", "rollout", "--from", "transformers") / "src" / "acme_rollout" / file
+    example = Path(__file__).parents[2] / "examples/third_party/acme_rollout/src/acme_rollout" / file
+    assert example.read_text() == made.read_text()
 
 
 def test_a_suite_has_one_failing_test_for_each_method_until_all_are_written(new):

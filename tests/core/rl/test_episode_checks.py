@@ -17,6 +17,7 @@ from enginehouse.engines.transcript import Transcript
 from enginehouse.recipes.sorting import VOCABULARY, make_model, make_tokenizer
 from enginehouse.rl.advantages.process_rewards import process_rewards
 from enginehouse.rl.environments.single_turn import SingleTurn
+from enginehouse.rl.environments.single_turn import episode as single_turn
 from enginehouse.rl.episode_checks import EpisodeChecks, MalformedEpisode
 from enginehouse.rl.episodes import batch_of
 from enginehouse.rl.player import FleetPolicy, Kind, Player, player_of
@@ -361,3 +362,5 @@ def test_an_episode_is_a_row_of_the_transcript_as_it_was():
     assert said.add_drawn(Completion([5, 6], [-1.0, -2.0], "stop", 3, 4)) == [5, 6]
     assert first == Episode([1], [False], [0.0], [0], Scored(0.0))
     assert said.episode(Scored(0.0)).versions == [0, 3, 4]
+    one = single_turn("", np.array([1]), Completion([5, 6], [-1.0, -2.0], "stop", 3, 4), "", Scored(0.0))
+    assert one.versions[1:].tolist() == [3, 4]

@@ -148,8 +148,8 @@ class Episode:
         tokens: all of them.
         mask: one a token: whether the policy chose it, so that it is trained on.
         logprobs: one a token, as the rollout reported it; 0 where `mask` is false.
-        versions: one a token: weight version it was drawn from; of no meaning where `mask` is false. Where an engine
-            does not say at which token a version changed, the oldest.
+        versions: one a token: weight version it was drawn from; of no meaning where `mask` is false. An engine does
+            not say at which token a version changed: the last of a completion has the newest, the others the oldest.
         score: its reward, by `EpisodeContext.score` or the environment's own (`Scored`).
         prompt: what was asked, as text, for people.
         response: what came of it, as text, for people.
@@ -190,8 +190,8 @@ class Environment(Protocol):
     A process makes one, `Class(**environment.arguments)`, and plays training and validation by it.
 
     What it returns is checked (`enginehouse.rl.episode_checks`): a chosen token has to be one that `policy` drew in
-    this call of `run`, after just the tokens that stand before it, with the logprob that it was drawn with. Anything
-    malformed is a mistake of the environment's, and ends the run.
+    this call of `run`, after just the tokens that stand before it, with the logprob that it was drawn with, at the
+    run's temperature. Anything malformed is a mistake of the environment's, and ends the run.
 
     Where `run` raises, or takes longer than `rollout.episode_seconds`, all its episodes have failed, and
     `rollout.on_failure` says what becomes of the task. `EpisodeContext.each` has them fail one by one.

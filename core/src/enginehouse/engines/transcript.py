@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from enginehouse.engines.environment import Episode
 
 if TYPE_CHECKING:
@@ -38,9 +40,8 @@ class Transcript:
 
     def add_drawn(self, completion: Completion) -> list[int]:
         """Add what the policy drew when it was asked to continue `tokens`; returns the new ones."""
-        begin, count = len(self.tokens), len(completion.token_ids)
-        versions = [completion.first_version] * (count - 1) + [completion.last_version] * min(count, 1)
-        self._add(completion.token_ids, True, completion.logprobs, versions)
+        begin = len(self.tokens)
+        self._add(completion.token_ids, True, completion.logprobs, versions_of(completion).tolist())
         return self.tokens[begin:]
 
     def add_reward(self, reward: float) -> None:
@@ -61,3 +62,10 @@ class Transcript:
         self._mask += [is_chosen] * len(tokens)
         self._logprobs += map(float, logprobs)
         self._versions += versions
+
+
+def versions_of(completion: Completion) -> np.ndarray:
+    """The weight version of each token of a completion, as of `Episode.versions`; int64 `(tokens,)`."""
+    versions = np.full(len(completion.token_ids), completion.first_version, dtype=np.int64)
+    versions[-1:] = completion.last_version
+    return versions

@@ -70,7 +70,7 @@ class Drawn:
                 np.array(one.logprobs, np.float32),
                 one.first_version,
                 one.last_version,
-                sampling and sampling.temperature,
+                sampling.temperature if sampling else None,
             )
             for one in completions
         ]

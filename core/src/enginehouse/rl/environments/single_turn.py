@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from enginehouse.engines.environment import Episode
+from enginehouse.engines.transcript import versions_of
 
 if TYPE_CHECKING:
     from enginehouse.engines.environment import EpisodeContext, Policy, Score, Task
@@ -45,13 +46,13 @@ class SingleTurn:
 
 
 def episode(text: str, prompt: np.ndarray, completion: Completion, response: str, score: Score) -> Episode:
-    """A prompt and its answer. Of each token but the last, the version is the oldest it may be."""
+    """A prompt and its answer."""
     given = len(prompt)
     length = given + len(completion.token_ids)
     tokens, mask, logprobs = np.empty(length, np.int64), np.zeros(length, np.bool_), np.zeros(length, np.float32)
+    versions = np.zeros(length, np.int64)
     tokens[:given], tokens[given:] = prompt, completion.token_ids
     mask[given:] = True
     logprobs[given:] = completion.logprobs
-    versions = np.full(length, completion.first_version, dtype=np.int64)
-    versions[length - 1 :] = completion.last_version
+    versions[given:] = versions_of(completion)
     return Episode(tokens, mask, logprobs, versions, score, text, response, completion.finish_reason)
