@@ -511,6 +511,7 @@ class _Setting:
 
     def interpreter(self, record: Backend | None, engine: Engine, options: Mapping[str, Any], key: str) -> Interpreter:
         """What the workers of a role run under; `key` is the role's in the config."""
+        check_secrets(self.findings, f"{key}.engine.options", engine.options, read=False)
         return choose_interpreter(
             self.findings, self.plugins, record, engine, options, key, self.config.cluster.launcher, self.device
         )
@@ -805,6 +806,7 @@ class _Setting:
             `"module:function"`, and the arguments as it takes them.
         """
         key, given = f"{key}.arguments", [*arguments, *others]
+        check_secrets(self.findings, key, arguments, read=False)
         with self.findings.collecting():
             reference, function = find_function(
                 self.plugins, kind, name, key.replace("arguments", "name"), self.python_path, always=bool(given)

@@ -23,8 +23,8 @@ class RunFacts:
         name: of the run directory.
         directory: its absolute path. A tracker may keep files there, in a folder of its own name; they are there
             again when the run is resumed.
-        config: the whole config as plain data, defaults included. It holds no secret: `"${NAME}"` stands as it was
-            written.
+        config: the whole config as plain data, defaults included. `"${NAME}"` stands as it was written, and what is
+            known for a secret by its name or form is refused before; a secret that neither tells is in it.
         resumed_after: the step that the run goes on from; 0: it is new. Steps after it may have been logged before,
             by a process that was killed, and come again.
         versions: of the packages that the run uses, by distribution.
@@ -40,8 +40,8 @@ class RunFacts:
 class Tracker(Protocol):
     """Sends a run's metrics elsewhere.
 
-    It is constructed and called in one thread of its own, so that nothing it does holds the run up. What raises is
-    logged, and no call is made after it.
+    It is constructed and called in one thread of its own, of the run's process: the run goes on while it waits, and
+    whatever it raises, which is logged; no call is made after that.
     """
 
     def start(self, run: RunFacts) -> None:

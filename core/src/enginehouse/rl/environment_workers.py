@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from enginehouse.config.secrets import from_environment
+from enginehouse.config.secrets import from_environment, literal
 from enginehouse.controller import ResourcePool, Worker, WorkerGroup, WorkerSpec, register
 from enginehouse.data import Batch
 from enginehouse.data.rendering import load_tokenizer
@@ -543,8 +543,8 @@ def environment_workers(plan: Plan, kinds: Mapping[str, Kind]) -> Iterator[Envir
     cluster = plan.config.cluster
     processes = plan.config.environment.processes
     kinds = {name: replace(kind, tasks=math.ceil(kind.tasks / processes)) for name, kind in kinds.items()}
-    rewards = tuple(replace(one, arguments=from_environment(one.arguments)) for one in plan.rewards)
-    arguments = from_environment(plan.environment_arguments)
+    rewards = tuple(replace(one, arguments=literal(from_environment(one.arguments))) for one in plan.rewards)
+    arguments = literal(from_environment(plan.environment_arguments))
     plan = replace(plan, rewards=rewards, environment_arguments=arguments)  # nodes may lack the variables
     pool = ResourcePool([processes], timeout=start_seconds(cluster), name="environment")
     try:
