@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 
 import pytest
 
@@ -109,6 +110,32 @@ def test_what_was_found_is_remembered_until_the_plugin_changes(distributions, tr
     assert not tried.started
     (distributions.site / f"{module}.py").write_text("enginehouse_protocol = '1.0'  # mended")
     assert tried("hostile")[0]["hostile"].status == "ok"
+    assert len(tried.started) == 1
+
+
+def test_a_plugin_is_tried_again_when_what_it_imports_changes(distributions, tried):
+    """An upgrade of another distribution may be what makes it exit."""
+    module = f"needed_by_{os.getpid()}"
+    needed = distributions.site / f"{module}.py"
+    needed.write_text("")
+    distributions.add("leaning", f"import {module}")
+    distributions.modules.append(module)
+    assert tried("leaning")[0]["leaning"].status == "ok"
+    tried.started.clear()
+    assert tried("leaning")[0]["leaning"].status == "ok"
+    assert not tried.started
+    needed.write_text("import os; os._exit(7)")
+    assert tried("leaning")[0]["leaning"].problem.startswith("it ends the process that loads it, with exit code 7")
+
+
+def test_a_plugin_without_python_files_is_tried_too(distributions, tried):
+    module = distributions.add("compiled", "")
+    (distributions.site / f"{module}.py").unlink()
+    (distributions.site / module).mkdir()
+    (distributions.site / module / f"__init__{EXTENSION_SUFFIXES[0]}").write_bytes(b"no library")
+    tried()
+    tried.started.clear()
+    assert tried("compiled")[0]["compiled"].status == "broken"
     assert len(tried.started) == 1
 
 

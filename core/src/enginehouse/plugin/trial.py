@@ -2,12 +2,13 @@
 
 A plugin's module is other people's code that runs in every command: one that ends the process, hangs or raises
 `KeyboardInterrupt` would cost everybody. So each is loaded once in a child process, with nothing to print to; what is
-found is remembered for the plugin's files as they are, in the user's cache.
+found is remembered for the plugin's files, and those that it imports, as they are, in the user's cache.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import json
@@ -16,10 +17,10 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from importlib.machinery import PathFinder
+from importlib.machinery import PathFinder, all_suffixes
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ main(int(sys.argv[1]), asked["plugins"], asked["seconds"], asked["examiner"], as
 
 EXAMINER_SECONDS = 300.0
 """Longest an examiner may take for its next answer: engines take a while to import."""
+
+_SUFFIXES = tuple(all_suffixes())
 
 Candidate = tuple[Plugin, metadata.EntryPoint]
 
@@ -78,7 +81,8 @@ def problems(candidates: Sequence[Candidate]) -> list[str]:
         return [""] * len(candidates)
     asked = [_asked(*candidate) for candidate in candidates]
     fresh = [number for number, candidate in enumerate(candidates) if asked[number].unknown(candidate[1])]
-    found = {number: asked[number].remembered() for number in range(len(asked))}
+    state = functools.cache(_state)  # plugins import much the same
+    found = {number: asked[number].remembered(state) for number in range(len(asked))}
     unheard = [number for number in fresh if found[number] is None]
     for number, problem in zip(unheard, _try_out([candidates[number] for number in unheard]), strict=True):
         if problem is not None:
@@ -99,10 +103,8 @@ def _try_out(candidates: Sequence[Candidate]) -> list[str | None]:
         if problem is None:
             return [*found, *([None] * (len(candidates) - len(found)))]
         if problem:
+            _asked(*candidates[len(found)]).remember(problem)
             found.append(problem)
-    for candidate, one in zip(candidates, found, strict=True):
-        if one is not None:
-            _asked(*candidate).remember(one)
     return found
 
 
@@ -115,7 +117,9 @@ def _in_one_process(candidates: Sequence[Candidate]) -> tuple[list[str], str | N
             answer(START_SECONDS)
             try:
                 while len(found) < len(candidates):
-                    found.append(answer(SECONDS)["problem"])
+                    said = answer(SECONDS)
+                    _asked(*candidates[len(found)]).remember(said["problem"], said["imported"])
+                    found.append(said["problem"])
             except _Ended as ended:
                 return found, str(ended)
     except (_Ended, OSError):
@@ -159,7 +163,7 @@ def examine(
         output.seek(0)
         printed = output.read().decode(errors="replace")
     if python is None:
-        _asked(*candidate).remember(loaded["problem"] if loaded else problem)
+        _asked(*candidate).remember(loaded.get("problem", problem), loaded.get("imported", ()))
     return Examined(loaded, tuple(answers), problem, printed)
 
 
@@ -252,8 +256,8 @@ class _Asked:
         """Whether loading the plugin runs code that this process has not run."""
         return bool(self.fingerprint) and entry_point.module not in sys.modules
 
-    def remembered(self) -> str | None:
-        """The problem that was found before, empty for none; None: not known."""
+    def remembered(self, state: Callable[[str], list[int] | None]) -> str | None:
+        """The problem that was found before, empty for none; None: not known. `state` is that of a file, now."""
         if self.path is None:
             return None
         try:
@@ -261,15 +265,20 @@ class _Asked:
             age = time.time() - float(there["at"])
             if there["fingerprint"] != self.fingerprint or (there["problem"] and not 0 <= age < REMEMBERED_SECONDS):
                 return None
-            return str(there["problem"])
-        except (OSError, ValueError, KeyError, TypeError):
+            same = all(state(file) == then for file, then in there["imported"].items())
+            return str(there["problem"]) if same else None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
-    def remember(self, problem: str) -> None:
-        """Keep what was found; where that cannot be written, the plugin is tried again next time."""
+    def remember(self, problem: str, imported: Iterable[str] = ()) -> None:
+        """Keep what was found, and the state of files that were imported for it.
+
+        Where that cannot be written, the plugin is tried again next time.
+        """
         if self.path is None:
             return
-        text = json.dumps({"fingerprint": self.fingerprint, "problem": problem, "at": time.time()})
+        states = {file: _state(file) for file in imported}
+        text = json.dumps({"fingerprint": self.fingerprint, "problem": problem, "at": time.time(), "imported": states})
         staging = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -296,18 +305,27 @@ def cache_folder() -> Path | None:
         return None
 
 
+def _state(file: str) -> list[int] | None:
+    """Size and time of a file; None where it is gone."""
+    try:
+        stat = os.stat(file)
+    except OSError:
+        return None
+    return [stat.st_size, stat.st_mtime_ns]
+
+
 def _fingerprint(plugin: Plugin, entry_point: metadata.EntryPoint) -> str:
     """Changes with Python, enginehouse, and the files of the plugin's package; empty where there is no such package.
 
     Nothing is imported, and no file is read: their sizes and times are enough.
     """
-    files = [(str(path), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in sources(entry_point.module)]
+    files = {str(path): _state(str(path)) for path in sources(entry_point.module)}
     told: list[Any] = [sys.version, __version__, plugin.version, entry_point.value, files]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest() if files else ""
 
 
 def sources(module: str) -> list[Path]:
-    """The Python files of the outermost package that a module is of, sorted. Nothing is imported.
+    """The files of the outermost package that a module is of which Python would import, sorted. None is imported.
 
     A namespace package is none: packages of others lie in it.
     """
@@ -323,4 +341,6 @@ def sources(module: str) -> list[Path]:
         return []
     if spec.submodule_search_locations is None:
         return [Path(spec.origin)] if spec.origin and Path(spec.origin).is_file() else []
-    return sorted(path for folder in spec.submodule_search_locations for path in Path(folder).rglob("*.py"))
+    walks = (walk for folder in spec.submodule_search_locations for walk in os.walk(folder))
+    there = [(folder, files) for folder, _, files in walks if os.path.basename(folder) != "__pycache__"]
+    return sorted(Path(folder, file) for folder, files in there for file in files if file.endswith(_SUFFIXES))

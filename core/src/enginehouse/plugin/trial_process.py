@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from importlib import metadata
 from typing import IO, Any
 
@@ -44,6 +44,7 @@ def main(
     if examine:
         faulthandler.enable()
     _write(answers, {})
+    before = set(sys.modules)
     for name, distribution, value in plugins:
         plugin = Plugin(name, distribution, "", value)
         _within(seconds, stack=bool(examine))
@@ -52,7 +53,7 @@ def main(
             problem = _tried(plugin, value, said)
         except BaseException as error:  # what is not even an Exception would end the process that loads it
             problem = f"it raises {type(error).__name__} where it is loaded"
-        _write(answers, {"problem": problem, **(said if examine else {})})
+        _write(answers, {"problem": problem, "imported": _imported(before), **(said if examine else {})})
         if examine and not problem:
             _within(examiner_seconds, stack=True)
             for answer in examine(plugin):
@@ -95,6 +96,13 @@ def _tried(plugin: Plugin, value: str, said: dict[str, Any]) -> str:
             return problem
         heavy.append([name for name in HEAVY if name in sys.modules.keys() - there])
     return ""
+
+
+def _imported(before: Set[str]) -> list[str]:
+    """Files of the modules that were imported since, Python's own left out."""
+    new = [name for name in set(sys.modules) - before if name.partition(".")[0] not in sys.stdlib_module_names]
+    files = {getattr(sys.modules[name], "__dict__", {}).get("__file__") for name in new}
+    return sorted(file for file in files if isinstance(file, str))
 
 
 class _Before:
