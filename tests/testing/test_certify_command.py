@@ -205,6 +205,7 @@ def verified(path):
 def test_verify_says_that_it_is_of_what_is_installed(certified):
     code, said = verified(certified)
     assert code == 0, said
+    assert said.splitlines()[0].endswith(": passed")
     assert "advantage grpo, written" in said
     assert "It is of what is installed." in said
 
@@ -230,10 +231,32 @@ def test_verify_says_in_a_line_each_what_differs(certified, tmp_path, where, val
     assert said in output
 
 
-OTHER = {"backend": "b", "kind": "loss", "passed": True, "checks": [1], "versions": {}, "written": ""}
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"passed": False, "checks": [{"name": "column", "outcome": "failed"}]}, "failed"),
+        ({"checks": [{"name": "column", "outcome": "failed"}]}, "failed"),
+        ({"checks": [{"name": "column", "outcome": "not run"}]}, "not the whole suite"),
+        ({"whole": False}, "not the whole suite"),
+        ({"interrupted": True}, "interrupted"),
+    ],
+    ids=str,
+)
+def test_verify_says_no_to_what_did_not_pass(certified, tmp_path, changes, said):
+    """Whatever the file says of `passed`: that is found from its checks."""
+    changed = tmp_path / "certificate.json"
+    changed.write_text(json.dumps({**json.loads(certified.read_text()), **changes}))
+    code, output = verified(changed)
+    assert (code, said in output.splitlines()[0]) == (1, True), output
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"passed": true}', json.dumps(OTHER)])
+OTHER = {
+    "backend": "b", "kind": "loss", "passed": True, "interrupted": False, "whole": True, "checks": [1], "versions": {},
+    "written": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"passed": true}', json.dumps(OTHER), json.dumps(OTHER | {"checks": []})])
 def test_verify_takes_nothing_else_for_a_certificate(tmp_path, text):
     (tmp_path / "other.json").write_text(text)
     code, output = verified(tmp_path / "other.json")

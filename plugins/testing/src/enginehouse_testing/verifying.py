@@ -6,33 +6,38 @@ import json
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from enginehouse.errors import DataError, UserError, first_line
 from enginehouse.plugin.requirements import installed_version
+from enginehouse_testing.certificate import Outcome
 from enginehouse_testing.naming import record_of
 from enginehouse_testing.origin import origin_of
 
-NEEDED = {"backend": str, "kind": str, "passed": bool, "checks": list, "versions": dict, "written": str}
+NEEDED = {
+    "backend": str, "kind": str, "interrupted": bool, "whole": bool, "checks": list, "versions": dict, "written": str
+}  # fmt: skip
 """What every certificate has."""
 
 
 def read_certificate(path: Path) -> dict[str, Any]:
-    """A certificate as it was written.
+    """A certificate as it was written; what it says of `passed` is found anew from its checks.
 
     Raises:
-        DataError: the file is none.
+        DataError: the file is none, or has no checks.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read as a certificate: {first_line(error)}") from error
     wrong = [name for name, of in NEEDED.items() if not isinstance(found, dict) or not isinstance(found.get(name), of)]
-    if not wrong and not all(isinstance(one, dict) for one in found["checks"]):
+    if not wrong and not (found["checks"] and all(isinstance(one, dict) for one in found["checks"])):
         wrong = ["checks"]
     if wrong:
         raise DataError(f"{path} is no certificate of `enginehouse certify`: it lacks {', '.join(wrong)}")
-    return dict(found)
+    outcomes = {str(one.get("outcome")) for one in found["checks"]}
+    sound = "passed" in outcomes and outcomes <= {*get_args(Outcome)} - {"failed"}
+    return {**found, "passed": sound and found["whole"] and not found["interrupted"]}
 
 
 def differences(certificate: Mapping[str, Any]) -> list[str]:

@@ -55,7 +55,8 @@ ARROW = " -> "
     "--verify",
     type=click.Path(dir_okay=False),
     metavar="CERTIFICATE.json",
-    help="Say whether a certificate is of what is installed, and check nothing.",
+    help="Say whether a certificate passed and is of what is installed, and check nothing. It is not signed: whoever "
+    "can write the file can make it say anything.",
 )
 def certify(
     name: str | None,
@@ -93,8 +94,8 @@ def certify(
     enginehouse certify --verify /tmp/loss/certificate.json
 
     Exit codes: 0 everything asked for passed (checks that need GPUs this machine lacks are listed as not run),
-    or the certificate is of what is installed; 1 something failed, or the certificate is not; 2 a mistake in the
-    command; 130 interrupted.
+    or the certificate passed and is of what is installed; 1 something failed, or the certificate did not or is not; 2 a
+    mistake in the command; 130 interrupted.
     """
     from rich.console import Console
 
@@ -223,7 +224,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _verify(path: Path) -> int:
-    """Say whether a certificate is of what is installed; the exit code."""
+    """Say whether a certificate passed and is of what is installed; the exit code."""
     from enginehouse_testing.verifying import differences, read_certificate
 
     certificate = read_certificate(path)
@@ -234,7 +235,7 @@ def _verify(path: Path) -> int:
     for line in found:
         click.echo(line)
     click.echo("It is not of what is installed." if found else "It is of what is installed.")
-    return 1 if found else 0
+    return 0 if certificate["passed"] and not found else 1
 
 
 def _list(name: str | None, kind: str | None) -> None:
