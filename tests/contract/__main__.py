@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from contract.page import PAGE, page
-from contract.surface import RAISED, SNAPSHOT, kept, problem, snapshot_of, surface
+from contract.surface import RAISED, SNAPSHOT, entry_of, kept, problem, snapshot_of, surface
 
 
 def main(accepted: list[str]) -> str:
@@ -22,7 +22,7 @@ def main(accepted: list[str]) -> str:
     before, today = kept(), surface()
     for address in [one for one in before.get("names", {}) if any(fnmatchcase(one, given) for given in accepted)]:
         if address in today:
-            before["names"][address] |= {"says": today[address].says, "arguments": list(today[address].arguments)}
+            before["names"][address] = {"since": before["names"][address]["since"]} | entry_of(today[address])
         else:
             del before["names"][address]
     if before and (wrong := problem(before, today)) not in ("", RAISED):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import griffe
-from contract.surface import HOOKS, ROOT, Name, surface
+from contract.surface import HOOKS, ROOT, Name, is_function, surface
 
 from enginehouse.engines import train
 from enginehouse.plugin import capabilities
@@ -98,9 +98,9 @@ def _entry(address: str, since: Mapping[str, str]) -> Iterator[str]:
     members = {
         one: member
         for one, member in today.items()
-        if member.owner == address and not _inherited(one.rpartition(".")[2], member, bases)
+        if member.owner == address and not _inherited(one.rpartition(".")[2], member, bases) and not _fields(one)
     }
-    fields = {one: member for one, member in members.items() if not _is_method(member)}
+    fields = {one: member for one, member in members.items() if not is_function(member.says)}
     if fields:
         yield from ("| | type and default | since | |", "|---|---|---|---|")
         for one, member in fields.items():
@@ -109,7 +109,7 @@ def _entry(address: str, since: Mapping[str, str]) -> Iterator[str]:
             yield _row(f"`{own}`", f"`{member.says.removeprefix('property: ')}`", since[one], text)
         yield ""
     for one, member in members.items():
-        if _is_method(member):
+        if is_function(member.says):
             own, says = one.rpartition(".")[2], member.says
             code = f"async {own}{says.removeprefix('async ')}" if says.startswith("async ") else f"{own}{says}"
             yield f"**`{code}`** (since {since[one]})\n"
@@ -158,10 +158,6 @@ def _said(name: Name) -> Any:
     return described
 
 
-def _is_method(member: Name) -> bool:
-    return member.says.startswith(("(", "async ("))
-
-
 def _listed(bases: str) -> bool:
     """Whether a class stands on one of the page."""
     shorts = {address.rpartition(".")[2] for address, name in surface().items() if not name.owner}
@@ -172,6 +168,12 @@ def _inherited(short: str, member: Name, bases: str) -> bool:
     """Whether a class on the page that this one stands on has the same."""
     classes = [address for address in surface() if address.rpartition(".")[2] in bases.split(", ")]
     return any((one := surface().get(f"{base}.{short}")) and one.says == member.says for base in classes)
+
+
+def _fields(address: str) -> bool:
+    """Whether that is the `__init__` of a dataclass, which takes the fields that the page has."""
+    owner, _, short = address.rpartition(".")
+    return short == "__init__" and any(one.startswith("dataclass") for one in surface()[owner].decorators)
 
 
 def _flat(text: str) -> str:

@@ -6,9 +6,10 @@ with the version each name came in.
 
 from __future__ import annotations
 
+import ast
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,12 @@ IMPLEMENTED = (
 )  # fmt: skip
 """Protocols that plugins implement: a further method or argument breaks those there are."""
 
+NOT_PROMISED = ("__post_init__", "__repr__", "__str__", "__reduce__", "__reduce_ex__", "__copy__", "__deepcopy__")
+"""Special methods that are how a class does things, not what is done with it."""
+
+NOT_MEANT = {"Field": ("description",), "field": ("metadata",), "hookspec": ("warn_on_impl", "warn_on_impl_args")}
+"""Arguments of calls that describe, or deprecate, and change nothing for a plugin."""
+
 
 @dataclass(frozen=True)
 class Name:
@@ -59,12 +66,14 @@ class Name:
         arguments: each argument of a function, as written.
         text: its docstring.
         owner: the class it is of, for a member; else empty.
+        decorators: what it is decorated with, as written. What a dataclass takes is its member `__init__`.
     """
 
     says: str
     arguments: tuple[str, ...] = ()
     text: str = field(default="", compare=False)
     owner: str = ""
+    decorators: tuple[str, ...] = ()
 
 
 @functools.cache
@@ -75,28 +84,37 @@ def surface() -> dict[str, Name]:
     for top in dict.fromkeys(package.partition(".")[0] for package in PACKAGES):
         loader.load(top)
     loader.resolve_aliases()
+    return names_of(loader.modules_collection[package] for package in PACKAGES)
+
+
+def names_of(packages: Iterable[griffe.Module]) -> dict[str, Name]:
+    """The promised names of packages and of what is in them, those that only `moved` still gives among them."""
     found: dict[str, Name] = {}
-    for package in PACKAGES:
-        for module in _modules(loader.modules_collection[package]):
-            wanted = [str(name) for name in module.exports or ()]
+    for package in packages:
+        for module in _modules(package):
+            wanted, gone = [str(name) for name in module.exports or ()], _moved(module)
             if module.path == HOOKS:
                 wanted = [name for name, one in module.members.items() if name.startswith("enginehouse_")]
-            for name in wanted:
+            for name in dict.fromkeys([*wanted, *gone]):
                 if name not in NOT_FOR_PLUGINS.get(module.path, ()):
-                    found |= _names(f"{module.path}.{name}", module[name])
+                    one = module.modules_collection[gone[name]] if name in gone else module[name]
+                    found |= _names(f"{module.path}.{name}", one)
     return found
 
 
 def changes(before: Mapping[str, Any], today: Mapping[str, Name]) -> tuple[list[str], list[str]]:
     """What was added to a snapshot's names, and what was broken of them, a line each."""
     added = [address for address in today if address not in before and not _breaks(address, today, before)]
-    broken = [f"{address} is new in a protocol that plugins implement" for address in today
+    broken = [f"{address} is new, and plugins that there are lack it" for address in today
               if address not in before and _breaks(address, today, before)]  # fmt: skip
     for address, entry in before.items():
         if address not in today:
             broken.append(f"{address} is gone")
+        elif (was := entry.get("decorators", [])) != list(today[address].decorators):
+            now = today[address].decorators
+            broken.append(f"{address} was decorated with {', '.join(was) or 'nothing'} and is with {', '.join(now)}")
         elif entry["says"] != today[address].says:
-            if _only_more(entry, today[address]):
+            if _only_more(address, entry, today[address]):
                 added.append(address)
             else:
                 broken.append(f"{address} was {entry['says']} and is {today[address].says}")
@@ -139,10 +157,19 @@ def snapshot_of(today: Mapping[str, Name], before: Mapping[str, Any]) -> dict[st
     names: dict[str, dict[str, Any]] = {}
     for address, name in sorted(today.items()):
         since = known[address]["since"] if address in known else version
-        names[address] = {"since": since, "says": name.says}
-        if name.arguments:
-            names[address]["arguments"] = list(name.arguments)
+        names[address] = {"since": since} | entry_of(name)
     return {"contract": version, "published": before.get("published", version), "names": names}
+
+
+def entry_of(name: Name) -> dict[str, Any]:
+    """What is written down of a name."""
+    lists = {"arguments": list(name.arguments), "decorators": list(name.decorators)}
+    return {"says": name.says} | {key: values for key, values in lists.items() if values}
+
+
+def is_function(says: str) -> bool:
+    """Whether that is said of a function or a method."""
+    return says.startswith(("(", "async ("))
 
 
 def kept() -> dict[str, Any]:
@@ -164,16 +191,27 @@ def _names(address: str, found: griffe.Object | griffe.Alias) -> Iterator[tuple[
     if not one.is_class:
         return
     for name, member in one.all_members.items():
-        private = name.startswith("_") and name != "__call__"
+        special = name.startswith("__") and member.is_function and name not in NOT_PROMISED
+        private = name.startswith("_") and not special
         outside = not member.path.startswith(("enginehouse.", "enginehouse_"))
         if not private and not outside and (member.is_function or member.is_attribute) and name != "model_config":
             yield f"{address}.{name}", _name(member.final_target if member.is_alias else member, address)
 
 
+def _moved(module: griffe.Module) -> dict[str, str]:
+    """The names that a module gives by `moved` alone, and the address of what each gives."""
+    value = module.members["__getattr__"].value if "__getattr__" in module.attributes else None
+    if not isinstance(value, griffe.ExprCall) or str(value.function) != "moved":
+        return {}
+    table = ast.parse(str(value), mode="eval").body.args[1]
+    return {name.value: to.elts[0].value.replace(":", ".") for name, to in zip(table.keys, table.values, strict=True)}
+
+
 def _name(one: griffe.Object, owner: str = "") -> Name:
     text = one.docstring.value if one.docstring else ""
+    decorators = () if one.is_attribute else tuple(_value(decorator.value) for decorator in one.decorators)
     if one.is_class:
-        return Name(f"class({', '.join(str(base) for base in one.bases)})", text=text)
+        return Name(f"class({', '.join(str(base) for base in one.bases)})", text=text, decorators=decorators)
     if one.is_attribute:
         kind = str(one.annotation) if one.annotation is not None else ""
         value = "" if one.value is None else f" = {_value(one.value)}"
@@ -182,15 +220,18 @@ def _name(one: griffe.Object, owner: str = "") -> Name:
     arguments = tuple(_argument(parameter) for parameter in one.parameters if parameter.name not in ("self", "cls"))
     returns = f" -> {one.returns}" if one.returns is not None else ""
     kept_async = "async " if "async" in one.labels else ""
-    return Name(f"{kept_async}({', '.join(arguments)}){returns}", arguments, text, owner)
+    return Name(f"{kept_async}({', '.join(arguments)}){returns}", arguments, text, owner, decorators)
 
 
 def _value(value: griffe.Expr | str) -> str:
-    """A default as written; what a `Field` is described by is no part of it."""
-    if not isinstance(value, griffe.ExprCall) or str(value.function) != "Field":
+    """A default or a decorator as written, less what changes nothing for a plugin."""
+    if not isinstance(value, griffe.ExprCall) or (function := str(value.function)) not in NOT_MEANT:
         return str(value)
-    arguments = [str(one) for one in value.arguments if getattr(one, "name", "") != "description"]
-    return f"Field({', '.join(arguments)})"
+    arguments = [one for one in value.arguments if getattr(one, "name", "") not in NOT_MEANT[function]]
+    if function == "field" and [getattr(one, "name", "") for one in arguments] == ["default"]:
+        return str(arguments[0].value)
+    bare = function == "hookspec" and not arguments
+    return function if bare else f"{function}({', '.join(map(str, arguments))})"
 
 
 def _argument(parameter: griffe.Parameter) -> str:
@@ -199,27 +240,40 @@ def _argument(parameter: griffe.Parameter) -> str:
     variable = parameter.kind in stars
     default = "" if parameter.default is None or variable else f" = {parameter.default}"
     only = "*, " if parameter.kind is griffe.ParameterKind.keyword_only else ""
-    return f"{only}{stars.get(parameter.kind, '')}{parameter.name}{kind}{default}"
+    before = ", /" if parameter.kind is griffe.ParameterKind.positional_only else ""
+    return f"{only}{stars.get(parameter.kind, '')}{parameter.name}{kind}{default}{before}"
 
 
 def _breaks(address: str, today: Mapping[str, Name], before: Mapping[str, Any]) -> bool:
-    """Whether a further name is one that plugins of an earlier version would have to have: a method, a field."""
+    """Whether a further name is what plugins there are would have to have, or to give: a method, an argument, a field."""
     name = today[address]
     if name.owner not in before:
         return False
-    needed = not name.arguments and " = " not in name.says and name.says.isidentifier()
-    return name.owner.rpartition(".")[2] in IMPLEMENTED or (needed and name.owner.startswith("enginehouse.plugin."))
+    if name.owner.rpartition(".")[2] in IMPLEMENTED:
+        return True
+    if address.endswith(".__init__"):
+        return not all(map(_optional, name.arguments))
+    field_without = not is_function(name.says) and not name.says.startswith("property: ") and " = " not in name.says
+    told_by_init = f"{name.owner}.__init__" in before  # which has the new field as an argument
+    return field_without and not told_by_init and "Protocol" not in today[name.owner].says
 
 
-def _only_more(entry: Mapping[str, Any], name: Name) -> bool:
-    """Whether a function merely takes further arguments, with defaults; a hook may have further ones without."""
-    before, now = entry.get("arguments", []), list(name.arguments)
-    owner = name.owner.rpartition(".")[2]
-    if not before or owner in IMPLEMENTED or entry["says"].rpartition(")")[2] != name.says.rpartition(")")[2]:
+def _only_more(address: str, entry: Mapping[str, Any], name: Name) -> bool:
+    """Whether a function merely takes further arguments: last or by keyword, with defaults; a hook takes any."""
+    before, now, said = entry.get("arguments", []), list(name.arguments), entry["says"]
+    if not (is_function(said) and is_function(name.says)) or name.owner.rpartition(".")[2] in IMPLEMENTED:
+        return False
+    if (said.partition("(")[0], said.rpartition(")")[2]) != (name.says.partition("(")[0], name.says.rpartition(")")[2]):
         return False
     more = [argument for argument in now if argument not in before]
-    same = [argument for argument in now if argument in before]
-    return same == before and all(" = " in one or one.startswith("**") for one in more)
+    if not set(before) <= set(now) or address.startswith(f"{HOOKS}."):
+        return set(before) <= set(now)
+    ordered = [argument for argument in before if not argument.startswith(("*, ", "**"))]
+    return now[: len(ordered)] == ordered and all(map(_optional, more))
+
+
+def _optional(argument: str) -> bool:
+    return " = " in argument or (argument.startswith("*") and not argument.startswith("*, "))
 
 
 def _lines(of: list[str]) -> str:

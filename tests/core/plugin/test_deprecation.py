@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 from click.testing import CliRunner
 
+from enginehouse import data, lazy
 from enginehouse.cli.main import main
 from enginehouse.plugin import Loss, configure_plugins, hookspecs, load_plugins, process
 from enginehouse.plugin.deprecation import DEPRECATED, ContractDeprecation, deprecated, moved
@@ -106,3 +107,13 @@ def test_a_name_used_in_a_worker_warns_there():
         warnings.simplefilter("error")
         with pytest.raises(AttributeError, match="'stand_in' has no attribute 'Odd'"):
             _ = sys.modules["stand_in"].Odd
+
+
+def test_a_package_of_names_imported_when_used_keeps_them():
+    names = lazy.exports("enginehouse.data", {"batch": ["Batch"]})
+    given = moved("enginehouse.data", {"Old": ("enginehouse.plugin:Loss", OLD_NAME)}, names)
+    assert given("Batch") is data.Batch
+    with pytest.warns(ContractDeprecation, match=r"stand_in\.Old is deprecated"):
+        assert given("Old") is Loss
+    with pytest.raises(AttributeError, match=r"'enginehouse\.data' has no attribute 'Odd'"):
+        given("Odd")

@@ -5,7 +5,8 @@ A deprecation is one line where the thing stands:
 * a hook: `@hookspec(warn_on_impl=deprecated(...))`;
 * an argument of a hook: `@hookspec(warn_on_impl_args={"seconds": deprecated(...)})`;
 * a field of a record: `field(default="", metadata={DEPRECATED: deprecated(...)})`;
-* a name of a module: `__getattr__ = moved(__name__, {"Old": ("enginehouse.engines:New", deprecated(...))})`.
+* a name of a module: `__getattr__ = moved(__name__, {"Old": ("enginehouse.engines:New", deprecated(...))})`, and where
+  there is an `exports(...)`, that as the third argument. Not in `enginehouse.errors`, which this module stands on.
 
 What a plugin uses while it is loaded is its note in `enginehouse plugins list`, and is logged once by a run. A name
 that is imported later, in a worker, warns there, as any `FutureWarning` does.
@@ -49,16 +50,21 @@ def warn_of_fields(record: Record) -> None:
             warnings.warn(warning, stacklevel=2)
 
 
-def moved(module: str, names: Mapping[str, tuple[str, ContractDeprecation]]) -> Callable[[str], Any]:
+def moved(
+    module: str, names: Mapping[str, tuple[str, ContractDeprecation]], others: Callable[[str], Any] | None = None
+) -> Callable[[str], Any]:
     """Make the module-level `__getattr__` (PEP 562) of a module that has deprecated names.
 
     Args:
         module: its `__name__`.
         names: for each name `"module:attribute"` of what it gives, and the warning.
+        others: the `__getattr__` of the module's other names, `enginehouse.lazy.exports(...)`.
     """
 
     def __getattr__(name: str) -> Any:
         if name not in names:
+            if others is not None:
+                return others(name)
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         reference, warning = names[name]
         warnings.warn(warning, stacklevel=2)
