@@ -13,7 +13,8 @@ import pytest
 import torch
 from rank_processes import rank_processes
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, MetadataIndex
+from torch.serialization import _get_layout
 from torch_train_cases import POLICY, SQUARED_ERROR, make_batch, make_engine, weights_of
 
 from enginehouse.engines.train import Outputs
@@ -210,10 +211,6 @@ class _Runs:
         return os.mkdir, ("ran",)
 
 
-def _foreign(checkpoint):
-    (checkpoint / ".metadata").write_bytes(pickle.dumps(_Runs()))
-
-
 def _as_bytes(checkpoint):
     """Say of the step that it is bytes, which torch unpickles without asking what they name."""
     metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
@@ -232,6 +229,28 @@ def _no_tensors(checkpoint):
     place = _StorageInfo("bytes", 0, (checkpoint / "bytes").stat().st_size)
     metadata.storage_data = dict.fromkeys(metadata.storage_data, place)
     (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+SETS_STATE = {
+    "a class": b"cpathlib\nPath\n(N}X\x04\x00\x00\x00evilctorch\nSize\nstb.",
+    "a function": b"ctorch.serialization\n_get_layout\n}X\x04\x00\x00\x00evilctorch\nSize\nsb.",
+    "what all of the process share": (
+        b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n(K\x00tR}X\x04\x00\x00\x00evilctorch\nSize\nsb."
+    ),
+}
+
+
+@pytest.mark.parametrize("state", SETS_STATE)
+def test_a_metadata_file_changes_nothing_but_what_it_makes(tmp_path, state):
+    (tmp_path / ".metadata").write_bytes(b"\x80\x02" + SETS_STATE[state])
+    try:
+        with pytest.raises(CheckpointError, match=r"damaged \.metadata: it sets the state of"):
+            make_engine(tiny_model(), **OPTIONS).load(str(tmp_path))
+        assert not [one for one in (Path, _get_layout, _MEM_FORMAT_ENCODING(0)) if hasattr(one, "evil")]
+    finally:
+        for one in (Path, _get_layout, _MEM_FORMAT_ENCODING(0)):
+            if hasattr(one, "evil"):
+                delattr(one, "evil")
 
 
 DAMAGES = {

@@ -7,8 +7,8 @@ another name beside its own, and moved once every rank is done. What fails on on
 steps that torch guards so, a rank runs nothing that can fail without telling the others (`on_every_rank`).
 
 The files `*.distcp` hold tensors alone and are read as such. `.metadata`, which says where each tensor lies, is a
-pickle; only the classes such a file consists of are ever made from it, so that a checkpoint of a stranger cannot run
-code.
+pickle; only the classes such a file consists of are ever made from it, and nothing else is changed by it, so that a
+checkpoint of a stranger cannot run code.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -286,13 +286,26 @@ class _Reader(dcp.FileSystemReader):
         return self._metadata
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """Makes the classes of a list; sets the state of what it made, and of nothing that the process has without it."""
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+    stack: list[Any]
+
     def find_class(self, module: str, name: str) -> Any:
         if name in CLASSES.get(module, ()):
             return super().find_class(module, name)
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint consists of")
+
+    def load_build(self) -> None:
+        changed = self.stack[-2]
+        if isinstance(changed, type) or not is_dataclass(changed):
+            raise pickle.UnpicklingError(f"it sets the state of {changed!r}, which no checkpoint does")
+        super().load_build()  # type: ignore[misc]  # typeshed lacks it
+
+    dispatch[pickle.BUILD[0]] = load_build
 
 
 def _alone(ranks: Ranks) -> bool:
