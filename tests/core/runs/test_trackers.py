@@ -55,6 +55,24 @@ def test_tensorboard_shows_scalars_and_config_and_of_steps_taken_twice_the_later
     assert not [one for one in caplog.records if "raised" in one.getMessage()]
 
 
+def test_tensorboard_has_the_steps_before_the_checkpoint_that_a_killed_process_had_not_written(tmp_path: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    killed = RunDirectory.create(tmp_path, CONFIG)
+    killed.log_validation(0, {VALIDATION: 0.25})
+    for step in (1, 2, 3):
+        killed.log(step, {"loss": float(step), "norm": math.nan})
+    killed.log_validation(3, {VALIDATION: 0.5})
+    killed.finish("failed", "killed")
+    take_steps(tmp_path, "tensorboard", 3, 4, loss=10.0, after=2)
+    read = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(one.step, one.value) for one in read.Scalars("loss")] == [(1, 1), (2, 2), (3, 30), (4, 40)]
+    assert [one.step for one in read.Scalars("norm")] == [1, 2, 3, 4]
+    (validation,) = [name for name in read.Tags()["scalars"] if name.startswith("validation/")]
+    assert [(one.step, one.value) for one in read.Scalars(validation)] == [(0, 0.25), (4, 0.75)]
+    assert not {"step", "elapsed_seconds"} & set(read.Tags()["scalars"])
+
+
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch):
     """A busy machine takes its time to import these packages; that is not what is shown here."""
@@ -69,8 +87,6 @@ def wandb_service():
     wandb.teardown()
 
 
-@pytest.mark.slow
-@pytest.mark.essential
 @pytest.mark.usefixtures("wandb_service")
 def test_weights_and_biases_offline_gets_all_and_a_resumed_run_is_the_same_run(tmp_path: Path, monkeypatch, caplog):
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -96,8 +112,6 @@ def test_weights_and_biases_offline_gets_all_and_a_resumed_run_is_the_same_run(t
     assert codes == [0, 1]
 
 
-@pytest.mark.slow
-@pytest.mark.essential
 @pytest.mark.usefixtures("wandb_service")
 def test_weights_and_biases_without_a_key_asks_nobody_and_says_what_to_do(tmp_path: Path, monkeypatch, caplog):
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
@@ -160,3 +174,27 @@ def test_mlflow_gets_all_in_the_run_directory_and_a_resumed_run_is_the_same_run(
     assert run.data.params["model.path"] == "models/tiny"
     assert run.data.params["data.train.some file _1_.jsonl"] == "3"
     assert run.info.artifact_uri.startswith(f"file://{path}/mlflow/artifacts/")
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+def test_mlflow_begins_a_new_run_where_the_server_is_another(tmp_path: Path, monkeypatch, caplog):
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    path, other = tmp_path / "mine", f"sqlite:///{tmp_path}/other.db"
+    take_steps(path, "mlflow", 1, 2, loss=1.0)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", other)
+    take_steps(path, "mlflow", 3, loss=10.0, after=2)
+    take_steps(path, "mlflow", 4, loss=10.0, after=3)
+    (said,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert "at MLFLOW_TRACKING_URI: a new one begins there, with the steps so far" in said
+    client = MlflowClient(tracking_uri=other)
+    (run,) = client.search_runs([client.get_experiment_by_name("enginehouse").experiment_id])
+    assert [(one.step, one.value) for one in client.get_metric_history(run.info.run_id, "loss")] == [
+        (1, 1.0),
+        (2, 2.0),
+        (3, 30.0),
+        (4, 40.0),
+    ]
+    assert run.data.params["model.path"] == "models/tiny"

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from enginehouse.runs.trackers.earlier import earlier_rows
 from enginehouse.runs.trackers.run_id import keep_run_id, read_run_id
 
 if TYPE_CHECKING:
     from enginehouse.engines.tracker import MetricsKind, Outcome, RunFacts
+
+log = logging.getLogger(__name__)
 
 LONGEST_NAME, LONGEST_VALUE = 250, 500
 """Characters of a metric's or a parameter's name, and of a parameter's value, that MLflow takes."""
@@ -23,7 +27,8 @@ class MLflow:
     """Logs each metric under its name, and each key of the config as a parameter.
 
     Without `MLFLOW_TRACKING_URI` it writes `<run>/mlflow/mlflow.db`: `mlflow ui --backend-store-uri sqlite:///...`.
-    After `--resume` the same run goes on; steps that are taken once more are there twice.
+    After `--resume` the same run goes on; steps that are taken once more are there twice. Where the server has no such
+    run, another one than before, a new run begins there with the steps so far.
 
     Args:
         experiment: where the run is listed.
@@ -44,9 +49,7 @@ class MLflow:
         from mlflow.tracking import MlflowClient
 
         self._client = MlflowClient(tracking_uri=uri)
-        if (kept := read_run_id(folder)) is not None:
-            self._run_id = kept
-            self._client.update_run(kept, status="RUNNING")
+        if self._goes_on(read_run_id(folder)):
             return
         made = self._client.create_run(self._experiment_id(artifacts), run_name=self._name or run.name)
         self._run_id = made.info.run_id
@@ -54,18 +57,39 @@ class MLflow:
         parameters = list(_parameters(run.config))
         for first in range(0, len(parameters), AT_ONCE):
             self._client.log_batch(self._run_id, params=parameters[first : first + AT_ONCE])
+        for step, metrics, when in earlier_rows(run):
+            self._add(step, metrics, when)
 
     def log(self, step: int, metrics: Mapping[str, float], kind: MetricsKind) -> None:
+        self._add(step, metrics, time.time())
+
+    def _add(self, step: int, metrics: Mapping[str, float], when: float) -> None:
         from mlflow.entities import Metric
 
-        now = int(time.time() * 1000)
-        rows = [Metric(_name(name), value, now, step) for name, value in metrics.items()]
+        rows = [Metric(_name(name), value, int(when * 1000), step) for name, value in metrics.items()]
         for first in range(0, len(rows), AT_ONCE):
             self._client.log_batch(self._run_id, metrics=rows[first : first + AT_ONCE])
 
     def finish(self, outcome: Outcome) -> None:
         status = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}[outcome]
         self._client.set_terminated(self._run_id, status)
+
+    def _goes_on(self, run_id: str | None) -> bool:
+        """Whether the run of this id is taken up; not where there is none."""
+        from mlflow.exceptions import MlflowException
+
+        if run_id is None:
+            return False
+        try:
+            self._client.update_run(run_id, status="RUNNING")
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            where = "at MLFLOW_TRACKING_URI" if os.environ.get("MLFLOW_TRACKING_URI") else "in the run directory"
+            log.warning("MLflow has no run %s %s: a new one begins there, with the steps so far", run_id, where)
+            return False
+        self._run_id = run_id
+        return True
 
     def _experiment_id(self, artifacts: str | None) -> str:
         from mlflow.exceptions import MlflowException
