@@ -34,6 +34,8 @@ NOTES = "RELEASE-NOTES.md"
 MATERIALS = "sbom.cdx.json"
 VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)((?:a|b|rc)\d+)?")
 OURS = re.compile(r"\b(enginehouse(?:-[a-z]+)?)((?:>=|<|==|~=)[^\"'\];]*)")
+LONGEST = 900.0
+"""Seconds that a tool may take."""
 LINK_BESIDE = re.compile(r"\]\((?!https?:|#)")
 
 
@@ -48,9 +50,12 @@ def projects(root: Path = ROOT) -> dict[str, Path]:
 
 
 def range_of(version: str) -> str:
-    """The range in which first-party distributions take each other: releases of one minor version fit together."""
-    major, minor = _parsed(version)[:2]
-    return f">={major}.{minor},<{major}.{minor + 1}"
+    """The range in which first-party distributions take each other: releases of one minor version fit together.
+
+    That of a release candidate begins with itself, as `>=0.2` does not contain 0.2.0rc1.
+    """
+    major, minor, is_candidate = _parsed(version)
+    return f">={version if is_candidate else f'{major}.{minor}'},<{major}.{minor + 1}"
 
 
 def out_of_step(version: str, root: Path = ROOT) -> list[str]:
@@ -105,7 +110,7 @@ def build(version: str, out: Path, root: Path = ROOT, uncommitted: bool = False)
         uncommitted: whether sources may differ from the last commit.
 
     Raises:
-        ReleaseError: if something is out of step or uncommitted, or what was built fails a check.
+        ReleaseError: something is out of step or uncommitted, git fails, or what was built fails a check.
     """
     if wrong := out_of_step(version, root):
         raise ReleaseError(_lines(f"not all is {version}; `make version VERSION={version}` writes it:", wrong))
@@ -115,7 +120,13 @@ def build(version: str, out: Path, root: Path = ROOT, uncommitted: bool = False)
         raise ReleaseError(f"{out} is not empty: remove it to build {version} anew")
     out.mkdir(parents=True, exist_ok=True)
     # The time of the commit stands in the archives, so a second build of it has the same hashes.
-    environment = {**os.environ, "SOURCE_DATE_EPOCH": _git(root, "log", "-1", "--format=%ct") or "315532800"}
+    try:
+        seconds = _git(root, "log", "-1", "--format=%ct")
+    except ReleaseError:
+        if not uncommitted:
+            raise
+        seconds = "315532800"
+    environment = {**os.environ, "SOURCE_DATE_EPOCH": seconds}
     for folder in projects(root).values():
         _run("build", "--no-isolation", "--outdir", str(out), str(folder), environment=environment)
     check(out, root)
@@ -153,7 +164,7 @@ def faults_of_wheel(path: Path, licence: bytes) -> list[str]:
         files = wheel.namelist()
         (said,) = [wheel.read(file).decode() for file in files if file.endswith(".dist-info/METADATA")]
         licences = [wheel.read(file) for file in files if file.endswith(".dist-info/licenses/LICENSE")]
-    if "file:" in said or str(ROOT) in said:
+    if re.search(r"\bfile:/", said) or str(ROOT) in said:
         found.append("its metadata name a place of this machine")
     if any(" @ " in needed for needed in message_from_string(said).get_all("Requires-Dist", [])):
         found.append("it needs a distribution from a URL, which a package index refuses")
@@ -254,10 +265,11 @@ def _init(root: Path) -> Path:
     return root / "core" / "src" / "enginehouse" / "__init__.py"
 
 
-def _parsed(version: str) -> tuple[int, int, int]:
+def _parsed(version: str) -> tuple[int, int, bool]:
+    """Major and minor version, and whether it is one before a release."""
     if not (found := VERSION.fullmatch(version)):
         raise ReleaseError(f"{version!r} is no version of ours, such as 0.2.0 or 0.2.0rc1")
-    return int(found[1]), int(found[2]), int(found[3])
+    return int(found[1]), int(found[2]), found[4] is not None
 
 
 def _head(changelog: Path, version: str) -> str | None:
@@ -275,15 +287,27 @@ def _digest(file: Path) -> str:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    """What git says; nothing where the checkout is not git's."""
-    ended = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True)
-    return ended.stdout.strip() if ended.returncode == 0 else ""
+    """What git says.
+
+    Raises:
+        ReleaseError: it fails, as where the checkout is not git's.
+    """
+    try:
+        ended = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True)
+    except OSError as error:
+        raise ReleaseError(f"git {arguments[0]} failed: {error}") from error
+    if ended.returncode:
+        raise ReleaseError(f"git {arguments[0]} failed: {ended.stderr.strip()}")
+    return ended.stdout.strip()
 
 
 def _run(module: str, *arguments: str, environment: dict[str, str] | None = None) -> str:
-    ended = subprocess.run(
-        [sys.executable, "-m", module, *arguments], env=environment, capture_output=True, text=True, timeout=900
-    )
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", module, *arguments], env=environment, capture_output=True, text=True, timeout=LONGEST
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ReleaseError(f"{module} {arguments[0]} took more than {LONGEST:g} s") from error
     if ended.returncode:
         raise ReleaseError(f"{module} {arguments[0]} failed:\n{ended.stdout}{ended.stderr}")
     return ended.stdout
@@ -299,7 +323,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("set", "build", "upload"):
         command = commands.add_parser(name)
-        command.add_argument("version")
+        command.add_argument("version", nargs="?")
         if name != "set":
             command.add_argument("--out", type=Path, help="the folder; dist/VERSION unless given")
     commands.choices["build"].add_argument("--uncommitted", action="store_true", help="a rehearsal: with changed files")
@@ -307,6 +331,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.choices["upload"].add_argument("--repository-url", help="the package index, if twine knows no other")
     said = parser.parse_args(arguments)
     try:
+        if said.version is None:
+            target = {"set": "version", "build": "release", "upload": "publish"}[said.command]
+            raise ReleaseError(f"say VERSION=, as in `make {target} VERSION=0.2.0`")
         if said.command == "set":
             set_version(said.version)
             return 0

@@ -16,6 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 from tools import release
 from tools.release import ROOT, ReleaseError
 
@@ -56,6 +57,14 @@ def test_one_command_writes_the_version_everywhere_but_in_the_changelogs(checkou
     assert json.loads((checkout / "tests/contract/surface.json").read_text())["published"] == "1.4"
 
 
+@pytest.mark.parametrize("version", ["7.3.0", "7.3.1", "7.3.0rc1", "7.3.1b2"])
+def test_a_release_takes_its_own_other_distributions_and_not_those_of_the_next_minor_version(version: str):
+    taken = SpecifierSet(release.range_of(version))
+    assert version in taken
+    assert "7.3.5" in taken
+    assert not taken.contains("7.4.0", prereleases=True)
+
+
 def test_what_is_out_of_step_is_not_built(checkout: Path, tmp_path: Path):
     with pytest.raises(ReleaseError, match=r"not all is 7\.3\.1; `make version VERSION=7\.3\.1` writes it"):
         release.build("7.3.1", tmp_path / "out", checkout)
@@ -65,6 +74,8 @@ def test_what_is_out_of_step_is_not_built(checkout: Path, tmp_path: Path):
 
 def test_what_is_not_committed_is_not_built(checkout: Path, tmp_path: Path):
     release.set_version(__version__, checkout)
+    with pytest.raises(ReleaseError, match=r"git status failed: .*not a git repository"):
+        release.build(__version__, tmp_path / "out", checkout)
     subprocess.run(["git", "init", "--quiet", checkout], check=True)
     with pytest.raises(ReleaseError, match="differ from the last commit"):
         release.build(__version__, tmp_path / "out", checkout)
@@ -92,6 +103,7 @@ def wheel(path: Path, **changes: str | bytes) -> Path:
         ({}, None),
         ({"metadata": "Requires-Dist: a @ https://example.org/a.whl\n\n"}, "from a URL"),
         ({"metadata": "Requires-Dist: a @ file:///a\n\n"}, "place of this machine"),
+        ({"metadata": "Name: mine\n\nOf the Dockerfile: nothing\n"}, None),
         ({"metadata": f"Summary: {ROOT}\n\n"}, "place of this machine"),
         ({"metadata": "Name: mine\n\n[README](../README.md)\n"}, "leads nowhere"),
         ({"licence": b"another"}, "LICENSE"),
@@ -137,6 +149,14 @@ def test_the_command_says_it_in_one_line(capsys: pytest.CaptureFixture[str], tmp
     said = capsys.readouterr().err
     assert said.startswith("Error: there is no ")
     assert f"`make release VERSION={__version__}` first" in said
+    assert release.main(["build", "--uncommitted"]) == 2
+    assert capsys.readouterr().err == "Error: say VERSION=, as in `make release VERSION=0.2.0`\n"
+
+
+def test_a_tool_that_never_ends_is_told(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(release, "LONGEST", 0.2)
+    with pytest.raises(ReleaseError, match=r"http\.server 0 took more than 0\.2 s"):
+        release._run("http.server", "0", "--bind", "127.0.0.1")
 
 
 @pytest.fixture
