@@ -70,6 +70,23 @@ def test_an_unknown_backend_is_answered_with_the_nearest(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "said"),
+    [
+        ("json:JSONDecoder", "tracker", "is no Tracker: it lacks start, log, finish"),
+        ("json:dumps", "environment", "is dumps, a function, and no class"),
+        ("json:loads", "environment", "is loads, a function, and no class"),
+        ("threading:Barrier.reset.__name__", "loss", "is str, not a function"),
+        ("threading:active_count", "loss", "takes (), and is given one argument"),
+        ("grpoo", "loss", "(one of your own is named module:attribute)"),
+    ],
+)
+def test_what_is_not_of_the_kind_is_the_users_mistake(tmp_path, name, kind, said):
+    done = CliRunner().invoke(main, ["certify", name, "--kind", kind, "--out", str(tmp_path / "out")])
+    assert (done.exit_code, said in done.output) == (2, True), done.output
+    assert not (tmp_path / "out").exists()
+
+
 def test_of_a_name_of_two_kinds_both_are_checked_each_into_a_folder_of_its_own(certify):
     done, written = certify("passed")
     assert done.exit_code == 0, done.output

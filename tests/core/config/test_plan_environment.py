@@ -50,6 +50,10 @@ class Blocking:
     def run(self, task, policy, context): ...
 
 
+class Small:
+    async def run(self, task): ...
+
+
 async def run(task, policy, context): ...
 """
 
@@ -91,9 +95,10 @@ def test_what_a_sample_may_be_is_the_models_to_say(make: Callable[..., Plan], pr
         ("singleturn", "environment.name: no environment 'singleturn'; did you mean 'single_turn'?"),
         ("games.Game", "has a colon: games:Game"),
         ("games:Gme", "environment.name: module 'games'"),
-        ("games:Mute", "environment.name: 'games:Mute' is no environment: it lacks run (docs/plugins/environment.md)"),
-        ("games:Blocking", "'games:Blocking' is no environment: its run is not awaited; write `async def run("),
-        ("games:run", "'games:run' is function, and an environment is a class"),
+        ("games:Mute", "environment.name: 'games:Mute' is no Environment: it lacks run (docs/plugins/environment.md)"),
+        ("games:Blocking", "'games:Blocking' is no Environment: run: it is not async, and its result is awaited"),
+        ("games:Small", "'games:Small' is no Environment: run: it takes (self, task), and cannot be called as"),
+        ("games:run", "'games:run' is run, a function, and no class"),
         (
             "games:Game, arguments: {round: 3}",
             "does not take 'round' (of environment.arguments); did you mean 'rounds'?",

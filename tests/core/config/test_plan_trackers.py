@@ -30,6 +30,11 @@ class Half:
     def start(self, run): ...
     def logg(self, step, metrics, kind): ...
 
+class Short:
+    def start(self, run): ...
+    def log(self, step): ...
+    def finish(self, outcome): ...
+
 def kept(path): ...
 """
 
@@ -61,8 +66,9 @@ def refusal(make: Callable[..., Plan], trackers: str) -> str:
         ("[{name: 'tracking:Kept', arguments: {path: a, mode: al}}]", "expected one of 'all' or 'some'"),
         ("[{name: 'tracking:Kept', arguments: {path: a, every: often}}]", "expected a whole number"),
         ("[{name: 'tracking:Kep'}]", "did you mean 'Kept'?"),
-        ("[{name: 'tracking:kept', arguments: {path: a}}]", "'tracking:kept' is a function, not a class"),
-        ("[{name: 'tracking:Half'}]", "'tracking:Half' is no tracker: it lacks log, finish"),
+        ("[{name: 'tracking:kept', arguments: {path: a}}]", "'tracking:kept' is kept, a function, and no class"),
+        ("[{name: 'tracking:Half'}]", "'tracking:Half' is no Tracker: it lacks log, finish"),
+        ("[{name: 'tracking:Short'}]", "'tracking:Short' is no Tracker: log: it takes (self, step), and cannot be"),
         ("[{name: wandb}, {name: wandb}]", "run.trackers[1].name: 'wandb' is there twice"),
         ("[{name: 'tracking:Kept', arguments: {path: a, api_key: abc}}]", "run.trackers[0].arguments.api_key holds a"),
         ("[{name: 'tracking:Kept', arguments: {path: '${NO_SUCH_ONE}'}}]", "no environment variable NO_SUCH_ONE"),

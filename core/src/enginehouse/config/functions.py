@@ -11,7 +11,6 @@ import ast
 import difflib
 import importlib
 import importlib.util
-import inspect
 import os
 import sys
 import traceback
@@ -21,10 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.config.migration import answer_value
+from enginehouse.engines.declared import unlike
 from enginehouse.engines.environment import Environment
 from enginehouse.errors import ConfigError, UserError
 from enginehouse.plugin import ResolveError
-from enginehouse.plugin.references import find_definition, lacking
+from enginehouse.plugin.references import find_definition
 
 if TYPE_CHECKING:
     from enginehouse.plugin import PluginManager, Record
@@ -79,15 +79,10 @@ def check_environment(found: Callable[..., Any], name: str) -> None:
     """Check that what the config calls `name` is an environment, as far as can be told before it is made.
 
     Raises:
-        ConfigError: it is no class, or has no `run` that is awaited.
+        ConfigError: it is no class, or has no `run` that can be called and awaited as an environment's is.
     """
-    what = f"environment.name: {name!r} is"
-    if not isinstance(found, type):
-        raise ConfigError(f"{what} {type(found).__name__}, and an environment is a class: name it, as in module:Class")
-    if lacks := lacking(found, Environment):
-        raise ConfigError(f"{what} no environment: it lacks {', '.join(lacks)} (docs/plugins/environment.md)")
-    if not inspect.iscoroutinefunction(inspect.unwrap(found.run)):  # type: ignore[attr-defined]
-        raise ConfigError(f"{what} no environment: its run is not awaited; write `async def run(self, task, ...)`")
+    for said in unlike(found, [Environment]):
+        raise ConfigError(f"environment.name: {name!r} {said} (docs/plugins/environment.md)")
 
 
 def _needs_nothing(definition: ast.AST | None) -> bool:

@@ -10,9 +10,9 @@ from enginehouse.config.arguments import check_call, check_values
 from enginehouse.config.functions import find_function
 from enginehouse.config.secrets import check_secrets
 from enginehouse.engines import tracker as protocol
+from enginehouse.engines.declared import unlike
 from enginehouse.errors import ConfigError
 from enginehouse.plugin import Tracker
-from enginehouse.plugin.references import lacking
 
 if TYPE_CHECKING:
     from enginehouse.config import schema
@@ -59,10 +59,9 @@ def _checked(
     findings: Findings, plugins: PluginManager, given: schema.Tracker, key: str, python_path: Sequence[str]
 ) -> TrackerPlan:
     reference, made = find_function(plugins, Tracker, given.name, f"{key}.name", python_path, always=True)
-    if not isinstance(made, type):
-        raise ConfigError(f"{key}.name: {reference!r} is a function, not a class")
-    if missing := lacking(made, protocol.Tracker):
-        raise ConfigError(f"{key}.name: {reference!r} is no tracker: it lacks {', '.join(missing)}")
+    for said in unlike(made, [protocol.Tracker]):
+        raise ConfigError(f"{key}.name: {reference!r} {said} (docs/plugins/tracker.md)")
+    assert made is not None
     within = f"{key}.arguments"
     check_call(made, within, given.arguments, within, values=given.arguments)
     arguments, problems = check_values(made, within, given.arguments)

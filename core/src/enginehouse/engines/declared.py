@@ -6,7 +6,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from types import CodeType
 from typing import Any
@@ -95,7 +95,7 @@ def faults_of(record: Record, declared_at: str = "") -> Iterator[Fault]:
         if not at.startswith(os.path.dirname(declared_at)):
             at = declared_at  # what is wrong is that it was named
         if name == field:
-            for said in _unlike(named, record):
+            for said in unlike(named, protocols_of(record)):
                 yield Fault(f"{what}: {name} {reference!r} {said}", at)
         elif not callable(named):
             yield Fault(f"{what}: {name} {reference!r} is {named!r}, which cannot be called", declared_at)
@@ -114,13 +114,13 @@ def protocols_of(record: Record) -> list[type]:
     return wanted
 
 
-def _unlike(named: Any, record: Record) -> Iterator[str]:
-    """What a class lacks of what its record says it does."""
+def unlike(named: Any, protocols: Iterable[type]) -> Iterator[str]:
+    """What a class lacks of what it is to do, in words that go on from its name."""
     if not isinstance(named, type):
         yield f"is {getattr(named, '__qualname__', repr(named))}, a {type(named).__name__}, and no class"
         return
     promised = {protocol: capability for capability, protocol in OFFERED.items()}
-    for protocol in protocols_of(record):
+    for protocol in protocols:
         if missing := lacking(named, protocol):
             by = f", which its capability {promised[protocol]!r} promises" if protocol in promised else ""
             yield f"is no {protocol.__name__}: it lacks {', '.join(missing)}{by}"

@@ -8,9 +8,10 @@ from typing import Any
 
 from enginehouse.config.arguments import check_call, check_values
 from enginehouse.config.functions import extend_path, find_function
+from enginehouse.engines.declared import faults_of
 from enginehouse.errors import UserError
 from enginehouse.plugin import KINDS as RECORDS
-from enginehouse.plugin import Advantage, Function, Loss, Reward, plugins, resolve
+from enginehouse.plugin import Advantage, Function, Loss, PluginLookupError, Reward, plugins, resolve
 from enginehouse_testing.given import NAMED_BY_MODULE, Given
 
 
@@ -23,8 +24,15 @@ def record_of(kind: str, named: Any) -> Any:
     if not isinstance(named, str):
         return named
     there = plugins()
-    if kind not in NAMED_BY_MODULE or there.is_name(named):
+    if kind not in NAMED_BY_MODULE:
         return there.get(kind, named, elsewhere=kind == "rollout")
+    if there.is_name(named):
+        try:
+            return there.get(kind, named)
+        except PluginLookupError as error:
+            if error.reason == "unknown":
+                error.args = (f"{error} (one of your own is named module:attribute)", *error.args[1:])
+            raise
     extend_path([os.getcwd()])
     find_function(there, Function, named, kind, [os.getcwd()], always=True)
     made = next(one for one in RECORDS if one.kind == kind)
@@ -35,10 +43,12 @@ def check_given(record: Any, given: Given) -> None:
     """Check what is given beside a record, as `enginehouse plan` does, before anything is tried.
 
     Raises:
-        UserError: what is to be called does not take the arguments, or needs others.
+        UserError: what is named is not of the kind, does not take the arguments, or needs others.
     """
     if record.kind not in NAMED_BY_MODULE:
         return
+    for fault in faults_of(record):
+        raise UserError(fault.what)
     called = resolve(getattr(record, record.references[0]))
     if isinstance(record, Reward):
         from enginehouse_testing.reward_trial import check_examples
