@@ -225,11 +225,12 @@ def _named(name: str) -> list[Candidate]:
     owners = [provided.plugin for provided in manager.providers(name=name)]
     owners += [plugin for plugin in manager.plugins if any(name == withdrawn for _, withdrawn in plugin.withdrawn)]
     if not owners:
-        raise nothing_called(name, manager.plugins, manager.providers())
+        plugins = [one for one in manager.plugins if any(_same(one, other) for other, _ in candidates)]
+        raise nothing_called(name, plugins, [one for one in manager.providers() if one.plugin in plugins])
     if named := [one for one in candidates if any(_same(one[0], owner) for owner in owners)]:
         return named
     others = nearest(name, [plugin.name for plugin, _ in candidates])
-    raise PluginLookupError(f"{name!r} is of enginehouse itself; what is examined are plugins: {others}", "unknown")
+    raise PluginLookupError(f"{name!r} is of enginehouse itself, which is not examined; {others}", "unknown")
 
 
 def _same(one: Plugin, other: Plugin) -> bool:
