@@ -142,14 +142,18 @@ def test_certify_checks_nothing_of_what_is_yet_to_be_written(new, tmp_path):
 
 @pytest.mark.parametrize(
     "arguments",
-    [*(["--kind", kind] for kind in KINDS), *(["--kind", kind, "--from", start] for kind, start in STARTS),
-     [word for kind in KINDS for word in ("--kind", kind)]],
+    [
+        *(["--kind", kind, "--from", start] for kind, start in STARTS),
+        [word for kind in KINDS for word in ("--kind", kind)],
+    ],
     ids=" ".join,
-)  # fmt: skip
+)
 def test_what_is_made_is_in_good_style(tmp_path, monkeypatch, arguments):
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(main, ["new-plugin", "acme-things", "--author", 'Ada "A" Acme', *arguments])
     assert done.exit_code == 0, done.output
+    for kind in arguments[1::2] if "--from" not in arguments else ():
+        assert (f"certify acme_things --kind {kind} --out" in done.output) == bool(KINDS[kind].suite)
     assert "{{" not in (tmp_path / "acme-things" / "README.md").read_text()
     project = tomllib.loads((tmp_path / "acme-things" / "pyproject.toml").read_text())["project"]
     assert project["authors"] == [{"name": 'Ada "A" Acme'}]
@@ -165,6 +169,7 @@ def test_what_is_made_is_in_good_style(tmp_path, monkeypatch, arguments):
         (["Acme_Loss", "--kind", "loss"], "write 'acme-loss'"),
         (["4ever", "--kind", "loss"], "write 'ever'"),
         (["json", "--kind", "loss"], "'json' is a word of Python itself; write 'acme-json'"),
+        (["tests", "--kind", "loss"], "'tests' would stand in for a folder of every checkout; write 'acme-tests'"),
         (["torch", "--kind", "loss"], "torch, which is installed, has a module 'torch'; write 'acme-torch'"),
         (["grpo", "--kind", "advantage"], "enginehouse offers it, of kind advantage; write 'acme-grpo'"),
         (["train", "--kind", "command"], "`enginehouse train` is a command; write 'acme-train'"),

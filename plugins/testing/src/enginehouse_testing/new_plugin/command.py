@@ -60,10 +60,13 @@ def new_plugin(name: str, kinds: tuple[str, ...], starts: tuple[str, ...], autho
 
 def next_commands(plugin, where: Path) -> list[str]:
     """What its author does next."""
-    tested = [kind for kind in plugin.kinds if KINDS[kind].suite]
-    certify = f"enginehouse certify {plugin.module} --kind {tested[0]} --out certificates" if tested else ""
+    certify = [
+        f"enginehouse certify {plugin.module} --kind {kind} --out certificates/{kind}"
+        for kind in plugin.kinds
+        if KINDS[kind].suite
+    ]
     return [
         f'cd {shlex.quote(str(where))} && pip install -c constraints.txt -e ".[test]"',
         "pytest                        # one line for each method that is yours to write",
-        certify or f"enginehouse {plugin.name} --help",
+        *(certify or [f"enginehouse {plugin.name} --help"]),
     ]

@@ -20,6 +20,9 @@ from enginehouse_testing.new_plugin.kinds import KINDS
 
 TEMPLATES = Path(__file__).parent / "templates"
 
+FOLDERS = ("build", "dist", "docs", "examples", "scripts", "src", "test", "tests", "tools")
+"""What a package may not be called, as a wheel of it would bring a module that folders of other projects are, too."""
+
 PINNED = ("torch", "transformers")
 """What the package's tests are run with, as it is here."""
 
@@ -122,6 +125,8 @@ def check_name(plugin: NewPlugin) -> None:
         )
     if keyword.iskeyword(plugin.module) or plugin.module in sys.stdlib_module_names:
         raise UserError(f"{plugin.module!r} is a word of Python itself; write 'acme-{name}'")
+    if plugin.module in FOLDERS:
+        raise UserError(f"{plugin.module!r} would stand in for a folder of every checkout; write 'acme-{name}'")
     if owner := _owner(plugin):
         raise UserError(f"{name!r} is taken: {owner}; write 'acme-{name}'")
 
