@@ -248,10 +248,11 @@ def test_a_resumed_run_says_where_it_goes_on_from(tmp_path: Path, here):
 def test_a_secret_reaches_the_tracker_and_no_file(tmp_path: Path, here, monkeypatch):
     monkeypatch.setenv("TRACKER_KEY", "hush-hush")
     config = "run: {trackers: [{name: keeps, arguments: {api_key: '${TRACKER_KEY}'}}]}\n"
-    run = make_run(tmp_path, here(Keeps, api_key="${TRACKER_KEY}"), config=config)
+    given = {"api_key": "${TRACKER_KEY}", "headers": {"Authorization": "Bearer ${TRACKER_KEY}"}}
+    run = make_run(tmp_path, here(Keeps, **given), config=config)
     run.finish("finished")
     (_, arguments), (_, facts), _ = Keeps.told
-    assert arguments == {"api_key": "hush-hush"}
+    assert arguments == {"api_key": "hush-hush", "headers": {"Authorization": "Bearer hush-hush"}}
     assert "hush-hush" not in repr(facts)
     assert "${TRACKER_KEY}" in repr(facts.config)
     assert not [path for path in run.path.rglob("*") if path.is_file() and b"hush-hush" in path.read_bytes()]

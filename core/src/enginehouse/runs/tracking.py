@@ -1,4 +1,4 @@
-"""Sends a run's metrics to its trackers, whatever these do: they may be slow, raise or hang, and the run goes on."""
+"""Sends a run's metrics to its trackers: they may be slow, raise or hang, and the run goes on."""
 
 from __future__ import annotations
 
