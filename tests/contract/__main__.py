@@ -20,11 +20,11 @@ from contract.surface import RAISED, SNAPSHOT, entry_of, kept, problem, snapshot
 def main(accepted: list[str]) -> str:
     """Write both; returns why not."""
     before, today = kept(), surface()
-    for address in [one for one in before.get("names", {}) if any(fnmatchcase(one, given) for given in accepted)]:
+    names = before.get("names", {})
+    for address in [one for one in {**names, **today} if any(fnmatchcase(one, given) for given in accepted)]:
+        since = names.pop(address, {"since": before["published"]})["since"]
         if address in today:
-            before["names"][address] = {"since": before["names"][address]["since"]} | entry_of(today[address])
-        else:
-            del before["names"][address]
+            names[address] = {"since": since} | entry_of(today[address])
     if before and (wrong := problem(before, today)) not in ("", RAISED):
         return wrong
     now = snapshot_of(today, kept())

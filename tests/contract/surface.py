@@ -245,7 +245,7 @@ def _argument(parameter: griffe.Parameter) -> str:
 
 
 def _breaks(address: str, today: Mapping[str, Name], before: Mapping[str, Any]) -> bool:
-    """Whether a further name is what plugins there are would have to have, or to give: a method, an argument, a field."""
+    """Whether a further name is what plugins there are would have to have, or to give: a method, a field."""
     name = today[address]
     if name.owner not in before:
         return False
