@@ -62,11 +62,31 @@ def wrong_with(block: Block) -> str | None:
         return 'commands are marked: bash run, bash run-by="tests/...::test_name" or bash not-run="why"'
     if mark[1].startswith("run-by"):
         file, _, test = mark["test"].partition("::")
-        if not (ROOT / file).is_file() or (test and f"def {test}(" not in (ROOT / file).read_text(encoding="utf-8")):
+        if not test:
+            return "it names a file: name the test in it, FILE::TEST"
+        if not (ROOT / file).is_file() or f"def {test}(" not in (ROOT / file).read_text(encoding="utf-8"):
             return f"there is no test {mark['test']}"
+        said = "".join(
+            one.read_text(encoding="utf-8") for one in {ROOT / file, *(ROOT / file).parent.glob("conftest.py")}
+        )
+        if unsaid := [verb for verb in verbs(block.text) if not re.search(rf"\b{verb}\b", said)]:
+            return f"{file} does not say {', '.join(unsaid)}, so that it does not run that"
     elif mark["why"] is None and block.page not in RUN_AS_THEY_STAND:
         return "no test runs the blocks of this page as they stand"
     return None
+
+
+def verbs(text: str) -> list[str]:
+    """The word by which each line of pip, build and enginehouse does something; a test that runs it says the word."""
+    found = []
+    for line in text.replace("\\\n", " ").splitlines():
+        for one in re.findall(
+            r"(?:^|&& )\s*(pip \w+|python -m build|enginehouse [a-z]+(?: [a-z]+\b(?![=./-]))?)", line
+        ):
+            words = one.split()
+            group = main.commands.get(words[1]) if words[0] == "enginehouse" else None
+            found.append(words[1] if group and not isinstance(group, click.Group) else words[-1])
+    return found
 
 
 @pytest.mark.parametrize("page", sorted({block.page for block in BLOCKS}))
@@ -79,11 +99,29 @@ def test_each_block_says_what_runs_it(page: str):
     ("info", "page"),
     [
         ("", "a.md"), ("bash", "a.md"), ("bash run", "a.md"), ('bash not-run=""', "a.md"), ("console", "a.md"),
-        ('bash run-by="tests/docs/test_commands.py::test_nothing"', "a.md"), ('bash run-by="tests/none.py"', "a.md"),
+        ('bash run-by="tests/docs/test_commands.py::test_nothing"', "a.md"),
+        ('bash run-by="tests/none.py::test_none"', "a.md"),
     ],
 )  # fmt: skip
 def test_a_mark_that_says_nothing_true_is_found(info: str, page: str):
     assert wrong_with(Block(page, info, "ls\n"))
+
+
+QUICKSTART = 'bash run-by="tests/integration/test_quickstart.py::test_the_quickstart_learns"'
+
+
+@pytest.mark.parametrize(
+    ("info", "text"),
+    [
+        ('bash run-by="tests/integration/test_third_party.py"', "enginehouse plugins list\n"),
+        (QUICKSTART, "enginehouse plugins show torch\n"),
+        (QUICKSTART, 'pip install ".[torch]"\n'),
+        (QUICKSTART, "ls && python -m build\n"),
+    ],
+)
+def test_a_command_that_the_named_test_does_not_run_is_found(info: str, text: str):
+    assert wrong_with(Block("a.md", info, text))
+    assert wrong_with(Block("a.md", QUICKSTART, "enginehouse train examples/quickstart/grpo.yaml\n")) is None
 
 
 def calls(text: str) -> list[list[str]]:
