@@ -154,12 +154,15 @@ def test_a_tracker_that_raises_is_said_once_and_not_called_again(tmp_path: Path,
         run.log(step, {"loss": 1.0})
     run.finish("finished")
     order = ["made", "start", "train", "finish"]
-    last = {"__init__": "made", "log": "train"}.get(where, where)
+    begun, last = {"__init__": "start"}.get(where, where), {"__init__": "made", "log": "train"}.get(where, where)
     heard = list(dict.fromkeys(one[0] for one in Raises.told))
     assert heard == order[: order.index(last) + 1]
     assert where != "log" or len(Raises.told) == 3
     (said,) = [one for one in caplog.records if one.levelno >= logging.WARNING]
     assert "the tracker 'raises' raised" in said.getMessage()
+    assert json.loads((run.path / "run.json").read_text())["trackers"] == {
+        "raises": f"it raised in `{begun}`: {error.__name__}: the disk of the service is full"
+    }
     assert "the disk of the service is full" in said.getMessage()
     assert said.exc_info is not None
     assert len(Keeps.told) == 6

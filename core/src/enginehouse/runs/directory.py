@@ -227,6 +227,10 @@ class RunDirectory:
         self.last_step = step
         self._trackers.log(step, metrics, "train")
 
+    def _end_trackers(self, status: Outcome) -> None:
+        if problems := self._trackers.finish(status, HURRY_SECONDS if status == "interrupted" else ENDING_SECONDS):
+            self.record.update(trackers=problems)
+
     def flush(self) -> None:
         """Have on disk what a run that is resumed here needs of what was logged."""
         self.timeline.flush()
@@ -334,7 +338,7 @@ class RunDirectory:
             ends.append(lambda: write_whole(self.path / "error.txt", traceback))
         ends += [self.timeline.close, self._metrics.close]
         # Whoever interrupted a run waits.
-        ends.append(lambda: self._trackers.finish(status, HURRY_SECONDS if status == "interrupted" else ENDING_SECONDS))
+        ends.append(lambda: self._end_trackers(status))
         # The lock last: another process may write here from then on.
         ends.append(lambda: run_lock.release(self.path))
         problems = set()

@@ -52,26 +52,36 @@ class Trackers:
             for feed in self._feeds:
                 feed.put((step, dict(row), kind))
 
-    def finish(self, outcome: Outcome, seconds: float) -> None:
+    def finish(self, outcome: Outcome, seconds: float) -> Mapping[str, str]:
         """End all of them, and say which did not end within `seconds` and are left, and what was dropped.
 
         A second call does nothing.
+
+        Returns:
+            What went wrong with which, in words.
         """
         if self._ended:
-            return
+            return {}
         self._ended = True
         for feed in self._feeds:
             feed.end(outcome)
         until = time.monotonic() + seconds
         for feed in self._feeds:
             feed.wait(until)
+        return {feed.name: "; ".join(feed.problems) for feed in self._feeds if feed.problems}
 
 
 class _Feed:
-    """A tracker, its thread, and the rows that wait for it."""
+    """A tracker, its thread, and the rows that wait for it.
+
+    Attributes:
+        name: the tracker's.
+        problems: what went wrong with it, in words.
+    """
 
     def __init__(self, plan: TrackerPlan):
-        self._plan = plan
+        self._plan, self.name = plan, plan.name
+        self.problems: list[str] = []
         self._thread: threading.Thread | None = None
         self._waiting: SimpleQueue[tuple[int, dict[str, float], MetricsKind] | Outcome] = SimpleQueue()
         self._dropped = 0
@@ -101,9 +111,11 @@ class _Feed:
             return
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._dropped:
+            self.problems.append(f"{self._dropped} rows of metrics were dropped")
             log.warning("the tracker %r was too slow: %d rows of metrics were dropped", self._plan.name, self._dropped)
         if self._thread.is_alive():
             abandoned.append(self._plan.name)
+            self.problems.append(f"it was left in `{self._doing}` when the run ended")
             left = max(0, self._waiting.qsize() - (self._doing != "finish"))  # the last that waits is the end
             log.warning(
                 "the tracker %r did not end in time and is left: it was in `%s`, and %d rows of metrics waited for it; "
@@ -123,6 +135,7 @@ class _Feed:
             self._doing = "finish"
             tracker.finish(row)
         except BaseException as error:  # the thread's own end, whatever it is
+            self.problems.append(f"it raised in `{self._doing}`: {type(error).__name__}: {error}")
             log.warning(
                 "the tracker %r raised in `%s` and is not called again; the run goes on, and metrics.jsonl has its "
                 "metrics. %s: %s",
