@@ -100,6 +100,16 @@ class StaleEngine(TorchRolloutEngine):
         return WeightState(self.pretended, self.sums)
 
 
+class LyingEngine(StaleEngine):
+    """Says of each completion, too, that it is of the version that it pretends to serve."""
+
+    async def generate(self, request):
+        result = await super().generate(request)
+        claimed = {"first_version": self.pretended, "last_version": self.pretended}
+        completions = [dataclasses.replace(one, **claimed) for one in result.completions]
+        return dataclasses.replace(result, completions=completions)
+
+
 class UnreadableEngine(TorchRolloutEngine):
     """Cannot be read back."""
 
