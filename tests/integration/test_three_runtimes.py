@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from .conftest import Start
@@ -19,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
     ids=["begins", "learns"],
 )
 def test_an_actor_a_rollout_and_an_evaluation_each_in_its_own_environment(
-    start: Start, warmed_up: RunProcess, steps: int, reward: float
+    start: Start, warmed_up: RunProcess, tmp_path: Path, steps: int, reward: float
 ):
     run = start(
         "train",
@@ -30,6 +32,7 @@ def test_an_actor_a_rollout_and_an_evaluation_each_in_its_own_environment(
         f"train.validate_every={steps // 2}",
         "evaluation.sampling.temperature=1",  # as in training, where one sample in fifty is right at first
         *(["actor.engine.options.schedule=constant"] if steps < 120 else []),
+        env={"VLLM_CACHE_ROOT": str(tmp_path)},  # as at a user's first run: vLLM keeps what it found out of a model
     )
     ended = run.finish(1500)
     assert ended.code == 0, ended.err

@@ -62,6 +62,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # where the worker's own lines are, which errors quote
     "HF_HUB_OFFLINE": "1",  # models are directories
+    "PYTHONSAFEPATH": "1",  # it inspects a model by `python -m`, which imports from the current directory first
 }
 """Set before vLLM is imported, where the user's environment says nothing else."""
 
