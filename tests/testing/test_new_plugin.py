@@ -153,7 +153,7 @@ def test_what_is_made_is_in_good_style(tmp_path, monkeypatch, arguments):
     done = CliRunner().invoke(main, ["new-plugin", "acme-things", "--author", 'Ada "A" Acme', *arguments])
     assert done.exit_code == 0, done.output
     for kind in arguments[1::2] if "--from" not in arguments else ():
-        assert (f"certify acme_things --kind {kind} --out" in done.output) == bool(KINDS[kind].suite)
+        assert (f"certify acme_things --kind {kind} " in done.output) == bool(KINDS[kind].suite)
     assert "{{" not in (tmp_path / "acme-things" / "README.md").read_text()
     project = tomllib.loads((tmp_path / "acme-things" / "pyproject.toml").read_text())["project"]
     assert project["authors"] == [{"name": 'Ada "A" Acme'}]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from enginehouse_testing.new_plugin.kinds import KINDS
+from enginehouse_testing.new_plugin.kinds import KINDS, certify_line
 
 
 @click.command("new-plugin")
@@ -60,13 +60,9 @@ def new_plugin(name: str, kinds: tuple[str, ...], starts: tuple[str, ...], autho
 
 def next_commands(plugin, where: Path) -> list[str]:
     """What its author does next."""
-    certify = [
-        f"enginehouse certify {plugin.module} --kind {kind} --out certificates/{kind}"
-        for kind in plugin.kinds
-        if KINDS[kind].suite
-    ]
+    certify = [certify_line(plugin.module, kind) for kind in plugin.kinds if KINDS[kind].suite]
     return [
         f'cd {shlex.quote(str(where))} && pip install -c constraints.txt -e ".[test]"',
-        "pytest                        # one line for each method that is yours to write",
+        "pytest                        # what is asked of it, and one line for each method that is yours to write",
         *(certify or [f"enginehouse {plugin.name} --help"]),
     ]

@@ -15,12 +15,14 @@ class Kind:
         suite: the class of `enginehouse_testing` that tests it, and the attribute that names it; empty: it has none.
         starts: what a package may start from, by the word of `--from`: the distributions that this takes.
         contract: the oldest plugin contract that has it.
+        examples: whether it is tried with rows of data, which its author changes: `tests/KIND_examples.jsonl`.
     """
 
     says: str
     suite: tuple[str, str] | tuple[()] = ()
     starts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     contract: tuple[int, int] = (1, 0)
+    examples: bool = False
 
 
 KINDS: dict[str, Kind] = {
@@ -29,9 +31,15 @@ KINDS: dict[str, Kind] = {
     "transport": Kind("a way for weights to reach a replica", ("WeightTransportSuite", "transport")),
     "loss": Kind("a loss", ("LossSuite", "loss")),
     "advantage": Kind("an advantage estimator", ("AdvantageSuite", "advantage")),
-    "reward": Kind("a reward", ("RewardSuite", "reward")),
-    "environment": Kind("an environment", ("EnvironmentSuite", "environment"), contract=(1, 1)),
+    "reward": Kind("a reward", ("RewardSuite", "reward"), examples=True),
+    "environment": Kind("an environment", ("EnvironmentSuite", "environment"), contract=(1, 1), examples=True),
     "tracker": Kind("a tracker", ("TrackerSuite", "tracker"), contract=(1, 1)),
     "command": Kind("a command of `enginehouse`"),
 }
 """By the word of `--kind`; also the names of the folders in `templates`."""
+
+
+def certify_line(module: str, kind: str) -> str:
+    """The command that certifies what a package brings, in the package's folder."""
+    examples = f" --examples tests/{kind}_examples.jsonl" if KINDS[kind].examples else ""
+    return f"enginehouse certify {module} --kind {kind}{examples} --out certificates/{kind}"

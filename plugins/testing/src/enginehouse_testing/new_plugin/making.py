@@ -16,7 +16,7 @@ from enginehouse import __version__
 from enginehouse.errors import UserError, nearest
 from enginehouse.plugin.first_party import CORE
 from enginehouse.plugin.hookspecs import PROJECT
-from enginehouse_testing.new_plugin.kinds import KINDS
+from enginehouse_testing.new_plugin.kinds import KINDS, certify_line
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -80,6 +80,8 @@ class NewPlugin:
             "starts": self.starts,
             "says": {kind: KINDS[kind].says for kind in self.kinds},
             "suites": {kind: KINDS[kind].suite for kind in self.kinds if KINDS[kind].suite},
+            "certify": {kind: certify_line(self.module, kind) for kind in self.kinds if KINDS[kind].suite},
+            "examples": [kind for kind in self.kinds if KINDS[kind].examples],
             "author": self.author,
             "year": datetime.date.today().year,
             "versions": f">={major}.{minor},<{major}.{int(minor) + 1}",
