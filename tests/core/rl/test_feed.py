@@ -374,7 +374,7 @@ def test_tasks_that_all_fail_end_the_run_and_say_what_failed_last():
         broken = [ValueError(f"broken {number}") for number in range(MOST_REFUSED)]
         ended = threading.Thread(target=lambda: [stage.end(serial, error) for serial, error in enumerate(broken)])
         ended.start()
-        said = r"^10 groups one after another were dropped \(rollout.on_failure\), as they failed; at last: .*broken 9 \(test_feed\.py:\d+\)$"
+        said = r"^10 groups one after another were dropped \(rollout.on_failure\).*; at last: .*broken 9 \(.*\)$"
         with pytest.raises(DrawnInVain, match=said) as error:
             stage.step(1, 5)
         assert error.value.__cause__ is broken[-1]
