@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from dataclasses import fields
 from typing import Any, ClassVar
 
 try:
@@ -22,12 +22,12 @@ from enginehouse.plugin import (
     Transport,
     plugins,
 )
-from enginehouse_testing.given import ColumnOf, Given
+from enginehouse_testing.given import NAMED_BY_MODULE, ColumnOf, Given, Read
 from enginehouse_testing.naming import record_of
 from enginehouse_testing.running import Case, Certifier, cases
 from enginehouse_testing.unwritten import Unwritten, unwritten
 
-NAMED = ("backend", "transport", "loss", "advantage", "reward", "tracker", "environment")
+NAMED = ("backend", "transport", *NAMED_BY_MODULE)
 """The class attributes of which a suite has one: what it is of."""
 
 
@@ -167,19 +167,24 @@ class WeightTransportSuite(Suite):
         return plugins().get(Transport, cls.transport) if isinstance(cls.transport, str) else cls.transport
 
 
-class _FunctionSuite(Suite):
-    """What suites of functions have in common."""
+class _OwnSuite(Suite):
+    """What suites have in common of what a config may name by its module."""
 
     arguments: ClassVar[Mapping[str, Any]] = {}
-    columns: ClassVar[Mapping[str, ColumnOf]] = {}
+
+    @classmethod
+    def record(cls) -> Any:
+        """What is tested."""
+        (kind,) = (one for one in NAMED_BY_MODULE if hasattr(cls, one))
+        return record_of(kind, getattr(cls, kind))
 
     @classmethod
     def given(cls) -> Given:
-        """What it is tried with."""
-        return Given(arguments=cls.arguments, columns=cls.columns)
+        """What it is tried with: the class attributes that are called so."""
+        return Given(**{one.name: getattr(cls, one.name) for one in fields(Given) if hasattr(cls, one.name)})
 
 
-class LossSuite(_FunctionSuite):
+class LossSuite(_OwnSuite):
     """Everything a loss promises, on made-up samples, in this process; it takes a second.
 
         from enginehouse_testing import LossSuite
@@ -195,15 +200,10 @@ class LossSuite(_FunctionSuite):
     """
 
     loss: ClassVar[str | Loss]
-
-    @classmethod
-    def record(cls) -> Loss:
-        """The loss under test."""
-        record: Loss = record_of("loss", cls.loss)
-        return record
+    columns: ClassVar[Mapping[str, ColumnOf]] = {}
 
 
-class AdvantageSuite(_FunctionSuite):
+class AdvantageSuite(_OwnSuite):
     """Everything an advantage promises, on made-up samples, in this process; it takes a second.
 
         from enginehouse_testing import AdvantageSuite
@@ -218,15 +218,10 @@ class AdvantageSuite(_FunctionSuite):
     """
 
     advantage: ClassVar[str | Advantage]
-
-    @classmethod
-    def record(cls) -> Advantage:
-        """The advantage under test."""
-        record: Advantage = record_of("advantage", cls.advantage)
-        return record
+    columns: ClassVar[Mapping[str, ColumnOf]] = {}
 
 
-class RewardSuite(Suite):
+class RewardSuite(_OwnSuite):
     """Everything a reward promises, in a process of a reward pool, as in a run.
 
         from enginehouse_testing import RewardSuite
@@ -245,24 +240,12 @@ class RewardSuite(Suite):
     """
 
     reward: ClassVar[str | Reward]
-    arguments: ClassVar[Mapping[str, Any]] = {}
     examples: ClassVar[Sequence[Mapping[str, Any]]] = ()
     repeatable: ClassVar[bool] = True
     seconds: ClassVar[float] = 10.0
 
-    @classmethod
-    def record(cls) -> Reward:
-        """The reward under test."""
-        record: Reward = record_of("reward", cls.reward)
-        return record
 
-    @classmethod
-    def given(cls) -> Given:
-        """What it is tried with."""
-        return Given(arguments=cls.arguments, examples=cls.examples, repeatable=cls.repeatable, seconds=cls.seconds)
-
-
-class TrackerSuite(Suite):
+class TrackerSuite(_OwnSuite):
     """Everything a tracker promises, in this process.
 
         from enginehouse_testing import TrackerSuite
@@ -276,29 +259,15 @@ class TrackerSuite(Suite):
     Class attributes:
         tracker: a registered name, `"module:Class"`, or a record that need not be registered.
         arguments: of the tracker, as a config would give them.
+        read: `read(directory)`, a static method, reads back what was written for the run of a directory: by name, a
+            step and a value each.
     """
 
     tracker: ClassVar[str | Tracker]
-    arguments: ClassVar[Mapping[str, Any]] = {}
-
-    @staticmethod
-    def read(directory: Path) -> Mapping[str, Sequence[tuple[int, float]]]:
-        """Read back what was written for the run of a directory: by name, a step and a value each."""
-        raise NotImplementedError
-
-    @classmethod
-    def record(cls) -> Tracker:
-        """The tracker under test."""
-        record: Tracker = record_of("tracker", cls.tracker)
-        return record
-
-    @classmethod
-    def given(cls) -> Given:
-        """What it is tried with."""
-        return Given(arguments=cls.arguments, read=None if cls.read is TrackerSuite.read else cls.read)
+    read: ClassVar[Read | None] = None
 
 
-class EnvironmentSuite(Suite):
+class EnvironmentSuite(_OwnSuite):
     """Everything an environment promises, played in this process by a scripted policy, which is no model.
 
         from enginehouse_testing import EnvironmentSuite
@@ -316,17 +285,5 @@ class EnvironmentSuite(Suite):
     """
 
     environment: ClassVar[str | Record]
-    arguments: ClassVar[Mapping[str, Any]] = {}
     examples: ClassVar[Sequence[Mapping[str, Any]]] = ()
     replies: ClassVar[Sequence[str]] = ()
-
-    @classmethod
-    def record(cls) -> Record:
-        """The environment under test."""
-        record: Record = record_of("environment", cls.environment)
-        return record
-
-    @classmethod
-    def given(cls) -> Given:
-        """What it is tried with."""
-        return Given(arguments=cls.arguments, examples=cls.examples, replies=cls.replies)
