@@ -81,6 +81,14 @@ def test_an_environment_of_ones_own_is_planned_and_said(make: Callable[..., Plan
     assert dict(apart.facts)["environment"].startswith("games:Game; in 2 processes, each with")
 
 
+def test_cores_own_environment_is_known_by_any_of_its_names(make: Callable[..., Plan]):
+    for name in ("single_turn", "enginehouse:single_turn", "enginehouse.rl.environments.single_turn:SingleTurn"):
+        planned = make(f"environment.name={name}")
+        assert planned.is_single_turn
+        assert "environment" not in dict(planned.facts)
+        assert "new tokens, " in dict(planned.facts)["a step"]
+
+
 def test_what_a_sample_may_be_is_the_models_to_say(make: Callable[..., Plan], project: Project):
     assert (make().vocabulary, make().most_tokens) == (31, 128)
     shorter = project.make_model("shorter", max_position_embeddings=64)

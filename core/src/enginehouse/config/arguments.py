@@ -9,13 +9,16 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
 from enginehouse.config.load import MISTYPED, answers, in_words
 from enginehouse.errors import ConfigError
+
+if TYPE_CHECKING:
+    from enginehouse.config.findings import Findings
 
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
@@ -100,6 +103,20 @@ def check_values(
         else:
             checked[name] = taken if _holds_member(taken) else value
     return checked, problems
+
+
+def take_values(
+    findings: Findings, function: Callable[..., Any], name: str, key: str, arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Have among the findings what is wrong with the arguments of `function`, which the config calls `name`.
+
+    Returns:
+        The arguments to call it with.
+    """
+    taken, problems = check_values(function, key, arguments)
+    for problem in problems:
+        findings.refuse(f"{problem} (an argument of {name!r})")
+    return taken
 
 
 def check_call(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from enginehouse.config.arithmetic import samples_per_step
 from enginehouse.config.rows import named
-from enginehouse.config.schema import DPOConfig, Environment
+from enginehouse.config.schema import DPOConfig
 from enginehouse.runtimes import CURRENT
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def outline_rl(
     apart: str,
     transport_reason: str,
     uses_reference: bool,
+    is_single_turn: bool,
 ) -> Facts:
     """A reinforcement-learning run.
 
@@ -46,6 +47,7 @@ def outline_rl(
         apart: why the rollout does not live in the actor's processes; empty where it does.
         transport_reason: why the rollout has the weight transport it has.
         uses_reference: whether something compares with a reference.
+        is_single_turn: whether the environment is core's own.
     """
     return [
         ("model", _model(config.model, model)),
@@ -58,10 +60,10 @@ def outline_rl(
         ("runtimes", _runtimes(roles)),
         ("weights", _weights(roles["rollout"], transport_reason)),
         *([("reward", _reward(config))] if config.reward.named() else []),
-        *([("environment", environment)] if (environment := _environment(config)) else []),
+        *([("environment", environment)] if (environment := _environment(config, is_single_turn)) else []),
         ("algorithm", f"{config.algorithm.advantage.name} advantages, {config.algorithm.loss.name} loss"),
         ("data", _prompts(config, rows)),
-        ("a step", _step(config)),
+        ("a step", _step(config, is_single_turn)),
         *([("schedule", schedule)] if (schedule := _schedule(config)) else []),
         *([("validation", _validation(config, rows.held_out))] if rows.held_out else []),
         ("the run", _run(config)),
@@ -198,11 +200,11 @@ def _beside(section: Beside, role: RolePlan, config: AnyConfig) -> str:
     return f"{path}: {_count(role.processes, 'process')} of {engine}, apart from the actor's"
 
 
-def _environment(config: Config) -> str:
+def _environment(config: Config, is_single_turn: bool) -> str:
     """What makes the samples where that is not core's own, and where; empty where nothing is to be said."""
     name, arguments, processes = config.environment.name, config.environment.arguments, config.environment.processes
     said = []
-    if name != Environment().name:
+    if not is_single_turn:
         given = ", ".join(f"{argument}={value}" for argument, value in arguments.items())
         validated = "; validation plays it too" if config.data.validation else ""
         said.append(f"{name}{f' ({given})' if given else ''}{validated}")
@@ -249,12 +251,12 @@ def _data(rows: int, noun: str, files: str | Iterable[str], drawn: int) -> str:
     return f"{rows:,} {noun} in {named(files)[0]}, each drawn {drawn / rows:.2g} times"
 
 
-def _step(config: Config) -> str:
+def _step(config: Config, is_single_turn: bool) -> str:
     samples, new = samples_per_step(config), config.rollout.sampling.max_tokens
     longest = samples * (config.data.max_prompt_tokens + new)
     most = (
         f"at most {samples * new:,} new tokens, {longest:,} with the longest prompts"
-        if config.environment.name == Environment().name
+        if is_single_turn
         else f"at most {new:,} new tokens each time that {config.environment.name} asks for some"
     )
     return (

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from enginehouse.checkpoints import Checkpoint
-from enginehouse.config.arguments import KL_ARGUMENTS, check_call, check_values
+from enginehouse.config.arguments import KL_ARGUMENTS, check_call, take_values
 from enginehouse.config.arithmetic import (
     check_batches,
     check_cluster,
@@ -365,7 +365,7 @@ def plan(
         critic_loss_arguments=critic_loss_arguments,
         prompt_limit=limit,
         **setting.common(
-            outline_rl(config, model, rows, roles, apart, reason, uses_reference),
+            outline_rl(config, model, rows, roles, apart, reason, uses_reference, is_single_turn),
             directory,
             (*(one.backend for one in placed.values()), rollout, evaluator),
         ),
@@ -766,7 +766,7 @@ class _Setting:
             )
             check_reward_columns(function, key, arguments, columns or (), REWARD_GETS)
             if function is not None:
-                arguments = self.values(function, given.function, f"{key}.arguments", arguments)
+                arguments = take_values(self.findings, function, given.function, f"{key}.arguments", arguments)
                 check_reward(function, f"{key}.function", arguments, columns)
         return RewardPlan(name, reference, arguments, given)
 
@@ -783,7 +783,7 @@ class _Setting:
                 check_environment(found, name)
                 cure = f"arguments meant for another environment are taken away by {key}={{}}" if arguments else ""
                 check_call(found, key, arguments, key, cure=cure, values=arguments)
-                arguments = self.values(found, name, key, arguments)
+                arguments = take_values(self.findings, found, name, key, arguments)
             return reference, dict(arguments)
         return "", {}
 
@@ -815,20 +815,9 @@ class _Setting:
                 named = key + (" and the KL term's" if kind is Loss else "")
                 cure = f"arguments meant for another {kind.kind} are taken away by {key}={{}}" if arguments else ""
                 check_call(function, key, [*given, *taken], named, positional=1, cure=cure, values=arguments)
-                arguments = self.values(function, name, key, arguments)
+                arguments = take_values(self.findings, function, name, key, arguments)
             return reference, dict(arguments)
         return "", {}
-
-    def values(self, function: Callable[..., Any], name: str, key: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Check arguments against what the author of `function`, which the config calls `name`, declares of them.
-
-        Returns:
-            The arguments as it takes them.
-        """
-        taken, problems = check_values(function, key, arguments)
-        for problem in problems:
-            self.findings.refuse(f"{problem} (an argument of {name!r})")
-        return taken
 
 
 def _needs_of(plugins: PluginManager, config: Config) -> tuple[str, ...] | None:

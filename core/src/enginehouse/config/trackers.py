@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from enginehouse.config.arguments import check_call, check_values
+from enginehouse.config.arguments import check_call, take_values
 from enginehouse.config.functions import find_function
 from enginehouse.config.secrets import check_secrets
 from enginehouse.engines import tracker as protocol
@@ -64,9 +64,7 @@ def _checked(
     assert made is not None
     within = f"{key}.arguments"
     check_call(made, within, given.arguments, within, values=given.arguments)
-    arguments, problems = check_values(made, within, given.arguments)
-    for problem in problems:
-        findings.refuse(f"{problem} (an argument of {given.name!r})")
+    arguments = take_values(findings, made, given.name, within, given.arguments)
     records = [one.record for one in plugins.providers(Tracker, given.name)] if plugins.is_name(given.name) else []
     packages = tuple(text for record in records if isinstance(record, Tracker) for text in record.requires)
     return TrackerPlan(given.name, reference, arguments, packages)

@@ -68,19 +68,19 @@ class Trackers:
         until = time.monotonic() + seconds
         for feed in self._feeds:
             feed.wait(until)
-        return {feed.name: "; ".join(feed.problems) for feed in self._feeds if feed.problems}
+        return {feed.plan.name: "; ".join(feed.problems) for feed in self._feeds if feed.problems}
 
 
 class _Feed:
     """A tracker, its thread, and the rows that wait for it.
 
     Attributes:
-        name: the tracker's.
+        plan: which tracker.
         problems: what went wrong with it, in words.
     """
 
     def __init__(self, plan: TrackerPlan):
-        self._plan, self.name = plan, plan.name
+        self.plan = plan
         self.problems: list[str] = []
         self._thread: threading.Thread | None = None
         self._waiting: SimpleQueue[tuple[int, dict[str, float], MetricsKind] | Outcome] = SimpleQueue()
@@ -89,7 +89,7 @@ class _Feed:
 
     def start(self, run: RunFacts) -> None:
         """Start its thread."""
-        self._thread = threading.Thread(target=self._work, args=[run], name=f"tracker-{self._plan.name}", daemon=True)
+        self._thread = threading.Thread(target=self._work, args=[run], name=f"tracker-{self.plan.name}", daemon=True)
         self._thread.start()
 
     def put(self, row: tuple[int, dict[str, float], MetricsKind]) -> None:
@@ -112,22 +112,22 @@ class _Feed:
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._dropped:
             self.problems.append(f"{self._dropped} rows of metrics were dropped")
-            log.warning("the tracker %r was too slow: %d rows of metrics were dropped", self._plan.name, self._dropped)
+            log.warning("the tracker %r was too slow: %d rows of metrics were dropped", self.plan.name, self._dropped)
         if self._thread.is_alive():
-            abandoned.append(self._plan.name)
+            abandoned.append(self.plan.name)
             self.problems.append(f"it was left in `{self._doing}` when the run ended")
             left = max(0, self._waiting.qsize() - (self._doing != "finish"))  # the last that waits is the end
             log.warning(
                 "the tracker %r did not end in time and is left: it was in `%s`, and %d rows of metrics waited for it; "
                 "metrics.jsonl has them all",
-                self._plan.name,
+                self.plan.name,
                 self._doing,
                 left,
             )
 
     def _work(self, run: RunFacts) -> None:
         try:
-            tracker: Tracker = resolve(self._plan.tracker)(**from_environment(self._plan.arguments))
+            tracker: Tracker = resolve(self.plan.tracker)(**from_environment(self.plan.arguments))
             tracker.start(run)
             self._doing = "log"
             while not isinstance(row := self._waiting.get(), str):
@@ -139,7 +139,7 @@ class _Feed:
             log.warning(
                 "the tracker %r raised in `%s` and is not called again; the run goes on, and metrics.jsonl has its "
                 "metrics. %s: %s",
-                self._plan.name,
+                self.plan.name,
                 self._doing,
                 type(error).__name__,
                 error,
