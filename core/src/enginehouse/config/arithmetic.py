@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.config.device import visible_gpus
+from enginehouse.config.placement import gpus_needed
 from enginehouse.config.roles import beside, own_processes
 from enginehouse.data.rendering import TokenLimit
 from enginehouse.engines.model import positions
@@ -136,8 +137,7 @@ def check_placement(findings: Findings, config: Config, device: str, roles: Mapp
             "rollout.placement is colocated: each replica lives in a process of the actor, so rollout.replicas "
             f"({rollout}) has to equal actor.processes ({actor}); or set rollout.placement=separate"
         )
-    gpus = {name: role.processes * role.gpus for name, role in apart.items()}
-    check_cluster(findings, config.cluster, max(actor, rollout), gpus, device)
+    check_cluster(findings, config.cluster, max(actor, rollout), gpus_needed(roles), device)
     check_cores(findings, config.cluster, sum(role.processes for role in apart.values()), device)
 
 

@@ -21,7 +21,6 @@ from enginehouse.engines.options import EngineOptions, RolloutOptions, TrainOpti
 from enginehouse.errors import ConfigError, UserError, nearest
 from enginehouse.plugin import Backend, Placement, ResolveError, RolloutBackend, TrainBackend, Transport, resolve
 from enginehouse.plugin.capabilities import (
-    COLOCATES,
     CROSS_HOST,
     PROMPT_LOGPROBS,
     SAME_HOST,
@@ -123,56 +122,6 @@ def choose_interpreter(
             f"in {chosen.name} ({chosen.reason}); set cluster.launcher=ray"
         )
     return chosen
-
-
-def choose_colocation(
-    findings: Findings, config: Config, rollout: RolloutBackend | None, actor: Interpreter, replica: Interpreter
-) -> tuple[bool, str]:
-    """Whether the rollout lives in the actor's processes (`rollout.placement`), and, if not, why.
-
-    Args:
-        rollout: the rollout's backend; None after a problem.
-        actor: the actor's interpreter.
-        replica: the rollout's.
-    """
-    wanted = config.rollout.placement
-    if wanted == "separate":
-        return False, "rollout.placement says so"
-    same_python = actor.python == replica.python
-    able = rollout is None or COLOCATES in rollout.capabilities
-    if wanted == "auto":
-        why = ""
-        if config.train.staleness:
-            why = "train.staleness lets it draw while the actor trains"
-        elif config.cluster.launcher == "inline":
-            pass
-        elif not same_python:
-            why = "its environment is not the actor's"
-        elif not able:
-            why = "the engine wants a process of its own"
-        elif config.actor.processes != config.rollout.replicas:
-            why = f"rollout.replicas is {config.rollout.replicas}, actor.processes {config.actor.processes}"
-            findings.note(
-                f"{why}: the rollout gets processes of its own beside the actor's (rollout.placement=auto); "
-                f"rollout.replicas={config.actor.processes} would put it into the actor's"
-            )
-        return not why, why
-    if not same_python:
-        findings.refuse(
-            "rollout.placement is colocated: actor and rollout share processes, and a process has one interpreter, but "
-            f"the actor's runtime is {actor.name!r} and the rollout's {replica.name!r}; set rollout.placement=separate"
-        )
-    elif config.train.staleness:
-        findings.refuse(
-            f"train.staleness is {config.train.staleness}: responses are drawn while the actor trains, and with "
-            "rollout.placement=colocated both would be in the same processes; set rollout.placement=separate"
-        )
-    elif rollout is not None and not able:
-        findings.refuse(
-            f"rollout.placement is colocated, and backend {rollout.name!r} wants a process of its own (it lacks the "
-            f"capability {COLOCATES!r}); set rollout.placement=separate"
-        )
-    return True, ""
 
 
 def typed_options(

@@ -52,7 +52,7 @@ def outline_rl(
     return [
         ("model", _model(config.model, model)),
         ("actor", f"{_count(config.actor.processes, 'process')} of {_engine(config.actor.engine)}"),
-        ("rollout", _rollout(config, apart)),
+        ("rollout", _rollout(config, roles["rollout"], apart)),
         *([("evaluation", _evaluation(config, roles["evaluation"]))] if "evaluation" in roles else []),
         ("reference", _reference(config, roles.get("reference"), uses_reference)),
         *([("critic", _critic(config, roles["critic"]))] if "critic" in roles else []),
@@ -148,9 +148,11 @@ def _engine(engine: Engine) -> str:
     return f"{engine.backend} ({given})" if given else engine.backend
 
 
-def _rollout(config: Config, apart: str) -> str:
+def _rollout(config: Config, role: RolePlan, apart: str) -> str:
     rollout = config.rollout
     where = f"in processes of their own ({apart})" if apart else "in the actor's processes"
+    if role.devices_of:
+        where = f"taking turns with the {role.devices_of} on its devices ({apart})"
     return f"{_count(rollout.replicas, 'replica')} of {_engine(rollout.engine)}, {where}"
 
 

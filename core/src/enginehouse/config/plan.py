@@ -38,7 +38,6 @@ from enginehouse.config.backends import (
     check_servers,
     check_targets,
     check_value_head,
-    choose_colocation,
     choose_interpreter,
     choose_transport,
     find_backend,
@@ -52,6 +51,7 @@ from enginehouse.config.findings import Findings
 from enginehouse.config.functions import check_environment, extend_path, find_function
 from enginehouse.config.outline import Facts, outline_preferences, outline_rl, outline_sft
 from enginehouse.config.paths import check_run_directory, has_chat_template, read_model
+from enginehouse.config.placement import check_turns, choose_placement, gpus_needed
 from enginehouse.config.resume import check_resume
 from enginehouse.config.rewards import RewardPlan, is_reserved, key_of
 from enginehouse.config.roles import RolePlan, beside, own_processes
@@ -266,8 +266,13 @@ def plan(
     effect_check_every = check_capabilities(findings, config, rollout)
     actor_runs_in = setting.interpreter(train, config.actor.engine, actor_options, "actor")
     rollout_runs_in = setting.interpreter(rollout, config.rollout.engine, rollout_options, "rollout")
-    colocated, apart = choose_colocation(findings, config, rollout, actor_runs_in, rollout_runs_in)
-    transport, reason = choose_transport(findings, setting.plugins, config, train, rollout, setting.device, colocated)
+    gpus = gpus_of(rollout, rollout_options)
+    placement, apart = choose_placement(
+        findings, config, train, rollout, actor_runs_in, rollout_runs_in, setting.device, gpus
+    )
+    transport, reason = choose_transport(
+        findings, setting.plugins, config, train, rollout, setting.device, placement == "colocated"
+    )
     actor = setting.trained_role(config, actor_options, actor_runs_in)
     placed = {"actor": _Placed(train, actor)}
     setting.critic(config, placed, needs, critic_steps)
@@ -280,8 +285,9 @@ def plan(
         options=rollout_options,
         model=actor.model,
         processes=config.rollout.replicas,
-        shares="actor" if colocated else None,
-        gpus=gpus_of(rollout, rollout_options),
+        shares="actor" if placement == "colocated" else None,
+        devices_of="actor" if placement == "shared" else None,
+        gpus=gpus,
         interpreter=rollout_runs_in,
         transport=transport,
         effect_check_every=effect_check_every,
@@ -301,6 +307,7 @@ def plan(
     setting.check_models(config, placed, model)
     check_batches(findings, config, setting.plugins, roles)
     check_placement(findings, config, setting.device, roles)
+    check_turns(findings, roles, {name: one.backend for name, one in placed.items()}, setting.device)
     limit = check_lengths(findings, config, roles, model)
     check_evaluation(findings, config)
     check_positions(findings, config, roles, setting.models, limit)
@@ -549,8 +556,7 @@ class _Setting:
         findings, cluster, apart = self.findings, config.cluster, own_processes(roles)
         check_rows(findings, config)
         check_inline(findings, config, apart)
-        gpus = {name: role.processes * role.gpus for name, role in apart.items()}
-        check_cluster(findings, cluster, config.actor.processes, gpus, self.device)
+        check_cluster(findings, cluster, config.actor.processes, gpus_needed(roles), self.device)
         check_cores(findings, cluster, sum(role.processes for role in apart.values()), self.device)
 
     def critic(

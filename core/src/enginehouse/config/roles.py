@@ -23,6 +23,8 @@ class RolePlan:
         model: what it loads.
         processes: how many; of a rollout, each is a replica.
         shares: the role in whose processes it lives; None: in processes of its own.
+        devices_of: the role on whose devices its own processes are, with which it takes turns
+            (`enginehouse.rl.turns`); None: on devices of its own, or of the role that it shares processes with.
         gpus: GPUs of each of its own processes, where the run is on GPUs.
         interpreter: what its workers run under.
         trained: whether it has state to save: the loop updates it.
@@ -36,6 +38,7 @@ class RolePlan:
     model: ModelSpec
     processes: int
     shares: str | None = None
+    devices_of: str | None = None
     gpus: int = 1
     interpreter: Interpreter
     trained: bool = False

@@ -165,10 +165,11 @@ class Rollout(Section):
 
     engine: Engine = Field(default_factory=Engine)
     replicas: int = Field(default=1, gt=0, description="Engines, each with the whole model")
-    placement: Literal["auto", "colocated", "separate"] = Field(
+    placement: Literal["auto", "colocated", "shared", "separate"] = Field(
         default="auto",
-        description="In the actor's processes (replicas then equal actor.processes), or in processes of its own; auto: "
-        "colocated where it can be",
+        description="In the actor's processes (colocated; replicas then equal actor.processes), or in processes of its "
+        "own: on the actor's devices, taking turns with it (shared), or beside them (separate); auto: colocated where "
+        "it can be, else separate, and shared where there are too few GPUs for that",
     )
     samples_per_prompt: int = Field(default=8, gt=0, description="Responses drawn for each prompt of a step")
     sampling: Sampling = Field(default_factory=Sampling)

@@ -1,0 +1,157 @@
+"""Where the rollout runs: in the actor's processes, on its devices, or on devices of its own (`rollout.placement`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
+
+from enginehouse.config.device import visible_gpus
+from enginehouse.config.roles import own_processes
+from enginehouse.plugin.capabilities import COLOCATES, OFFLOAD, SLEEP
+
+if TYPE_CHECKING:
+    from enginehouse.config.findings import Findings
+    from enginehouse.config.roles import RolePlan
+    from enginehouse.config.schema import Config
+    from enginehouse.plugin import Backend, RolloutBackend, TrainBackend
+    from enginehouse.runtimes import Interpreter
+
+Placed = Literal["colocated", "shared", "separate"]
+
+
+def choose_placement(
+    findings: Findings,
+    config: Config,
+    train: TrainBackend | None,
+    rollout: RolloutBackend | None,
+    actor: Interpreter,
+    replica: Interpreter,
+    device: str,
+    gpus: int,
+) -> tuple[Placed, str]:
+    """Where the rollout runs, and, if not in the actor's processes, why.
+
+    Args:
+        train: the actor's backend; None after a problem.
+        rollout: the rollout's.
+        actor: the actor's interpreter.
+        replica: the rollout's.
+        device: torch device type of the run.
+        gpus: those of each replica, where the run is on GPUs.
+    """
+    wanted = config.rollout.placement
+    if wanted == "colocated":
+        _check_colocated(findings, config, rollout, actor, replica)
+        return wanted, ""
+    if wanted == "shared":
+        if why := _not_in_turns(config, train, rollout):
+            findings.refuse(f"rollout.placement is shared, where actor and rollout take turns: {why}")
+        return wanted, "rollout.placement says so"
+    if wanted == "separate":
+        return wanted, "rollout.placement says so"
+    if not (why := _apart(findings, config, rollout, actor, replica)):
+        return "colocated", ""
+    both = config.actor.processes + config.rollout.replicas * gpus
+    if device == "cuda" and not config.cluster.address and both > (there := visible_gpus()):
+        few = f"{there} visible GPU{'' if there == 1 else 's'}, and apart they would need {both}"
+        if not (refused := _not_in_turns(config, train, rollout)):
+            return "shared", f"{why}; {few}"
+        findings.note(f"{few}: they cannot take turns on them (rollout.placement=shared), as {refused}")
+    return "separate", why
+
+
+def _apart(
+    findings: Findings, config: Config, rollout: RolloutBackend | None, actor: Interpreter, replica: Interpreter
+) -> str:
+    """Why the rollout cannot live in the actor's processes, where the config leaves it open; empty if it can."""
+    if config.train.staleness:
+        return "train.staleness lets it draw while the actor trains"
+    if config.cluster.launcher == "inline":
+        return ""
+    if actor.python != replica.python:
+        return "its environment is not the actor's"
+    if rollout is not None and COLOCATES not in rollout.capabilities:
+        return "the engine wants a process of its own"
+    if config.actor.processes == config.rollout.replicas:
+        return ""
+    why = f"rollout.replicas is {config.rollout.replicas}, actor.processes {config.actor.processes}"
+    findings.note(
+        f"{why}: the rollout gets processes of its own beside the actor's (rollout.placement=auto); "
+        f"rollout.replicas={config.actor.processes} would put it into the actor's"
+    )
+    return why
+
+
+def _check_colocated(
+    findings: Findings, config: Config, rollout: RolloutBackend | None, actor: Interpreter, replica: Interpreter
+) -> None:
+    if actor.python != replica.python:
+        findings.refuse(
+            "rollout.placement is colocated: actor and rollout share processes, and a process has one interpreter, but "
+            f"the actor's runtime is {actor.name!r} and the rollout's {replica.name!r}; set rollout.placement=shared "
+            "or separate"
+        )
+    elif config.train.staleness:
+        findings.refuse(
+            f"train.staleness is {config.train.staleness}: responses are drawn while the actor trains, and with "
+            "rollout.placement=colocated both would be in the same processes; set rollout.placement=separate"
+        )
+    elif rollout is not None and COLOCATES not in rollout.capabilities:
+        findings.refuse(
+            f"rollout.placement is colocated, and backend {rollout.name!r} wants a process of its own (it lacks the "
+            f"capability {COLOCATES!r}); set rollout.placement=shared or separate"
+        )
+
+
+def _not_in_turns(config: Config, train: TrainBackend | None, rollout: RolloutBackend | None) -> str:
+    """Why actor and rollout cannot take turns on the same devices, and what to do about it; empty if they can."""
+    if config.train.staleness:
+        return (
+            f"train.staleness is {config.train.staleness}, and responses are drawn while the actor trains; set it to "
+            "0, or rollout.placement=separate"
+        )
+    if config.cluster.launcher == "inline":
+        return "an inline run has one process for both; set cluster.launcher=ray"
+    for record, capability in ((train, OFFLOAD), (rollout, SLEEP)):
+        if record is not None and capability not in record.capabilities:
+            return _lacks(record, capability)
+    return ""
+
+
+def _lacks(record: Backend, capability: str) -> str:
+    return (
+        f"backend {record.name!r} cannot give its memory up (it lacks the capability {capability!r}); set "
+        "rollout.placement=separate"
+    )
+
+
+def check_turns(
+    findings: Findings, roles: Mapping[str, RolePlan], backends: Mapping[str, Backend | None], device: str
+) -> None:
+    """Check that devices which are shared suffice, and that all that is on them can give its memory up.
+
+    Args:
+        roles: by name.
+        backends: records of the roles that are no rollouts; None after a problem.
+        device: torch device type of the run.
+    """
+    rollout = roles["rollout"]
+    if not (host := rollout.devices_of):
+        return
+    each, there = rollout.gpus, roles[host].processes
+    if device == "cuda" and rollout.processes * each > there:
+        fit = there // max(each, 1)
+        cure = f"set rollout.replicas={fit}" if fit else f"split them over fewer, or set {host}.processes={each}"
+        findings.refuse(
+            f"rollout.placement is shared: {rollout.processes} replicas need {rollout.processes * each} GPUs, and the "
+            f"{host} has {there} ({host}.processes); {cure}, or rollout.placement=separate"
+        )
+    for name, record in backends.items():
+        if roles[name].shares == host and record is not None and OFFLOAD not in record.capabilities:
+            findings.refuse(f"rollout.placement is shared, and so are the {name}'s devices: {_lacks(record, OFFLOAD)}")
+
+
+def gpus_needed(roles: Mapping[str, RolePlan]) -> dict[str, int]:
+    """GPUs of each role that has devices of its own."""
+    apart = own_processes(roles).items()
+    return {name: role.processes * role.gpus for name, role in apart if role.devices_of is None}
