@@ -90,7 +90,7 @@ def test_an_override_reaches_into_a_section_that_the_file_leaves_empty(tmp_path:
         ("run: {overwrite: maybe}", "run.overwrite (line 5): expected true or false, got the string 'maybe'"),
         ("rollout: {sampling: {stop: x}}", "rollout.sampling.stop (line 5): expected a list, got the string 'x'"),
         ("rollout: {sampling: {stop: [1]}}", "rollout.sampling.stop[0] (line 5): expected a string, got the number 1"),
-        ("rollout: {placement: near}", "expected one of 'auto', 'colocated', 'shared' or 'separate', got the string 'near'"),
+        ("rollout: {placement: near}", "one of 'auto', 'colocated', 'shared' or 'separate', got the string 'near'"),
         (
             "rollout: {sampling: {top_p: 1.5}}",
             "rollout.sampling.top_p (line 5): expected at most 1, got the number 1.5",

@@ -179,11 +179,18 @@ class RolloutEngine(Protocol):
         ...
 
     async def sleep(self, tags: tuple[str, ...] = ALL) -> None:
-        """Free accelerator memory: `"weights"`, `"kv_cache"`. Only with capability `sleep`."""
+        """Free accelerator memory: `"weights"`, `"kv_cache"`. Only with capability `sleep`.
+
+        Until all is awake `generate` raises; `health` answers. With `"weights"` what was served is gone: `weight_state`
+        has no version, and `generate` raises, until an update has brought weights again. What sleeps already goes on.
+
+        Raises:
+            EnginehouseError: a request is under way, or there is no such part.
+        """
         ...
 
     async def wake_up(self, tags: tuple[str, ...] = ALL) -> None:
-        """Take the memory back."""
+        """Take the memory back; nothing to do for what is awake. An update needs the weights awake, not the cache."""
         ...
 
     async def start_weight_update(self, update: WeightUpdate) -> None:

@@ -257,7 +257,10 @@ class OffloadsState(Protocol):
     """Capability `offload`."""
 
     def offload(self, tags: tuple[str, ...] = ALL) -> None:
-        """Move `"params"`, `"grads"`, `"optimizer"` to host memory; the accelerator's is free when this returns."""
+        """Put `"params"`, `"grads"`, `"optimizer"` away; the accelerator's memory is free when this returns.
+
+        What is away is not used, saved or loaded: whatever needs it raises.
+        """
         ...
 
     def onload(self, tags: tuple[str, ...] = ALL) -> None:

@@ -198,12 +198,12 @@ class WeightState:
     """What a replica says it serves.
 
     Attributes:
-        version: weight version.
+        version: weight version; None: there are no weights, since the engine slept (`RolloutEngine.sleep`).
         checksums: `checksum` of each parameter as served, by Hugging Face name. Empty where an engine cannot
             read its weights back in that form (capability `weight_checksums` not declared).
     """
 
-    version: int
+    version: int | None
     checksums: Mapping[str, str] = field(default_factory=dict)
 
 

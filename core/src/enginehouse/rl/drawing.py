@@ -87,6 +87,11 @@ class Drawing:
                     state.task.cancel()
         await self._engine.abort(ids)
 
+    async def idle(self) -> None:
+        """Return once nothing is under way, of what was begun before this was called."""
+        if under_way := [state.task for state in self._requests.values()]:
+            await asyncio.wait(under_way)
+
     def hand_over(self, requests: Sequence[GenerateRequest]) -> None:
         """Draw requests whose ends are to be asked for (`ended`)."""
         for request in requests:

@@ -18,6 +18,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -162,6 +163,7 @@ class RolloutFleet:
         self._closing = threading.Event()
         self._hurried = False
         self._catching_up = self._held = False
+        self._launches_allowed, self._launching = True, 0
         self._router: Router | None = None
         self._numbers = itertools.count()
         self._loop = EventLoop()
@@ -260,6 +262,58 @@ class RolloutFleet:
     def _call_all(self, members: Members, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
         return members.call(method, *args, timeout=timeout).result()
 
+    # Memory, where others use the devices too; see `enginehouse.rl.turns`
+
+    @property
+    def serves(self) -> bool:
+        """Whether a replica takes requests."""
+        return any(replica.state == "serving" for replica in self._replicas)
+
+    def sleep(self, tags: tuple[str, ...]) -> list[int | None]:
+        """Have every replica that lives free memory, whatever it is at; see `RolloutWorker.sleep`.
+
+        Raises:
+            ReplicasLost: none lives.
+        """
+        return self._call_living("sleep", tags)
+
+    def wake_up(self, tags: tuple[str, ...]) -> None:
+        """Have every replica that lives take memory back. Raises as `sleep`."""
+        self._call_living("wake_up", tags)
+
+    def abort(self) -> None:
+        """End all that replicas draw."""
+        self._call_living("abort")
+
+    def _call_living(self, method: str, *args: Any) -> list[Any]:
+        """Call every replica that lives; None stands for one that is lost by it."""
+        living = self._living()
+        if not living.members:  # one may be coming back
+            return []
+        return living.call(method, *args, leave_out_lost=True).result()
+
+    def allow_launches(self, allowed: bool) -> None:
+        """Whether replicas that are started again may start their engines, which fills their devices. Else they wait;
+        those that have begun are waited for, and where none lives, none waits."""
+        with self._change:
+            self._launches_allowed = allowed
+            self._change.notify_all()
+            while not allowed and self._launching and not self._closing.is_set():
+                self._change.wait(LOOK_SECONDS)
+
+    @contextmanager
+    def _launch_allowed(self) -> Iterator[None]:
+        with self._change:
+            while not (self._launches_allowed or self._closing.is_set() or not self._living().members):
+                self._change.wait(LOOK_SECONDS)
+            self._launching += 1
+        try:
+            yield
+        finally:
+            with self._change:
+                self._launching -= 1
+                self._change.notify_all()
+
     # Drawing
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -286,8 +340,16 @@ class RolloutFleet:
         return self._routed().submit(next(self._numbers), request, ended)
 
     def hold(self) -> None:
-        """Keep requests back until the next weight version is served (`confirmed`)."""
+        """Keep requests back until the next weight version is served (`confirmed`), or `release`: from when this
+        returns, none goes to a replica."""
         self._held = True
+        if (router := self._router) is not None and not router.loop.is_closed():
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), router.loop).result()  # its turn under way has ended
+
+    def release(self) -> None:
+        """Let requests go to replicas again."""
+        self._held = False
+        self._tell()
 
     def forget(self, flight: Flight) -> None:
         """Nobody waits for a request any more: it ends, wherever it is."""
@@ -547,7 +609,8 @@ class RolloutFleet:
                 replica.group.restart()
                 if self._closing.is_set():
                     return
-                replica.group.call("launch", timeout=self._start_timeout)
+                with self._launch_allowed():
+                    replica.group.call("launch", timeout=self._start_timeout)
             except Exception as error:
                 if not self._closing.is_set():
                     replica.death = f"its restart failed: {first_line(error)}"

@@ -22,6 +22,7 @@ from enginehouse.errors import SaveError, first_line
 from enginehouse.plugin import capabilities, plugins
 from enginehouse.rl.checkpoint_writer import CheckpointWriter, LoopState, seconds_left, writing
 from enginehouse.rl.stalls import Stalls
+from enginehouse.rl.turns import PARAMS
 
 if TYPE_CHECKING:
     from enginehouse.checkpoints import Checkpoint
@@ -195,7 +196,8 @@ class Loop(ABC):
     def _export(self, step: int, saved: Callable[[Path], Path], timeout: float | None = None) -> None:
         staged = self.run_directory.model_path(step)
         with writing(f"the model of step {step}", staged):
-            self.roles.actor.call("export_hf", str(staged), timeout=timeout)
+            with self.roles.turns.on_devices(PARAMS):
+                self.roles.actor.call("export_hf", str(staged), timeout=timeout)
             place = saved(staged)
         self._saved(step, place, "model")
 
@@ -254,7 +256,7 @@ class Loop(ABC):
             if state is None or state.step != step:
                 log.warning("no checkpoint of step %d: it did not train the actor by `Loop.update`", step)
                 return
-            with self.clock.phase("checkpoint"):
+            with self.clock.phase("checkpoint"), self.roles.turns.on_devices():
                 self.checkpoint_writer.begin(state)
         self.checkpoint_writer.publish_if_written()
 
@@ -265,6 +267,7 @@ class Loop(ABC):
         if ray_access.lost:
             ray_access.carry_on()
             seconds = min(self._grace, LOST_SECONDS)
+        self.roles.turns.end()
         try:
             save(seconds, error)
         except KeyboardInterrupt:  # of a run that failed: what is left to save is saved all the same

@@ -15,6 +15,7 @@ from enginehouse.config.schema import Config
 from enginehouse.controller import Balanced, ResourcePool, WorkerGroup, WorkerSpec, colocate, start_ray
 from enginehouse.rl.fleet import RolloutFleet
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
+from enginehouse.rl.turns import PARAMS, Turns
 from enginehouse.weights.buckets import BUCKET_BYTES
 from enginehouse.weights.sync import WeightSync
 
@@ -38,12 +39,14 @@ class Roles:
         plans: what was planned for each, by name.
         groups: what plays those that compute.
         fleets: what plays those that generate.
+        turns: who has the devices, where roles share some.
         weights: brings the actor's weights to the rollout; None where nothing generates.
     """
 
     plans: Mapping[str, RolePlan]
     groups: Mapping[str, WorkerGroup]
     fleets: Mapping[str, RolloutFleet]
+    turns: Turns
     weights: WeightSync | None = None
 
     @property
@@ -84,7 +87,8 @@ class Roles:
         if (plan := self.plans.get("evaluation")) is None:
             return self.rollout
         fleet = self.fleets["evaluation"]
-        self.sync.serve_on(fleet, plan.transport or "", check=plan.effect_check_every > 0)
+        with self.turns.on_devices(PARAMS):
+            self.sync.serve_on(fleet, plan.transport or "", check=plan.effect_check_every > 0)
         return fleet
 
 
@@ -112,11 +116,17 @@ def place(plan: RunPlan, probe: Sequence[Sequence[int]] = ()) -> Iterator[Roles]
                 fleets[name] = RolloutFleet.over(started.pop(name))
                 stack.callback(fleets[name].shutdown)
         tokens_stay = isinstance(plan.config, Config) and plan.config.environment.processes > 0
-        for fleet in fleets.values():
+        turns = Turns.of(plan.roles, started, fleets)
+        turns.start()
+        for name, fleet in fleets.items():
             fleet.tokens_stay = tokens_stay
-            fleet.launch()
-        sync = _connected(plan, started["actor"], fleets["rollout"], probe, stack) if "rollout" in fleets else None
-        yield Roles(plan.roles, started, fleets, sync)
+            if plan.roles[name].devices_of is None:
+                fleet.launch()
+        sync = None
+        if "rollout" in fleets:
+            sync = _connected(plan, started["actor"], fleets["rollout"], probe, stack)
+            turns.have_part_in(sync)
+        yield Roles(plan.roles, started, fleets, turns, sync)
 
 
 def _connected(

@@ -43,6 +43,7 @@ from enginehouse.plugin.references import lacking
 from enginehouse.plugin.requirements import installed_versions
 from enginehouse.rl.columns import Answer, Requests, assemble
 from enginehouse.rl.drawing import Drawing
+from enginehouse.rl.footprint import freed_bytes, freed_bytes_of
 from enginehouse.rl.generation import make_requests, seeded_requests
 from enginehouse.rl.sequence_scores import VALUES, with_end
 from enginehouse.runtimes import CURRENT, RUNTIME_VARIABLE
@@ -192,9 +193,11 @@ class TrainWorker(Worker):
         self._offering(capabilities.OFFLOAD).onload(tags)
 
     @register
-    def offload(self, tags: tuple[str, ...] = ALL) -> None:
-        """Move state to host memory; see `OffloadsState.offload`."""
-        self._offering(capabilities.OFFLOAD).offload(tags)
+    def offload(self, tags: tuple[str, ...] = ALL) -> int | None:
+        """Move state to host memory; see `OffloadsState.offload`. Returns the bytes that were freed, where it can be
+        told."""
+        engine = self._offering(capabilities.OFFLOAD)
+        return freed_bytes(self.context.device, lambda: engine.offload(tags))
 
     @register
     def save(self, path: str, what: tuple[str, ...] = ALL) -> None:
@@ -444,9 +447,11 @@ class RolloutWorker(Worker):
         await self.drawing.abort(ids)
 
     @register
-    async def sleep(self, tags: tuple[str, ...] = ALL) -> None:
-        """See `RolloutEngine.sleep`."""
-        await self.engine.sleep(tags)
+    async def sleep(self, tags: tuple[str, ...] = ALL) -> int | None:
+        """See `RolloutEngine.sleep`; requests that came before it end first. Returns the bytes that were freed, where it
+        can be told."""
+        await self.drawing.idle()
+        return await freed_bytes_of(self.context.device, self.engine.sleep(tags))
 
     @register
     async def wake_up(self, tags: tuple[str, ...] = ALL) -> None:

@@ -43,6 +43,7 @@ from enginehouse.rl.schedule import Schedule
 from enginehouse.rl.sequence_scores import VALUES
 from enginehouse.rl.stalls import Stalls
 from enginehouse.rl.tasks import Tasks
+from enginehouse.rl.turns import PARAMS
 from enginehouse.rl.validation import Validation
 
 if TYPE_CHECKING:
@@ -150,6 +151,7 @@ class Trainer(Loop):
         phase = self.clock.phase
         with self.roles.sync.trainer_idle():
             samples = self.take(step)
+        self.roles.turns.train()
         with phase("reward"):  # not before: who catches a replica up calls the same workers from another thread
             samples = self.with_model_scores(samples)
         values = self.begin_values(samples)
@@ -219,7 +221,8 @@ class Trainer(Loop):
         """
         if (group := self.roles.groups.get("reward_model")) is None or not len(samples):
             return samples
-        scores = group.score_rows(Balanced(samples.select(["input_ids"]), by="input_ids")).column("score")
+        with self.roles.turns.on_devices(PARAMS):
+            scores = group.score_rows(Balanced(samples.select(["input_ids"]), by="input_ids")).column("score")
         if not scores.isfinite().all():
             row = int((~scores.isfinite()).nonzero()[0])
             raise RewardError(f"the reward model's score of sample {row} of the step is {scores[row].item()}")
@@ -331,11 +334,12 @@ class Trainer(Loop):
     def sync_weights(self) -> dict[str, float]:
         """Bring the actor's weights to every rollout replica, verified."""
         self.version += 1
+        self.roles.turns.wake_weights()
         report = self.roles.sync.sync(self.version, "keep" if self.config.train.staleness else "wait")
         plugins().observe("weights_updated", run=self, version=report.version, seconds=report.seconds)
         mib = {"": report.nbytes, "_moved": report.bytes_moved, "_minimum": report.bytes_minimum}
         metrics = {f"weights/mib{name}": None if nbytes is None else nbytes / 2**20 for name, nbytes in mib.items()}
-        metrics |= {"weights/effect": report.effect, "weights/taken": report.taken}
+        metrics |= {"weights/effect": report.effect, "weights/taken": report.taken, **self.roles.turns.metrics()}
         return {name: value for name, value in metrics.items() if value is not None}
 
     def validate(self, step: int) -> None:

@@ -27,7 +27,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -115,7 +115,13 @@ class WeightSync:
             with replicas that cannot be read back at every update that changes weights, whatever the number; 0 never.
         effect_tolerance: largest mean absolute difference of logprobs, in nats.
         probe: token sequences for the effect check; sequences of less than two tokens have nothing to compare.
+
+    Attributes:
+        hand_over: called within an update once the trainer is not needed any more, and before replicas compute
+            anything: where both use the same devices.
     """
+
+    hand_over: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -228,9 +234,7 @@ class WeightSync:
                 staged = True
                 blind = self._commit(version, sent)
                 changed = self._served is not None and sent != self._served[1]
-                effect, taken = (
-                    self._check_effect(version, sent) if self._effect_is_due(changed, blind) else (None, None)
-                )
+                effect, taken = self._finish(version, sent, self._effect_is_due(changed, blind))
                 self._resume(version, self._replicas)
                 break
             except BaseException as error:
@@ -291,8 +295,7 @@ class WeightSync:
             sent = self._transfer(version, "wait")
             compare_checksums(sums, sent, f"the trainer, whose weights are not those of version {version} any more,")
             self._commit(version, sent)
-            if check and self._probe:
-                self._check_effect(version, sent)
+            self._finish(version, sent, check and bool(self._probe))
             self._resume(version, replicas)
             self._await_resumption()
         except BaseException as error:
@@ -388,14 +391,31 @@ class WeightSync:
         except Exception as error:
             raise _explained(error, f"not every replica resumed after weight update {version}") from error
 
-    def _check_effect(self, version: int, sums: Mapping[str, str]) -> tuple[float, float | None]:
-        """Score the probe on both sides; returns the largest mean difference of a replica, and what the least took."""
+    def _finish(self, version: int, sums: Mapping[str, str], checked: bool) -> tuple[float | None, float | None]:
+        """What comes of an update once it is served: the check of its effect, where there is one, and the handing over.
+
+        Returns:
+            What `_check_effect` does; None for what is not checked.
+        """
         from enginehouse.data import Batch, Ragged
         from enginehouse.engines.train import Outputs
 
-        scoring = self._call_remaining("score", self._probe)
-        computing = self._begin(self._train, "forward", Batch({"input_ids": Ragged.from_list(self._probe)}), Outputs())
-        scored = _await_both(scoring, computing)
+        computing: Future | Gathered | None = None
+        if checked:
+            probe = Batch({"input_ids": Ragged.from_list(self._probe)})
+            computing = self._begin(self._train, "forward", probe, Outputs())
+        if self.hand_over is not None:
+            if computing is not None:
+                computing.result()
+            self.hand_over()
+        return (None, None) if computing is None else self._check_effect(version, sums, computing)
+
+    def _check_effect(
+        self, version: int, sums: Mapping[str, str], computing: Future | Gathered
+    ) -> tuple[float, float | None]:
+        """Have the replicas score the probe, as the trainer does; returns the largest mean difference of a replica, and
+        what the least took."""
+        scored = _await_both(self._call_remaining("score", self._probe), computing)
         computed: Any = computing.result()
         column = computed["logprobs"]
         expected = [column[row].tolist() for row in range(len(self._probe))]

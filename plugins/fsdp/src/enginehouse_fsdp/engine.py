@@ -16,19 +16,19 @@ from enginehouse.weights.names import stored_names, unique_state
 from enginehouse_fsdp import adapters
 from enginehouse_fsdp.axes import axis_sizes
 from enginehouse_fsdp.context_parallel import split_sequences
-from enginehouse_fsdp.offloading import HOST, TAGS, Offloading
 from enginehouse_fsdp.optimizer import ShardedAdamW
 from enginehouse_fsdp.sharding import context_group, device_mesh, forget_meshes, reshard, sharded_model
 from enginehouse_fsdp.weights import ShardedWeights
 from enginehouse_torch.modeling import checkpoint, export
 from enginehouse_torch.modeling.files import parts_of
 from enginehouse_torch.modeling.memory import MemoryGuard
+from enginehouse_torch.modeling.offloading import TAGS, Offloading, Tag
 from enginehouse_torch.modeling.ranks import Ranks, device_of
 from enginehouse_torch.modeling.schedule import learning_rate
 from enginehouse_torch.modeling.token_model import TokenModel
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from enginehouse.data import Batch
     from enginehouse.engines.model import ModelSpec, ProcessContext
@@ -75,7 +75,7 @@ class FSDPEngine:
         with self._memory.during("building and loading the model"):
             self._model = sharded_model(model, options, self._axes, device)
         adapters.lr_factors_of(self._trained(), options)
-        self._offloading = Offloading(self._model, HOST if options.cpu_offload else device, str(context))
+        self._offloading = Offloading(self._state_by_tag, device, str(context))
         self._stored = stored_names(Path(model.path))
         self._token_model = TokenModel(
             self._model,
@@ -138,12 +138,13 @@ class FSDPEngine:
     # Memory
 
     def offload(self, tags: tuple[str, ...] = ALL) -> None:
-        """Move `"params"`, `"grads"`, `"optimizer"` to host memory. There they are not used, but saved and loaded.
+        """Put `"params"`, `"grads"`, `"optimizer"` away; see `Offloading`. What `cpu_offload` keeps on a GPU's host
+        stays there.
 
         Raises:
-            EnginehouseError: a tag is unknown.
+            EnginehouseError: a tag is unknown, or there is no room.
         """
-        self._offloading.offload(tags, self._optimizer)
+        self._offloading.offload(tags)
 
     def onload(self, tags: tuple[str, ...] = ALL) -> None:
         """Bring back what `offload` moved away.
@@ -152,7 +153,13 @@ class FSDPEngine:
             EnginehouseError: a tag is unknown.
         """
         with self._memory.during("bringing back what was offloaded"):
-            self._offloading.onload(tags, self._optimizer)
+            self._offloading.onload(tags)
+
+    def _state_by_tag(self) -> dict[Tag, Iterable[torch.Tensor]]:
+        parameters = list(self._model.parameters())
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        moments = () if self._optimizer is None else self._optimizer.state().values()
+        return {"params": parameters, "grads": gradients, "optimizer": moments}
 
     # Weights and files
 
@@ -202,6 +209,7 @@ class FSDPEngine:
 
     def _train_state(self, what: tuple[str, ...]) -> checkpoint.TrainState:
         """The live tensors of the parts of a checkpoint."""
+        self._offloading.need(*TAGS, to="save or load")
         parts = parts_of(what)
         model = unique_state(self._model, self._stored)
         if self._options.lora is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -109,12 +109,6 @@ class ShardedAdamW:
         self.step_number = step_number
         for parameter in self._parameters.values():
             self._adamw.state[parameter]["step"].fill_(float(step_number))
-
-    def move(self, moved: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Put what `moved` gives for each tensor of the state in its place; nothing else refers to the old one."""
-        for state in self._adamw.state.values():
-            for name, tensor in state.items():
-                state[name] = moved(tensor)
 
 
 def _by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:

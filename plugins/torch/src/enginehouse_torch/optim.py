@@ -63,8 +63,8 @@ class FlatAdamW:
             ends[factors[name]] = size
         self._values = torch.zeros(size, device=device)
         # One element more than the gradients: what the loss counted, so that one all-reduce carries both.
-        self._sums = torch.zeros(size + 1, device=device)
-        self._gradients = self._sums[:size]
+        self.sums = torch.zeros(size + 1, device=device)
+        self._gradients = self.sums[:size]
         self._half: list[torch.Tensor] = [p for p in self._parameters.values() if p.dtype != torch.float32]
         with torch.no_grad():
             for name, parameter in self._parameters.items():
@@ -97,7 +97,7 @@ class FlatAdamW:
 
     def count(self, weight: float) -> None:
         """Add to what the accumulated loss counts: the gradient of a step is divided by the sum over all ranks."""
-        self._sums[-1] += weight
+        self.sums[-1] += weight
 
     def step(self) -> dict[str, float]:
         """Sum over ranks, normalise, clip, step, zero; collective.
@@ -111,10 +111,10 @@ class FlatAdamW:
             NonFiniteWeights: the step left weights that are not finite, the same ones on every rank.
         """
         if self.world_size > 1:
-            for part in self._sums.split(ALL_REDUCE_ELEMENTS):
+            for part in self.sums.split(ALL_REDUCE_ELEMENTS):
                 dist.all_reduce(part)
         lr = learning_rate(self.step_number, self.options)
-        norm, weight = torch.stack((_norm(self._gradients), self._sums[-1])).tolist()
+        norm, weight = torch.stack((_norm(self._gradients), self.sums[-1])).tolist()
         norm = norm / weight if weight else 0.0
         finite = weight > 0 and norm < float("inf")  # False for nan
         figures = {"grad_norm": norm, "lr": lr, "skipped": 0.0 if finite else 1.0}
@@ -128,7 +128,7 @@ class FlatAdamW:
                 lost = not_finite({name: self._view(self._values, name) for name in self._parameters})
                 raise weights_lost(lost, self.step_number, figures)
             self.publish()
-        self._sums.zero_()
+        self.sums.zero_()
         return figures
 
     def publish(self) -> None:
@@ -156,6 +156,13 @@ class FlatAdamW:
                 moment = self._adamw.state[flats[group]][kind]
                 found[f"{kind}.{name}"] = moment[start : start + size].view(parameter.shape)
         return found
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that it holds but the gradients, and what they were summed up to (`sums`)."""
+        return [
+            self._values,
+            *(self._adamw.state[flat][kind] for flat in self._flats() for kind in self._adamw.state[flat]),
+        ]
 
     def restored(self, step_number: int) -> None:
         """Go on from `step_number` after the tensors of `state()` were overwritten."""

@@ -10,13 +10,14 @@ import torch
 
 from enginehouse.engines.model import ModelSpec, ProcessContext, end_ids, positions
 from enginehouse.engines.rollout import Endpoint, GenerateRequest, GenerateResult, Health, PauseMode
+from enginehouse.engines.sleep import check_awake, check_weights_awake, sleeping
 from enginehouse.engines.train import ALL
 from enginehouse.engines.weights import WeightChunk, WeightState, WeightUpdate
 from enginehouse.errors import EnginehouseError, ModelError
 from enginehouse_torch.decode_loop import DecodeLoop, RolloutEngineFailed
 from enginehouse_torch.forward import choose_forward
 from enginehouse_torch.modeling.loading import load_model
-from enginehouse_torch.modeling.memory import keep_freed_memory
+from enginehouse_torch.modeling.memory import give_back_freed_memory, keep_freed_memory
 from enginehouse_torch.modeling.ranks import device_of
 from enginehouse_torch.options import TorchRolloutOptions
 from enginehouse_torch.requests import Pending
@@ -51,6 +52,7 @@ class TorchRolloutEngine:
         self._loop: DecodeLoop | None = None
         self._arrivals: list[tuple[Pending, asyncio.Future[GenerateResult]]] = []
         self.forward_name = ""
+        self._asleep: frozenset[str] = frozenset()
         self._text_of: Callable[[list[int]], str] | None = None
 
     @property
@@ -105,6 +107,7 @@ class TorchRolloutEngine:
         """
         loop = self.loop
         loop.check()
+        check_awake(self._asleep, self._weights.is_lost)
         pending = Pending(request, self._vocabulary, self._max_model_tokens)
         if request.sampling.stop:
             pending.text_of = await self._tokenizer()
@@ -141,12 +144,30 @@ class TorchRolloutEngine:
         await self.loop.resume()
 
     async def sleep(self, tags: tuple[str, ...] = ALL) -> None:
-        """Not offered: the capability `sleep` is not declared."""
-        raise EnginehouseError("the torch rollout engine does not declare the capability 'sleep'")
+        """See the protocol; the host's memory is freed too."""
+        self._hand_over()
+        asleep = sleeping(tags)
+
+        def free() -> None:
+            if running := self.loop.running + self.loop.waiting:
+                raise EnginehouseError(f"the torch rollout engine cannot sleep while {running} requests are under way")
+            if "weights" in asleep - self._asleep:
+                self._weights.forget()
+            self._asleep |= asleep
+            give_back_freed_memory()
+
+        await self.loop.call(free)
 
     async def wake_up(self, tags: tuple[str, ...] = ALL) -> None:
-        """Not offered: the capability `sleep` is not declared."""
-        raise EnginehouseError("the torch rollout engine does not declare the capability 'sleep'")
+        """See the protocol."""
+        awake = sleeping(tags)
+
+        def take_back() -> None:
+            if "weights" in awake & self._asleep:
+                self._weights.make_room()
+            self._asleep -= awake
+
+        await self.loop.call(take_back)
 
     async def start_weight_update(self, update: WeightUpdate) -> None:
         """See the protocol. An update that was started and not finished is thrown away.
@@ -155,6 +176,7 @@ class TorchRolloutEngine:
             WeightSyncError: the version is not newer than the one served, or a parameter does not fit the model.
         """
         self.loop.check()
+        check_weights_awake(self._asleep)
         self._weights.start(update)
 
     async def update_weights(self, chunk: WeightChunk) -> None:

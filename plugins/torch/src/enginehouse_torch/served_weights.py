@@ -13,6 +13,7 @@ from enginehouse.weights.checksums import checksum
 from enginehouse.weights.form import ModelForm
 from enginehouse.weights.names import stored_names, tied_names, unique_state
 from enginehouse.weights.staged_update import StagedUpdate
+from enginehouse_torch.modeling.offloading import give_up, storages, take_back
 from enginehouse_torch.modeling.stored import StoredForm
 
 if TYPE_CHECKING:
@@ -57,6 +58,9 @@ class ServedWeights(StagedUpdate[StagedTensors]):
 
     A tied parameter has one name here, the one it has in the checkpoint, so that the tie holds whatever is staged.
 
+    Attributes:
+        is_lost: whether there are no weights since `forget`: no update has brought any.
+
     Args:
         model: its tensors are overwritten in place by `commit`, and only there.
         path: directory it was loaded from.
@@ -72,6 +76,24 @@ class ServedWeights(StagedUpdate[StagedTensors]):
         self._on_cpu = model.device.type == "cpu"
         self._room: dict[str, torch.Tensor] = {}  # on a CPU, where fresh memory is five times as slow: kept for staging
         self._checksums: dict[str, str] = {}
+        self._device = model.device
+        self.is_lost = False
+
+    def forget(self) -> None:
+        """Give up the memory of what is served, which is lost."""
+        self.discard()
+        self._room, self._checksums, self.is_lost = {}, {}, True
+        held = storages(self._parameters.values(), self._device).values()
+        self._sizes = [(storage, storage.nbytes()) for storage in held]
+        for storage in held:
+            give_up(storage)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def make_room(self) -> None:
+        """Take the memory back; what is in it comes by an update."""
+        for storage, nbytes in self._sizes:
+            take_back(storage, nbytes)
 
     def _model_form(self) -> ModelForm:
         return self._form
@@ -91,14 +113,17 @@ class ServedWeights(StagedUpdate[StagedTensors]):
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 parameter.copy_(staged.arrived[name])
-        self.version = version
+        self.version, self.is_lost = version, False
         self._checksums = {}
         self.discard()
         if self._on_cpu:
             self._room = staged.room
 
     def state(self) -> WeightState:
-        """Version and checksums of the parameters themselves, as the forward pass reads them."""
+        """Version and checksums of the parameters themselves, as the forward pass reads them; no version and none where
+        they are lost."""
+        if self.is_lost:
+            return WeightState(None)
         if not self._checksums:
             self._checksums = {name: checksum(parameter) for name, parameter in self._parameters.items()}
         return WeightState(self.version, dict(self._checksums))

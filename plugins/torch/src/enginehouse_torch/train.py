@@ -7,6 +7,7 @@ same whoever computes them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from enginehouse_torch.modeling.export import write_companions
 from enginehouse_torch.modeling.files import parts_of
 from enginehouse_torch.modeling.loading import load_model
 from enginehouse_torch.modeling.memory import MemoryGuard, keep_freed_memory
+from enginehouse_torch.modeling.offloading import TAGS, Offloading, Tag
 from enginehouse_torch.modeling.ranks import Ranks, device_of
 from enginehouse_torch.modeling.schedule import learning_rate, lr_factors
 from enginehouse_torch.modeling.token_model import TokenModel
@@ -80,6 +82,7 @@ class TorchTrainEngine:
             during=self._memory.during,
         )
         self._optimizer: FlatAdamW | None = None
+        self._offloading = Offloading(self._state_by_tag, self._model.device, str(context))
 
     # Computing
 
@@ -88,11 +91,13 @@ class TorchTrainEngine:
 
         Where the batch has a `loss_mask`, only for the tokens it marks; all others are 0.
         """
+        self._offloading.need("params", to="compute")
         with self._memory.during(f"computing outputs of {len(batch)} rows"):
             return self._token_model.forward(batch, outputs)
 
     def forward_backward(self, batch: Batch, loss: LossSpec) -> Metrics:
         """Accumulate the gradient of `loss`, which is computed from the tokens of `loss_mask` alone."""
+        self._offloading.need("params", "grads", to="train")
         with self._memory.during(f"computing gradients of {len(batch)} rows"):
             optimizer = self._built_optimizer()
             metrics, weight = self._token_model.forward_backward(batch, loss)
@@ -101,6 +106,7 @@ class TorchTrainEngine:
 
     def optim_step(self) -> Metrics:
         """Reduce gradients over the ranks and take one AdamW step; see `FlatAdamW.step`."""
+        self._offloading.need(*TAGS, to="take a step")
         with self._memory.during("taking an optimizer step"):
             return self._built_optimizer().step()
 
@@ -113,10 +119,37 @@ class TorchTrainEngine:
     def _trained(self) -> dict[str, torch.nn.Parameter]:
         return {name: p for name, p in self._model.named_parameters() if p.requires_grad}
 
+    # Memory
+
+    def offload(self, tags: tuple[str, ...] = ALL) -> None:
+        """Put `"params"`, `"grads"`, `"optimizer"` away; see `Offloading`.
+
+        Raises:
+            EnginehouseError: a tag is unknown, or there is no room.
+        """
+        self._offloading.offload(tags)
+
+    def onload(self, tags: tuple[str, ...] = ALL) -> None:
+        """Bring back what `offload` put away.
+
+        Raises:
+            EnginehouseError: a tag is unknown.
+        """
+        with self._memory.during("bringing back what was offloaded"):
+            self._offloading.onload(tags)
+
+    def _state_by_tag(self) -> dict[Tag, Iterable[torch.Tensor]]:
+        parameters, optimizer = list(self._model.parameters()), self._optimizer
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if optimizer is None:
+            return {"params": parameters, "grads": gradients, "optimizer": ()}
+        return {"params": parameters, "grads": [*gradients, optimizer.sums], "optimizer": optimizer.tensors()}
+
     # Weights and files
 
     def weight_source(self) -> ReplicatedWeights:
         """The live weights under their Hugging Face names, tied ones once; every rank holds all of them."""
+        self._offloading.need("params", to="give weights")
         return ReplicatedWeights(self._model, self._stored)
 
     def save(self, path: str, what: tuple[str, ...] = ALL) -> None:
@@ -141,6 +174,7 @@ class TorchTrainEngine:
 
     def _train_state(self, what: tuple[str, ...]) -> checkpoint.TrainState:
         """The live tensors of the parts of a checkpoint: of a half-precision parameter its float32 copy."""
+        self._offloading.need(*TAGS, to="save or load")
         parts = parts_of(what)
         optimizer = self._built_optimizer() if "optimizer" in parts else self._optimizer
         model = None
@@ -155,6 +189,8 @@ class TorchTrainEngine:
 
     def export_hf(self, path: str) -> None:
         """Write a Hugging Face directory, with the tokenizer of the directory the model came from; collective."""
+
+        self._offloading.need("params", to="export the model")
 
         def write() -> None:
             directory = Path(path)
@@ -174,5 +210,5 @@ class TorchTrainEngine:
     def shutdown(self) -> None:
         """Release the model and leave the process group."""
         self._optimizer = None
-        del self._model, self._token_model
+        del self._model, self._token_model, self._offloading
         self._ranks.leave()

@@ -17,6 +17,7 @@ from enginehouse.plugin import capabilities
 from enginehouse_testing.check import PROTOCOL, Measured, RolloutCheck, wrong
 from enginehouse_testing.checks.rollout.control import GREEDY, LONG, PROMPT
 from enginehouse_testing.checks.rollout.reference import LOGPROB_TOLERANCE, of_one, serves
+from enginehouse_testing.comparison import larger
 from enginehouse_testing.models import CHARACTERS, SPECIAL_TOKENS
 from enginehouse_testing.replica import WAIT_SECONDS, Drawn, Replica, end_this_process, soon
 
@@ -25,13 +26,45 @@ PROCESS_SECONDS = 30.0
 LOST = "model.layers.1.mlp.up_proj.weight"
 
 
-async def _sleep(replica: Replica) -> list[Drawn]:
-    drawn = []
-    for tags in (ALL, ("kv_cache",)):
-        await soon(replica.engine.sleep(tags))
-        await soon(replica.engine.wake_up(tags))
+async def _sleep(replica: Replica) -> tuple[list[Drawn], list[str]]:
+    """What is drawn with the model's own weights, after the cache slept, and with those of an update after all slept,
+    twice; and what else went wrong."""
+    engine, drawn, said = replica.engine, list[Drawn](), list[str]()
+
+    async def refuses(what: str) -> None:
+        try:
+            await replica.draw(PROMPT, max_tokens=8, **GREEDY)
+        except EnginehouseError:
+            return
+        said.append(f"it draws {what}")
+
+    await soon(engine.sleep(("kv_cache",)))
+    await refuses("while its cache sleeps")
+    await soon(engine.health())
+    await soon(engine.wake_up(("kv_cache",)))
+    drawn += await replica.draw(PROMPT, max_tokens=8, **GREEDY)
+    for model in ("tied", "tied, new"):
+        await soon(engine.sleep(ALL))
+        await soon(engine.sleep(ALL))
+        await refuses("while all of it sleeps")
+        await soon(engine.health())
+        await soon(engine.wake_up(("weights",)))
+        await refuses("while its cache sleeps, and no weights have come")
+        if (version := (await soon(engine.weight_state())).version) is not None:
+            said.append(f"it says that it serves version {version} when it has slept and no weights have come")
+        await replica.update(model)
+        await soon(engine.wake_up(("kv_cache",)))
+        await soon(engine.wake_up(ALL))
         drawn += await replica.draw(PROMPT, max_tokens=8, **GREEDY)
-    return drawn
+    return drawn, said
+
+
+@of_one
+def _judge_sleep(found: tuple[list[Drawn], list[str]]) -> Measured:
+    drawn, said = found
+    if said:
+        return wrong("; ".join(said))
+    return larger(*(serves(model, [one]) for model, one in zip(("tied", "tied", "tied, new"), drawn, strict=True)))
 
 
 @of_one
@@ -159,10 +192,11 @@ async def _unloadable(replica: Replica) -> list[str]:
 SLEEP = RolloutCheck(
     name="sleep",
     capability=capabilities.SLEEP,
-    claim="After sleep and wake_up, of all and of the cache alone, it serves as before",
+    claim="Asleep it draws nothing and says how it is; once the cache is awake it serves as before, and once all is, "
+    "what an update brought since",
     tolerance=LOGPROB_TOLERANCE,
     acts=(_sleep,),
-    judge=_judge_tied,
+    judge=_judge_sleep,
 )
 ENDPOINT = RolloutCheck(
     name="endpoint",

@@ -162,7 +162,7 @@ async def refused(what: str, call: Any, parameter: str = "") -> list[str]:
     return [f"{what} was taken"]
 
 
-def _unlike(state: WeightState, version: int, tensors: Mapping[str, torch.Tensor]) -> str:
+def _unlike(state: WeightState, version: int | None, tensors: Mapping[str, torch.Tensor]) -> str:
     """In words, how a replica's word differs from the version and, where it gives any, the checksums."""
     if state.version != version:
         return f"weight_state says version {state.version}, not {version}"

@@ -1,0 +1,52 @@
+"""What rollout engines with the capability `sleep` say of what is asleep, all alike."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from enginehouse.engines.weights import WeightSyncError
+from enginehouse.errors import EnginehouseError
+
+__all__ = ["check_awake", "check_weights_awake", "sleeping"]
+
+PARTS = ("weights", "kv_cache")
+
+
+def sleeping(tags: tuple[str, ...]) -> frozenset[str]:
+    """The parts that the tags of `RolloutEngine.sleep` or `wake_up` name.
+
+    Raises:
+        EnginehouseError: there is no such part.
+    """
+    if unknown := sorted(set(tags) - {*PARTS, "*"}):
+        raise EnginehouseError(
+            f"nothing called {unknown[0]!r} sleeps or wakes; there are {' and '.join(PARTS)}, or '*'"
+        )
+    return frozenset(PARTS) if "*" in tags else frozenset(tags)
+
+
+def check_awake(asleep: Set[str], has_no_weights: bool) -> None:
+    """See that an engine can draw.
+
+    Args:
+        asleep: the parts that sleep.
+        has_no_weights: whether it slept without them, and no update has brought any since.
+
+    Raises:
+        EnginehouseError: it cannot.
+    """
+    if asleep:
+        named = " and ".join(part for part in PARTS if part in asleep)
+        raise EnginehouseError(f"the engine cannot draw while its {named} sleep: call wake_up first")
+    if has_no_weights:
+        raise EnginehouseError("the engine has no weights since it slept: a weight update has to bring them first")
+
+
+def check_weights_awake(asleep: Set[str]) -> None:
+    """See that an engine can take a weight update.
+
+    Raises:
+        WeightSyncError: its weights sleep.
+    """
+    if "weights" in asleep:
+        raise WeightSyncError("a weight update cannot be taken while the weights sleep: call wake_up first")

@@ -1,0 +1,198 @@
+"""Putting a training engine's state away and bringing it back: the same tensors, whose memory is given up meanwhile.
+
+A storage gives up its memory and is filled again, so that whatever refers to it goes on to: views, tied parameters, the
+optimizer, FSDP. What it held lies meanwhile
+
+* on a GPU's host: in pinned memory, which is kept from one time to the next;
+* on a CPU: in a file without a name, in the directory of temporary files (`TMPDIR`). There is no other memory to move
+  to; where that directory is in memory itself, nothing is won.
+
+What is all zero, as gradients between two steps, is not written down.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from typing import IO, Literal
+
+import torch
+
+from enginehouse.errors import EnginehouseError
+from enginehouse_torch.modeling.memory import give_back_freed_memory
+
+__all__ = ["Offloading", "give_up", "storages", "take_back"]
+
+Tag = Literal["params", "grads", "optimizer"]
+TAGS: tuple[Tag, ...] = ("params", "grads", "optimizer")
+
+
+class Offloading:
+    """Where the parameters, gradients and optimizer state of a model are.
+
+    Args:
+        state: the tensors of each tag, as of when it is called. A storage that has two tags has the first.
+        device: what of them lies there is put away.
+        where: the rank, for messages.
+    """
+
+    def __init__(self, state: Callable[[], Mapping[Tag, Iterable[torch.Tensor]]], device: torch.device, where: str):
+        self._state, self._device, self._where = state, device, where
+        self._away: dict[Tag, list[Stored]] = {}
+        self._pinned: dict[int, torch.Tensor] = {}
+
+    def offload(self, tags: tuple[str, ...]) -> None:
+        """Put away what `tags` name; the device's memory is free when this returns.
+
+        Raises:
+            EnginehouseError: a tag is unknown, or there is no room for it.
+        """
+        wanted = [tag for tag in self._known(tags) if tag not in self._away]
+        if not wanted:
+            return
+        seen: set[int] = set()
+        for tag, tensors in self._state().items():
+            own = {key: storage for key, storage in storages(tensors, self._device).items() if key not in seen}
+            seen |= own.keys()
+            if tag not in wanted:
+                continue
+            self._away[tag] = kept = []
+            for key, storage in own.items():
+                kept.append(Stored(storage, self._pinned.get(key), self._where))
+                if (pinned := kept[-1].pinned) is not None:
+                    self._pinned[key] = pinned
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        else:
+            give_back_freed_memory()
+
+    def onload(self, tags: tuple[str, ...]) -> None:
+        """Bring back what `tags` name.
+
+        Raises:
+            EnginehouseError: a tag is unknown.
+        """
+        for tag in self._known(tags):
+            for stored in self._away.get(tag, ()):
+                stored.bring_back()
+            self._away.pop(tag, None)
+
+    def need(self, *tags: Tag, to: str) -> None:
+        """Raise unless all of `tags` are here.
+
+        Raises:
+            EnginehouseError: one is offloaded.
+        """
+        if away := [tag for tag in tags if tag in self._away]:
+            named = " and ".join(away)
+            raise EnginehouseError(f"{self._where}: cannot {to} while {named} are offloaded: call onload({away}) first")
+
+    def _known(self, tags: tuple[str, ...]) -> list[Tag]:
+        if unknown := sorted(set(tags) - {*TAGS, "*"}):
+            raise EnginehouseError(
+                f"{self._where}: nothing called {unknown[0]!r} can be offloaded; there are {', '.join(TAGS)}, or '*'"
+            )
+        return [tag for tag in TAGS if "*" in tags or tag in tags]
+
+
+class Stored:
+    """What a storage held, which has given up its memory.
+
+    Args:
+        storage: it is empty afterwards.
+        pinned: host memory for it, if it has some already.
+        where: the rank, for messages.
+
+    Attributes:
+        pinned: the host memory it lies in; None: it lies in a file, or was all zero.
+
+    Raises:
+        EnginehouseError: there is no room for it.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage, pinned: torch.Tensor | None, where: str):
+        self._storage, self._nbytes = storage, storage.nbytes()
+        self._file: IO[bytes] | None = None
+        self.pinned: torch.Tensor | None = None
+        held = _bytes(storage)
+        if held.any():
+            if held.is_cuda:
+                self.pinned = torch.empty(len(held), dtype=torch.uint8, pin_memory=True) if pinned is None else pinned
+                self.pinned.copy_(held)
+            else:
+                self._file = _written(storage, where)
+        del held
+        give_up(storage)
+
+    def bring_back(self) -> None:
+        """Fill the storage again."""
+        take_back(self._storage, self._nbytes)
+        if self._file is not None:
+            with self._file as file:
+                file.seek(0)
+                file.readinto(_memory(self._storage))  # type: ignore[attr-defined]
+        elif self.pinned is not None:
+            _bytes(self._storage).copy_(self.pinned)
+        else:
+            _bytes(self._storage).zero_()
+
+
+def give_up(storage: torch.UntypedStorage) -> None:
+    """Give up the memory of a storage, whose content is lost; whatever refers to it goes on to.
+
+    A GPU's is made empty. A CPU's keeps its addresses, and the system takes the pages behind them: arrays that share
+    it go on to, and forbid that it be resized.
+    """
+    if storage.device.type == "cuda":
+        storage.resize_(0)
+        return
+    begin = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE - begin
+    if size > 0 and sys.platform == "linux":  # elsewhere it does not mean that they are gone
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+
+
+def take_back(storage: torch.UntypedStorage, nbytes: int) -> None:
+    """Have the memory of a storage that was given up, of so many bytes; what is in it is left open."""
+    if storage.device.type == "cuda":
+        storage.resize_(nbytes)
+
+
+def _written(storage: torch.UntypedStorage, where: str) -> IO[bytes]:
+    """A file without a name that holds what a storage does."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - open until it is read
+    try:
+        file.write(_memory(storage))
+        file.flush()
+    except OSError as error:
+        file.close()
+        raise EnginehouseError(
+            f"{where}: there is no room in {tempfile.gettempdir()} for what is put away; set TMPDIR to a directory "
+            f"with more: {error}"
+        ) from error
+    return file
+
+
+def _memory(storage: torch.UntypedStorage) -> memoryview:
+    """A host's storage as bytes. Not by numpy, after which it could not be resized any more."""
+    return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
+
+
+def storages(tensors: Iterable[torch.Tensor], device: torch.device) -> dict[int, torch.UntypedStorage]:
+    """The storages of tensors that lie on a device, each once, by a key that stays the same; of sharded tensors this
+    rank's part."""
+    found = {}
+    for tensor in tensors:
+        local = getattr(tensor, "_local_tensor", tensor)
+        storage = local.untyped_storage()
+        if storage.device.type == device.type and storage.nbytes():
+            found[storage._cdata] = storage
+    return found
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
