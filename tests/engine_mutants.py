@@ -177,8 +177,8 @@ class NotFiniteTaken(TorchTrainEngine):
 
     def optim_step(self):
         optimizer = self._built_optimizer()
-        bad = not torch.isfinite(optimizer._sums).all()
-        torch.nan_to_num_(optimizer._sums, nan=0.0, posinf=0.0, neginf=0.0)
+        bad = not torch.isfinite(optimizer.sums).all()
+        torch.nan_to_num_(optimizer.sums, nan=0.0, posinf=0.0, neginf=0.0)
         return {**super().optim_step(), **({"skipped": 1.0} if bad else {})}
 
 
@@ -225,3 +225,13 @@ class Raising(TorchTrainEngine):
 
     def save(self, path, what=ALL):
         raise OSError("the disk is full")
+
+
+class MomentsLostOffloaded(TorchTrainEngine):
+    """Comes back without what its optimizer had learned."""
+
+    def offload(self, tags=ALL):
+        if self._optimizer is not None and {"optimizer", *ALL} & set(tags):
+            for state in self._optimizer._adamw.state.values():
+                state["exp_avg"].zero_()
+        super().offload(tags)

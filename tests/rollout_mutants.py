@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 
 from enginehouse.engines.model import ModelSpec
+from enginehouse.engines.train import ALL
 from enginehouse.engines.weights import WeightState
 from enginehouse.errors import ModelError
 from enginehouse.weights.checksums import checksum
@@ -316,3 +317,18 @@ class Raising(TorchRolloutEngine):
         if request.sampling.prompt_logprobs:
             raise OSError("the disk is full")
         return await super().generate(request)
+
+
+class DrawsAsleep(TorchRolloutEngine):
+    """Keeps everything when it is told to sleep."""
+
+    async def sleep(self, tags=ALL):
+        pass
+
+
+class OldWeightsAfterSleep(TorchRolloutEngine):
+    """Says that it serves a version when it has slept, and no weights have come."""
+
+    async def weight_state(self):
+        state = await super().weight_state()
+        return WeightState(self._weights.version, state.checksums)

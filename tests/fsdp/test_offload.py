@@ -1,12 +1,8 @@
-"""State that is put away is freed where it lay, comes back bit for bit, and is not used in between.
-
-On the host of these tests a move would give the very same memory: here it is a copy, as to and from a GPU.
-"""
+"""State that is put away is freed where it lay, comes back bit for bit, and is not used in between."""
 
 from __future__ import annotations
 
-import contextlib
-
+import psutil
 import pytest
 import torch
 from fsdp_train_cases import OPTIONS, make_sharded
@@ -19,18 +15,6 @@ from enginehouse_testing.models import tiny_model
 pytestmark = pytest.mark.slow
 
 TAGS = ("params", "grads", "optimizer")
-
-
-@contextlib.contextmanager
-def moves_as_copies():
-    from enginehouse_fsdp import offloading
-
-    moved = offloading.moved
-    offloading.moved = lambda tensor, device: tensor.clone()
-    try:
-        yield
-    finally:
-        offloading.moved = moved
 
 
 def _away_at_times(rank, world_size, path, head, dtype, options, tags):
@@ -49,16 +33,15 @@ def _away_at_times(rank, world_size, path, head, dtype, options, tags):
     loss = POLICY if head == "causal_lm" else SQUARED_ERROR
     batches = [make_batch(6, 3, seed).split(world_size // options.get("tensor_parallel", 1)) for seed in range(2)]
     weights = []
-    with moves_as_copies():
-        engine = make_sharded(path, rank, world_size, head, dtype, **options)
-        for _ in range(3):
-            for shards in batches:
-                engine.forward_backward(shards[engine.mesh.dp_rank], loss)
-                there_and_back()
-            engine.optim_step()
+    engine = make_sharded(path, rank, world_size, head, dtype, **options)
+    for _ in range(3):
+        for shards in batches:
+            engine.forward_backward(shards[engine.mesh.dp_rank], loss)
             there_and_back()
-            weights.append(weights_of(engine))
-        engine.shutdown()
+        engine.optim_step()
+        there_and_back()
+        weights.append(weights_of(engine))
+    engine.shutdown()
     return weights
 
 
@@ -106,87 +89,29 @@ def test_training_takes_the_same_steps_when_state_is_put_away_between(
                 torch.testing.assert_close(ours[name], weight, atol=1e-4, rtol=0)
 
 
-def _memory(engine):
-    """Weak references to all memory that parameters, gradients and moments lie in, by tag."""
-    from torch.multiprocessing.reductions import StorageWeakRef
-
-    def of(tensors):
-        return [StorageWeakRef(t.to_local().untyped_storage()) for t in tensors if t.to_local().numel()]
-
-    parameters = list(engine._model.parameters())
-    return {
-        "params": of(parameters),
-        "grads": of(p.grad for p in parameters if p.grad is not None),
-        "optimizer": of(engine._optimizer.state().values()),
-    }
-
-
 def _freed(rank, world_size, path, tags):
-    """By tag, how many pieces of memory there were and how many of them are still held once `tags` are put away."""
-    with moves_as_copies():
-        shard = make_batch(4, 3).split(world_size)[rank]
-        engine = make_sharded(path, rank, world_size)
-        engine.forward_backward(shard, POLICY)
-        engine.optim_step()
-        engine.forward_backward(shard, POLICY)
-        memory = _memory(engine)
-        for tag in tags:
-            engine.offload((tag,))
-        held = {tag: (len(refs), sum(not ref.expired() for ref in refs)) for tag, refs in memory.items()}
-        engine.shutdown()
-    return held
-
-
-@pytest.mark.parametrize("tags", [TAGS, ("*",), ("params",), ("grads",), ("optimizer",)], ids=str)
-def test_memory_of_what_is_put_away_is_freed(run_ranks, tags):
-    for held in run_ranks(3, _freed, tiny_model(), tags):
-        for tag in TAGS if "*" in tags else tags:
-            pieces, still = held[tag]
-            assert pieces > 0
-            assert still == 0, tag
-
-
-def _step(engine, rank, world_size):
-    engine.forward_backward(make_batch(4, 3).split(world_size)[rank], POLICY)
+    """Bytes of the model's shards here, and by how much less memory is resident once `tags` are put away."""
+    shard = make_batch(4, 3).split(world_size)[rank]
+    engine = make_sharded(path, rank, world_size)
+    engine.forward_backward(shard, POLICY)
     engine.optim_step()
-    return weights_of(engine)
+    engine.forward_backward(shard, POLICY)
+    size = sum(parameter.to_local().numel() * 4 for parameter in engine._model.parameters())
+    before = psutil.Process().memory_info().rss
+    for tag in tags:
+        engine.offload((tag,))
+    freed = before - psutil.Process().memory_info().rss
+    engine.shutdown()
+    return size, freed
 
 
-def _saved_while_away(rank, world_size, path, directory):
-    """Weights after a second step: as they are, and after loading what was saved while all was put away."""
-    with moves_as_copies():
-        engine = make_sharded(path, rank, world_size)
-        _step(engine, rank, world_size)
-        engine.offload()
-        engine.save(directory)
-        engine.onload()
-        weights = _step(engine, rank, world_size)
-        engine.load(directory)
-        again = _step(engine, rank, world_size)
-        engine.shutdown()
-    return weights, again
-
-
-def _loaded_while_away(rank, world_size, path, directory):
-    """Weights after the step that follows on loading into an engine that has put away all, and never took a step."""
-    with moves_as_copies():
-        engine = make_sharded(path, rank, world_size)
-        engine.offload()
-        engine.load(directory)
-        engine.onload()
-        weights = _step(engine, rank, world_size)
-        engine.shutdown()
-    return weights
-
-
-def test_a_checkpoint_is_written_and_loaded_while_all_is_put_away(run_ranks, tmp_path):
-    path, directory = tiny_model(), str(tmp_path / "saved")
-    saved = run_ranks(3, _saved_while_away, path, directory)
-    loaded = run_ranks(3, _loaded_while_away, path, directory)
-    for (wanted, again), elsewhere in zip(saved, loaded, strict=True):
-        for name, weight in wanted.items():
-            assert torch.equal(again[name], weight)
-            assert torch.equal(elsewhere[name], weight)
+@pytest.mark.parametrize(
+    ("tags", "copies"), [(("*",), 4), (("params",), 1), (("grads",), 1), (("optimizer",), 2)], ids=str
+)
+def test_memory_of_what_is_put_away_is_given_back_to_the_system(run_ranks, tags, copies):
+    for size, freed in run_ranks(2, _freed, tiny_model(hidden=1024), tags):
+        assert size > 40 * 2**20
+        assert freed >= 0.9 * copies * size
 
 
 def test_state_that_is_away_is_not_used(tmp_path):
@@ -199,7 +124,7 @@ def test_state_that_is_away_is_not_used(tmp_path):
             lambda: engine.export_hf(str(tmp_path / "exported")),
         ],
         "grads": [lambda: engine.forward_backward(batch, POLICY)],
-        "optimizer": [engine.optim_step],
+        "optimizer": [engine.optim_step, lambda: engine.save(str(tmp_path / "saved"))],
     }
     for tag, calls in uses.items():
         engine.offload((tag,))

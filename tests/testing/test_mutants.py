@@ -32,6 +32,7 @@ MUTANTS = [
     ("LossMisreported", "single", {"metrics"}),
     ("SmallStepsLost", "single", {"half_precision"}),
     ("Raising", "single", {"checkpoint", "value_head_files"}),
+    ("MomentsLostOffloaded", "single", {"offload"}),
 ]
 
 WHOLE = pytest.mark.parametrize(

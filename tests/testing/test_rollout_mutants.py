@@ -44,6 +44,8 @@ MUTANTS = [
     ("SeedTaken", {"colocates"}),
     ("BatchByBatch", {"overtaking"}),
     ("Raising", {"prompt_logprobs", "small_updates"}),
+    ("DrawsAsleep", {"sleep"}),
+    ("OldWeightsAfterSleep", {"sleep"}),
 ]
 ALSO = {
     "SamplesRepeated": {"ends"},

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.controller.errors import ControllerError, PlacementError
@@ -38,12 +38,15 @@ class Slot:
         bundle: the bundle's number in it.
         cpus: CPUs of the process, in Ray's count.
         gpus: its GPUs.
+        devices: the GPUs that a guest sees, by their numbers on the node, though Ray gives it none; None: it is no
+            guest, and sees those that Ray gives it.
     """
 
     placement_group: Any
     bundle: int
     cpus: float
     gpus: float
+    devices: tuple[str, ...] | None = None
 
 
 class PlacementGroups:
@@ -55,6 +58,10 @@ class PlacementGroups:
         cpus_per_process: CPUs of each process.
         gpus_per_process: GPUs of each bundle, shared by the processes on it.
         max_colocate: how many groups may lease a bundle.
+        guests: how many more may, without GPUs of their own.
+
+    Attributes:
+        devices: of each bundle that a process is on, the GPUs it has there.
     """
 
     def __init__(
@@ -64,14 +71,16 @@ class PlacementGroups:
         cpus_per_process: float,
         gpus_per_process: float,
         max_colocate: int,
+        guests: int = 0,
     ):
         self.name = name
         self.processes_per_node = tuple(processes_per_node)
-        self.max_colocate = max_colocate
+        self.max_colocate = max_colocate + guests
+        self.devices: dict[int, tuple[str, ...]] = {}
         cpu_units = round(cpus_per_process * UNITS)
         self._cpus = cpu_units / UNITS
         self._gpus = int(gpus_per_process * UNITS + 1e-6) // max_colocate / UNITS
-        resources = {"CPU": cpu_units * max_colocate / UNITS, "GPU": gpus_per_process}
+        resources = {"CPU": cpu_units * self.max_colocate / UNITS, "GPU": gpus_per_process}
         self.bundle = {resource: amount for resource, amount in resources.items() if amount}
         self._where = [(node, bundle) for node, count in enumerate(processes_per_node) for bundle in range(count)]
         self._leases = self._no_leases()
@@ -106,6 +115,11 @@ class PlacementGroups:
         """Where a process goes that has a bundle, once they are placed."""
         node, bundle = self._where[index]
         return Slot(self._placement_groups[node], bundle, self._cpus, self._gpus)
+
+    def guest_slot(self, indices: Sequence[int]) -> Slot:
+        """Where a guest goes that uses the devices of some bundles, which lie on one node, once others have them."""
+        devices = tuple(device for index in indices for device in self.devices.get(index, ()))
+        return replace(self.slot(indices[0]), gpus=0.0, devices=devices)
 
     def place(self, deadline: float, timeout: float) -> bool:
         """Reserve the bundles, or wait until those whose node has left are placed again.
@@ -237,17 +251,34 @@ class Lease:
         pool: whose bundles they are; its `timeout`, which may change, is how long the cluster is waited for.
         group: the worker group's name.
         bundles: where each rank goes.
+        guest_of: of a guest, the bundles whose devices it uses.
     """
 
-    def __init__(self, pool: ResourcePool, group: str, bundles: Sequence[Bundle]):
+    def __init__(
+        self,
+        pool: ResourcePool,
+        group: str,
+        bundles: Sequence[Bundle],
+        guest_of: tuple[PlacementGroups, Sequence[int]] | None = None,
+    ):
         self.group = group
         self._pool = pool
         self._bundles = bundles
+        self._guest_of = guest_of
 
     @property
     def slots(self) -> list[Slot]:
         """Where each rank goes."""
+        if self._guest_of is not None:
+            groups, indices = self._guest_of
+            return [groups.guest_slot(indices)]
         return [groups.slot(index) for groups, index in self._bundles]
+
+    def note_devices(self, devices: Sequence[tuple[str, ...]]) -> None:
+        """Note which GPUs each rank has, for its guests."""
+        if self._guest_of is None:
+            for (groups, index), own in zip(self._bundles, devices, strict=True):
+                groups.devices[index] = own
 
     def begin(self) -> None:
         """Take the bundles, and have them reserved.
@@ -327,16 +358,55 @@ def remove(groups: Sequence[Any]) -> None:
             remove_placement_group(group)
 
 
+def processes_per_node(processes: int, gpus_each: float, cpus_each: float = 1.0) -> list[int]:
+    """How a role's processes are best spread over the cluster's nodes: over one, if it is large enough, else over as
+    few as there must be; the largest part first. What is free counts, or else what there is, which is then waited for.
+
+    Args:
+        processes: how many.
+        gpus_each: GPUs of each, all on one node.
+        cpus_each: CPUs of each, in Ray's count.
+
+    Raises:
+        PlacementError: the cluster is not large enough, whatever is free.
+    """
+    free, nodes = _free(), _nodes()
+
+    def room(resources: Mapping[str, float]) -> int:
+        asked = {"GPU": gpus_each, "CPU": cpus_each}
+        return int(min(resources.get(name, 0.0) // amount for name, amount in asked.items() if amount))
+
+    rooms = []
+    for there in ([free.get(node["NodeID"], {}) for node in nodes], [node["Resources"] for node in nodes]):
+        rooms = sorted(map(room, there), reverse=True)
+        if sum(rooms) >= processes:
+            break
+    else:
+        bundle = {"CPU": cpus_each} | ({"GPU": gpus_each} if gpus_each else {})
+        raise PlacementError(
+            f"the cluster is not large enough for {processes} processes, {_amounts(bundle)} each, together on a node: "
+            f"there is room for {sum(rooms)}. {cluster_in_words()}"
+        )
+    parts: list[int] = []
+    for most in rooms:
+        parts.append(min(most, processes - sum(parts)))
+    return [part for part in parts if part]
+
+
+def _free() -> Mapping[str, Mapping[str, float]]:
+    """What is free, by node; nothing where Ray does not say."""
+    with suppress(Exception):  # for developers of Ray: where it is gone, the sum over all nodes has to do
+        from ray._private.state import available_resources_per_node
+
+        return available_resources_per_node()
+    return {}
+
+
 def cluster_in_words() -> str:
     """What the cluster has, node by node, and how much of it is free."""
     import ray
 
-    free: Mapping[str, Mapping[str, float]] = {}
-    with suppress(Exception):  # for developers of Ray: where it is gone, the sum over all nodes has to do
-        from ray._private.state import available_resources_per_node
-
-        free = available_resources_per_node()
-    nodes = _nodes()
+    free, nodes = _free(), _nodes()
     texts = []
     for node in nodes:
         resources = node["Resources"]

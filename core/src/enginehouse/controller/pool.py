@@ -21,6 +21,7 @@ class ResourcePool:
         cpus_per_process: CPUs of each process, in Ray's count; may be a fraction.
         max_colocate: how many groups may be on the pool at once, as processes of their own that share its GPUs:
             each gets an equal part of `gpus_per_process`, and has `cpus_per_process` for itself.
+        guests: how many processes more there may be on each place, which use GPUs of those on the pool; see `guests`.
         name: for messages.
         timeout: seconds to wait for the cluster to give what is asked.
 
@@ -37,12 +38,13 @@ class ResourcePool:
         gpus_per_process: float = 0,
         cpus_per_process: float = 1,
         max_colocate: int = 1,
+        guests: int = 0,
         name: str | None = None,
         timeout: float = 60.0,
     ):
         _check_numbers(processes_per_node, gpus_per_process, cpus_per_process, max_colocate)
         name = name or f"pool{next(_numbers)}"
-        own = PlacementGroups(name, processes_per_node, cpus_per_process, gpus_per_process, max_colocate)
+        own = PlacementGroups(name, processes_per_node, cpus_per_process, gpus_per_process, max_colocate, guests)
         self._set(_nodes_of(own), name, timeout, gpus_per_process, cpus_per_process, max_colocate, own)
 
     def _set(
@@ -62,6 +64,7 @@ class ResourcePool:
         self.max_colocate = max_colocate
         self._nodes = [list(node) for node in nodes]
         self._own = own
+        self._guest_of: tuple[PlacementGroups, Sequence[int]] | None = None
 
     def _view(self, nodes: Sequence[Sequence[Bundle]], name: str) -> ResourcePool:
         """A pool over bundles that are reserved by others."""
@@ -126,6 +129,31 @@ class ResourcePool:
             for count, end in zip(sizes, ends)
         ]
 
+    def guests(self, each: int, number: int) -> list[ResourcePool]:
+        """Pools of one process each, which uses the GPUs of `each` neighbouring processes on this one, taking turns
+        with them: Ray gives it none. Groups on this pool come first.
+
+        Args:
+            each: processes of this pool, on one node.
+            number: how many such pools.
+
+        Raises:
+            ControllerError: there are not so many neighbours.
+        """
+        blocks = [node[at : at + each] for node in self._nodes for at in range(0, len(node) - each + 1, each)]
+        if len(blocks) < number or self._own is None:
+            raise ControllerError(
+                f"pool {self.name!r} has processes_per_node={list(self.processes_per_node)}: not enough for {number} "
+                f"guests that each use the GPUs of {each} processes on one node"
+            )
+        found = []
+        for place, block in enumerate(blocks[:number]):
+            pool = self._view([[block[0]]], f"{self.name}, guest {place}")
+            pool.gpus_per_process = self.gpus_per_process * each
+            pool._guest_of = self._own, [index for _, index in block]
+            found.append(pool)
+        return found
+
     # Leasing
 
     def lease(self, group: str) -> Lease:
@@ -141,7 +169,7 @@ class ResourcePool:
         """
         if not self._nodes:
             raise ControllerError(f"pool {self.name!r} was shut down; {group!r} needs another")
-        lease = Lease(self, group, self._bundles)
+        lease = Lease(self, group, self._bundles, self._guest_of)
         lease.begin()
         return lease
 

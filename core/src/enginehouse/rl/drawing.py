@@ -45,6 +45,9 @@ class Drawing:
         self._requests: dict[str, _Request] = {}
         self._handed: set[asyncio.Task[GenerateResult]] = set()  # those whose ends are answers
         self._ended: list[asyncio.Task[GenerateResult]] = []
+        self._drawn = 0  # requests that the engine has
+        self._idle, self._awake = asyncio.Event(), asyncio.Event()
+        self._awake.set()
         self._due = False
         self._asking: asyncio.Future[None] | None = None
 
@@ -63,9 +66,11 @@ class Drawing:
         try:
             while not state.aborted:
                 state.waits = True
-                await self._weights.serving.wait()
+                while not (self._weights.serving.is_set() and self._awake.is_set()):
+                    await self._weights.serving.wait()
+                    await self._awake.wait()
                 state.waits = False
-                result = await self._engine.generate(request)
+                result = await self._generated(request)
                 check_result(request, result, self._where)
                 state.waits = True
                 if not await self._weights.unverified([result]):
@@ -78,6 +83,14 @@ class Drawing:
         version = self._weights.version
         return GenerateResult(request.id, (Completion((), (), "abort", version, version),) * request.sampling.n)
 
+    async def _generated(self, request: GenerateRequest) -> GenerateResult:
+        self._drawn += 1
+        try:
+            return await self._engine.generate(request)
+        finally:
+            self._drawn -= 1
+            self._idle.set()
+
     async def abort(self, ids: Sequence[str] | None = None) -> None:
         """See `RolloutEngine.abort`; those that the engine has not got end too."""
         for name in list(self._requests) if ids is None else ids:
@@ -87,10 +100,16 @@ class Drawing:
                     state.task.cancel()
         await self._engine.abort(ids)
 
-    async def idle(self) -> None:
-        """Return once nothing is under way, of what was begun before this was called."""
-        if under_way := [state.task for state in self._requests.values()]:
-            await asyncio.wait(under_way)
+    async def fall_asleep(self) -> None:
+        """Let the engine draw nothing more until `wake_up`, and return once it draws nothing. What comes waits."""
+        self._awake.clear()
+        while self._drawn:
+            self._idle.clear()
+            await self._idle.wait()
+
+    def wake_up(self) -> None:
+        """Let the engine draw again."""
+        self._awake.set()
 
     def hand_over(self, requests: Sequence[GenerateRequest]) -> None:
         """Draw requests whose ends are to be asked for (`ended`)."""

@@ -70,7 +70,8 @@ class RolloutFleet:
         replicas: how many.
         name: the role, for messages; a replica's group is called `name-number`.
         launcher: `"ray"`, or `"inline"` with one replica, which is never restarted.
-        gpus_per_process: reserved for each replica.
+        places: a pool with a process for each replica, which is theirs from now on; or a pool for each, which is
+            somebody else's. None: a pool without GPUs.
         timeout: seconds a replica with requests under way may say nothing, or take for any other call.
         start_timeout: seconds until a replica's process, and then its engine, must be there.
         seed: the run's base seed.
@@ -105,7 +106,7 @@ class RolloutFleet:
         *,
         name: str = "rollout",
         launcher: str = "ray",
-        gpus_per_process: float = 0,
+        places: ResourcePool | Sequence[ResourcePool] | None = None,
         timeout: float = 600.0,
         start_timeout: float = 300.0,
         seed: int = 0,
@@ -117,8 +118,10 @@ class RolloutFleet:
     ):
         self._set(name, samples_in_flight, apart=launcher != "inline")
         self._start_timeout, self._most_restarts, self._health_every = start_timeout, restarts, health_every
-        places = ResourcePool([replicas], gpus_per_process=gpus_per_process, timeout=start_timeout, name=name)
-        self._pool = places
+        if places is None:
+            places = ResourcePool([replicas], timeout=start_timeout, name=name)
+        if isinstance(places, ResourcePool):
+            self._pool, places = places, places.split(replicas)
 
         def start(number: int, pool: ResourcePool) -> Replica:
             own = WorkerSpec(spec.cls, *spec.args, **spec.kwargs, replica=number)
@@ -136,7 +139,7 @@ class RolloutFleet:
             return replica
 
         try:
-            _at_once([partial(start, number, pool) for number, pool in enumerate(places.split(replicas))])
+            _at_once([partial(start, number, pool) for number, pool in enumerate(places)])
         except BaseException:
             self.shutdown()
             raise
@@ -340,16 +343,8 @@ class RolloutFleet:
         return self._routed().submit(next(self._numbers), request, ended)
 
     def hold(self) -> None:
-        """Keep requests back until the next weight version is served (`confirmed`), or `release`: from when this
-        returns, none goes to a replica."""
+        """Keep requests back until the next weight version is served (`confirmed`)."""
         self._held = True
-        if (router := self._router) is not None and not router.loop.is_closed():
-            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), router.loop).result()  # its turn under way has ended
-
-    def release(self) -> None:
-        """Let requests go to replicas again."""
-        self._held = False
-        self._tell()
 
     def forget(self, flight: Flight) -> None:
         """Nobody waits for a request any more: it ends, wherever it is."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from enginehouse.config.roles import own_processes
 from enginehouse.config.schema import Config
 from enginehouse.controller import Balanced, ResourcePool, WorkerGroup, WorkerSpec, colocate, start_ray
+from enginehouse.controller.placement_group import processes_per_node
 from enginehouse.rl.fleet import RolloutFleet
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
 from enginehouse.rl.turns import PARAMS, Turns
@@ -105,12 +106,15 @@ def place(plan: RunPlan, probe: Sequence[Sequence[int]] = ()) -> Iterator[Roles]
             stack.enter_context(start_ray(plan.config.cluster.address))
         started: dict[str, WorkerGroup] = {}
         fleets: dict[str, RolloutFleet] = {}
-        for name, role in own_processes(plan.roles).items():
+        pools: dict[str, ResourcePool] = {}
+        for name, role in own_processes(plan.roles).items():  # hosts first
             if role.kind == "rollout":
-                fleets[name] = _fleet(plan, name)
+                fleets[name] = _fleet(plan, name, pools)
                 stack.callback(fleets[name].shutdown)
             else:
-                started |= stack.enter_context(_colocated(plan, name))
+                pools[name] = _pool(plan, name)
+                stack.callback(pools[name].shutdown)
+                started |= stack.enter_context(_colocated(plan, name, pools[name]))
         for name, role in plan.roles.items():
             if role.kind == "rollout" and name in started:
                 fleets[name] = RolloutFleet.over(started.pop(name))
@@ -154,16 +158,29 @@ def _connected(
     return sync
 
 
-@contextmanager
-def _colocated(plan: RunPlan, host: str) -> Iterator[dict[str, WorkerGroup]]:
-    """A role that has processes of its own, and those that share them."""
-    cluster, role = plan.config.cluster, plan.roles[host]
-    specs = {name: _spec(one) for name, one in plan.roles.items() if host in (name, one.shares)}
-    pool = ResourcePool(
-        [role.processes],
-        gpus_per_process=role.gpus if plan.device == "cuda" else 0,
-        timeout=start_seconds(cluster),
+def _pool(plan: RunPlan, host: str) -> ResourcePool:
+    """The places of a role that has processes of its own, on as few nodes as there must be."""
+    role, guests = plan.roles[host], any(one.devices_of == host for one in plan.roles.values())
+    gpus = role.gpus if plan.device == "cuda" else 0
+    return ResourcePool(
+        _spread(plan, role.processes, gpus, 1 + guests),
+        gpus_per_process=gpus,
+        guests=int(guests),
+        timeout=start_seconds(plan.config.cluster),
+        name=host,
     )
+
+
+def _spread(plan: RunPlan, processes: int, gpus: int, cpus: int = 1) -> list[int]:
+    """How many processes are on each node."""
+    return processes_per_node(processes, gpus, cpus) if plan.config.cluster.launcher == "ray" else [processes]
+
+
+@contextmanager
+def _colocated(plan: RunPlan, host: str, pool: ResourcePool) -> Iterator[dict[str, WorkerGroup]]:
+    """A role that has processes of its own, and those that share them."""
+    cluster = plan.config.cluster
+    specs = {name: _spec(one) for name, one in plan.roles.items() if host in (name, one.shares)}
     groups: dict[str, WorkerGroup] = {}
     try:
         groups = colocate(
@@ -181,22 +198,28 @@ def _colocated(plan: RunPlan, host: str) -> Iterator[dict[str, WorkerGroup]]:
     finally:
         for group in groups.values():
             group.shutdown()
-        pool.shutdown()
 
 
-def _fleet(plan: RunPlan, name: str) -> RolloutFleet:
-    """Replicas in processes of their own."""
+def _fleet(plan: RunPlan, name: str, pools: Mapping[str, ResourcePool]) -> RolloutFleet:
+    """Replicas in processes of their own, on places of their own or as guests of a role's."""
     cluster, role = plan.config.cluster, plan.roles[name]
+    gpus = role.gpus if plan.device == "cuda" else 0
+    places: ResourcePool | Sequence[ResourcePool]
+    if role.devices_of is not None:
+        places = pools[role.devices_of].guests(max(gpus, 1), role.processes)
+    else:
+        spread = _spread(plan, role.processes, gpus)
+        places = ResourcePool(spread, gpus_per_process=gpus, timeout=start_seconds(cluster), name=name)
     return RolloutFleet(
         _spec(role),
         role.processes,
         name=name,
         launcher=cluster.launcher,
-        gpus_per_process=role.gpus if plan.device == "cuda" else 0,
+        places=places,
         timeout=cluster.call_timeout_seconds,
         start_timeout=start_seconds(cluster),
         seed=plan.config.train.seed,
-        device=plan.device,
+        device="cuda" if gpus else "cpu",  # servers that run already, somewhere, need none here
         threads=cluster.threads_per_process,
     )
 

@@ -28,6 +28,7 @@ from enginehouse.data import Batch, Ragged
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.rollout import Health, PauseMode, RolloutEngine, SamplingParams
+from enginehouse.engines.sleep import sleeping
 from enginehouse.engines.train import ALL, LossSpec, Max, Mean, Metrics, Outputs, TrainEngine, merge_metrics
 from enginehouse.engines.weights import (
     ArrivedSums,
@@ -276,6 +277,7 @@ class RolloutWorker(Worker):
         self._calls = 0
         self._weights: WeightReceiver | None = None
         self._drawing: Drawing | None = None
+        self._asleep: frozenset[str] = frozenset()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
 
     @register
@@ -448,15 +450,22 @@ class RolloutWorker(Worker):
 
     @register
     async def sleep(self, tags: tuple[str, ...] = ALL) -> int | None:
-        """See `RolloutEngine.sleep`; requests that came before it end first. Returns the bytes that were freed, where it
-        can be told."""
-        await self.drawing.idle()
+        """See `RolloutEngine.sleep`; what it draws ends first, and what comes waits until all is awake.
+
+        Returns:
+            The bytes that were freed, where it can be told.
+        """
+        self._asleep |= sleeping(tags)
+        await self.drawing.fall_asleep()
         return await freed_bytes_of(self.context.device, self.engine.sleep(tags))
 
     @register
     async def wake_up(self, tags: tuple[str, ...] = ALL) -> None:
         """See `RolloutEngine.wake_up`."""
         await self.engine.wake_up(tags)
+        self._asleep -= sleeping(tags)
+        if not self._asleep:
+            self.drawing.wake_up()
 
     @register(urgent=True)
     async def health(self) -> Health:

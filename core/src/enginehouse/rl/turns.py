@@ -107,7 +107,7 @@ class Turns:
     @contextmanager
     def on_devices(self, tags: tuple[str, ...] = ALL) -> Iterator[None]:
         """Within, state of the training roles is on the devices, whoever's turn it is: the rollout keeps its weights
-        and lets go of its caches. What it draws ends first, and more is kept back.
+        and lets go of its caches. What it draws ends first, and what else it is asked for waits.
 
         Args:
             tags: which state; see `OffloadsState`.
@@ -115,13 +115,11 @@ class Turns:
         if self._rollout is None or not self._drawing:
             yield
             return
-        self._rollout.hold()
         self._rollout.allow_launches(False)
         self._sleep(CACHE)
         self._onload(tags)
         yield
         self.hand_over()
-        self._rollout.release()
 
     def end(self) -> None:
         """The run ends because of an error, in whatever turn: bring the training roles' state back, to be saved."""
@@ -136,7 +134,6 @@ class Turns:
     def _rollout_lets_go(self) -> None:
         assert self._rollout is not None
         if self._drawing:
-            self._rollout.hold()
             self._rollout.abort()
             self._rollout.allow_launches(False)
             self._sleep(CACHE)

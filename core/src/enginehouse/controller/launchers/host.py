@@ -38,6 +38,10 @@ SWITCH_SECONDS = 0.0005
 """How long a thread of a worker keeps the interpreter while another waits for it."""
 
 
+VISIBLE, LEFT_AS_THEY_ARE = "CUDA_VISIBLE_DEVICES", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+"""Which GPUs a process sees; and what tells Ray to leave that as it is."""
+
+
 Keep = Literal["nothing", "whole", "split"]
 """What of a result comes back: as it is, or a batch in two parts, its facts and (a second Ray object) its rows."""
 
@@ -98,6 +102,7 @@ class Facts:
         log_files: its log files there, errors first.
         started: `time.time()` when it began: tells it from a later one with the same id.
         identity: what it runs on.
+        devices: the GPUs that Ray gave it, by their numbers on the node.
     """
 
     node: str
@@ -106,6 +111,7 @@ class Facts:
     log_files: tuple[str, ...]
     started: float
     identity: Identity | None = None
+    devices: tuple[str, ...] = ()
 
 
 class Host:
@@ -121,6 +127,8 @@ class Host:
 
     def __init__(self, group: str, rank: int, world_size: int, variables: Mapping[str, str], log_level: int):
         os.environ.update(variables)
+        if VISIBLE not in variables and os.environ.get(LEFT_AS_THEY_ARE):
+            os.environ[VISIBLE] = ",".join(own_devices())  # Ray was told not to do it: each would take the first
         # Several threads share the interpreter here: lanes, event loop, an engine's own. At Python's 5 ms a hand-over
         # between them can cost a short call more than its work.
         sys.setswitchinterval(SWITCH_SECONDS)
@@ -143,7 +151,7 @@ class Host:
         self._node = ray.util.get_node_ip_address()
         node_id = ray.get_runtime_context().get_node_id()
         started = psutil.Process().create_time()
-        return Facts(self._node, node_id, os.getpid(), _log_files(), started, identity())
+        return Facts(self._node, node_id, os.getpid(), _log_files(), started, identity(), own_devices())
 
     def prepare(self, store_address: str | None, timeout: float) -> int | None:
         """Import torch; on rank 0 (`store_address` given) open the rendezvous and return its port."""
@@ -268,3 +276,10 @@ def _log_files() -> tuple[str, ...]:
 def log_level_for_workers() -> int:
     """The level workers log at: the driver's own for this project, but at least INFO is kept for errors."""
     return min(logging.getLogger("enginehouse").getEffectiveLevel(), logging.INFO)
+
+
+def own_devices() -> tuple[str, ...]:
+    """The GPUs that Ray gave this process."""
+    import ray
+
+    return tuple(map(str, ray.get_runtime_context().get_accelerator_ids().get("GPU", ())))

@@ -23,7 +23,7 @@ from enginehouse.controller.launchers import rendezvous
 from enginehouse.controller.launchers.diagnosis import Diagnosis
 from enginehouse.controller.launchers.encoding import cause_of, encode, not_sent
 from enginehouse.controller.launchers.handshake import check_identity
-from enginehouse.controller.launchers.host import Facts, Host, Late, log_level_for_workers
+from enginehouse.controller.launchers.host import VISIBLE, Facts, Host, Late, log_level_for_workers
 from enginehouse.controller.launchers.import_paths import own_import_paths
 from enginehouse.controller.launchers.interface import Lane, LaunchOptions, Place
 from enginehouse.controller.launchers.reaping import REACH_SECONDS, Ending
@@ -282,6 +282,8 @@ class RayProcesses:
         from enginehouse.plugin import plugins
 
         variables = {"OMP_NUM_THREADS": str(self.options.threads), **plugins().environment()}
+        if not slot.gpus:  # Ray (2.60) would show it all that the node has
+            variables[VISIBLE] = ",".join(slot.devices or ())
         placed = PlacementGroupSchedulingStrategy(slot.placement_group, placement_group_bundle_index=slot.bundle)
         placed_host = host.options(num_cpus=slot.cpus, num_gpus=slot.gpus, scheduling_strategy=placed)
         return placed_host.remote(self.options.name, rank, world_size, variables, log_level_for_workers())
@@ -315,6 +317,7 @@ class RayProcesses:
             "start", {r: a.facts.remote() for r, a in enumerate(self._actors)}, deadline
         )
         self._know(facts)
+        self._lease.note_devices([fact.devices for fact in facts])
         for rank, fact in enumerate(facts):
             check_identity(self.options.name, rank, getattr(fact, "identity", None))
         return facts
