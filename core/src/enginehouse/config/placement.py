@@ -138,13 +138,13 @@ def check_turns(
     rollout = roles["rollout"]
     if not (host := rollout.devices_of):
         return
-    each, there = rollout.gpus, roles[host].processes
-    if device == "cuda" and rollout.processes * each > there:
+    each, there = rollout.gpus if device == "cuda" else 1, roles[host].processes
+    if rollout.processes * each > there:
         fit = there // max(each, 1)
         cure = f"set rollout.replicas={fit}" if fit else f"split them over fewer, or set {host}.processes={each}"
         findings.refuse(
-            f"rollout.placement is shared: {rollout.processes} replicas need {rollout.processes * each} GPUs, and the "
-            f"{host} has {there} ({host}.processes); {cure}, or rollout.placement=separate"
+            f"rollout.placement is shared: {rollout.processes} replicas need the devices of "
+            f"{rollout.processes * each} processes of the {host}, which has {there} ({host}.processes); {cure}, or rollout.placement=separate"
         )
     for name, record in backends.items():
         if roles[name].shares == host and record is not None and OFFLOAD not in record.capabilities:
