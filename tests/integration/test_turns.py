@@ -1,0 +1,135 @@
+"""Actor and rollout take turns on the same devices: what is learned is the same, and what dies when, ends as said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import SMALL, Start, assert_rose, installed
+from .run_process import RunProcess
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+STEPS = 4
+TASK = (
+    *SMALL,
+    "reward.function=rewards:varied",
+    f"train.steps={STEPS}",
+    "train.samples_every=1",
+    "train.checkpoint_every=1",
+    "actor.processes=2",
+    "rollout.replicas=2",
+)
+SHARED = "rollout.placement=shared"
+
+KILLER = """
+# Kills a process of ROLE in a phase of the third step's turn: when a call is sent, which may be the nth of its kind.
+import os, signal
+from enginehouse.plugin import hookimpl
+
+enginehouse_protocol = "1.0"
+role, phase = os.environ["TEST_KILLED"].split()
+updates, sent, pids, done = [], [], {}, []
+CALLS = {
+    "generate": ("rollout-1", "draw", 2, 1), "sleep": ("rollout-1", "sleep", 2, 2), "onload": ("actor", "onload", 2, 2),
+    "update": ("actor", "update", 3, 1), "wake the weights": ("rollout-1", "wake_up", 3, 1),
+    "sync": ("actor", "send_weights", 3, 1), "offload": ("actor", "offload", 3, 2),
+    "wake the cache": ("rollout-1", "wake_up", 3, 2),
+}
+
+@hookimpl
+def enginehouse_run_started(run):
+    pids.update(actor=run.roles.actor.pids[1], rollout=run.roles.rollout.pids[1])
+
+@hookimpl
+def enginehouse_call_dispatched(group, method):
+    if (group, method) == ("actor", "update"):
+        updates.append(1)
+        sent.clear()
+    whose, what, after, nth = CALLS[phase]
+    if len(updates) == after and (group, method) == (whose, what) and not done:
+        sent.append(1)
+        if len(sent) == nth:
+            done.append(1)
+            os.kill(pids[role], signal.SIGKILL)
+"""
+PHASES = ("generate", "sleep", "onload", "update", "wake the weights", "sync", "offload", "wake the cache")
+
+
+def finished(run: RunProcess) -> RunProcess:
+    ended = run.finish()
+    assert ended.code == 0, ended.err
+    return run
+
+
+def said(run: RunProcess) -> dict[str, str]:
+    return {path.name: path.read_text() for path in (run.directory / "samples").iterdir()}
+
+
+def figures(run: RunProcess) -> list[tuple[Any, ...]]:
+    return [(row["step"], row["reward/mean"], row["grad_norm"], row["loss"]) for row in run.metrics]
+
+
+@pytest.fixture(scope="module")
+def shared(start: Start) -> RunProcess:
+    """The run that nothing happens to."""
+    return finished(start("train", *TASK, SHARED))
+
+
+@pytest.fixture(scope="module")
+def killer(house: Path) -> Path:
+    return installed(house, "turn_killer", KILLER)
+
+
+@pytest.mark.essential
+def test_what_is_drawn_and_learned_is_what_it_is_on_devices_apart(start: Start, shared: RunProcess):
+    apart = finished(start("train", *TASK, "rollout.placement=separate"))
+    assert figures(shared) == figures(apart)
+    assert said(shared) == said(apart)
+    assert (shared.directory / "model/model.safetensors").read_bytes() == (
+        apart.directory / "model/model.safetensors"
+    ).read_bytes()
+    for row in shared.metrics:
+        assert row["turns/actor/freed_mib"] > 0
+        assert row["time/turns"] > 0
+    assert not any(name.startswith("turns/") for name in apart.metrics[-1])
+
+
+@pytest.mark.parametrize(
+    "phase", [pytest.param(one, marks=pytest.mark.essential) if one == "sleep" else one for one in PHASES]
+)
+def test_a_replica_that_is_killed_in_any_phase_of_a_turn_costs_only_time(
+    start: Start, shared: RunProcess, killer: Path, phase: str
+):
+    run = finished(start("train", *TASK, SHARED, env={"PYTHONPATH": str(killer), "TEST_KILLED": f"rollout {phase}"}))
+    assert figures(run) == figures(shared)
+    assert said(run) == said(shared)
+
+
+@pytest.mark.parametrize(
+    "phase", [pytest.param(one, marks=pytest.mark.essential) if one == "onload" else one for one in PHASES]
+)
+def test_a_rank_of_the_actor_that_is_killed_in_any_phase_of_a_turn_is_named_and_the_run_goes_on_by_resume(
+    start: Start, shared: RunProcess, killer: Path, phase: str
+):
+    env = {"PYTHONPATH": str(killer), "TEST_KILLED": f"actor {phase}"}
+    name = f"killed-{phase.replace(' ', '-')}"
+    run = start("train", *TASK, SHARED, f"run.directory=runs/{name}", name=name, env=env)
+    ended = run.finish()
+    assert ended.code == 1, ended.err
+    assert "actor rank 1" in ended.err.partition("\nError: ")[2]
+    run = finished(start("train", *TASK, SHARED, f"run.directory=runs/{name}", "--resume", name=name))
+    assert figures(run) == figures(shared)
+    assert said(run) == said(shared)
+
+
+def test_the_quickstart_learns_with_fsdp_and_a_torch_rollout_in_turns(start: Start, warmed_up: RunProcess):
+    model = f"model.path={warmed_up.directory / 'model'}"
+    run = start(
+        "train", model, SHARED, "actor.engine.backend=fsdp", "train.steps=90",
+        "actor.engine.options.schedule=constant", "train.validate_every=0",
+    )  # fmt: skip
+    finished(run)
+    assert_rose(run)
