@@ -253,14 +253,18 @@ def test_an_engine_outlives_the_event_loop_of_a_caller():
     assert len(asyncio.run(go_on()).completions[0].token_ids) == 12
 
 
-def test_sleep_is_not_offered():
+def test_an_engine_that_is_asked_for_too_much_sleeps_not_at_all():
     async def run():
         async with launched(tiny_model()) as engine:
-            for call in (engine.sleep(), engine.wake_up()):
-                with pytest.raises(EnginehouseError, match="sleep"):
-                    await call
+            drawn = await posted(generate(engine, PROMPT, **LONG))
+            with pytest.raises(EnginehouseError, match="cannot sleep while 1 requests are under way"):
+                await engine.sleep()
+            await drawn
+            with pytest.raises(EnginehouseError, match="nothing called 'graphs' sleeps or wakes; there are weights and"):
+                await engine.sleep(("graphs",))
+            return await generate(engine, PROMPT, max_tokens=1)
 
-    asyncio.run(run())
+    assert len(asyncio.run(run())[0].completions) == 1
 
 
 def test_requests_with_one_id_are_aborted_together():

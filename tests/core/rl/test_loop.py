@@ -17,6 +17,7 @@ from enginehouse.engines.train import LossSpec
 from enginehouse.errors import EnginehouseError, SaveError
 from enginehouse.rl.checkpoint_writer import CheckpointWriter
 from enginehouse.rl.loop import LOST_SECONDS, Loop, Update
+from enginehouse.rl.turns import Turns
 from enginehouse.runs import Progress, RunDirectory
 
 
@@ -61,7 +62,9 @@ class OneActor(Loop):
     def workers(self):
         self.actor = Actor()
         groups = {"actor": self.actor}
-        self.roles: Any = SimpleNamespace(actor=self.actor, groups=groups, trained=groups, describe=dict)
+        self.roles: Any = SimpleNamespace(
+            actor=self.actor, groups=groups, trained=groups, turns=Turns({}, None), describe=dict
+        )
         yield
 
     def run_step(self, step: int) -> Mapping[str, float]:

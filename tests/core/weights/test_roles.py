@@ -117,8 +117,6 @@ def test_a_saved_model_comes_back(house, tmp_path):
 @pytest.mark.parametrize(
     ("call", "capability"),
     [
-        (("offload",), "offload"),
-        (("onload",), "offload"),
         (("save_in_background", "somewhere"), "background_save"),
         (("finish_save",), "background_save"),
         (("export_adapter", "somewhere"), "lora"),
