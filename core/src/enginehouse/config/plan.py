@@ -266,19 +266,19 @@ def plan(
     effect_check_every = check_capabilities(findings, config, rollout)
     actor_runs_in = setting.interpreter(train, config.actor.engine, actor_options, "actor")
     rollout_runs_in = setting.interpreter(rollout, config.rollout.engine, rollout_options, "rollout")
-    gpus = gpus_of(rollout, rollout_options)
-    placement, apart = choose_placement(
-        findings, config, train, rollout, actor_runs_in, rollout_runs_in, setting.device, gpus
-    )
-    transport, reason = choose_transport(
-        findings, setting.plugins, config, train, rollout, setting.device, placement == "colocated"
-    )
     actor = setting.trained_role(config, actor_options, actor_runs_in)
     placed = {"actor": _Placed(train, actor)}
     setting.critic(config, placed, needs, critic_steps)
     setting.reference(config, placed, optimizer_steps, uses_reference)
     setting.reward_model(config, placed, optimizer_steps)
     roles = {name: one.role for name, one in placed.items()}
+    gpus = gpus_of(rollout, rollout_options)
+    placement, apart, not_shared = choose_placement(
+        findings, config, train, rollout, roles, rollout_runs_in, setting.device, gpus
+    )
+    transport, reason = choose_transport(
+        findings, setting.plugins, config, train, rollout, setting.device, placement == "colocated"
+    )
     roles["rollout"] = RolePlan(
         kind="rollout",
         backend=config.rollout.engine.backend,
@@ -306,7 +306,7 @@ def plan(
             check_servers(findings, rollout, rollout_options, evaluation.options)
     setting.check_models(config, placed, model)
     check_batches(findings, config, setting.plugins, roles)
-    check_placement(findings, config, setting.device, roles)
+    check_placement(findings, config, setting.device, roles, not_shared)
     check_turns(findings, roles, {name: one.backend for name, one in placed.items()}, setting.device)
     limit = check_lengths(findings, config, roles, model)
     check_evaluation(findings, config)
