@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from enginehouse.config.roles import own_processes
 from enginehouse.config.schema import Config
 from enginehouse.controller import Balanced, ResourcePool, WorkerGroup, WorkerSpec, colocate, start_ray
-from enginehouse.controller.placement_group import processes_per_node
+from enginehouse.controller.placement_group import Room
 from enginehouse.rl.fleet import RolloutFleet
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
 from enginehouse.rl.turns import PARAMS, Turns
@@ -102,17 +102,19 @@ def place(plan: RunPlan, probe: Sequence[Sequence[int]] = ()) -> Iterator[Roles]
         probe: token sequences for the effect check of weight updates.
     """
     with ExitStack() as stack:
+        room = None
         if plan.config.cluster.launcher == "ray":
             stack.enter_context(start_ray(plan.config.cluster.address))
+            room = Room.of_cluster()
         started: dict[str, WorkerGroup] = {}
         fleets: dict[str, RolloutFleet] = {}
         pools: dict[str, ResourcePool] = {}
         for name, role in own_processes(plan.roles).items():  # hosts first
             if role.kind == "rollout":
-                fleets[name] = _fleet(plan, name, pools)
+                fleets[name] = _fleet(plan, name, pools, room)
                 stack.callback(fleets[name].shutdown)
             else:
-                pools[name] = _pool(plan, name)
+                pools[name] = _pool(plan, name, room)
                 stack.callback(pools[name].shutdown)
                 started |= stack.enter_context(_colocated(plan, name, pools[name]))
         for name, role in plan.roles.items():
@@ -158,22 +160,19 @@ def _connected(
     return sync
 
 
-def _pool(plan: RunPlan, host: str) -> ResourcePool:
+def _pool(plan: RunPlan, host: str, room: Room | None) -> ResourcePool:
     """The places of a role that has processes of its own, on as few nodes as there must be."""
-    role, guests = plan.roles[host], any(one.devices_of == host for one in plan.roles.values())
+    role, guests = plan.roles[host], [one for one in plan.roles.values() if one.devices_of == host]
     gpus = role.gpus if plan.device == "cuda" else 0
+    together = max([1, *(one.gpus for one in guests)]) if gpus else 1
+    spread = [role.processes] if room is None else room.take(role.processes, gpus, 1 + bool(guests), together)
     return ResourcePool(
-        _spread(plan, role.processes, gpus, 1 + guests),
+        spread,
         gpus_per_process=gpus,
-        guests=int(guests),
+        guests=int(bool(guests)),
         timeout=start_seconds(plan.config.cluster),
         name=host,
     )
-
-
-def _spread(plan: RunPlan, processes: int, gpus: int, cpus: int = 1) -> list[int]:
-    """How many processes are on each node."""
-    return processes_per_node(processes, gpus, cpus) if plan.config.cluster.launcher == "ray" else [processes]
 
 
 @contextmanager
@@ -200,7 +199,7 @@ def _colocated(plan: RunPlan, host: str, pool: ResourcePool) -> Iterator[dict[st
             group.shutdown()
 
 
-def _fleet(plan: RunPlan, name: str, pools: Mapping[str, ResourcePool]) -> RolloutFleet:
+def _fleet(plan: RunPlan, name: str, pools: Mapping[str, ResourcePool], room: Room | None) -> RolloutFleet:
     """Replicas in processes of their own, on places of their own or as guests of a role's."""
     cluster, role = plan.config.cluster, plan.roles[name]
     gpus = role.gpus if plan.device == "cuda" else 0
@@ -208,7 +207,7 @@ def _fleet(plan: RunPlan, name: str, pools: Mapping[str, ResourcePool]) -> Rollo
     if role.devices_of is not None:
         places = pools[role.devices_of].guests(max(gpus, 1), role.processes)
     else:
-        spread = _spread(plan, role.processes, gpus)
+        spread = [role.processes] if room is None else room.take(role.processes, gpus)
         places = ResourcePool(spread, gpus_per_process=gpus, timeout=start_seconds(cluster), name=name)
     return RolloutFleet(
         _spec(role),
