@@ -117,8 +117,8 @@ def _refused():
 @pytest.mark.essential
 def test_what_cannot_be_placed_is_said_at_once(cluster):
     (too_many, too_large, too_few), ((_, visible),) = cluster.run(_refused)
-    assert "not large enough for 17 processes, 1 GPU, 1 CPU each" in too_many
+    assert "not large enough for 17 processes, 1 CPU, 1 GPU each" in too_many
     assert "there is room for 16. The cluster has 2 node(s)" in too_many
-    assert "for 1 processes, 9 GPU, 1 CPU each, together on a node: " in too_large
+    assert "for 1 processes, 1 CPU, 9 GPU each, together on a node: " in too_large
     assert "not enough for 3 guests that each use the GPUs of 3 processes on one node" in too_few
     assert visible == ""  # a process without a GPU sees none
