@@ -334,7 +334,6 @@ class Trainer(Loop):
     def sync_weights(self) -> dict[str, float]:
         """Bring the actor's weights to every rollout replica, verified."""
         self.version += 1
-        self.roles.turns.wake_weights()
         report = self.roles.sync.sync(self.version, "keep" if self.config.train.staleness else "wait")
         plugins().observe("weights_updated", run=self, version=report.version, seconds=report.seconds)
         mib = {"": report.nbytes, "_moved": report.bytes_moved, "_minimum": report.bytes_minimum}

@@ -218,6 +218,7 @@ def compare_engines(plan: Plan, prompts: int, tolerance: float | None = None) ->
         roles.sync.sync(VERSION)
         drawn = sampling_params(sampling, config.rollout.samples_per_prompt)
         samples = in_order(roles.rollout.generate_each(asked, drawn, seed=step_seed(config.train.seed, 0)))
+        roles.turns.train()
         scored = roles.actor.forward(samples.select(["input_ids", "loss_mask"]), outputs_as_sampled(sampling)).fetch()
     return ParityReport(
         train=_in_words(said["actor"]),
