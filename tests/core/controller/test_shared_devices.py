@@ -71,6 +71,9 @@ def test_a_replica_sees_the_gpus_of_the_ranks_beside_it_also_after_restarts(clus
     for actor, fleet in cluster.run(_shared, ranks, each, replicas, restarts):
         assert len(set(actor)) == ranks  # each rank a GPU of its own
         assert all("," not in visible and visible for _, visible in actor)
+        for node in dict(actor):
+            numbers = [int(visible) for there, visible in actor if there == node]
+            assert numbers == sorted(numbers)  # neighbours in rank are neighbours in the machine
         for number, (node, visible) in enumerate(fleet):
             beside = actor[number * each : (number + 1) * each]
             assert {node} == {there for there, _ in beside}
