@@ -127,3 +127,15 @@ def test_a_reference_of_its_own_is_a_group_in_processes_of_its_own(make: Make, s
         assert list(roles.groups) == ["actor", "reference"]
     assert [list(specs) for specs in started.colocated] == [["actor", "rollout"], ["reference"]]
     assert started.pools == [[1], [2]]
+
+
+def test_variables_of_a_role_are_read_from_the_environment_as_it_starts(
+    make: Make, started: Started, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("INTERFACE", "eth0")
+    planned = make("cluster.launcher=ray", "actor.engine.env={NCCL_SOCKET_IFNAME: '${INTERFACE}'}")
+    assert planned.roles["actor"].env == {"NCCL_SOCKET_IFNAME": "${INTERFACE}"}
+    with placement.place(planned):
+        pass
+    (specs,) = started.colocated
+    assert specs["actor"].variables == {"NCCL_SOCKET_IFNAME": "eth0"}

@@ -67,6 +67,7 @@ from enginehouse.config.rows import (
 from enginehouse.config.schema import AnyConfig, Config, DPOConfig, PreferenceConfig, RMConfig, SFTConfig
 from enginehouse.config.secrets import check_secrets
 from enginehouse.config.trackers import TrackerPlan, check_trackers
+from enginehouse.config.variables import check_agreement, check_variables
 from enginehouse.engines.model import Device, ModelSpec, positions
 from enginehouse.errors import ConfigError, ModelError, nearest
 from enginehouse.plugin import (
@@ -289,6 +290,7 @@ def plan(
         devices_of="actor" if placement == "shared" else None,
         gpus=gpus,
         interpreter=rollout_runs_in,
+        env=config.rollout.engine.env,
         transport=transport,
         effect_check_every=effect_check_every,
     )
@@ -307,6 +309,7 @@ def plan(
     setting.check_models(config, placed, model)
     check_batches(findings, config, setting.plugins, roles)
     check_placement(findings, config, setting.device, roles)
+    check_agreement(findings, roles)
     check_turns(findings, roles, {name: one.backend for name, one in placed.items()}, setting.device)
     limit = check_lengths(findings, config, roles, model)
     check_evaluation(findings, config)
@@ -519,6 +522,7 @@ class _Setting:
     def interpreter(self, record: Backend | None, engine: Engine, options: Mapping[str, Any], key: str) -> Interpreter:
         """What the workers of a role run under; `key` is the role's in the config."""
         check_secrets(self.findings, f"{key}.engine.options", engine.options, read=False)
+        check_variables(self.findings, f"{key}.engine.env", engine.env, self.config.cluster.launcher)
         return choose_interpreter(
             self.findings, self.plugins, record, engine, options, key, self.config.cluster.launcher, self.device
         )
@@ -537,6 +541,7 @@ class _Setting:
             model=self.model_spec(config.model.path),
             processes=config.actor.processes,
             interpreter=interpreter,
+            env=config.actor.engine.env,
             trained=True,
         )
 
@@ -555,6 +560,7 @@ class _Setting:
         """Check that such a loop's rows, roles and machine fit each other."""
         findings, cluster, apart = self.findings, config.cluster, own_processes(roles)
         check_rows(findings, config)
+        check_agreement(findings, roles)
         check_inline(findings, config, apart)
         check_cluster(findings, cluster, config.actor.processes, gpus_needed(roles), self.device)
         check_cores(findings, cluster, sum(role.processes for role in apart.values()), self.device)
@@ -688,6 +694,7 @@ class _Setting:
                 processes=processes,
                 shares=shares and (like.shares or shares),
                 interpreter=interpreter,
+                env=engine.env if engine else like.env,
                 trained=trained,
             ),
         )
@@ -717,6 +724,7 @@ class _Setting:
             processes=1,
             gpus=gpus_of(record, options),
             interpreter=interpreter,
+            env=engine.env,
             transport=transport,
             effect_check_every=int(check_capabilities(findings, config, record, "evaluation") > 0),
         )

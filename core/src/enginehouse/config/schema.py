@@ -129,6 +129,19 @@ class Engine(Section):
         "runtime), current, own (the backend's runtime in any case), a runtime's name, or a path",
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Options of the backend, checked by its own type")
+    env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str] = Field(
+        default_factory=dict,
+        description="Environment variables of its processes, set before torch is imported, as "
+        "{NCCL_SOCKET_IFNAME: eth0}; ${NAME} stands for one of this process's",
+    )
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def _as_texts(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        numbers = {name: str(one) for name, one in value.items() if type(one) in (int, float)}
+        return {**value, **numbers}  # `{CUDA_DEVICE_MAX_CONNECTIONS: 1}`, in which YAML sees a number
 
 
 class Actor(Section):

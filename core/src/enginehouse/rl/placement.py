@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from enginehouse.config.roles import own_processes
 from enginehouse.config.schema import Config
+from enginehouse.config.secrets import from_environment
 from enginehouse.controller import Balanced, ResourcePool, WorkerGroup, WorkerSpec, colocate, start_ray
 from enginehouse.controller.placement_group import processes_per_node
 from enginehouse.rl.fleet import RolloutFleet
@@ -233,4 +234,5 @@ def _spec(role: RolePlan) -> WorkerSpec:
     """A role's worker, under the interpreter of its runtime."""
     worker = TrainWorker if role.kind == "train" else RolloutWorker
     spec = WorkerSpec(worker, role.backend, role.model, role.options)
-    return spec.options(python=role.interpreter.python, env={**spec.env, **role.interpreter.env})
+    interpreter = role.interpreter
+    return spec.options(python=interpreter.python, env=interpreter.env, variables=from_environment(role.env))
