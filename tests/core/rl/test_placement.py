@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from enginehouse.config.schema import SFTConfig
 from enginehouse.engines.model import ModelSpec
 from enginehouse.plugin import load_plugins
 from enginehouse.rl import placement
+from enginehouse.runtimes import Interpreter
 
 
 class Started:
@@ -23,6 +25,7 @@ class Started:
     def __init__(self) -> None:
         self.colocated: list[dict[str, Any]] = []
         self.fleets: dict[str, int] = {}
+        self.devices: dict[str, tuple[str, int]] = {}  # of each fleet, its device and the GPUs of a replica
         self.pools: list[list[int]] = []
         self.launched: list[str] = []
         self.connected: list[tuple[Any, ...]] = []
@@ -41,7 +44,7 @@ class Started:
 
     def pool(self, nodes: list[int], **options: Any) -> Any:
         self.pools.append(nodes)
-        return SimpleNamespace(shutdown=lambda: None)
+        return SimpleNamespace(shutdown=lambda: None, gpus=options.get("gpus_per_process", 0))
 
     def fleet(self, name: str, replicas: int) -> Any:
         self.fleets[name] = replicas
@@ -61,6 +64,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
 
         def __init__(self, spec: Any, replicas: int, *, name: str, **options: Any):
             vars(self).update(vars(started.fleet(name, replicas)))
+            started.devices[name] = options["device"], options["places"].gpus
 
         @staticmethod
         def over(group: Any) -> Any:
@@ -139,3 +143,26 @@ def test_variables_of_a_role_are_read_from_the_environment_as_it_starts(
         pass
     (specs,) = started.colocated
     assert specs["actor"].variables == {"NCCL_SOCKET_IFNAME": "eth0"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "placed"), [("{endpoint: [http://there:30000]}", ("cpu", 0)), ("{tensor_parallel: 2}", ("cuda", 2))]
+)
+def test_what_only_talks_to_servers_that_run_already_needs_no_gpu(
+    project: Project, started: Started, monkeypatch: pytest.MonkeyPatch, engine: str, placed: tuple[str, int]
+):
+    monkeypatch.setattr(placement, "start_ray", lambda address: nullcontext())
+    monkeypatch.setattr(placement, "processes_per_node", lambda processes, *each: [processes])
+    monkeypatch.setattr("enginehouse.config.arithmetic.visible_gpus", lambda: 3)
+    monkeypatch.setattr("enginehouse.config.placement.visible_gpus", lambda: 3)
+    monkeypatch.setattr("enginehouse.config.plan.choose_interpreter", lambda *_: Interpreter("current"))
+    path = project.save()
+    overrides = (
+        "cluster.device=cuda",
+        "rollout.engine.backend=sglang",
+        f"rollout.engine.options={engine}",
+        "rollout.placement=separate",
+    )
+    with placement.place(plan(load_config(path, overrides), load_plugins(enabled=("torch", "sglang")), path)):
+        pass
+    assert started.devices == {"rollout": placed}
