@@ -1021,3 +1021,13 @@ def test_a_supervised_plan_is_said_line_by_line(make_sft: Callable[..., SFTPlan]
         f"results   {project.root / 'runs/warm'}",
         CHECKPOINTS.replace("note        ", "note      "),
     ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "nats"),
+    [((), 0.02), (("model.dtype=bfloat16",), 0.2), (("model.dtype=bfloat16", "weights.effect_tolerance=0.5"), 0.5)],
+)
+def test_engines_that_round_more_may_be_further_apart(
+    make: Callable[..., Plan], overrides: tuple[str, ...], nats: float
+):
+    assert make(*overrides).effect_tolerance == nats

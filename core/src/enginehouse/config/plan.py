@@ -82,6 +82,7 @@ from enginehouse.plugin import (
     capabilities,
     configure_plugins,
 )
+from enginehouse.weights.effect import TOLERANCES
 
 if TYPE_CHECKING:
     from enginehouse.config.rows import Columns
@@ -195,6 +196,12 @@ class Plan(RunPlan):
     def is_single_turn(self) -> bool:
         """Whether the environment is core's own."""
         return self.environment == SINGLE_TURN
+
+    @property
+    def effect_tolerance(self) -> float:
+        """`weights.effect_tolerance`, in nats."""
+        given = self.config.weights.effect_tolerance
+        return TOLERANCES[self.roles["actor"].model.dtype] if given is None else given
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from enginehouse.weights.buckets import BUCKET_BYTES
 from enginehouse.weights.sync import WeightSync
 
 if TYPE_CHECKING:
-    from enginehouse.config.plan import RunPlan
+    from enginehouse.config.plan import Plan, RunPlan
     from enginehouse.config.roles import RolePlan
     from enginehouse.config.schema import Cluster
     from enginehouse.controller import DistributedBatch
@@ -142,7 +142,8 @@ def _connected(
     stack: ExitStack,
 ) -> WeightSync:
     """The way of the actor's weights to the rollout, which the stack closes."""
-    config, role = cast("Config", plan.config), plan.roles["rollout"]
+    plan = cast("Plan", plan)
+    config, role = plan.config, plan.roles["rollout"]
     sync = WeightSync(
         actor,
         rollout,
@@ -150,7 +151,7 @@ def _connected(
         bucket_bytes=BUCKET_BYTES,
         timeout=config.cluster.call_timeout_seconds,
         effect_check_every=role.effect_check_every,
-        effect_tolerance=config.weights.effect_tolerance,
+        effect_tolerance=plan.effect_tolerance,
         probe=[list(map(int, tokens)) for tokens in probe],
     )
     sync.connect()
