@@ -1031,3 +1031,11 @@ def test_engines_that_round_more_may_be_further_apart(
     make: Callable[..., Plan], overrides: tuple[str, ...], nats: float
 ):
     assert make(*overrides).effect_tolerance == nats
+
+
+def test_a_plan_says_what_it_takes_a_clusters_device_to_be(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("enginehouse.config.device.visible_gpus", lambda: 0)
+    (note,) = (one for one in make("cluster.device=auto", "cluster.address=x").notes if "cluster.device is auto" in one)
+    assert "planned for cpu, as this machine has it, and refused at the start if the cluster has GPUs" in note
+    for known in (("cluster.device=auto",), ("cluster.device=cpu", "cluster.address=x")):
+        assert not any("cluster.device is auto" in one for one in make(*known).notes)

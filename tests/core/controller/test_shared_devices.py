@@ -10,7 +10,7 @@ from controller_workers import Surroundings
 from ray_programs import ClusterProgram
 
 from enginehouse.controller import ControllerError, PlacementError, ResourcePool, WorkerGroup, WorkerSpec
-from enginehouse.controller.placement_group import processes_per_node
+from enginehouse.controller.placement_group import gpus_of_cluster, processes_per_node
 
 pytestmark = pytest.mark.slow
 
@@ -113,12 +113,13 @@ def _spread():
     except ControllerError as error:
         said.append(str(error))
     with _group(ResourcePool([1]), "none") as group:
-        return found, said, _seen(group)
+        return found, said, _seen(group), gpus_of_cluster()
 
 
 @pytest.mark.essential
 def test_a_role_lies_on_as_few_nodes_as_there_must_be_and_what_cannot_be_is_said_at_once(cluster):
-    found, (too_many, too_large, too_few), ((_, visible),) = cluster.run(_spread)
+    found, (too_many, too_large, too_few), ((_, visible),), gpus = cluster.run(_spread)
+    assert gpus == 16
     assert found == [[8, 8], [4, 4], [8], [4], [8, 3], [1, 1]]
     assert "not large enough for 17 processes, 1 CPU, 1 GPU each" in too_many
     assert "there is room for 16. The cluster has 2 node(s)" in too_many

@@ -13,6 +13,8 @@ from projects import Project
 from enginehouse.config.load import load_config
 from enginehouse.config.plan import Plan, plan, plan_sft
 from enginehouse.config.schema import SFTConfig
+from enginehouse.controller import PlacementError
+from enginehouse.controller.cluster import Cluster
 from enginehouse.engines.model import ModelSpec
 from enginehouse.plugin import load_plugins
 from enginehouse.rl import placement
@@ -151,7 +153,7 @@ def test_variables_of_a_role_are_read_from_the_environment_as_it_starts(
 def test_what_only_talks_to_servers_that_run_already_needs_no_gpu(
     project: Project, started: Started, monkeypatch: pytest.MonkeyPatch, engine: str, placed: tuple[str, int]
 ):
-    monkeypatch.setattr(placement, "start_ray", lambda address: nullcontext())
+    monkeypatch.setattr(placement, "start_ray", lambda address: nullcontext(Cluster(owned=True)))
     monkeypatch.setattr(placement, "processes_per_node", lambda processes, *each: [processes])
     monkeypatch.setattr("enginehouse.config.arithmetic.visible_gpus", lambda: 3)
     monkeypatch.setattr("enginehouse.config.placement.visible_gpus", lambda: 3)
@@ -166,3 +168,23 @@ def test_what_only_talks_to_servers_that_run_already_needs_no_gpu(
     with placement.place(plan(load_config(path, overrides), load_plugins(enabled=("torch", "sglang")), path)):
         pass
     assert started.devices == {"rollout": placed}
+
+
+def test_a_run_planned_on_a_cpu_head_node_does_not_leave_the_clusters_gpus_idle(
+    project: Project, started: Started, monkeypatch: pytest.MonkeyPatch
+):
+    def begin(owned: bool, gpus: int, *overrides: str) -> None:
+        monkeypatch.setattr(placement, "start_ray", lambda address: nullcontext(Cluster(owned)))
+        monkeypatch.setattr(placement, "processes_per_node", lambda processes, *each: [processes])
+        monkeypatch.setattr(placement, "gpus_of_cluster", lambda: gpus)
+        monkeypatch.setattr("enginehouse.config.device.visible_gpus", lambda: 0)
+        path, given = project.save(), ("cluster.device=auto", "cluster.address=head:6379", *overrides)
+        with placement.place(plan(load_config(path, given), load_plugins(enabled=("torch",)), path)) as roles:
+            assert roles.groups
+
+    with pytest.raises(PlacementError, match=r"the cluster has 8 GPUs: set cluster\.device=cuda, or cpu"):
+        begin(False, 8)
+    assert not started.colocated
+    begin(False, 0)
+    begin(False, 8, "cluster.device=cpu")
+    begin(True, 8)  # Ray counts what this machine has, and this torch cannot use it

@@ -495,6 +495,12 @@ class _Setting:
         extend_path(self.python_path)
         self.device, self.device_reason = pick_device(config.cluster.device)
         self.findings = Findings()
+        if config.cluster.address and config.cluster.device == "auto":
+            self.findings.note(
+                "cluster.address is set and cluster.device is auto: what the cluster has shows only at the start; the "
+                f"run is planned for {self.device}, as this machine has it, and refused at the start if the cluster "
+                f"has {'GPUs' if self.device == 'cpu' else 'none'} (set cluster.device)"
+            )
         self.models: dict[str, Mapping[str, Any]] = {}
         self.trackers = check_trackers(self.findings, self.plugins, config.run.trackers, self.python_path)
 

@@ -14,7 +14,8 @@ from enginehouse.config.roles import own_processes
 from enginehouse.config.schema import Config
 from enginehouse.config.secrets import from_environment
 from enginehouse.controller import Balanced, ResourcePool, WorkerGroup, WorkerSpec, colocate, start_ray
-from enginehouse.controller.placement_group import processes_per_node
+from enginehouse.controller.errors import PlacementError
+from enginehouse.controller.placement_group import gpus_of_cluster, processes_per_node
 from enginehouse.rl.fleet import RolloutFleet
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
 from enginehouse.rl.turns import PARAMS, Turns
@@ -104,7 +105,8 @@ def place(plan: RunPlan, probe: Sequence[Sequence[int]] = ()) -> Iterator[Roles]
     """
     with ExitStack() as stack:
         if plan.config.cluster.launcher == "ray":
-            stack.enter_context(start_ray(plan.config.cluster.address))
+            cluster = stack.enter_context(start_ray(plan.config.cluster.address))
+            _check_device(plan, joined=not cluster.owned)
         started: dict[str, WorkerGroup] = {}
         fleets: dict[str, RolloutFleet] = {}
         pools: dict[str, ResourcePool] = {}
@@ -132,6 +134,16 @@ def place(plan: RunPlan, probe: Sequence[Sequence[int]] = ()) -> Iterator[Roles]
             sync = _connected(plan, started["actor"], fleets["rollout"], probe, stack)
             turns.have_part_in(sync)
         yield Roles(plan.roles, started, fleets, turns, sync)
+
+
+def _check_device(plan: RunPlan, joined: bool) -> None:
+    """Refuse a run on CPUs that nobody has asked for, on a cluster with GPUs: it was planned where there are none."""
+    unasked = joined and plan.config.cluster.device == "auto" and plan.device == "cpu"
+    if unasked and (gpus := gpus_of_cluster()):
+        raise PlacementError(
+            "cluster.device is auto, and the run was planned for CPUs, by the machine of this process; the cluster "
+            f"has {gpus} GPU{'s' if gpus > 1 else ''}: set cluster.device=cuda, or cpu to leave them alone"
+        )
 
 
 def _connected(
