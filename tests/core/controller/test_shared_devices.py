@@ -10,6 +10,7 @@ from controller_workers import Surroundings
 from ray_programs import ClusterProgram
 
 from enginehouse.controller import ControllerError, PlacementError, ResourcePool, WorkerGroup, WorkerSpec
+from enginehouse.controller.launchers.host import LEFT_AS_THEY_ARE
 from enginehouse.controller.placement_group import gpus_of_cluster, processes_per_node
 
 pytestmark = pytest.mark.slow
@@ -98,6 +99,18 @@ def test_roles_apart_have_gpus_of_their_own(cluster, ranks, each, replicas):
     assert len(set(held)) == ranks + each * replicas
     if ranks == 8:
         assert {node for node, _ in actor}.isdisjoint({node for node, _ in fleet})
+
+
+def _left_alone():
+    spec = WorkerSpec(Surroundings).options(distributed=False, env={LEFT_AS_THEY_ARE: "1"})
+    with WorkerGroup(_pool(2, 2), spec, name="left", timeout=120) as group:
+        return _seen(group)
+
+
+def test_a_process_sees_its_own_gpus_also_where_ray_is_told_to_leave_that_alone(cluster):
+    seen = [visible.split(",") for _, visible in cluster.run(_left_alone)]
+    assert [len(each) for each in seen] == [2, 2]
+    assert not set(seen[0]) & set(seen[1])
 
 
 def _spread():

@@ -35,6 +35,7 @@ from enginehouse.config.backends import (
     check_capabilities,
     check_model,
     check_processes,
+    check_sampling,
     check_servers,
     check_targets,
     check_value_head,
@@ -309,7 +310,9 @@ def plan(
     check_model(findings, train, actor_options, model, "actor")
     check_targets(findings, actor_options, config.model.path)
     check_model(findings, rollout, rollout_options, model, "rollout")
+    check_sampling(findings, config, rollout, roles["rollout"], setting.device)
     if evaluation:
+        check_sampling(findings, config, evaluator, evaluation, setting.device, "evaluation")
         check_model(findings, evaluator, evaluation.options, model, "evaluation")
         if evaluator is rollout:
             check_servers(findings, rollout, rollout_options, evaluation.options)
