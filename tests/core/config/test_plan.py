@@ -1021,3 +1021,21 @@ def test_a_supervised_plan_is_said_line_by_line(make_sft: Callable[..., SFTPlan]
         f"results   {project.root / 'runs/warm'}",
         CHECKPOINTS.replace("note        ", "note      "),
     ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "nats"),
+    [((), 0.02), (("model.dtype=bfloat16",), 0.2), (("model.dtype=bfloat16", "weights.effect_tolerance=0.5"), 0.5)],
+)
+def test_engines_that_round_more_may_be_further_apart(
+    make: Callable[..., Plan], overrides: tuple[str, ...], nats: float
+):
+    assert make(*overrides).effect_tolerance == nats
+
+
+def test_a_plan_says_what_it_takes_a_clusters_device_to_be(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("enginehouse.config.device.visible_gpus", lambda: 0)
+    (note,) = (one for one in make("cluster.device=auto", "cluster.address=x").notes if "cluster.device is auto" in one)
+    assert "planned for cpu, as this machine has it, and refused at the start if the cluster has GPUs" in note
+    for known in (("cluster.device=auto",), ("cluster.device=cpu", "cluster.address=x")):
+        assert not any("cluster.device is auto" in one for one in make(*known).notes)

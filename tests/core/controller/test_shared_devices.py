@@ -10,7 +10,8 @@ from controller_workers import Surroundings
 from ray_programs import ClusterProgram
 
 from enginehouse.controller import ControllerError, PlacementError, ResourcePool, WorkerGroup, WorkerSpec
-from enginehouse.controller.placement_group import Room
+from enginehouse.controller.launchers.host import LEFT_AS_THEY_ARE
+from enginehouse.controller.placement_group import Room, gpus_of_cluster
 
 pytestmark = pytest.mark.slow
 
@@ -102,6 +103,18 @@ def test_roles_apart_have_gpus_of_their_own(cluster, ranks, each, replicas):
     assert len(set(held)) == ranks + each * replicas
 
 
+def _left_alone():
+    spec = WorkerSpec(Surroundings).options(distributed=False, env={LEFT_AS_THEY_ARE: "1"})
+    with WorkerGroup(_pool(Room.of_cluster(), 2, 2), spec, name="left", timeout=120) as group:
+        return _seen(group)
+
+
+def test_a_process_sees_its_own_gpus_also_where_ray_is_told_to_leave_that_alone(cluster):
+    seen = [visible.split(",") for _, visible in cluster.run(_left_alone)]
+    assert [len(each) for each in seen] == [2, 2]
+    assert not set(seen[0]) & set(seen[1])
+
+
 def _refused():
     said = []
     for asked in [(17, 1), (1, 9)]:
@@ -114,12 +127,13 @@ def _refused():
     except ControllerError as error:
         said.append(str(error))
     with _group(ResourcePool([1]), "none") as group:
-        return said, _seen(group)
+        return said, _seen(group), gpus_of_cluster()
 
 
 @pytest.mark.essential
 def test_what_cannot_be_placed_is_said_at_once(cluster):
-    (too_many, too_large, too_few), ((_, visible),) = cluster.run(_refused)
+    (too_many, too_large, too_few), ((_, visible),), gpus = cluster.run(_refused)
+    assert gpus == 16
     assert "not large enough for 17 processes, 1 CPU, 1 GPU each" in too_many
     assert "there is room for 16. The cluster has 2 node(s)" in too_many
     assert "for 1 processes, 1 CPU, 9 GPU each, together on a node: " in too_large

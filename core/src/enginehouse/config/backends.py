@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -35,7 +36,8 @@ from enginehouse.runtimes import CURRENT, Interpreter, choose_runtime
 
 if TYPE_CHECKING:
     from enginehouse.config.findings import Findings
-    from enginehouse.config.schema import Config, Engine
+    from enginehouse.config.roles import RolePlan
+    from enginehouse.config.schema import Config, Engine, EvaluationSampling, Sampling
     from enginehouse.plugin import PluginManager
 
 B = TypeVar("B", bound=Backend)
@@ -268,6 +270,35 @@ def check_model(
             typed.check_model(model.get("text_config") or model)
         except UserError as error:
             findings.refuse(f"{key}.engine.options, {path_key}: {error} (options of backend {record.name!r})")
+
+
+def check_sampling(
+    findings: Findings,
+    config: Config,
+    record: RolloutBackend | None,
+    role: RolePlan,
+    device: str,
+    name: str = "rollout",
+) -> None:
+    """Check how a role that generates draws against its backend's options; nothing after a problem with these.
+
+    Args:
+        record: its backend.
+        role: the role.
+        device: torch device type of the run.
+        name: `"rollout"`, or `"evaluation"`.
+    """
+    typed = None if record is None else _typed(record, role.options)
+    if record is None or not isinstance(typed, RolloutOptions):
+        return
+    drawn: dict[str, Sampling | EvaluationSampling] = {"rollout": config.rollout.sampling} if name == "rollout" else {}
+    if name == "evaluation" or (config.evaluation.engine is None and config.data.validation_files()):
+        drawn["evaluation"] = config.evaluation.sampling
+    for key, sampling in drawn.items():
+        try:
+            typed.check_sampling(sampling.top_p, sampling.top_k, device, {**os.environ, **role.env})
+        except UserError as error:
+            findings.refuse(f"{key}.sampling: {error} (options of backend {record.name!r})")
 
 
 def check_targets(findings: Findings, options: Mapping[str, Any], path: str) -> None:

@@ -35,6 +35,7 @@ from enginehouse.config.backends import (
     check_capabilities,
     check_model,
     check_processes,
+    check_sampling,
     check_servers,
     check_targets,
     check_value_head,
@@ -67,6 +68,7 @@ from enginehouse.config.rows import (
 from enginehouse.config.schema import AnyConfig, Config, DPOConfig, PreferenceConfig, RMConfig, SFTConfig
 from enginehouse.config.secrets import check_secrets
 from enginehouse.config.trackers import TrackerPlan, check_trackers
+from enginehouse.config.variables import check_agreement, check_variables
 from enginehouse.engines.model import Device, ModelSpec, positions
 from enginehouse.errors import ConfigError, ModelError, nearest
 from enginehouse.plugin import (
@@ -81,6 +83,7 @@ from enginehouse.plugin import (
     capabilities,
     configure_plugins,
 )
+from enginehouse.weights.effect import TOLERANCES
 
 if TYPE_CHECKING:
     from enginehouse.config.rows import Columns
@@ -195,6 +198,12 @@ class Plan(RunPlan):
         """Whether the environment is core's own."""
         return self.environment == SINGLE_TURN
 
+    @property
+    def effect_tolerance(self) -> float:
+        """`weights.effect_tolerance`, in nats."""
+        given = self.config.weights.effect_tolerance
+        return TOLERANCES[self.roles["actor"].model.dtype] if given is None else given
+
 
 @dataclass(frozen=True, kw_only=True)
 class SFTPlan(RunPlan):
@@ -289,6 +298,7 @@ def plan(
         devices_of="actor" if placement == "shared" else None,
         gpus=gpus,
         interpreter=rollout_runs_in,
+        env=config.rollout.engine.env,
         transport=transport,
         effect_check_every=effect_check_every,
     )
@@ -300,13 +310,16 @@ def plan(
     check_model(findings, train, actor_options, model, "actor")
     check_targets(findings, actor_options, config.model.path)
     check_model(findings, rollout, rollout_options, model, "rollout")
+    check_sampling(findings, config, rollout, roles["rollout"], setting.device)
     if evaluation:
+        check_sampling(findings, config, evaluator, evaluation, setting.device, "evaluation")
         check_model(findings, evaluator, evaluation.options, model, "evaluation")
         if evaluator is rollout:
             check_servers(findings, rollout, rollout_options, evaluation.options)
     setting.check_models(config, placed, model)
     check_batches(findings, config, setting.plugins, roles)
     check_placement(findings, config, setting.device, roles, not_shared)
+    check_agreement(findings, roles)
     check_turns(findings, roles, {name: one.backend for name, one in placed.items()}, setting.device)
     limit = check_lengths(findings, config, roles, model)
     check_evaluation(findings, config)
@@ -485,6 +498,12 @@ class _Setting:
         extend_path(self.python_path)
         self.device, self.device_reason = pick_device(config.cluster.device)
         self.findings = Findings()
+        if config.cluster.address and config.cluster.device == "auto":
+            self.findings.note(
+                "cluster.address is set and cluster.device is auto: what the cluster has shows only at the start; the "
+                f"run is planned for {self.device}, as this machine has it, and refused at the start if the cluster "
+                f"has {'GPUs' if self.device == 'cpu' else 'none'} (set cluster.device)"
+            )
         self.models: dict[str, Mapping[str, Any]] = {}
         self.trackers = check_trackers(self.findings, self.plugins, config.run.trackers, self.python_path)
 
@@ -519,6 +538,7 @@ class _Setting:
     def interpreter(self, record: Backend | None, engine: Engine, options: Mapping[str, Any], key: str) -> Interpreter:
         """What the workers of a role run under; `key` is the role's in the config."""
         check_secrets(self.findings, f"{key}.engine.options", engine.options, read=False)
+        check_variables(self.findings, f"{key}.engine.env", engine.env, self.config.cluster.launcher)
         return choose_interpreter(
             self.findings, self.plugins, record, engine, options, key, self.config.cluster.launcher, self.device
         )
@@ -537,6 +557,7 @@ class _Setting:
             model=self.model_spec(config.model.path),
             processes=config.actor.processes,
             interpreter=interpreter,
+            env=config.actor.engine.env,
             trained=True,
         )
 
@@ -555,6 +576,7 @@ class _Setting:
         """Check that such a loop's rows, roles and machine fit each other."""
         findings, cluster, apart = self.findings, config.cluster, own_processes(roles)
         check_rows(findings, config)
+        check_agreement(findings, roles)
         check_inline(findings, config, apart)
         check_cluster(findings, cluster, config.actor.processes, gpus_needed(roles), self.device)
         check_cores(findings, cluster, sum(role.processes for role in apart.values()), self.device)
@@ -688,6 +710,7 @@ class _Setting:
                 processes=processes,
                 shares=shares and (like.shares or shares),
                 interpreter=interpreter,
+                env=engine.env if engine else like.env,
                 trained=trained,
             ),
         )
@@ -717,6 +740,7 @@ class _Setting:
             processes=1,
             gpus=gpus_of(record, options),
             interpreter=interpreter,
+            env=engine.env,
             transport=transport,
             effect_check_every=int(check_capabilities(findings, config, record, "evaluation") > 0),
         )

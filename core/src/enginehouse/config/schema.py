@@ -129,6 +129,19 @@ class Engine(Section):
         "runtime), current, own (the backend's runtime in any case), a runtime's name, or a path",
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Options of the backend, checked by its own type")
+    env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str] = Field(
+        default_factory=dict,
+        description="Environment variables of its processes, set before torch is imported, as "
+        "{NCCL_SOCKET_IFNAME: eth0}; ${NAME} stands for one of this process's",
+    )
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def _as_texts(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        numbers = {name: str(one) for name, one in value.items() if type(one) in (int, float)}
+        return {**value, **numbers}  # `{CUDA_DEVICE_MAX_CONNECTIONS: 1}`, in which YAML sees a number
 
 
 class Actor(Section):
@@ -451,7 +464,11 @@ class Weights(Section):
         description="Compare the rollout's logprobs with the actor's at the first, the first that changes weights, and "
         "then every N updates; at every one where an engine cannot be read back; 0: never",
     )
-    effect_tolerance: float = Field(default=0.05, gt=0, description="Largest mean absolute logprob difference allowed")
+    effect_tolerance: float | None = Field(
+        default=None,
+        gt=0,
+        description="Largest mean absolute logprob difference allowed; unset: 0.02 nats in float32, 0.2 in bfloat16",
+    )
 
 
 _SEED = Field(default=0, ge=0, lt=2**63, description="Of all that is drawn: the order of data, samples, new weights")

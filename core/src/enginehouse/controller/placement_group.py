@@ -419,6 +419,11 @@ class Room:
         return [part for part in parts if part]
 
 
+def gpus_of_cluster() -> int:
+    """How many GPUs the cluster has, free or not."""
+    return int(sum(node["Resources"].get("GPU", 0.0) for node in _nodes()))
+
+
 def _free() -> Mapping[str, Mapping[str, float]]:
     """What is free, by node; nothing where Ray does not say."""
     with suppress(Exception):  # for developers of Ray: where it is gone, the sum over all nodes has to do

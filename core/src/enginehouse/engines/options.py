@@ -172,6 +172,21 @@ class RolloutOptions(EngineOptions):
         """
         return 0 if self.servers() else 1
 
+    def check_sampling(self, top_p: float, top_k: int, device: str, variables: Mapping[str, str]) -> None:
+        """Check the options against how responses are drawn; called by `plan`, before any process starts.
+
+        A backend that cannot cut the distribution everywhere overrides it. It imports no engine either.
+
+        Args:
+            top_p: as of `SamplingParams`; 1: nothing is cut by it.
+            top_k: alike; 0: nothing is cut by it.
+            device: torch device type of the run.
+            variables: environment variables of the engine's processes, as far as they are known.
+
+        Raises:
+            ConfigError: they do not fit; the message says what would.
+        """
+
 
 class SplitRolloutOptions(RolloutOptions):
     """What all rollout engines take that can split a replica's model over processes."""

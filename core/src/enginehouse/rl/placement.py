@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from enginehouse.config.roles import own_processes
 from enginehouse.config.schema import Config
+from enginehouse.config.secrets import from_environment
 from enginehouse.controller import Balanced, ResourcePool, WorkerGroup, WorkerSpec, colocate, start_ray
-from enginehouse.controller.placement_group import Room
+from enginehouse.controller.errors import PlacementError
+from enginehouse.controller.placement_group import Room, gpus_of_cluster
 from enginehouse.rl.fleet import RolloutFleet
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
 from enginehouse.rl.turns import PARAMS, Turns
@@ -21,7 +23,7 @@ from enginehouse.weights.buckets import BUCKET_BYTES
 from enginehouse.weights.sync import WeightSync
 
 if TYPE_CHECKING:
-    from enginehouse.config.plan import RunPlan
+    from enginehouse.config.plan import Plan, RunPlan
     from enginehouse.config.roles import RolePlan
     from enginehouse.config.schema import Cluster
     from enginehouse.controller import DistributedBatch
@@ -104,7 +106,8 @@ def place(plan: RunPlan, probe: Sequence[Sequence[int]] = ()) -> Iterator[Roles]
     with ExitStack() as stack:
         room = None
         if plan.config.cluster.launcher == "ray":
-            stack.enter_context(start_ray(plan.config.cluster.address))
+            cluster = stack.enter_context(start_ray(plan.config.cluster.address))
+            _check_device(plan, joined=not cluster.owned)
             room = Room.of_cluster()
         started: dict[str, WorkerGroup] = {}
         fleets: dict[str, RolloutFleet] = {}
@@ -135,6 +138,16 @@ def place(plan: RunPlan, probe: Sequence[Sequence[int]] = ()) -> Iterator[Roles]
         yield Roles(plan.roles, started, fleets, turns, sync)
 
 
+def _check_device(plan: RunPlan, joined: bool) -> None:
+    """Refuse a run on CPUs that nobody has asked for, on a cluster with GPUs: it was planned where there are none."""
+    unasked = joined and plan.config.cluster.device == "auto" and plan.device == "cpu"
+    if unasked and (gpus := gpus_of_cluster()):
+        raise PlacementError(
+            "cluster.device is auto, and the run was planned for CPUs, by the machine of this process; the cluster "
+            f"has {gpus} GPU{'s' if gpus > 1 else ''}: set cluster.device=cuda, or cpu to leave them alone"
+        )
+
+
 def _connected(
     plan: RunPlan,
     actor: WorkerGroup,
@@ -143,7 +156,8 @@ def _connected(
     stack: ExitStack,
 ) -> WeightSync:
     """The way of the actor's weights to the rollout, which the stack closes."""
-    config, role = cast("Config", plan.config), plan.roles["rollout"]
+    plan = cast("Plan", plan)
+    config, role = plan.config, plan.roles["rollout"]
     sync = WeightSync(
         actor,
         rollout,
@@ -151,7 +165,7 @@ def _connected(
         bucket_bytes=BUCKET_BYTES,
         timeout=config.cluster.call_timeout_seconds,
         effect_check_every=role.effect_check_every,
-        effect_tolerance=config.weights.effect_tolerance,
+        effect_tolerance=plan.effect_tolerance,
         probe=[list(map(int, tokens)) for tokens in probe],
     )
     sync.connect()
@@ -232,4 +246,5 @@ def _spec(role: RolePlan) -> WorkerSpec:
     """A role's worker, under the interpreter of its runtime."""
     worker = TrainWorker if role.kind == "train" else RolloutWorker
     spec = WorkerSpec(worker, role.backend, role.model, role.options)
-    return spec.options(python=role.interpreter.python, env={**spec.env, **role.interpreter.env})
+    interpreter = role.interpreter
+    return spec.options(python=interpreter.python, env=interpreter.env, variables=from_environment(role.env))

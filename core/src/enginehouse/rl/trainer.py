@@ -90,7 +90,7 @@ class Trainer(Loop):
         self.advantage = resolve(plan.advantage)
         self.kl_coefficient = config.algorithm.kl.coefficient
         self.version = 0
-        self.warnings = MismatchWarnings(config.weights.effect_tolerance, bool(config.train.staleness))
+        self.warnings = MismatchWarnings(plan.effect_tolerance, bool(config.train.staleness))
         beside = [name for name, role in plan.roles.items() if role.trained and name != "actor"]
         compares = config.rollout.samples_per_prompt > 1 and "critic" not in plan.roles
         self.stalls = Stalls(compares, beside)

@@ -69,7 +69,7 @@ class MegatronEngine:
         sizes = axis_sizes(context.world_size, options)
         self._config = build.model_config(model)
         architecture = architecture_of(self._config.model_type, options.architecture)
-        on_cpu.adapt()
+        on_cpu.adapt(device.type)
         if context.rank == 0:
             kernels.say_missing(device.type)
         settings = build.transformer_config(self._config, architecture, model, options, sizes, device.type)
