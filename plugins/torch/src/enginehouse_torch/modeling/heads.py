@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from enginehouse.errors import EnginehouseError
 from enginehouse_torch.modeling.loading import VALUE_HEAD
-from enginehouse_torch.modeling.scores import Split, scores
+from enginehouse_torch.modeling.scores import Split, score_columns, scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -95,11 +95,7 @@ def token_outputs(model: PreTrainedModel, model_input: ModelInput, outputs: Outp
     else:
         with _output_layer(model, model_input.predictor):
             found = scores(model(**inputs).logits[0], None, None, model_input.targets, outputs)
-    logprobs, *entropy = found.unbind(-1)
-    columns = {"logprobs": logprobs} if outputs.logprobs else {}
-    if outputs.entropy:
-        columns["entropy"] = entropy[0] if outputs.entropy_gradient else entropy[0].detach()
-    return columns
+    return score_columns(found, outputs)
 
 
 def _scored(head: torch.nn.Linear, targets: torch.Tensor, outputs: Outputs, hidden: torch.Tensor) -> torch.Tensor:

@@ -75,6 +75,15 @@ def scores(
     return found
 
 
+def score_columns(found: torch.Tensor, outputs: Outputs) -> dict[str, torch.Tensor]:
+    """What `scores` gave for `outputs`, by name, each float32 `(tokens,)`."""
+    logprobs, *entropy = found.unbind(-1)
+    columns = {"logprobs": logprobs} if outputs.logprobs else {}
+    if outputs.entropy:
+        columns["entropy"] = entropy[0] if outputs.entropy_gradient else entropy[0].detach()
+    return columns
+
+
 def head_bytes(tokens: int, hidden: int, vocabulary: int, dtype: torch.dtype, *, entropy_gradient: bool) -> int:
     """The most that `scores` takes of a GPU's memory, forward and backward, beside states, weight and targets.
 
