@@ -33,6 +33,7 @@ from enginehouse.config.arithmetic import (
 )
 from enginehouse.config.backends import (
     check_capabilities,
+    check_device,
     check_model,
     check_processes,
     check_servers,
@@ -519,6 +520,7 @@ class _Setting:
     def interpreter(self, record: Backend | None, engine: Engine, options: Mapping[str, Any], key: str) -> Interpreter:
         """What the workers of a role run under; `key` is the role's in the config."""
         check_secrets(self.findings, f"{key}.engine.options", engine.options, read=False)
+        check_device(self.findings, record, options, self.device, self.config.model.dtype, key)
         return choose_interpreter(
             self.findings, self.plugins, record, engine, options, key, self.config.cluster.launcher, self.device
         )
