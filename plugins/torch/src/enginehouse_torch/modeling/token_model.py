@@ -82,13 +82,13 @@ class TokenModel:
     ):
         self.model = model
         self.device = device
+        self.token_outputs: Callable[[PreTrainedModel, ModelInput, Outputs], dict[str, torch.Tensor]] = token_outputs
         self._budget = tokens_per_microbatch
         self._attention, self._shares_prompts = try_attention(
             model, attention, share_prompts, device, dtype or model.dtype
         )
-        self.token_outputs: Callable[[PreTrainedModel, ModelInput, Outputs], dict[str, torch.Tensor]] = (
-            token_outputs if self._attention == PADDED else packed_token_outputs
-        )
+        if self._attention != PADDED:
+            self.token_outputs = packed_token_outputs
         self._attention_cost, self._mask_cost = attention_cost(model), mask_cost(model, self._attention, device)
         if device.type == "cpu":
             # On a CPU torch needs no copy of a key for each query head that shares it, with a mask neither.
