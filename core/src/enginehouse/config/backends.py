@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from enginehouse.config.findings import Findings
     from enginehouse.config.roles import RolePlan
     from enginehouse.config.schema import Config, Engine, EvaluationSampling, Sampling
+    from enginehouse.engines.model import Device
     from enginehouse.plugin import PluginManager
 
 B = TypeVar("B", bound=Backend)
@@ -246,6 +247,17 @@ def gpus_of(record: RolloutBackend | None, options: Mapping[str, Any]) -> int:
     """GPUs of a replica, where the run is on GPUs; 1 after a problem."""
     typed = None if record is None else _typed(record, options)
     return typed.gpus() if isinstance(typed, RolloutOptions) else 1
+
+
+def check_device(
+    findings: Findings, record: Backend | None, options: Mapping[str, Any], device: Device, dtype: str, key: str
+) -> None:
+    """Check a backend's options against what the run computes on and in; arguments as of `check_model`."""
+    if record is not None and (typed := _typed(record, options)) is not None:
+        try:
+            typed.check_device(device, dtype)
+        except UserError as error:
+            findings.refuse(f"{key}.engine.options: {error} (options of backend {record.name!r})")
 
 
 def check_model(

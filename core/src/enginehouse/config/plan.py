@@ -33,6 +33,7 @@ from enginehouse.config.arithmetic import (
 )
 from enginehouse.config.backends import (
     check_capabilities,
+    check_device,
     check_model,
     check_processes,
     check_sampling,
@@ -539,6 +540,7 @@ class _Setting:
         """What the workers of a role run under; `key` is the role's in the config."""
         check_secrets(self.findings, f"{key}.engine.options", engine.options, read=False)
         check_variables(self.findings, f"{key}.engine.env", engine.env, self.config.cluster.launcher)
+        check_device(self.findings, record, options, self.device, self.config.model.dtype, key)
         return choose_interpreter(
             self.findings, self.plugins, record, engine, options, key, self.config.cluster.launcher, self.device
         )

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from enginehouse.engines.model import Device
 from enginehouse.errors import ConfigError
 
 __all__ = [
@@ -98,6 +99,20 @@ class EngineOptions(BaseModel):
 
         Raises:
             UserError: they do not fit; the message begins with the option, or names the model, and says what would.
+        """
+
+    def check_device(self, device: Device, dtype: str) -> None:
+        """Check the options against what a run computes on and in; called by `plan`, before any process starts.
+
+        A backend overrides it that has options which some device or dtype has no kernels for. It imports no engine
+        either.
+
+        Args:
+            device: torch device type, `"cpu"` or `"cuda"`.
+            dtype: `model.dtype`: `"float32"` or `"bfloat16"`.
+
+        Raises:
+            UserError: they do not fit; the message begins with the option and says what would.
         """
 
     def servers(self) -> Sequence[str]:

@@ -83,6 +83,7 @@ class FSDPEngine:
             tokens_per_microbatch=options.tokens_per_microbatch,
             share_prompts=options.share_prompts == "auto",
             dtype=getattr(torch, model.dtype),
+            attention=options.attention if options.context_parallel == 1 else "sdpa",
             passes=self._ranks.largest,
             during=self._memory.during,
         )

@@ -7,11 +7,13 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from enginehouse.engines.options import GroupedTrainOptions, LoraOptions
+from enginehouse.engines.options import LoraOptions
+from enginehouse.errors import ConfigError
 from enginehouse_fsdp.axes import axis_sizes, check_heads
+from enginehouse_torch.options import PackingOptions
 
 
-class FSDPOptions(GroupedTrainOptions):
+class FSDPOptions(PackingOptions):
     """Options of the `fsdp` training engine. `native` goes to `torch.distributed.fsdp.fully_shard`, for every block."""
 
     replicas: int = Field(
@@ -38,16 +40,18 @@ class FSDPOptions(GroupedTrainOptions):
     compile: bool = Field(
         False, description="torch.compile each block, once for all lengths: minutes to start on a CPU, quicker to run"
     )
-    share_prompts: Literal["auto", "never"] = Field(
-        "auto", description="auto: rows that begin with the same prompt compute it once, where that costs less"
-    )
     lora: LoraOptions | None = Field(
         None, description="{rank, alpha, targets}: train low-rank adapters of linear layers; unset: the whole model"
     )
 
     def check(self, processes: int) -> None:
-        """See `EngineOptions.check`: the axes asked for have to divide the processes."""
+        """See `EngineOptions.check`: the axes asked for have to divide the processes, and the attention to split."""
         axis_sizes(processes, self)
+        if self.context_parallel > 1 and self.attention not in ("auto", "sdpa"):
+            raise ConfigError(
+                f"attention={self.attention} has no form for sequences that are split over ranks "
+                f"(context_parallel={self.context_parallel}); use attention=auto, or context_parallel=1"
+            )
 
     def check_model(self, config: Mapping[str, Any]) -> None:
         """See `EngineOptions.check_model`: the axes asked for have to divide the heads."""
