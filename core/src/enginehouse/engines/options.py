@@ -6,10 +6,11 @@ Light to import: the config checks options before any engine is imported.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from enginehouse.engines.model import Device
 from enginehouse.errors import ConfigError
 
 __all__ = [
@@ -98,6 +99,30 @@ class EngineOptions(BaseModel):
 
         Raises:
             UserError: they do not fit; the message begins with the option, or names the model, and says what would.
+        """
+
+    def for_device(self, device: Device) -> Self:
+        """The options with what is unset and depends on the device filled in; called by `plan`, and by an engine as it
+        is set up.
+
+        A backend with such options overrides it.
+
+        Args:
+            device: torch device type of the run.
+        """
+        return self
+
+    def check_dtype(self, dtype: str, device: Device) -> None:
+        """Check that the engine can compute in a dtype on a device; called by `plan`, before any process starts.
+
+        A backend that cannot do so in each overrides it. It imports no engine either.
+
+        Args:
+            dtype: `ModelSpec.dtype`, as `"bfloat16"`.
+            device: torch device type of the run.
+
+        Raises:
+            ConfigError: it cannot; the message says what would do.
         """
 
     def servers(self) -> Sequence[str]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from enginehouse.config.roles import own_processes
 from enginehouse.config.schema import Config
 from enginehouse.controller import Balanced, ResourcePool, WorkerGroup, WorkerSpec, colocate, start_ray
-from enginehouse.controller.placement_group import Room
+from enginehouse.controller.placement_group import Room, cores_per_gpu
 from enginehouse.rl.fleet import RolloutFleet
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
 from enginehouse.rl.turns import PARAMS, Turns
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from enginehouse.data import Batch
     from enginehouse.engines.train import Outputs
 
+MOST_THREADS = 8
+"""Of a process beside a GPU: what is left to its host, as AdamW of offloaded state, gains little by more."""
 SHORTEST_START_LIMIT_SECONDS = 300.0
 """A worker that imports its engine on a busy machine takes minutes, however quick its calls are."""
 
@@ -191,7 +193,7 @@ def _colocated(plan: RunPlan, host: str, pool: ResourcePool) -> Iterator[dict[st
             start_timeout=start_seconds(cluster),
             seed=plan.config.train.seed,
             device=plan.device,
-            threads=cluster.threads_per_process,
+            threads=_threads(plan),
         )
         yield dict(groups)
     finally:
@@ -219,8 +221,16 @@ def _fleet(plan: RunPlan, name: str, pools: Mapping[str, ResourcePool], room: Ro
         start_timeout=start_seconds(cluster),
         seed=plan.config.train.seed,
         device="cuda" if gpus else "cpu",  # servers that run already, somewhere, need none here
-        threads=cluster.threads_per_process,
+        threads=_threads(plan),
     )
+
+
+def _threads(plan: RunPlan) -> int:
+    """Threads of numeric libraries in each process (`cluster.threads_per_process`)."""
+    cluster = plan.config.cluster
+    if cluster.threads_per_process is not None or plan.device == "cpu" or cluster.launcher == "inline":
+        return cluster.threads_per_process or 1
+    return min(cores_per_gpu(), MOST_THREADS)
 
 
 def start_seconds(cluster: Cluster) -> float:

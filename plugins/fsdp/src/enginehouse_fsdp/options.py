@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field
 
+from enginehouse.engines.model import Device
 from enginehouse.engines.options import GroupedTrainOptions, LoraOptions
 from enginehouse_fsdp.axes import axis_sizes, check_heads
 
@@ -29,8 +30,10 @@ class FSDPOptions(GroupedTrainOptions):
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="In which dtype half-precision gradients are summed over ranks"
     )
-    activation_checkpointing: bool = Field(
-        False, description="Keep only each block's input and compute the rest again going back: less memory, more time"
+    activation_checkpointing: bool | None = Field(
+        None,
+        description="Keep only each block's input and compute the rest again going back: less memory, more time; "
+        "unset: on GPUs",
     )
     cpu_offload: bool = Field(
         False, description="Keep parameters, gradients and optimizer state in host memory between uses"
@@ -44,6 +47,12 @@ class FSDPOptions(GroupedTrainOptions):
     lora: LoraOptions | None = Field(
         None, description="{rank, alpha, targets}: train low-rank adapters of linear layers; unset: the whole model"
     )
+
+    def for_device(self, device: Device) -> Self:
+        """See `EngineOptions.for_device`."""
+        if self.activation_checkpointing is not None:
+            return self
+        return self.model_copy(update={"activation_checkpointing": device == "cuda"})
 
     def check(self, processes: int) -> None:
         """See `EngineOptions.check`: the axes asked for have to divide the processes."""
