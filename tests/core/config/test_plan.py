@@ -984,7 +984,7 @@ def test_a_plan_of_every_role_is_said_line_by_line(make: Callable[..., Plan], pr
         "data.validation=train.jsonl", "evaluation.engine.backend=torch", "weights.transport=collective",
     ).render()  # fmt: skip
     assert said.splitlines() == [
-        "model       model: Qwen3ForCausalLM in float32",
+        "model       model: Qwen3ForCausalLM in float32 (model.dtype is auto: as the device has it)",
         "actor       1 process of torch",
         "rollout     2 replicas of torch, in processes of their own (rollout.placement says so)",
         "evaluation  1 replica of torch, in a process of its own; weights by collective before each validation, their "
@@ -1011,7 +1011,7 @@ def test_a_supervised_plan_is_said_line_by_line(make_sft: Callable[..., SFTPlan]
     planned = make_sft("cluster.address=x", "actor.processes=2")
     assert list(planned.roles) == ["actor"]
     assert planned.render().splitlines() == [
-        "model     model: Qwen3ForCausalLM in float32",
+        "model     model: Qwen3ForCausalLM in float32 (model.dtype is auto: as the device has it)",
         "actor     2 processes of torch",
         f"runtimes  actor {HERE}",
         "data      40 demonstrations in demonstrations.jsonl, each drawn 1 times",

@@ -179,7 +179,7 @@ def check_cores(findings: Findings, cluster: Cluster, processes: int, device: st
     """
     # macOS has no affinity
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = processes * cluster.threads_per_process
+    threads = processes * (cluster.threads_per_process or 1)
     if device == "cpu" and not cluster.address and cluster.launcher != "inline" and threads > cores:
         findings.note(
             f"the engines have {threads} threads in {processes} process{'' if processes == 1 else 'es'}, and this "

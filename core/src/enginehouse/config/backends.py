@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
@@ -38,13 +38,20 @@ if TYPE_CHECKING:
     from enginehouse.config.findings import Findings
     from enginehouse.config.roles import RolePlan
     from enginehouse.config.schema import Config, Engine, EvaluationSampling, Sampling
-    from enginehouse.engines.model import Device
+    from enginehouse.engines.model import Device, Dtype
     from enginehouse.plugin import PluginManager
 
 B = TypeVar("B", bound=Backend)
 
 HIGH_LR = 0.01
 """Learning rates above it are noted."""
+
+
+class RunsOn(NamedTuple):
+    """What the engines of a run compute on, and in."""
+
+    device: Device
+    dtype: Dtype
 
 
 def find_backend(
@@ -128,7 +135,13 @@ def choose_interpreter(
 
 
 def typed_options(
-    findings: Findings, plugins: PluginManager, record: Backend | None, engine: Engine, key: str, processes: int
+    findings: Findings,
+    plugins: PluginManager,
+    record: Backend | None,
+    engine: Engine,
+    key: str,
+    processes: int,
+    runs_on: RunsOn,
 ) -> dict[str, Any]:
     """A backend's options, checked and completed by its own class, as plain data; empty after a problem."""
     if record is None:
@@ -144,7 +157,12 @@ def typed_options(
     options, problems = check(schema, engine.options, prefix=f"{key}.engine.options", instead=instead)
     findings.problems += [ConfigError(f"{problem} (options of backend {record.name!r})") for problem in problems]
     if isinstance(options, EngineOptions):
+        options = options.for_device(runs_on.device)
         _check_processes(findings, record, options, processes, f"{key}.engine.options")
+        try:
+            options.check_device(runs_on.device, runs_on.dtype)
+        except UserError as error:
+            findings.refuse(f"{key}.engine.options: {error} (options of backend {record.name!r})")
         for surprise in options.surprises():
             findings.note(f"{key}.engine.options: {surprise}")
     return {} if options is None else options.model_dump()
@@ -247,17 +265,6 @@ def gpus_of(record: RolloutBackend | None, options: Mapping[str, Any]) -> int:
     """GPUs of a replica, where the run is on GPUs; 1 after a problem."""
     typed = None if record is None else _typed(record, options)
     return typed.gpus() if isinstance(typed, RolloutOptions) else 1
-
-
-def check_device(
-    findings: Findings, record: Backend | None, options: Mapping[str, Any], device: Device, dtype: str, key: str
-) -> None:
-    """Check a backend's options against what the run computes on and in; arguments as of `check_model`."""
-    if record is not None and (typed := _typed(record, options)) is not None:
-        try:
-            typed.check_device(device, dtype)
-        except UserError as error:
-            findings.refuse(f"{key}.engine.options: {error} (options of backend {record.name!r})")
 
 
 def check_model(
@@ -366,10 +373,11 @@ def scheduled_options(
     record: TrainBackend | None,
     engine: Engine,
     processes: int,
+    runs_on: RunsOn,
     optimizer_steps: int,
 ) -> dict[str, Any]:
     """The actor's options, with the length of the run filled in for the learning-rate schedule."""
-    options = typed_options(findings, plugins, record, engine, "actor", processes)
+    options = typed_options(findings, plugins, record, engine, "actor", processes, runs_on)
     if options.get("lr", 0) > HIGH_LR:
         findings.note(
             f"actor.engine.options.lr is {options['lr']:g}: rates above {HIGH_LR:g} destroy most models; for a whole "

@@ -32,8 +32,8 @@ from enginehouse.config.arithmetic import (
     row_limit,
 )
 from enginehouse.config.backends import (
+    RunsOn,
     check_capabilities,
-    check_device,
     check_model,
     check_processes,
     check_sampling,
@@ -48,7 +48,7 @@ from enginehouse.config.backends import (
     stored_names,
     typed_options,
 )
-from enginehouse.config.device import pick_device
+from enginehouse.config.device import pick_device, pick_dtype
 from enginehouse.config.findings import Findings
 from enginehouse.config.functions import check_environment, extend_path, find_function
 from enginehouse.config.outline import Facts, outline_preferences, outline_rl, outline_sft
@@ -268,10 +268,16 @@ def plan(
     train = find_backend(findings, setting.plugins, TrainBackend, config.actor.engine, "actor", setting.device)
     rollout = find_backend(findings, setting.plugins, RolloutBackend, config.rollout.engine, "rollout", setting.device)
     actor_options = scheduled_options(
-        findings, setting.plugins, train, config.actor.engine, config.actor.processes, optimizer_steps
+        findings,
+        setting.plugins,
+        train,
+        config.actor.engine,
+        config.actor.processes,
+        setting.runs_on,
+        optimizer_steps,
     )
     rollout_options = typed_options(
-        findings, setting.plugins, rollout, config.rollout.engine, "rollout", config.rollout.replicas
+        findings, setting.plugins, rollout, config.rollout.engine, "rollout", config.rollout.replicas, setting.runs_on
     )
     effect_check_every = check_capabilities(findings, config, rollout)
     actor_runs_in = setting.interpreter(train, config.actor.engine, actor_options, "actor")
@@ -498,6 +504,7 @@ class _Setting:
         self.python_path = tuple(dict.fromkeys([os.getcwd(), *beside]))
         extend_path(self.python_path)
         self.device, self.device_reason = pick_device(config.cluster.device)
+        self.runs_on = RunsOn(self.device, pick_dtype(config.model.dtype, self.device))
         self.findings = Findings()
         if config.cluster.address and config.cluster.device == "auto":
             self.findings.note(
@@ -540,7 +547,6 @@ class _Setting:
         """What the workers of a role run under; `key` is the role's in the config."""
         check_secrets(self.findings, f"{key}.engine.options", engine.options, read=False)
         check_variables(self.findings, f"{key}.engine.env", engine.env, self.config.cluster.launcher)
-        check_device(self.findings, record, options, self.device, self.config.model.dtype, key)
         return choose_interpreter(
             self.findings, self.plugins, record, engine, options, key, self.config.cluster.launcher, self.device
         )
@@ -548,7 +554,9 @@ class _Setting:
     def model_spec(self, path: str) -> ModelSpec:
         """What a role that loads the model in `path` is told of it."""
         model, seed = self.config.model, self.config.train.seed
-        return ModelSpec(os.path.abspath(path), dtype=model.dtype, trust_remote_code=model.trust_remote_code, seed=seed)
+        return ModelSpec(
+            os.path.abspath(path), dtype=self.runs_on.dtype, trust_remote_code=model.trust_remote_code, seed=seed
+        )
 
     def trained_role(self, config: AnyConfig, options: dict[str, Any], interpreter: Interpreter) -> RolePlan:
         """The actor."""
@@ -567,7 +575,9 @@ class _Setting:
         """The role that a loop over rows of a file trains, an optimizer step each; and the model's `config.json`."""
         findings, engine = self.findings, config.actor.engine
         train = find_backend(findings, self.plugins, TrainBackend, engine, "actor", self.device)
-        options = scheduled_options(findings, self.plugins, train, engine, config.actor.processes, config.train.steps)
+        options = scheduled_options(
+            findings, self.plugins, train, engine, config.actor.processes, self.runs_on, config.train.steps
+        )
         actor = self.trained_role(config, options, self.interpreter(train, engine, options, "actor"))
         model = self.model(config)
         check_model(findings, train, options, model, "actor")
@@ -688,7 +698,7 @@ class _Setting:
         options, interpreter, key = like.options, like.interpreter, f"{name}.processes"
         if engine is not None:
             record = find_backend(findings, self.plugins, TrainBackend, engine, name, self.device)
-            options = typed_options(findings, self.plugins, record, engine, name, processes)
+            options = typed_options(findings, self.plugins, record, engine, name, processes, self.runs_on)
             interpreter, key = self.interpreter(record, engine, options, name), f"{name}.engine.options"
         elif processes != like.processes:
             check_processes(findings, record, options, processes, key)
@@ -731,7 +741,7 @@ class _Setting:
         if engine is None:
             return None, None
         record = find_backend(findings, self.plugins, RolloutBackend, engine, "evaluation", self.device)
-        options = typed_options(findings, self.plugins, record, engine, "evaluation", 1)
+        options = typed_options(findings, self.plugins, record, engine, "evaluation", 1, self.runs_on)
         interpreter = self.interpreter(record, engine, options, "evaluation")
         transport, _ = choose_transport(findings, self.plugins, config, train, record, self.device, False, "evaluation")
         return record, RolePlan(
@@ -774,7 +784,8 @@ class _Setting:
         """
         run = self.config.run
         if self.resume:
-            self.resumed = check_resume(self.findings, self.config, [name for name in roles if roles[name].trained])
+            trained = [name for name in roles if roles[name].trained]
+            self.resumed = check_resume(self.findings, self.config, trained, self.runs_on.dtype)
         kept = {key: path for key, path in needed.items() if path}
         with self.findings.collecting():
             self.deletes = check_run_directory(

@@ -49,8 +49,10 @@ class Model(Section):
     """The model that is trained, a Hugging Face directory."""
 
     path: str = Field(description="Directory of a Hugging Face causal language model with its tokenizer")
-    dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="What engines compute in and weights are served in"
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto",
+        description="What engines compute in and weights are served in; auto: bfloat16 on GPUs, float32 on CPUs. What "
+        "is trained is kept in float32 in any case",
     )
     trust_remote_code: bool = Field(default=False, description="Run Python code that the model's directory brings")
 
@@ -519,11 +521,17 @@ class Cluster(Section):
     launcher: Literal["ray", "inline"] = Field(default="ray", description="inline: one process, for a debugger")
     address: str | None = Field(default=None, description="A running Ray cluster; unset: start Ray on this machine")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda where there is a GPU")
-    threads_per_process: int = Field(default=1, gt=0, description="Of torch, inside an operation")
+    threads_per_process: int | None = Field(
+        default=None,
+        gt=0,
+        description="Of torch, inside an operation; unset: on CPUs 1, on GPUs the node's cores divided by its GPUs, at "
+        "most 8",
+    )
     call_timeout_seconds: float = Field(
         default=600.0,
         gt=0,
-        description="Longest time for any one call of a worker; a start may take as long, and 300 s in any case",
+        description="Longest time that a call of a worker may make no progress (a micro-batch computed, a token "
+        "drawn), and for a weight update in all; a start may take as long, and 300 s in any case",
     )
 
 

@@ -424,6 +424,20 @@ def gpus_of_cluster() -> int:
     return int(sum(node["Resources"].get("GPU", 0.0) for node in _nodes()))
 
 
+def cores_per_gpu() -> int:
+    """Cores for each GPU, on the node of those with GPUs that has the fewest; 1 at least."""
+    from enginehouse.controller.cluster import cores_here, is_owned
+
+    shares = []
+    for node in _nodes():
+        cores, gpus = node["Resources"].get("CPU", 1.0), node["Resources"].get("GPU", 0.0)
+        if is_owned():  # Ray was told of more than there are
+            cores = min(cores, cores_here())
+        if gpus:
+            shares.append(cores // gpus)
+    return max(int(min(shares, default=1)), 1)
+
+
 def _free() -> Mapping[str, Mapping[str, float]]:
     """What is free, by node; nothing where Ray does not say."""
     with suppress(Exception):  # for developers of Ray: where it is gone, the sum over all nodes has to do

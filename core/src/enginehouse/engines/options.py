@@ -6,7 +6,7 @@ Light to import: the config checks options before any engine is imported.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -101,15 +101,26 @@ class EngineOptions(BaseModel):
             UserError: they do not fit; the message begins with the option, or names the model, and says what would.
         """
 
+    def for_device(self, device: Device) -> Self:
+        """The options with what is unset and depends on the device filled in; called by `plan`, and by an engine as it
+        is set up.
+
+        A backend with such options overrides it.
+
+        Args:
+            device: torch device type of the run.
+        """
+        return self
+
     def check_device(self, device: Device, dtype: str) -> None:
         """Check the options against what a run computes on and in; called by `plan`, before any process starts.
 
-        A backend overrides it that has options which some device or dtype has no kernels for. It imports no engine
-        either.
+        A backend overrides it that cannot compute in each dtype on each device, or has options that some has no kernels
+        for. It imports no engine either.
 
         Args:
-            device: torch device type, `"cpu"` or `"cuda"`.
-            dtype: `model.dtype`: `"float32"` or `"bfloat16"`.
+            device: torch device type of the run.
+            dtype: `ModelSpec.dtype`, as `"bfloat16"`.
 
         Raises:
             UserError: they do not fit; the message begins with the option and says what would.

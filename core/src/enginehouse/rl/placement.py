@@ -15,7 +15,7 @@ from enginehouse.config.schema import Config
 from enginehouse.config.secrets import from_environment
 from enginehouse.controller import Balanced, ResourcePool, WorkerGroup, WorkerSpec, colocate, start_ray
 from enginehouse.controller.errors import PlacementError
-from enginehouse.controller.placement_group import Room, gpus_of_cluster
+from enginehouse.controller.placement_group import Room, cores_per_gpu, gpus_of_cluster
 from enginehouse.rl.fleet import RolloutFleet
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
 from enginehouse.rl.turns import PARAMS, Turns
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from enginehouse.data import Batch
     from enginehouse.engines.train import Outputs
 
+MOST_THREADS = 8
+"""Of a process beside a GPU: what is left to its host, as AdamW of offloaded state, gains little by more."""
 SHORTEST_START_LIMIT_SECONDS = 300.0
 """A worker that imports its engine on a busy machine takes minutes, however quick its calls are."""
 
@@ -205,7 +207,7 @@ def _colocated(plan: RunPlan, host: str, pool: ResourcePool) -> Iterator[dict[st
             start_timeout=start_seconds(cluster),
             seed=plan.config.train.seed,
             device=plan.device,
-            threads=cluster.threads_per_process,
+            threads=_threads(plan),
         )
         yield dict(groups)
     finally:
@@ -233,8 +235,16 @@ def _fleet(plan: RunPlan, name: str, pools: Mapping[str, ResourcePool], room: Ro
         start_timeout=start_seconds(cluster),
         seed=plan.config.train.seed,
         device="cuda" if gpus else "cpu",  # servers that run already, somewhere, need none here
-        threads=cluster.threads_per_process,
+        threads=_threads(plan),
     )
+
+
+def _threads(plan: RunPlan) -> int:
+    """Threads of numeric libraries in each process (`cluster.threads_per_process`)."""
+    cluster = plan.config.cluster
+    if cluster.threads_per_process is not None or plan.device == "cpu" or cluster.launcher == "inline":
+        return cluster.threads_per_process or 1
+    return min(cores_per_gpu(), MOST_THREADS)
 
 
 def start_seconds(cluster: Cluster) -> float:

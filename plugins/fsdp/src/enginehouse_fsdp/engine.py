@@ -61,6 +61,7 @@ class FSDPEngine:
             ConfigError: the schedule decays and `total_steps` is not set, a pattern of `lr_groups` matches nothing, or
                 ranks, model and the axes asked for do not fit.
         """
+        options = options.for_device(context.device)
         learning_rate(options.warmup_steps, options)
         if model.dtype == "float16":
             raise ModelError(f"fsdp: {NO_FLOAT16}")

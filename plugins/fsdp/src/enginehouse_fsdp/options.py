@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field
 
+from enginehouse.engines.model import Device
 from enginehouse.engines.options import LoraOptions
 from enginehouse.errors import ConfigError
 from enginehouse_fsdp.axes import axis_sizes, check_heads
@@ -31,8 +32,10 @@ class FSDPOptions(PackingOptions):
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="In which dtype half-precision gradients are summed over ranks"
     )
-    activation_checkpointing: bool = Field(
-        False, description="Keep only each block's input and compute the rest again going back: less memory, more time"
+    activation_checkpointing: bool | None = Field(
+        None,
+        description="Keep only each block's input and compute the rest again going back: less memory, more time; "
+        "unset: on GPUs",
     )
     cpu_offload: bool = Field(
         False, description="Keep parameters, gradients and optimizer state in host memory between uses"
@@ -43,6 +46,12 @@ class FSDPOptions(PackingOptions):
     lora: LoraOptions | None = Field(
         None, description="{rank, alpha, targets}: train low-rank adapters of linear layers; unset: the whole model"
     )
+
+    def for_device(self, device: Device) -> Self:
+        """See `EngineOptions.for_device`."""
+        if self.activation_checkpointing is not None:
+            return self
+        return self.model_copy(update={"activation_checkpointing": device == "cuda"})
 
     def check(self, processes: int) -> None:
         """See `EngineOptions.check`: the axes asked for have to divide the processes, and the attention to split."""

@@ -58,9 +58,12 @@ class MegatronEngine:
 
         Raises:
             ModelError: the model cannot be loaded, or nobody said how its weights are called.
-            ConfigError: the schedule decays and `total_steps` is not set; ranks, model and layout do not fit; or a role
-                that shares these processes has another layout.
+            ConfigError: the schedule decays and `total_steps` is not set; ranks, model and layout do not fit; its
+                layers do not compute in the model's dtype here; or a role that shares these processes has another
+                layout.
         """
+        options = options.for_device(context.device)
+        options.check_device(context.device, model.dtype)
         learning_rate(options.warmup_steps, options)
         self._spec, self._options, self._context = model, options, context
         if model.dtype == "float16":

@@ -199,7 +199,7 @@ def compare_engines(plan: Plan, prompts: int, tolerance: float | None = None) ->
         EnginehouseError: an engine could not be started, given the weights, or asked.
     """
     config = plan.config
-    data, sampling = config.data, config.rollout.sampling
+    data, sampling, dtype = config.data, config.rollout.sampling, plan.roles["actor"].model.dtype
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     dataset = PromptDataset.load(
         data.train,
@@ -224,9 +224,9 @@ def compare_engines(plan: Plan, prompts: int, tolerance: float | None = None) ->
         train=_in_words(said["actor"]),
         rollout=_in_words(said["rollout"]),
         transport=plan.roles["rollout"].transport or "",
-        dtype=config.model.dtype,
+        dtype=dtype,
         temperature=sampling.temperature,
-        tolerance=TOLERANCES[config.model.dtype] if tolerance is None else tolerance,
+        tolerance=TOLERANCES[dtype] if tolerance is None else tolerance,
         found=Parity.of(samples, scored["logprobs"]),
         roles=said,
     )
