@@ -160,7 +160,7 @@ def test_float32_is_refused_where_transformer_engine_would_compute_it(monkeypatc
     options = MegatronOptions()
     options.check_dtype("bfloat16", "cuda")
     options.check_dtype("float32", "cpu")
-    with pytest.raises(ConfigError, match="set model.dtype=bfloat16") if installed else contextlib.nullcontext():
+    with pytest.raises(ConfigError, match=r"set model\\.dtype=bfloat16") if installed else contextlib.nullcontext():
         options.check_dtype("float32", "cuda")
 
 

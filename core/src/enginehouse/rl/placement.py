@@ -14,7 +14,7 @@ from enginehouse.config.roles import own_processes
 from enginehouse.config.schema import Config
 from enginehouse.controller import Balanced, ResourcePool, WorkerGroup, WorkerSpec, colocate, start_ray
 from enginehouse.controller.placement_group import Room, cores_per_gpu
-from enginehouse.rl.fleet import RolloutFleet
+from enginehouse.rl.fleet import SAMPLES_IN_FLIGHT, RolloutFleet
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
 from enginehouse.rl.turns import PARAMS, Turns
 from enginehouse.weights.buckets import BUCKET_BYTES
@@ -222,6 +222,7 @@ def _fleet(plan: RunPlan, name: str, pools: Mapping[str, ResourcePool], room: Ro
         seed=plan.config.train.seed,
         device="cuda" if gpus else "cpu",  # servers that run already, somewhere, need none here
         threads=_threads(plan),
+        samples_in_flight=role.options.get("max_running", SAMPLES_IN_FLIGHT),
     )
 
 
