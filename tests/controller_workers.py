@@ -9,6 +9,7 @@ import threading
 import time
 
 from enginehouse.controller import Worker, register
+from enginehouse.engines.progress import note_progress
 from enginehouse.engines.train import Mean
 from enginehouse.errors import ModelError
 
@@ -137,6 +138,18 @@ class Trouble(Worker):
         if self.context.rank == rank:
             raise ValueError("gone first")
         time.sleep(seconds)
+
+    @register
+    def get_on(self, seconds: float, then_hang: bool = False) -> int:
+        """Rank 0 gets on with something for so long; the others wait for it."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if self.context.rank == 0:
+                note_progress()
+            time.sleep(0.02)
+        if then_hang:
+            hang_for_ever()
+        return self.context.rank
 
     @register
     def exit(self) -> None:

@@ -6,6 +6,7 @@ import gc
 import os
 import pickle
 import signal
+import time
 
 import pytest
 import ray
@@ -104,6 +105,28 @@ def test_a_hang_is_reported_with_the_function_it_hangs_in(trouble):
     assert list(error.stacks) == [1], "rank 0 is not late"
     with pytest.raises(GroupClosed, match="'hang_on' did not end"):
         trouble.fine()
+
+
+@pytest.mark.slow
+@pytest.mark.essential
+def test_a_call_takes_as_long_as_it_gets_on_and_a_hang_after_that_is_ended_in_the_limit(launch):
+    group = launch(Trouble, name="long", timeout=1.0)
+    assert group.get_on(1.5) == [0, 1]
+    later = group.call("get_on", 1.5, blocking=False)
+    assert not later.done()
+    assert list(as_they_end([later])) == [later]
+    assert later.result() == [0, 1]
+    begun = time.monotonic()
+    with pytest.raises(WorkerTimeout, match=r"'get_on' made no progress for 1 s") as caught:
+        group.get_on(1.5, then_hang=True)
+    assert 2.5 <= time.monotonic() - begun < 2.5 + 5.0
+    assert (caught.value.rank, caught.value.seconds) == (0, 1.0)
+    assert "in hang_for_ever" in caught.value.stacks[0]
+
+
+def test_a_limit_that_a_call_was_given_is_kept_however_it_gets_on(trouble):
+    with pytest.raises(WorkerTimeout, match=r"'get_on' did not end within 0\.3 s"):
+        trouble.call("get_on", 30, timeout=0.3)
 
 
 def test_calls_are_given_when_a_rank_fails_and_when_their_deadline_passes(launch):

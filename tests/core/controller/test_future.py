@@ -22,6 +22,7 @@ class FakePending:
         self.callbacks: list[Callable[[], object]] = []
         self.lost = lost
         self.hurried = False
+        self.gets_on = False
 
     def wait(self, limit=None):
         self.waited_by = threading.current_thread()
@@ -29,6 +30,13 @@ class FakePending:
 
     def done(self):
         return False
+
+    def overdue(self):
+        self.asked_by = threading.current_thread()
+        if self.gets_on:
+            self.deadline, self.gets_on = time.monotonic() + 3600.0, False
+            threading.Timer(0.01, self.end).start()
+        return self.deadline <= time.monotonic()
 
     def reference(self, rank):
         return None
@@ -107,6 +115,23 @@ def test_what_went_wrong_is_found_out_off_the_loop(failed):
     pending = FakePending(seconds=3600.0 if failed else 0.02)
     assert awaited(pending, lambda: pending.end(well=False) if failed else None) is pending
     assert pending.waited_by is not threading.current_thread()
+
+
+def test_a_call_that_gets_on_past_its_deadline_is_awaited_further_and_asked_off_the_loop():
+    pending = FakePending(seconds=0.02)
+    pending.gets_on = True
+    assert awaited(pending, lambda: None) is pending
+    assert pending.asked_by is not threading.current_thread()
+    assert pending.waited_by is threading.current_thread()
+
+
+def test_a_call_that_gets_on_past_its_deadline_is_given_when_it_ends():
+    pending = FakePending(seconds=0.0)
+    pending.gets_on = True
+    call = future(pending)
+    assert list(as_they_end([call])) == [call]
+    assert pending.callbacks, "it was waited for"
+    assert not pending.gets_on
 
 
 def test_who_awaits_hears_that_the_cluster_is_lost():

@@ -27,7 +27,11 @@ class Started:
     def __init__(self) -> None:
         self.colocated: list[dict[str, Any]] = []
         self.fleets: dict[str, int] = {}
+<<<<<<< HEAD
         self.devices: dict[str, tuple[str, int]] = {}  # of each fleet, its device and the GPUs of a replica
+=======
+        self.options: dict[str, dict[str, Any]] = {}
+>>>>>>> defaults
         self.pools: list[list[int]] = []
         self.launched: list[str] = []
         self.connected: list[tuple[Any, ...]] = []
@@ -42,6 +46,7 @@ class Started:
 
     def colocate(self, pool: Any, specs: dict[str, Any], **options: Any) -> dict[str, Any]:
         self.colocated.append(dict(specs))
+        self.options["+".join(specs)] = options
         return {name: self.group(name) for name in specs}
 
     def pool(self, nodes: list[int], **options: Any) -> Any:
@@ -65,6 +70,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
         """Stands in for `RolloutFleet`."""
 
         def __init__(self, spec: Any, replicas: int, *, name: str, **options: Any):
+            started.options[name] = options
             vars(self).update(vars(started.fleet(name, replicas)))
             started.devices[name] = options["device"], options["places"].gpus
 
@@ -135,6 +141,7 @@ def test_a_reference_of_its_own_is_a_group_in_processes_of_its_own(make: Make, s
     assert started.pools == [[1], [2]]
 
 
+<<<<<<< HEAD
 def test_variables_of_a_role_are_read_from_the_environment_as_it_starts(
     make: Make, started: Started, monkeypatch: pytest.MonkeyPatch
 ):
@@ -188,3 +195,34 @@ def test_a_run_planned_on_a_cpu_head_node_does_not_leave_the_clusters_gpus_idle(
     begin(False, 0)
     begin(False, 8, "cluster.device=cpu")
     begin(True, 8)  # Ray counts what this machine has, and this torch cannot use it
+=======
+def test_a_replica_is_given_as_many_completions_as_its_engine_generates_at_once(make: Make, started: Started):
+    with placement.place(make("rollout.placement=separate", "rollout.engine.options.max_running=77")):
+        pass
+    assert started.options["rollout"]["samples_in_flight"] == 77
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cores", "threads"),
+    [
+        ([], 24, 1),
+        (["cluster.threads_per_process=3"], 24, 3),
+        (["cluster.device=cuda"], 24, 8),
+        (["cluster.device=cuda"], 5, 5),
+        (["cluster.device=cuda", "cluster.threads_per_process=1"], 24, 1),
+    ],
+)
+def test_a_process_beside_a_gpu_has_its_share_of_the_cores(
+    make: Make, started: Started, monkeypatch: pytest.MonkeyPatch, overrides: list[str], cores: int, threads: int
+):
+    monkeypatch.setattr("enginehouse.config.arithmetic.visible_gpus", lambda: 8)
+    monkeypatch.setattr(placement, "cores_per_gpu", lambda: cores)
+    monkeypatch.setattr(placement, "start_ray", lambda address: nullcontext())
+    monkeypatch.setattr(placement, "Room", SimpleNamespace(of_cluster=lambda: None))
+    planned = make("cluster.launcher=ray", "rollout.placement=separate", *overrides)
+    with placement.place(planned):
+        pass
+    assert {name: options["threads"] for name, options in started.options.items()} == {
+        "actor": threads, "rollout": threads,
+    }  # fmt: skip
+>>>>>>> defaults

@@ -24,7 +24,8 @@ class StillRunning(TimeoutError):
 class Future:
     """A call that was sent and not waited for. Made by a group; give it to another group's call, or ask for its result.
 
-    The call's deadline counts from when it was sent, whether or not anybody waits.
+    The call's deadline counts from when it was sent, whether or not anybody waits; of one with the group's own limit,
+    from when a rank last got on.
     """
 
     def __init__(
@@ -80,7 +81,6 @@ class Future:
             return self.result()
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[bool] = loop.create_future()
-        timer: asyncio.Handle
 
         def settle(well: bool) -> None:
             if not ended.done():
@@ -90,27 +90,16 @@ class Future:
             with suppress(RuntimeError):  # the loop was closed: nobody waits any more
                 loop.call_soon_threadsafe(settle, well)
 
-        def look() -> None:
-            nonlocal timer
-            try:
-                pending.look()
-            except Exception as error:
-                if not ended.done():
-                    ended.set_exception(error)
-            else:
-                late = pending.deadline <= time.monotonic()
-                timer = loop.call_soon(settle, False) if late else look_later()
-
-        def look_later() -> asyncio.TimerHandle:
-            return loop.call_later(min(max(pending.deadline - time.monotonic(), 0.0), LOOK_SECONDS), look)
-
-        timer = look_later()
         pending.add_done_callback(tell)
-        try:
-            well = await ended
-        finally:
-            timer.cancel()
-        if well:
+        while not ended.done():
+            left = max(pending.deadline - time.monotonic(), 0.0)
+            await asyncio.wait([ended], timeout=min(left, LOOK_SECONDS))
+            if not ended.done():
+                pending.look()
+                # asking may take seconds
+                if pending.deadline <= time.monotonic() and await loop.run_in_executor(None, pending.overdue):
+                    break
+        if ended.done() and ended.result():
             return self.result()
         # what went wrong takes seconds to find out
         return await loop.run_in_executor(None, self.result)
@@ -132,9 +121,15 @@ class Future:
 
     @property
     def deadline(self) -> float:
-        """When `result` raises `WorkerTimeout` if the call has not ended, by `time.monotonic`."""
+        """When `result` raises `WorkerTimeout` if the call has not ended and is `overdue`, by `time.monotonic`."""
         pending = self._pending
         return float("-inf") if pending is None else pending.deadline
+
+    def overdue(self) -> bool:
+        """Whether `result` raises `WorkerTimeout` if the call has not ended; once the deadline has passed this may take
+        seconds to tell, and may put it off."""
+        pending = self._pending
+        return pending is None or pending.overdue()
 
     def add_done_callback(self, callback: Callable[[Future], object]) -> None:
         """Have `callback(self)` called once: when the call has ended on every rank, or failed on one; now, if it has.
@@ -167,7 +162,7 @@ class Future:
         return (self,)
 
     def done(self) -> bool:
-        """Whether every rank has ended, or the deadline passed: `result` returns or raises at once."""
+        """Whether every rank has ended, or the call is overdue: `result` returns or raises at once."""
         pending = self._pending
         return self._settled or pending is None or pending.done()
 
@@ -211,7 +206,7 @@ def _next_end(ends: queue.SimpleQueue[Future], waited: Mapping[Future, None], un
             if call in waited:  # else its deadline had passed before
                 return call
             continue
-        if late.deadline <= time.monotonic():
+        if late.deadline <= time.monotonic() and late.overdue():
             return late
         late.look()
         if time.monotonic() >= until:

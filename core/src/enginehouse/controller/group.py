@@ -33,7 +33,8 @@ class WorkerGroup:
         name: the role's name, for messages and logs.
         launcher: `"ray"`, or `"inline"`: one rank in this process, same semantics and errors (the exception itself is
             their `cause`), where `breakpoint()` works, and deadlines are not enforced.
-        timeout: deadline of a call in seconds, where `@register` or the call itself gives none.
+        timeout: seconds that a call may take, where `@register` or the call itself says nothing else; they count anew
+            from when a rank last got on (`enginehouse.engines.progress`), of which limits that are said know nothing.
         start_timeout: seconds until every worker's `__init__` must have ended.
         seed: the run's base seed, in `ProcessContext.seed`.
         device: `"cpu"` or `"cuda"`, in `ProcessContext.device`.
@@ -220,15 +221,17 @@ class WorkerGroup:
         """Call a method; `mode` is None for the one that `spec` says."""
         if self._closed:
             raise GroupClosed(f"{self.name}.{method} cannot be called any more: it was shut down", "shut down")
+        patient = timeout is None
         deadline = self._timeout if timeout is None else timeout
         if deadline <= 0:
             raise DispatchError(f"{self.name}.{method}: a deadline is a positive number of seconds, not {deadline:g}")
         mode = mode or self._mode(method, spec)
         if mode.awaits_futures:
-            until = time.monotonic() + deadline
+            until = None if patient else time.monotonic() + deadline
             args = tuple(self._value(method, value, until, deadline) for value in args)
             kwargs = {name: self._value(method, value, until, deadline) for name, value in kwargs.items()}
-            deadline = max(until - time.monotonic(), 0.001)
+            if until is not None:
+                deadline = max(until - time.monotonic(), 0.001)
         calls = self._calls(method, mode, args, kwargs)
         if spec.execute == "rank_zero":
             calls = [calls[0], *[None] * (len(calls) - 1)]
@@ -245,7 +248,7 @@ class WorkerGroup:
         trace = CallTrace(self.name, method)
         try:
             pending = self._processes.submit(
-                self.name, method, calls, frozenset(ranks), lane, deadline, mode.keeps_back
+                self.name, method, calls, frozenset(ranks), lane, deadline, mode.keeps_back, patient
             )
             if blocking:
                 return collected(pending.wait())
@@ -255,14 +258,15 @@ class WorkerGroup:
         single = ranks[0] if mode.passes_on and len(ranks) == 1 else None
         return Future(pending, collected, single, trace.end)
 
-    def _value(self, method: str, given: Any, until: float, timeout: float) -> Any:
-        """An argument, or the result of the call it stands for, if that is there by `until` (monotonic seconds)."""
+    def _value(self, method: str, given: Any, until: float | None, timeout: float) -> Any:
+        """An argument, or the result of the call it stands for, if that is there by `until` (monotonic seconds; None:
+        within that call's own limit)."""
         if isinstance(given, Balanced):
             return Balanced(self._value(method, given.batch, until, timeout), given.by)
         if not isinstance(given, Future):
             return given
         try:
-            return given.result(max(until - time.monotonic(), 0.0))
+            return given.result(None if until is None else max(until - time.monotonic(), 0.0))
         except StillRunning as error:
             raise DispatchError(
                 f"{self.name}.{method} was not sent: an argument is the result of a call that still ran when the "

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from enginehouse.engines.progress import note_progress
 from enginehouse.engines.rollout import Completion, GenerateRequest, GenerateResult, RolloutEngine
 from enginehouse.rl.generation import check_result
 from enginehouse.weights.receiver import WeightReceiver
@@ -89,6 +90,7 @@ class Drawing:
             return await self._engine.generate(request)
         finally:
             self._drawn -= 1
+            note_progress()
             self._idle.set()
 
     async def abort(self, ids: Sequence[str] | None = None) -> None:

@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SAMPLES_IN_FLIGHT = 512
-"""Most completions a replica is given at once: enough to fill an engine's batches; the rest goes to who is free."""
+"""Most completions a replica is given at once, where its engine does not say how many it generates (`max_running`); the
+rest goes to who is free first."""
 ALL_IN_FLIGHT = 2**31
 """For ranks that share a fate: nothing is gained by holding back."""
 RESTARTS = 3

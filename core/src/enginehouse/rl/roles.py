@@ -27,6 +27,7 @@ from enginehouse.controller.launchers.failure import WorkerFailure
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import ModelSpec
+from enginehouse.engines.progress import note_progress
 from enginehouse.engines.rollout import Health, PauseMode, RolloutEngine, SamplingParams
 from enginehouse.engines.sleep import sleeping
 from enginehouse.engines.train import ALL, LossSpec, Max, Mean, Metrics, Outputs, TrainEngine, merge_metrics
@@ -136,6 +137,7 @@ class TrainWorker(Worker):
                 step_loss = first_loss if first_loss is not None and not steps else loss
                 parts.append(self.engine.forward_backward(rows, step_loss))
                 steps.append(self.engine.optim_step())
+                note_progress()
         figures = {
             name: sum(_number(step[name]) for step in steps) / len(steps) for name in (steps[0] if steps else ())
         }

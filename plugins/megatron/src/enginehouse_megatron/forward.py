@@ -25,6 +25,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 
 from enginehouse.data import Batch, Ragged
+from enginehouse.engines.progress import note_progress
 from enginehouse.engines.train import LossSpec, LossValue, Mean, Metrics, Outputs, merge_metrics
 from enginehouse.plugin import plugins
 from enginehouse_megatron.layers import positions
@@ -170,6 +171,7 @@ class Forward:
             inner: GPTModel = unwrap_model(called)
             with self._during(self._said("a forward pass", packed)):
                 found = self._call(called, inner, packed, ids, outputs)
+            note_progress()
             return found, lambda output, non_loss_data=False: step(packed, output)
 
         largest = max(len(packed.tokens) for packed in parts)

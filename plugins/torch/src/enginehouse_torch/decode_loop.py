@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from enginehouse.engines.progress import note_progress
 from enginehouse.engines.rollout import PauseMode
 from enginehouse.errors import EnginehouseError
 from enginehouse_torch.requests import Pending
@@ -194,6 +195,7 @@ class DecodeLoop:
                         self._actions.popleft()()
                     if self._can_work() and not self._stopping:
                         self._work()
+                        note_progress()
                 except BaseException as error:  # whatever it is, those who wait must hear of it
                     self._failure = error
                     self._fail_requests()

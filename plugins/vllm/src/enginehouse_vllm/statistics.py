@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from enginehouse.engines.progress import note_progress
+
 
 class Statistics:
     """The newest figures.
@@ -28,6 +30,7 @@ class Statistics:
 
     def take(self, scheduler: Any) -> None:
         """Take vLLM's `SchedulerStats` of a step."""
+        note_progress()
         self.running = scheduler.num_running_reqs
         self.kv_cache_usage = scheduler.kv_cache_usage
         self._queried += scheduler.prefix_cache_stats.queries

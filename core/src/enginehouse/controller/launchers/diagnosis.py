@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from enginehouse.controller.launchers.interface import Place
 
 CONTROL_SECONDS = 2.0
 """How long a process gets to answer on its control lane."""
+PROGRESS_SECONDS = 5.0
+"""How long it gets to say whether it got on: it may be busy, and without an answer its call has failed."""
 LOG_LINES = 20
 LOG_TAIL_BYTES = 32 * 1024
 
@@ -39,6 +42,7 @@ class Diagnosis:
         actors: every rank's actor.
         local: the processes on this node, by rank.
         ended: why they were ended on purpose, if they were.
+        put_off: whether the deadline was put off, as ranks got on.
 
     Attributes:
         deadly: whether a process was found dead.
@@ -56,6 +60,7 @@ class Diagnosis:
         actors: Sequence[Any],
         local: Mapping[int, psutil.Process],
         ended: str | None = None,
+        put_off: bool = False,
     ):
         self.role = role
         self.method = method
@@ -67,6 +72,7 @@ class Diagnosis:
         self._actors = actors
         self._local = local
         self._ended = ended
+        self._put_off = put_off
 
     def failed(self, seen: Exception) -> WorkerError:
         """The error to raise: of a rank that died if any did, else of the rank that raised first."""
@@ -104,7 +110,8 @@ class Diagnosis:
         rank = late[0] if late else next(iter(self._refs))
         self.only_slow = not late
         ended = sorted(set(self._refs) - set(late))
-        message = f"{self._where(rank)}: {self.method!r} did not end within {self.timeout:g} s"
+        did = "made no progress for" if self._put_off else "did not end within"
+        message = f"{self._where(rank)}: {self.method!r} {did} {self.timeout:g} s"
         if self.only_slow:
             message = f"{self.role}: {self.method!r} ended on every rank, but its outputs did not get here in time"
         elif len(self._refs) > 1:
@@ -124,6 +131,19 @@ class Diagnosis:
         refs = list(self._refs.values())
         _, busy = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
         return [rank for rank, ref in self._refs.items() if ref in busy]
+
+    def idle_seconds(self) -> float:
+        """How long ago a rank that neither returned nor raised got on; infinite where none did, or says so."""
+        import ray
+
+        asked = [self._actors[rank].idle_seconds.remote() for rank in self.unfinished()]
+        found = [float("inf")]
+        if asked:
+            ray.wait(asked, num_returns=len(asked), timeout=PROGRESS_SECONDS)
+        for ref in asked:
+            with suppress(Exception):  # it is stuck, or gone
+                found.append(ray.get(ref, timeout=0))
+        return min(found)
 
     # What Ray knows
 

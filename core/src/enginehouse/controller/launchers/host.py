@@ -28,6 +28,7 @@ from enginehouse.controller.launchers.handshake import Identity, identity
 from enginehouse.controller.launchers.role_objects import RoleObjects, acting_as
 from enginehouse.controller.launchers.stacks import process_stacks
 from enginehouse.controller.shards import kept_back
+from enginehouse.engines import progress
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import ProcessContext
 
@@ -225,6 +226,10 @@ class Host:
     def ping(self) -> int:
         """Answer, from the control lane."""
         return self._rank
+
+    def idle_seconds(self) -> float:
+        """How long ago this process got on with its work; from the control lane."""
+        return progress.idle_seconds()
 
     def stacks(self) -> tuple[str, tuple[str, ...]]:
         """Stacks of all threads and coroutines, and the last log lines; from the control lane."""

@@ -61,6 +61,10 @@ class InlineCall:
         """See `Pending.done`."""
         return self._result.done()
 
+    def overdue(self) -> bool:
+        """Never: deadlines are not enforced here."""
+        return False
+
     def add_done_callback(self, callback: Callable[[bool], object]) -> None:
         """See `Pending.add_done_callback`."""
         self._result.add_done_callback(lambda result: callback(not result.cancelled() and not result.exception()))
@@ -128,6 +132,7 @@ class InlineProcesses:
         lane: Lane,
         timeout: float,
         keeps_back: bool = False,
+        patient: bool = False,
     ) -> InlineCall:
         """Run a method here and now; one of another lane than the main one is only started."""
         if self._broken is not None:

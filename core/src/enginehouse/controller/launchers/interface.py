@@ -62,7 +62,7 @@ class Pending(Protocol):
     """A call on its way.
 
     Attributes:
-        deadline: when it must have ended, by `time.monotonic`.
+        deadline: when it must have ended, by `time.monotonic`; it may be put off (`overdue`).
     """
 
     deadline: float
@@ -77,7 +77,13 @@ class Pending(Protocol):
         ...
 
     def done(self) -> bool:
-        """Whether every rank has ended, or the deadline passed."""
+        """Whether every rank has ended, or the call is overdue."""
+        ...
+
+    def overdue(self) -> bool:
+        """Whether the deadline has passed. Of a patient call it is put off, instead, where a rank has got on with its
+        work meanwhile: once it has passed, that is asked for, which may take seconds.
+        """
         ...
 
     def add_done_callback(self, callback: Callable[[bool], object]) -> None:
@@ -136,8 +142,12 @@ class Processes(Protocol):
         lane: Lane,
         timeout: float,
         keeps_back: bool = False,
+        patient: bool = False,
     ) -> Pending:
-        """Send a call; results of the ranks in `keep` come back, with `keeps_back` a `Shard` in a batch's place."""
+        """Send a call; results of the ranks in `keep` come back, with `keeps_back` a `Shard` in a batch's place.
+
+        The time limit of a `patient` one counts from when a rank last got on (`enginehouse.engines.progress`).
+        """
         ...
 
     def meshes(self, role: str, refresh: bool = False) -> list[Mesh | None]:

@@ -54,7 +54,8 @@ NO_ARGUMENTS: Call = ((), {})
 
 
 class RayCall:
-    """A call on its way to Ray actors. A harmless one may come late: it waits behind others, and holds nothing up."""
+    """A call on its way to Ray actors. A harmless one may come late: it waits behind others, and holds nothing up. The
+    deadline of a patient one is put off while its ranks get on."""
 
     def __init__(
         self,
@@ -66,6 +67,7 @@ class RayCall:
         deadline: float | None = None,
         rows: Mapping[int, Any] | None = None,
         harmless: bool = False,
+        patient: bool = False,
     ):
         self.processes = processes
         self.role = role
@@ -75,6 +77,8 @@ class RayCall:
         self.deadline = time.monotonic() + timeout if deadline is None else deadline
         self.rows = rows or {}
         self.harmless = harmless
+        self.patient = patient
+        self.put_off = False
         self._came: list[Any] | None = None  # what the ranks returned, where Ray brought it to a callback
 
     def wait(self, limit: float | None = None) -> list[Any]:
@@ -85,7 +89,8 @@ class RayCall:
     def _wait(self, limit: float | None) -> list[Any]:
         import ray
 
-        left = max(self.deadline - time.monotonic(), 0.0)
+        begun = time.monotonic()
+        left = max(self.deadline - begun, 0.0)
         failure: Exception | None = None
         try:
             values = self._outputs(limit, left)
@@ -94,6 +99,8 @@ class RayCall:
                 limit < left or (limit < FETCH_SECONDS and not _running(list(self.refs.values())))
             ):
                 failure = StillRunning(f"{self.role}.{self.method} still runs after {limit} s")
+            elif not self.overdue():
+                return self._wait(None if limit is None else max(begun + limit - time.monotonic(), 0.0))
             else:
                 failure = self.processes.late(self)
         except ClusterLost:
@@ -145,7 +152,19 @@ class RayCall:
     def done(self) -> bool:
         """See `Pending.done`."""
         with ray_access:
-            return not _running(list(self.refs.values())) or time.monotonic() >= self.deadline
+            return not _running(list(self.refs.values())) or self.overdue()
+
+    def overdue(self) -> bool:
+        """See `Pending.overdue`."""
+        if time.monotonic() < self.deadline:
+            return False
+        if self.patient:
+            with ray_access:
+                idle = self.processes.idle_seconds(self)
+            if idle < self.timeout:
+                self.deadline, self.put_off = time.monotonic() + self.timeout - idle, True
+                return False
+        return True
 
     def add_done_callback(self, callback: Callable[[bool], object]) -> None:
         """See `Pending.add_done_callback`. Ray calls back in a thread of its own, with each rank's value."""
@@ -382,6 +401,7 @@ class RayProcesses:
         lane: Lane,
         timeout: float,
         keeps_back: bool = False,
+        patient: bool = False,
     ) -> RayCall:
         """See `Processes.submit`. One lock holds the order of calls the same on every rank."""
         self._refuse_if_broken(role, method)
@@ -416,7 +436,7 @@ class RayProcesses:
                     if isinstance(error, Exception):
                         raise not_sent(role, method, rank, error) from cause_of(error)
                     raise
-            return RayCall(self, role, method, refs, timeout, rows=rows)
+            return RayCall(self, role, method, refs, timeout, rows=rows, patient=patient)
 
     def meshes(self, role: str, refresh: bool = False) -> list[Mesh | None]:
         """See `Processes.meshes`."""
@@ -452,10 +472,14 @@ class RayProcesses:
             self._stragglers = (call, tuple(busy))
         return failure
 
+    def idle_seconds(self, call: RayCall) -> float:
+        """How long ago one of the ranks that are still at a call got on; infinite where none did, or says so."""
+        return self._diagnosis(call).idle_seconds()
+
     def _diagnosis(self, call: RayCall) -> Diagnosis:
         return Diagnosis(
             role=call.role, method=call.method, timeout=call.timeout, refs=call.refs, places=self.places,
-            actors=self._actors, local=self._local, ended=self._ended,
+            actors=self._actors, local=self._local, ended=self._ended, put_off=call.put_off,
         )  # fmt: skip
 
     def _break(self, error: WorkerError) -> None:
@@ -580,7 +604,7 @@ def _with_control_lane(cls: type) -> type:
     """The host class with what the control lane answers marked for it; `Host` itself knows nothing of Ray."""
     import ray
 
-    for name in ("facts", "ping", "stacks"):
+    for name in ("facts", "ping", "stacks", "idle_seconds"):
         ray.method(concurrency_group="control")(getattr(cls, name))
     return cls
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from enginehouse.data import Batch, Ragged, plan_microbatches
+from enginehouse.engines.progress import note_progress
 from enginehouse.engines.train import LossSpec, LossValue, Mean, Metrics, Outputs, TokenView, merge_metrics
 from enginehouse.plugin import plugins
 from enginehouse_torch.modeling.attention import PADDED, model_input, packed_token_outputs
@@ -112,6 +113,7 @@ class TokenModel:
                 if layout is not None:
                     with self._during(self._said("forward pass", layout)):
                         found.append((layout, self.token_outputs(self.model, self._input(layout, flat_ids), outputs)))
+                    note_progress()
             for _ in range(idle):
                 self.token_outputs(self.model, self._idle_input(), outputs)
         for layout, values in found:  # after all were launched: reading a result waits for the device
@@ -146,6 +148,7 @@ class TokenModel:
                     value.total.backward()
             weight += value.weight
             metrics.append({**value.metrics, "loss": Mean(value.total.item(), value.weight)})
+            note_progress()
         for _ in range(idle):
             _backward(torch.zeros(()), self.token_outputs(self.model, self._idle_input(), loss.outputs))
         return merge_metrics(metrics), weight
