@@ -158,17 +158,10 @@ def test_roles_that_share_processes_share_a_layout():
 def test_float32_is_refused_where_transformer_engine_would_compute_it(monkeypatch, installed):
     monkeypatch.setattr("enginehouse_megatron.options.has_transformer_engine", lambda: installed)
     options = MegatronOptions()
-<<<<<<< HEAD
     options.check_device("cuda", "bfloat16")
     options.check_device("cpu", "float32")
     with pytest.raises(ConfigError, match=r"set model\.dtype=bfloat16") if installed else contextlib.nullcontext():
         options.check_device("cuda", "float32")
-=======
-    options.check_dtype("bfloat16", "cuda")
-    options.check_dtype("float32", "cpu")
-    with pytest.raises(ConfigError, match=r"set model\\.dtype=bfloat16") if installed else contextlib.nullcontext():
-        options.check_dtype("float32", "cuda")
->>>>>>> defaults
 
 
 def test_missing_kernels_are_named_once(caplog):

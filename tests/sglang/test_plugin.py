@@ -199,10 +199,5 @@ def test_seeds_are_heeded_unless_that_would_cost_a_gpus_speed():
 )
 def test_what_sglang_attends_with_deterministically_knows_half_precision_alone(options, dtype, device, refused):
     typed = SGLangOptions(**options).for_device(device)
-<<<<<<< HEAD
     with pytest.raises(ConfigError, match=r"set model\.dtype=bfloat16") if refused else contextlib.nullcontext():
         typed.check_device(device, dtype)
-=======
-    with pytest.raises(ConfigError, match=r"set model\\.dtype=bfloat16") if refused else contextlib.nullcontext():
-        typed.check_dtype(dtype, device)
->>>>>>> defaults

@@ -63,5 +63,5 @@ def test_a_dtype_that_an_engine_does_not_compute_in_there_is_refused(make: Calla
     sglang = ["rollout.engine.backend=sglang", "model.dtype=float32", "rollout.engine.options.deterministic=true"]
     with pytest.raises(UserError) as caught:
         make("cuda", *sglang)
-    assert "rollout.engine: deterministic: SGLang's deterministic inference" in str(caught.value)
+    assert "rollout.engine.options: deterministic: SGLang's deterministic inference" in str(caught.value)
     assert "set model.dtype=bfloat16 or deterministic=false" in str(caught.value)

@@ -15,6 +15,7 @@ import enginehouse
 from enginehouse.controller import ControllerError, ResourcePool, WorkerGroup, WorkerSpec
 from enginehouse.controller.launchers.handshake import check_identity, identity
 from enginehouse.controller.launchers.import_paths import own_import_paths
+from enginehouse.controller.launchers.node_paths import look_for_missing, needed_paths
 from enginehouse.runtimes import RuntimeProblem
 
 HERE = Path(enginehouse.__file__).parent
@@ -84,3 +85,15 @@ def test_a_worker_elsewhere_gets_no_folder_of_installed_packages(tmp_path: Path)
     paths = [str(foreign), str(mine), os.path.dirname(os.__file__)]
     assert own_import_paths(paths, elsewhere=True) == [str(mine)]
     assert own_import_paths(paths) == [str(foreign), str(mine)]
+
+
+def test_what_workers_elsewhere_are_started_from_are_the_interpreter_and_what_links_lead_to(tmp_path: Path):
+    overlay = tmp_path / "overlay"
+    overlay.mkdir()
+    (overlay / "enginehouse").symlink_to(HERE)
+    (overlay / "gone").symlink_to(tmp_path / "no-such-package")
+    paths = needed_paths(sys.executable, {"PYTHONPATH": f"{overlay}{os.pathsep}{tmp_path / 'mine'}"})
+    assert look_for_missing()(paths) == [
+        (str(tmp_path / "mine"), ""),
+        (str(overlay / "gone"), str(tmp_path / "no-such-package")),
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -13,6 +14,7 @@ from ray.util import placement_group_table
 from ray_programs import ClusterProgram, add_node, kill_node
 
 from enginehouse.controller import (
+    ControllerError,
     GroupClosed,
     PlacementError,
     ResourcePool,
@@ -22,6 +24,7 @@ from enginehouse.controller import (
     colocate,
     merge_resource_pools,
 )
+from enginehouse.controller.launchers.node_paths import check_nodes
 
 pytestmark = pytest.mark.slow
 
@@ -301,3 +304,25 @@ def _placed_while_the_large_node_is_in_use():
 
 def _placement_groups():
     return placement_group_table().values()
+
+
+def test_a_node_without_what_its_workers_are_started_from_is_named_at_once(cluster):
+    other, own = cluster.run(_start_from_nowhere)
+    for said in (other, own):
+        assert "has no /nowhere/bin/python, and its workers would be started from it" in said
+        assert "at the same paths: share " in said
+    assert other.startswith("other: node ")
+    assert own.startswith("own: node ")
+
+
+def _start_from_nowhere():
+    import ray
+
+    here = ray.get_runtime_context().get_node_id()
+    elsewhere = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
+    check_nodes("other", elsewhere, (sys.executable,))
+    spec = WorkerSpec(Surroundings).options(python="/nowhere/bin/python", distributed=False)
+    return (
+        _said(ControllerError, lambda: check_nodes("other", elsewhere, (sys.executable, "/nowhere/bin/python"))),
+        _said(ControllerError, lambda: WorkerGroup(ResourcePool([1]), spec, name="own")),
+    )

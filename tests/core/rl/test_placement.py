@@ -27,11 +27,8 @@ class Started:
     def __init__(self) -> None:
         self.colocated: list[dict[str, Any]] = []
         self.fleets: dict[str, int] = {}
-<<<<<<< HEAD
         self.devices: dict[str, tuple[str, int]] = {}  # of each fleet, its device and the GPUs of a replica
-=======
         self.options: dict[str, dict[str, Any]] = {}
->>>>>>> defaults
         self.pools: list[list[int]] = []
         self.launched: list[str] = []
         self.connected: list[tuple[Any, ...]] = []
@@ -141,7 +138,6 @@ def test_a_reference_of_its_own_is_a_group_in_processes_of_its_own(make: Make, s
     assert started.pools == [[1], [2]]
 
 
-<<<<<<< HEAD
 def test_variables_of_a_role_are_read_from_the_environment_as_it_starts(
     make: Make, started: Started, monkeypatch: pytest.MonkeyPatch
 ):
@@ -195,7 +191,8 @@ def test_a_run_planned_on_a_cpu_head_node_does_not_leave_the_clusters_gpus_idle(
     begin(False, 0)
     begin(False, 8, "cluster.device=cpu")
     begin(True, 8)  # Ray counts what this machine has, and this torch cannot use it
-=======
+
+
 def test_a_replica_is_given_as_many_completions_as_its_engine_generates_at_once(make: Make, started: Started):
     with placement.place(make("rollout.placement=separate", "rollout.engine.options.max_running=77")):
         pass
@@ -225,4 +222,3 @@ def test_a_process_beside_a_gpu_has_its_share_of_the_cores(
     assert {name: options["threads"] for name, options in started.options.items()} == {
         "actor": threads, "rollout": threads,
     }  # fmt: skip
->>>>>>> defaults

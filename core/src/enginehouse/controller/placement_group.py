@@ -469,6 +469,14 @@ def _nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
+def nodes_of(slots: Sequence[Slot]) -> set[str]:
+    """Ray's ids of the nodes on which slots lie."""
+    from ray.util import placement_group_table
+
+    tables = {slot.placement_group.id: placement_group_table(slot.placement_group) for slot in slots}
+    return {tables[slot.placement_group.id]["bundles_to_node_id"][slot.bundle] for slot in slots}
+
+
 def _state(group: Any) -> str:
     """Ray's word for the state of a placement group; LOST where it says CREATED on a node that has left."""
     from ray.util import placement_group_table

@@ -26,8 +26,9 @@ from enginehouse.controller.launchers.handshake import check_identity
 from enginehouse.controller.launchers.host import VISIBLE, Facts, Host, Late, log_level_for_workers
 from enginehouse.controller.launchers.import_paths import own_import_paths
 from enginehouse.controller.launchers.interface import Lane, LaunchOptions, Place
+from enginehouse.controller.launchers.node_paths import check_nodes, needed_paths
 from enginehouse.controller.launchers.reaping import REACH_SECONDS, Ending
-from enginehouse.controller.placement_group import Lease, Slot
+from enginehouse.controller.placement_group import Lease, Slot, nodes_of
 from enginehouse.controller.pool import ResourcePool
 from enginehouse.controller.ray_access import ENDING_SECONDS, LOOK_SECONDS, ray_access
 from enginehouse.controller.registration import is_async, registered_methods
@@ -238,6 +239,7 @@ class RayProcesses:
         try:
             with ray_access:
                 host = self._host_class()
+                self._check_nodes(slots)
                 for rank, slot in enumerate(slots):
                     self._actors.append(self._actor(host, rank, slot, len(slots)))
                 self._open_lanes()
@@ -320,6 +322,12 @@ class RayProcesses:
                 check_interpreter(python)
             runtime_env["py_executable"] = python
         return {"runtime_env": runtime_env} if runtime_env else {}
+
+    def _check_nodes(self, slots: Sequence[Slot]) -> None:
+        """See that workers of another interpreter can be started where they go."""
+        spec = next(iter(self.roles.values()))
+        if spec.python is not None:
+            check_nodes(self.options.name, nodes_of(slots), needed_paths(spec.python, self._agreed("env")))
 
     def _agreed(self, which: Literal["env", "variables"]) -> dict[str, str]:
         """Environment variables of all roles, those that their specs have as `which`."""
