@@ -73,6 +73,7 @@ def blocks(module, query, key, value, attention_mask, *, scaling, **given):
 
     some = listed(mask.kv_num_blocks, mask.kv_indices)[:length, :length]
     whole = listed(mask.full_kv_num_blocks, mask.full_kv_indices)[:length, :length]
+    assert not (some & whole).any(), "a kernel would count these twice"
     at = torch.arange(length)
     allowed = whole | (some & mask.mask_mod(torch.zeros(()), torch.zeros(()), at[:, None], at[None, :]))
     found = scaled_dot_product_attention(query, key, value, attn_mask=allowed, scale=scaling, enable_gqa=True)

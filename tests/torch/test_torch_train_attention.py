@@ -16,7 +16,7 @@ import pytest
 import torch
 from packed_attention import stand_ins, varlen
 from torch.nn.functional import scaled_dot_product_attention
-from torch_train_cases import POLICY, make_batch, make_engine
+from torch_train_cases import POLICY, batch_of, make_batch, make_engine
 from transformers import AttentionInterface
 
 from enginehouse.engines.model import ModelSpec
@@ -69,6 +69,13 @@ def test_packed_rows_and_trees_score_and_train_like_padded_ones(family, budget, 
     counted = metrics["loss"].weight
     for name, gradient in right_gradients.items():
         torch.testing.assert_close(gradients[name] / counted, gradient / counted, atol=1e-5, rtol=1e-4)
+
+
+def test_packed_rows_fill_a_pass_without_padding():
+    rows = [[4] * tokens for tokens in (31, 6, 6)]  # of each all but the last token is an input
+    batch = batch_of(rows, [[True] * len(row) for row in rows])
+    (part,) = _engine(tiny_model(), Attention("rows_apart"), tokens_per_microbatch=40)._token_model.microbatches(batch)
+    assert part.layout.tokens.shape == (1, 40)
 
 
 def test_values_are_those_of_padded_rows():
