@@ -354,3 +354,14 @@ def test_ragged_results_share_the_offsets_of_the_ids():
     assert isinstance(column, Ragged)
     assert torch.equal(column.offsets, batch["input_ids"].offsets)
     assert column.values.dtype == torch.float32
+
+
+@pytest.mark.parametrize("act", ["forward", "forward_backward"])
+def test_each_micro_batch_is_noted_as_progress(monkeypatch, act):
+    noted = []
+    monkeypatch.setattr("enginehouse_torch.modeling.token_model.note_progress", lambda: noted.append(act))
+    engine = make_engine(tiny_model(), tokens_per_microbatch=16, share_prompts="never")
+    batch = make_batch(4, 3)
+    parts = len(engine._token_model.microbatches(batch))
+    getattr(engine, act)(batch, Outputs() if act == "forward" else LossSpec("supervised"))
+    assert len(noted) == parts > 1

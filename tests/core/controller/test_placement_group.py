@@ -118,3 +118,20 @@ def test_what_ray_did_not_take_back_is_given_back_later(cluster: Cluster, again)
 def test_a_placement_group_that_is_dropped_is_given_back(cluster: Cluster):
     place(PlacementGroups("pool", [1], 1, 0, 1))
     assert cluster.removed == cluster.made
+
+
+@pytest.mark.parametrize(
+    ("nodes", "owned", "expected"),
+    [
+        ([{"CPU": 192.0, "GPU": 8.0}], False, 24),
+        ([{"CPU": 192.0, "GPU": 8.0}, {"CPU": 64.0}, {"CPU": 64.0, "GPU": 8.0}], False, 8),
+        ([{"CPU": 2.0, "GPU": 8.0}], False, 1),
+        ([{"CPU": 32.0, "GPU": 2.0}], True, 3),
+    ],
+    ids=["one node", "the node with the fewest counts", "one at least", "Ray was told of more than there are"],
+)
+def test_a_gpu_has_its_share_of_its_nodes_cores(monkeypatch: pytest.MonkeyPatch, nodes, owned: bool, expected: int):
+    monkeypatch.setattr(placement_group, "_nodes", lambda: [{"Resources": node} for node in nodes])
+    monkeypatch.setattr("enginehouse.controller.cluster.is_owned", lambda: owned)
+    monkeypatch.setattr("enginehouse.controller.cluster.cores_here", lambda: 6)
+    assert placement_group.cores_per_gpu() == expected

@@ -67,3 +67,27 @@ def test_a_start_that_fails_leaves_nothing_behind(
         cluster._start(ray, 1, {})
     assert calls == ["init", "shutdown", "end"] * starts
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("memory", "shared", "expected"),
+    [
+        (128 << 30, 64 << 30, int(0.3 * (128 << 30))),
+        (128 << 30, 8 << 30, int(0.8 * (8 << 30))),
+        (128 << 30, 64 << 20, cluster.LEAST_OBJECT_STORE_BYTES),
+    ],
+)
+def test_the_object_store_is_a_part_of_the_machines_memory_and_of_what_is_free_to_be_shared(
+    monkeypatch: pytest.MonkeyPatch, memory: int, shared: int, expected: int
+):
+    monkeypatch.setattr(cluster.psutil, "virtual_memory", lambda: SimpleNamespace(total=memory))
+    monkeypatch.setattr(cluster.shutil, "disk_usage", lambda path: SimpleNamespace(free=shared))
+    asked: list[object] = []
+
+    def init(**named: object) -> None:
+        asked.append(named["object_store_memory"])
+        raise RuntimeError("no such option")
+
+    with pytest.raises(RuntimeError):
+        cluster._start(SimpleNamespace(init=init, shutdown=lambda: None), 1, {})
+    assert asked == [expected]

@@ -35,10 +35,11 @@ from enginehouse.plugin.references import find_definition, lacking
 from enginehouse.runtimes import CURRENT, Interpreter, choose_runtime
 
 if TYPE_CHECKING:
+    from enginehouse.config.device import Dtype
     from enginehouse.config.findings import Findings
     from enginehouse.config.roles import RolePlan
     from enginehouse.config.schema import Config, Engine, EvaluationSampling, Sampling
-    from enginehouse.engines.model import Device, Dtype
+    from enginehouse.engines.model import Device
     from enginehouse.plugin import PluginManager
 
 B = TypeVar("B", bound=Backend)

@@ -6,8 +6,11 @@ import importlib.util
 from pathlib import Path
 from typing import Literal
 
-from enginehouse.engines.model import Device, Dtype
+from enginehouse.engines.model import Device
 from enginehouse.runtimes.variant import visible_gpus
+
+Dtype = Literal["float32", "bfloat16"]
+"""What a run computes in."""
 
 
 def torch_has_cuda() -> bool:
@@ -38,7 +41,7 @@ def pick_device(wanted: Literal["auto", "cpu", "cuda"]) -> tuple[Device, str]:
     return "cuda", f"{gpus} visible GPU{'s' if gpus > 1 else ''}"
 
 
-def pick_dtype(wanted: Literal["auto", "float32", "bfloat16"], device: Device) -> Dtype:
+def pick_dtype(wanted: Literal["auto"] | Dtype, device: Device) -> Dtype:
     """Resolve `model.dtype`.
 
     Args:
