@@ -24,7 +24,7 @@ def stand_ins() -> Iterator[None]:
     AttentionInterface.register("rows_apart", rows_apart)
     AttentionInterface.register("blocks", blocks)
     AttentionMaskInterface.register("rows_apart", flash_attention_mask)
-    with mock.patch.object(attention, "BLOCK", 8):
+    with mock.patch.object(attention, "BLOCK", 4):
         yield
     AttentionInterface._global_mapping.pop("rows_apart")
     AttentionInterface._global_mapping.pop("blocks")
