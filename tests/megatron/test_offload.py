@@ -8,13 +8,13 @@ import torch
 from megatron_train_cases import weights_after_a_step
 from rank_processes import rank_processes
 
+from enginehouse.engines.memory import give_back_freed_memory
 from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.engines.train import Outputs
 from enginehouse.errors import EnginehouseError
 from enginehouse_testing.checks.train.reference import TRAINING
 from enginehouse_testing.models import tiny_model
 from enginehouse_testing.problem import POLICY, batch
-from enginehouse_torch.modeling.memory import give_back_freed_memory
 
 pytestmark = pytest.mark.slow
 

@@ -231,6 +231,9 @@ def start_seconds(cluster: Cluster) -> float:
 
 def _spec(role: RolePlan) -> WorkerSpec:
     """A role's worker, under the interpreter of its runtime."""
-    worker = TrainWorker if role.kind == "train" else RolloutWorker
-    spec = WorkerSpec(worker, role.backend, role.model, role.options)
+    if role.kind == "train":
+        spec = WorkerSpec(TrainWorker, role.backend, role.model, role.options)
+    else:
+        takes_turns = role.devices_of is not None
+        spec = WorkerSpec(RolloutWorker, role.backend, role.model, role.options, takes_turns=takes_turns)
     return spec.options(python=role.interpreter.python, env={**spec.env, **role.interpreter.env})
