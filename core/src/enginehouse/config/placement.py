@@ -28,7 +28,6 @@ def choose_placement(
     replica: Interpreter,
     device: str,
     gpus: int,
-    attached: bool = False,
 ) -> tuple[Placed, str]:
     """Where the rollout runs, and, if not in the actor's processes, why.
 
@@ -38,15 +37,14 @@ def choose_placement(
         actor: the actor's interpreter.
         replica: the rollout's.
         device: torch device type of the run.
-        gpus: those of each replica, where the run is on GPUs.
-        attached: whether the rollout's engines are servers that run already.
+        gpus: those of each replica, where the run is on GPUs; 0: it is a server that runs already.
     """
     wanted = config.rollout.placement
     if wanted == "colocated":
         _check_colocated(findings, config, rollout, actor, replica)
         return wanted, ""
     if wanted == "shared":
-        if why := _not_in_turns(config, train, rollout, attached):
+        if why := _not_in_turns(config, train, rollout, gpus):
             findings.refuse(f"rollout.placement is shared, where actor and rollout take turns: {why}")
         return wanted, "rollout.placement says so"
     if wanted == "separate":
@@ -56,7 +54,7 @@ def choose_placement(
     both = config.actor.processes + config.rollout.replicas * gpus
     if device == "cuda" and not config.cluster.address and both > (there := visible_gpus()):
         few = f"{there} visible GPU{'' if there == 1 else 's'}, and apart they would need {both}"
-        if not (refused := _not_in_turns(config, train, rollout, attached)):
+        if not (refused := _not_in_turns(config, train, rollout, gpus)):
             return "shared", f"{why}; {few}"
         findings.note(f"{few}: they cannot take turns on them (rollout.placement=shared), as {refused}")
     return "separate", why
@@ -105,7 +103,7 @@ def _check_colocated(
         )
 
 
-def _not_in_turns(config: Config, train: TrainBackend | None, rollout: RolloutBackend | None, attached: bool) -> str:
+def _not_in_turns(config: Config, train: TrainBackend | None, rollout: RolloutBackend | None, gpus: int) -> str:
     """Why actor and rollout cannot take turns on the same devices, and what to do about it; empty if they can."""
     if config.train.staleness:
         return (
@@ -114,7 +112,7 @@ def _not_in_turns(config: Config, train: TrainBackend | None, rollout: RolloutBa
         )
     if config.cluster.launcher == "inline":
         return "an inline run has one process for both; set cluster.launcher=ray"
-    if attached:
+    if not gpus:
         return "the rollout's servers run already, on devices of their own; set rollout.placement=separate"
     for record, capability in ((train, OFFLOAD), (rollout, SLEEP)):
         if record is not None and capability not in record.capabilities:

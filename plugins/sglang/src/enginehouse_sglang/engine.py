@@ -364,8 +364,8 @@ class SGLangRollout:
             raise EnginehouseError(f"sglang cannot sleep while {len(self._calls)} requests are under way")
         if not self._can_sleep:
             raise EnginehouseError(
-                f"{self._where}: the sglang server cannot sleep: it ran already, or was started without a memory saver, "
-                "as nobody takes turns"
+                f"{self._where}: the sglang server cannot sleep: it ran already, or was started without a memory "
+                "saver, as nobody takes turns"
             )
         if not new:
             return

@@ -106,12 +106,11 @@ class SGLangServer:
         await self.ask("POST", "/continue_generation", {})
 
     async def release(self, parts: Sequence[str]) -> None:
-        """Free the memory of its `"weights"`, which are lost, or `"kv_cache"`. It must draw nothing, and must have them:
-        anything else ends it."""
+        """Free the memory of its `"weights"`, which are lost, or `"kv_cache"`. It ends if it draws or has them not."""
         await self.ask("POST", "/release_memory_occupation", {"tags": list(parts)})
 
     async def take_back(self, parts: Sequence[str]) -> None:
-        """Take memory back that was released, and only such."""
+        """Take memory back that was released; any other ends it."""
         await self.ask("POST", "/resume_memory_occupation", {"tags": list(parts)})
 
     async def begin_update(self) -> None:
