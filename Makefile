@@ -46,6 +46,9 @@ test-long: $(VENV)/.developer runtimes  ## run the slow tests that `make test` l
 test-exhaustive: $(VENV)/.developer runtimes  ## run all slow tests, and what shows at length what they show in short: before a release
 	$(BIN)/python -m pytest -m "slow or exhaustive" $(SEVERAL) --verbose $(ARGS)
 
+test-gpu: $(VENV)/.developer  ## run all that needs a GPU, on one, in at most 30 minutes: benchmarks/results/gpu/DEVICE.json
+	$(BIN)/python -m tools.gpu $(ARGS)
+
 runtimes: $(VENV)/.developer  ## make the Python environments of engines that need one of their own
 	@$(MAKE) --jobs runtime-vllm runtime-sglang
 
@@ -91,4 +94,4 @@ publish: $(VENV)/.developer  ## upload what `make release` made: make publish VE
 clean:  ## remove what builds and runs left; .venv stays
 	rm -rf runs build dist benchmarks/out examples/*/work .pytest_cache .mypy_cache .ruff_cache
 
-.PHONY: help install demo test test-long test-exhaustive runtimes lint bench matrix contract algorithms reliability pictures site version release publish clean
+.PHONY: help install demo test test-long test-exhaustive test-gpu runtimes lint bench matrix contract algorithms reliability pictures site version release publish clean

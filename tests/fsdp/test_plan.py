@@ -139,3 +139,28 @@ def test_adapters_of_layers_that_the_model_does_not_have_are_noted(config):
     assert (
         "lr_groups: no tensor in model is called '*.layers.*.qproj.*'; Choices: model.layers.*.self_attn.k_proj" in note
     )
+
+
+FLASH = f"{OPTIONS}.attention=flash_attention_2"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["cluster.device=cpu", FLASH], "has kernels for cuda alone, and this run is on cpu; use attention=auto"),
+        (["cluster.device=cpu", f"{OPTIONS}.attention=flex_attention"], "has kernels for cuda alone"),
+        (["cluster.device=cuda", FLASH], "has no kernels for float32; use model.dtype=bfloat16"),
+        (["cluster.device=cuda", "model.dtype=bfloat16", FLASH], "needs flash-attn, which is not installed here"),
+        (
+            ["cluster.device=cuda", f"{OPTIONS}.attention=flex_attention", f"{OPTIONS}.context_parallel=2"],
+            "has no form for sequences that are split over ranks (context_parallel=2)",
+        ),
+    ],
+)
+def test_attention_that_has_no_kernels_here_is_refused_with_a_cure(config, overrides, said):
+    assert said in refusal(config, *overrides)
+
+
+@pytest.mark.parametrize("attention", ["auto", "sdpa"])
+def test_attention_that_is_anywhere_is_taken_on_a_cpu(config, attention):
+    assert "attention" not in refusal(config, "cluster.device=cpu", f"{OPTIONS}.attention={attention}")

@@ -36,6 +36,13 @@ def test_two_ranks_of_fsdp_and_a_replica_of_torch_agree_and_are_gone_afterwards(
     assert not run.directory.exists()
 
 
+def test_engines_that_take_turns_on_the_same_devices_agree(start: Start):
+    model = "model.path=examples/quickstart/work/model"
+    ended = start("parity", "--train=fsdp", "--prompts=4", model, "rollout.placement=shared").finish()
+    assert ended.code == 0, ended.err
+    assert "by shared_memory, float32" in ended.out
+
+
 def test_a_worker_that_cannot_start_is_the_users_mistake_where_it_is_one(start: Start, house: Path):
     broken = house / "broken-model"
     broken.mkdir()

@@ -30,7 +30,7 @@ import os, signal
 from enginehouse.plugin import hookimpl
 
 enginehouse_protocol = "1.0"
-role, phase = os.environ["TEST_KILLED"].split()
+role, _, phase = os.environ["TEST_KILLED"].partition(" ")
 updates, sent, pids, done = [], [], {}, []
 CALLS = {
     "generate": ("rollout-1", "draw", 2, 1), "sleep": ("rollout-1", "sleep", 2, 2), "onload": ("actor", "onload", 2, 2),
@@ -104,6 +104,7 @@ def test_a_replica_that_is_killed_in_any_phase_of_a_turn_costs_only_time(
     start: Start, shared: RunProcess, killer: Path, phase: str
 ):
     run = finished(start("train", *TASK, SHARED, env={"PYTHONPATH": str(killer), "TEST_KILLED": f"rollout {phase}"}))
+    assert sum(row["rollout/restarts"] for row in run.metrics) == 1
     assert figures(run) == figures(shared)
     assert said(run) == said(shared)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from pathlib import Path
@@ -151,6 +152,16 @@ def test_roles_that_share_processes_share_a_layout():
             parallel.join({"pp": 1, "dp": 1, "cp": 1, "tp": 2})
     finally:
         engine.shutdown()
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_float32_is_refused_where_transformer_engine_would_compute_it(monkeypatch, installed):
+    monkeypatch.setattr("enginehouse_megatron.options.has_transformer_engine", lambda: installed)
+    options = MegatronOptions()
+    options.check_device("cuda", "bfloat16")
+    options.check_device("cpu", "float32")
+    with pytest.raises(ConfigError, match=r"set model\.dtype=bfloat16") if installed else contextlib.nullcontext():
+        options.check_device("cuda", "float32")
 
 
 def test_missing_kernels_are_named_once(caplog):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import subprocess
 import sys
 from importlib import resources
@@ -178,4 +179,31 @@ def test_what_a_user_gives_up_is_a_surprise():
     assert list(SGLangOptions(openai_endpoint="loopback").surprises()) == []
     assert "SGLANG_API_KEY" in "".join(SGLangOptions(openai_endpoint="node").surprises())
     assert "seed" in "".join(SGLangOptions(deterministic=False).surprises())
+    assert "seed" in "".join(SGLangOptions().for_device("cuda").surprises())
+    assert list(SGLangOptions().for_device("cpu").surprises()) == []
     assert "--enable-deterministic-inference" in "".join(SGLangOptions(endpoint=["http://a:1"]).surprises())
+
+
+def test_seeds_are_heeded_unless_that_would_cost_a_gpus_speed():
+    assert arguments()["enable_deterministic_inference"] is True
+    on_gpu = ProcessContext("rollout", device="cuda")
+    for given, seeded in ((None, False), (True, True)):
+        options = SGLangOptions(deterministic=given)
+        found = server_arguments(ModelSpec("/models/m", "bfloat16"), CONFIG, options, on_gpu, has_tokenizer=True)
+        assert found["enable_deterministic_inference"] is seeded
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "device", "refused"),
+    [
+        ({"deterministic": True}, "float32", "cuda", True),
+        ({"deterministic": True}, "bfloat16", "cuda", False),
+        ({"deterministic": True}, "float32", "cpu", False),
+        ({}, "float32", "cuda", False),
+        ({"deterministic": True, "native": {"attention-backend": "triton"}}, "float32", "cuda", False),
+    ],
+)
+def test_what_sglang_attends_with_deterministically_knows_half_precision_alone(options, dtype, device, refused):
+    typed = SGLangOptions(**options).for_device(device)
+    with pytest.raises(ConfigError, match=r"set model\.dtype=bfloat16") if refused else contextlib.nullcontext():
+        typed.check_device(device, dtype)

@@ -260,7 +260,7 @@ def test_an_engine_that_is_asked_for_too_much_sleeps_not_at_all():
             with pytest.raises(EnginehouseError, match="cannot sleep while 1 requests are under way"):
                 await engine.sleep()
             await drawn
-            with pytest.raises(EnginehouseError, match="nothing called 'graphs' sleeps or wakes; there are weights and"):
+            with pytest.raises(EnginehouseError, match="nothing called 'graphs' sleeps or wakes; there are weights"):
                 await engine.sleep(("graphs",))
             return await generate(engine, PROMPT, max_tokens=1)
 

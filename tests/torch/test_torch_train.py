@@ -21,7 +21,7 @@ from enginehouse.engines.train import LossSpec, Mean, NonFiniteWeights, Outputs,
 from enginehouse.errors import ConfigError, EnginehouseError, ModelError
 from enginehouse.plugin import PluginLookupError
 from enginehouse_testing.models import tiny_model, with_weight
-from enginehouse_torch.modeling import heads
+from enginehouse_torch.modeling import scores
 
 FAMILIES = [("qwen3", True), ("qwen3", False), ("llama", True), ("llama", False)]
 
@@ -132,7 +132,7 @@ def test_two_calls_before_a_step_equal_one_call_with_all_rows():
 
 @pytest.mark.parametrize("elements", [1 << 20, 100], ids=["at once", "in parts"])
 def test_an_entropy_that_is_only_measured_is_the_same_and_changes_no_gradient(elements, monkeypatch):
-    monkeypatch.setitem(heads.SCORED_AT_ONCE, "cpu", elements)
+    monkeypatch.setitem(scores.SCORED_AT_ONCE, "cpu", elements)
     path = tiny_model()
     batch = make_batch(2, 3)
     found = []
@@ -146,23 +146,6 @@ def test_an_entropy_that_is_only_measured_is_the_same_and_changes_no_gradient(el
         engine.forward(batch, Outputs(entropy=True, temperature=0.7, entropy_gradient=has)) for has in (True, False)
     )
     torch.testing.assert_close(measured["entropy"].values, right["entropy"].values, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("elements", [1 << 20, 20], ids=["at once", "in parts"])
-def test_scores_and_their_gradients_are_those_of_a_log_softmax_masked_logits_included(elements, monkeypatch):
-    monkeypatch.setitem(heads.SCORED_AT_ONCE, "cpu", elements)
-    generator = torch.Generator().manual_seed(0)
-    logits = 30 * torch.randn(7, 9, generator=generator)
-    logits[:, 4] = -torch.inf
-    targets, slope = torch.arange(7) % 4, torch.randn(7, generator=generator)
-    plain, ours = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    wanted = plain.log_softmax(-1).gather(1, targets[:, None])[:, 0]
-    logprobs, entropy = heads.Scores.apply(ours, targets, True)
-    torch.testing.assert_close(logprobs, wanted)
-    torch.testing.assert_close(entropy, torch.distributions.Categorical(logits=logits).entropy())
-    (wanted * slope).sum().backward()
-    (logprobs * slope).sum().backward()
-    torch.testing.assert_close(ours.grad, plain.grad)
 
 
 def test_gradients_are_zero_after_a_step():

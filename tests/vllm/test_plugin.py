@@ -11,10 +11,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+from projects import project  # noqa: F401 - a fixture
 from pydantic import ValidationError
 
+from enginehouse.config.load import load_config
+from enginehouse.config.plan import plan
 from enginehouse.engines.model import ModelSpec, ProcessContext
-from enginehouse.plugin import plugins, resolve
+from enginehouse.errors import ConfigError
+from enginehouse.plugin import load_plugins, plugins, resolve
+from enginehouse.runtimes import Interpreter
 from enginehouse_vllm.endpoint import OpenAIServer
 from enginehouse_vllm.engine import VLLMRollout
 from enginehouse_vllm.last_words import last_words
@@ -115,3 +120,33 @@ def test_the_openai_endpoint_waits_at_its_address_alone():
     waiting = [one.laddr for one in psutil.Process(os.getpid()).net_connections("tcp") if one.status == "LISTEN"]
     assert [address.ip for address in waiting if address.port == port] == ["127.0.0.1"]
     server._socket.close()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "refused"),
+    [
+        (["rollout.sampling.top_p=0.9"], "rollout.sampling"),
+        (["rollout.sampling.top_k=20"], "rollout.sampling"),
+        (["evaluation.sampling.top_p=0.9", "data.validation=train.jsonl"], "evaluation.sampling"),
+        (["rollout.sampling.top_p=0.9", "cluster.device=cpu"], None),
+        (["rollout.sampling.top_p=0.9", "rollout.engine.options.truncated_logprobs=renormalized"], None),
+        (["rollout.sampling.top_p=0.9", "rollout.engine.env.VLLM_USE_V2_MODEL_RUNNER=0"], None),
+        ([], None),
+    ],
+)
+def test_a_cut_distribution_without_exact_logprobs_is_refused_before_the_first_request(
+    project,  # noqa: F811 - it is the fixture
+    monkeypatch,
+    overrides,
+    refused,
+):
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    monkeypatch.setattr("enginehouse.config.plan.choose_interpreter", lambda *_: Interpreter("current"))
+    path = project.save()
+    given = ["cluster.device=cuda", "cluster.address=x", "rollout.engine.backend=vllm", *overrides]
+    config, found = load_config(path, given), load_plugins(enabled=("torch", "vllm"))
+    if refused is None:
+        plan(config, found, path)
+        return
+    with pytest.raises(ConfigError, match=rf"{refused}: top_p is .*algorithm\.old_logprobs=actor"):
+        plan(config, found, path)

@@ -984,7 +984,7 @@ def test_a_plan_of_every_role_is_said_line_by_line(make: Callable[..., Plan], pr
         "data.validation=train.jsonl", "evaluation.engine.backend=torch", "weights.transport=collective",
     ).render()  # fmt: skip
     assert said.splitlines() == [
-        "model       model: Qwen3ForCausalLM in float32",
+        "model       model: Qwen3ForCausalLM in float32 (model.dtype is auto: as the device has it)",
         "actor       1 process of torch",
         "rollout     2 replicas of torch, in processes of their own (rollout.placement says so)",
         "evaluation  1 replica of torch, in a process of its own; weights by collective before each validation, their "
@@ -1011,7 +1011,7 @@ def test_a_supervised_plan_is_said_line_by_line(make_sft: Callable[..., SFTPlan]
     planned = make_sft("cluster.address=x", "actor.processes=2")
     assert list(planned.roles) == ["actor"]
     assert planned.render().splitlines() == [
-        "model     model: Qwen3ForCausalLM in float32",
+        "model     model: Qwen3ForCausalLM in float32 (model.dtype is auto: as the device has it)",
         "actor     2 processes of torch",
         f"runtimes  actor {HERE}",
         "data      40 demonstrations in demonstrations.jsonl, each drawn 1 times",
@@ -1021,3 +1021,21 @@ def test_a_supervised_plan_is_said_line_by_line(make_sft: Callable[..., SFTPlan]
         f"results   {project.root / 'runs/warm'}",
         CHECKPOINTS.replace("note        ", "note      "),
     ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "nats"),
+    [((), 0.02), (("model.dtype=bfloat16",), 0.2), (("model.dtype=bfloat16", "weights.effect_tolerance=0.5"), 0.5)],
+)
+def test_engines_that_round_more_may_be_further_apart(
+    make: Callable[..., Plan], overrides: tuple[str, ...], nats: float
+):
+    assert make(*overrides).effect_tolerance == nats
+
+
+def test_a_plan_says_what_it_takes_a_clusters_device_to_be(make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("enginehouse.config.device.visible_gpus", lambda: 0)
+    (note,) = (one for one in make("cluster.device=auto", "cluster.address=x").notes if "cluster.device is auto" in one)
+    assert "planned for cpu, as this machine has it, and refused at the start if the cluster has GPUs" in note
+    for known in (("cluster.device=auto",), ("cluster.device=cpu", "cluster.address=x")):
+        assert not any("cluster.device is auto" in one for one in make(*known).notes)

@@ -17,6 +17,7 @@ from projects import Project
 from enginehouse.checkpoints import Checkpoint
 from enginehouse.config.load import load_config
 from enginehouse.config.plan import Plan, plan, plan_sft
+from enginehouse.config.resume import as_run
 from enginehouse.config.schema import SFTConfig
 from enginehouse.data.digests import data_digests
 from enginehouse.errors import ConfigError
@@ -52,7 +53,7 @@ def run(project: Project) -> RunDirectory:
 
 
 def leave_checkpoint(run: RunDirectory, project: Project, step: int, *overrides: str, kind: str = "train") -> Path:
-    config = load_config(project.save(), overrides).model_dump(mode="json")
+    config = as_run(load_config(project.save(), overrides), "float32")
     staged = run.checkpoints.stage(step)
     (staged / "actor").mkdir()
     (staged / "actor" / ".metadata").write_bytes(b"where what is")
@@ -257,6 +258,12 @@ def test_what_decides_the_rows_and_the_weights_may_not_change(
     project.make_model("other")
     project.write_rows("more.jsonl", [{"prompt": f"{n}+1=", "answer": "1"} for n in range(50)])
     assert said in refusal(resume, override)
+
+
+def test_a_dtype_may_be_said_anew_but_not_changed_by_the_device(resume: Make, run: RunDirectory):
+    assert not [note for note in resume("model.dtype=float32").notes if "dtype" in note]  # it was auto on a CPU
+    said = refusal(resume, "cluster.device=cuda", "cluster.address=elsewhere")
+    assert "model.dtype is 'bfloat16', and was 'float32' when" in said
 
 
 @pytest.mark.parametrize(

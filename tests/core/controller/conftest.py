@@ -14,9 +14,9 @@ class Launcher:
     def __init__(self) -> None:
         self._launched: list[tuple[WorkerGroup, ResourcePool]] = []
 
-    def __call__(self, cls, *args, processes=2, env=None, distributed=False, **options) -> WorkerGroup:
+    def __call__(self, cls, *args, processes=2, env=None, variables=None, distributed=False, **options) -> WorkerGroup:
         pool = ResourcePool([processes], cpus_per_process=0.05)  # groups that stand leave room for pools of many CPUs
-        spec = WorkerSpec(cls, *args).options(distributed=distributed, env=env)
+        spec = WorkerSpec(cls, *args).options(distributed=distributed, env=env, variables=variables)
         try:
             group = WorkerGroup(pool, spec, **options)
         except BaseException:

@@ -131,12 +131,16 @@ def test_the_group_knows_its_processes(standing):
 
 
 def test_workers_get_their_environment_and_no_torch_they_did_not_ask_for(launch):
-    group = launch(Surroundings, env={"COLOUR": "blue"}, threads=2)
-    names = ["COLOUR", "OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"]
-    assert group.execute_all("environ", names) == [
-        ["blue", "2", "0", "2", "0", None],
-        ["blue", "2", "1", "2", "1", None],
+    shape = {"SHAPE": "${round}"}  # Ray would look for a variable of that name
+    group = launch(Surroundings, env={"COLOUR": "blue"}, variables=shape, threads=2)
+    names = ["COLOUR", "SHAPE", "OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"]
+    seen = [
+        ["blue", "${round}", "2", "0", "2", "0", None],
+        ["blue", "${round}", "2", "1", "2", "1", None],
     ]
+    assert group.execute_all("environ", names) == seen
+    group.restart()
+    assert group.execute_all("environ", names) == seen
     assert group.execute_all("modules", ["torch"]) == [[False], [False]]
 
 

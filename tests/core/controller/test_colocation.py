@@ -75,8 +75,10 @@ def test_a_role_that_cannot_be_built_is_named(ray_cluster):
 
 def test_roles_must_agree_on_their_process(ray_cluster):
     spec = WorkerSpec(Diary)
-    with pytest.raises(ControllerError, match="A='1' and '2'"):
-        colocate(ResourcePool([1]), {"a": spec.options(env={"A": "1"}), "b": spec.options(env={"A": "2"})})
+    for which in ("env", "variables"):
+        specs = {role: spec.options(**{which: {"A": value}}) for role, value in (("a", "1"), ("b", "2"))}
+        with pytest.raises(ControllerError, match="different A "):
+            colocate(ResourcePool([1]), specs)
     with pytest.raises(ControllerError, match="at least one role"):
         colocate(None, {})
 

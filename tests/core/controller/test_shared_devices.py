@@ -10,7 +10,8 @@ from controller_workers import Surroundings
 from ray_programs import ClusterProgram
 
 from enginehouse.controller import ControllerError, PlacementError, ResourcePool, WorkerGroup, WorkerSpec
-from enginehouse.controller.placement_group import processes_per_node
+from enginehouse.controller.launchers.host import LEFT_AS_THEY_ARE
+from enginehouse.controller.placement_group import Room, gpus_of_cluster
 
 pytestmark = pytest.mark.slow
 
@@ -38,13 +39,13 @@ def node_of(group, rank):
     return group._processes._facts[rank].node_id  # the nodes of these tests have one address
 
 
-def _pool(processes, gpus, guests=0):
-    return ResourcePool(processes_per_node(processes, gpus), gpus_per_process=gpus, guests=guests, cpus_per_process=0.5)
+def _pool(room, processes, gpus, guests=0):
+    return ResourcePool(room.take(processes, gpus), gpus_per_process=gpus, guests=guests, cpus_per_process=0.5)
 
 
 def _shared(ranks, each, replicas, restarts):
     """What actor and replicas see at first; with restarts also after those of the replicas, and of all."""
-    pool = _pool(ranks, 1, guests=1)
+    pool = _pool(Room.of_cluster(), ranks, 1, guests=1)
     actor = _group(pool, "actor")
     fleet = [_group(place, f"rollout-{number}") for number, place in enumerate(pool.guests(each, replicas))]
     seen = []
@@ -71,6 +72,9 @@ def test_a_replica_sees_the_gpus_of_the_ranks_beside_it_also_after_restarts(clus
     for actor, fleet in cluster.run(_shared, ranks, each, replicas, restarts):
         assert len(set(actor)) == ranks  # each rank a GPU of its own
         assert all("," not in visible and visible for _, visible in actor)
+        for node in dict(actor):
+            numbers = [int(visible) for there, visible in actor if there == node]
+            assert numbers == sorted(numbers)  # neighbours in rank are neighbours in the machine
         for number, (node, visible) in enumerate(fleet):
             beside = actor[number * each : (number + 1) * each]
             assert {node} == {there for there, _ in beside}
@@ -78,7 +82,8 @@ def test_a_replica_sees_the_gpus_of_the_ranks_beside_it_also_after_restarts(clus
 
 
 def _apart(actor_ranks, each, replicas):
-    actor_pool, rollout_pool = _pool(actor_ranks, 1), _pool(replicas, each)
+    room = Room.of_cluster()
+    actor_pool, rollout_pool = _pool(room, actor_ranks, 1), _pool(room, replicas, each)
     actor = _group(actor_pool, "actor")
     fleet = [_group(place, f"rollout-{number}") for number, place in enumerate(rollout_pool.split(replicas))]
     seen = _seen(actor), [_seen(replica)[0] for replica in fleet]
@@ -96,32 +101,41 @@ def test_roles_apart_have_gpus_of_their_own(cluster, ranks, each, replicas):
     actor, fleet = cluster.run(_apart, ranks, each, replicas)
     held = [*actor, *((node, device) for node, visible in fleet for device in visible.split(","))]
     assert len(set(held)) == ranks + each * replicas
-    if ranks == 8:
-        assert {node for node, _ in actor}.isdisjoint({node for node, _ in fleet})
 
 
-def _spread():
-    found = [processes_per_node(*asked) for asked in [(16, 1), (8, 2), (8, 1), (4, 2), (11, 1), (2, 8)]]
+def _left_alone():
+    spec = WorkerSpec(Surroundings).options(distributed=False, env={LEFT_AS_THEY_ARE: "1"})
+    with WorkerGroup(_pool(Room.of_cluster(), 2, 2), spec, name="left", timeout=120) as group:
+        return _seen(group)
+
+
+def test_a_process_sees_its_own_gpus_also_where_ray_is_told_to_leave_that_alone(cluster):
+    seen = [visible.split(",") for _, visible in cluster.run(_left_alone)]
+    assert [len(each) for each in seen] == [2, 2]
+    assert not set(seen[0]) & set(seen[1])
+
+
+def _refused():
     said = []
     for asked in [(17, 1), (1, 9)]:
         try:
-            processes_per_node(*asked)
+            Room.of_cluster().take(*asked)
         except PlacementError as error:
             said.append(str(error))
     try:
-        _pool(8, 1, guests=1).guests(3, 3)
+        _pool(Room.of_cluster(), 8, 1, guests=1).guests(3, 3)
     except ControllerError as error:
         said.append(str(error))
     with _group(ResourcePool([1]), "none") as group:
-        return found, said, _seen(group)
+        return said, _seen(group), gpus_of_cluster()
 
 
 @pytest.mark.essential
-def test_a_role_lies_on_as_few_nodes_as_there_must_be_and_what_cannot_be_is_said_at_once(cluster):
-    found, (too_many, too_large, too_few), ((_, visible),) = cluster.run(_spread)
-    assert found == [[8, 8], [4, 4], [8], [4], [8, 3], [1, 1]]
+def test_what_cannot_be_placed_is_said_at_once(cluster):
+    (too_many, too_large, too_few), ((_, visible),), gpus = cluster.run(_refused)
+    assert gpus == 16
     assert "not large enough for 17 processes, 1 CPU, 1 GPU each" in too_many
     assert "there is room for 16. The cluster has 2 node(s)" in too_many
-    assert "for 1 processes, 1 CPU, 9 GPU each, together on a node: there is room for 0" in too_large
+    assert "for 1 processes, 1 CPU, 9 GPU each, together on a node: " in too_large
     assert "not enough for 3 guests that each use the GPUs of 3 processes on one node" in too_few
     assert visible == ""  # a process without a GPU sees none

@@ -58,6 +58,7 @@ class Setting:
             {"actor": actor},
             self.run,
             load_config(project.save()),
+            "float32",
             background,
             lambda step, path: self.published.append(step),
             {"train.jsonl": "its digest"},
@@ -216,7 +217,7 @@ def test_each_trained_role_saves_into_a_folder_of_its_name(project: Project, bac
     run, published = RunDirectory.create("runs/one", ""), []
     trained: Any = {"actor": Actor(), "critic": Actor()}
     config = load_config(project.save())
-    writer = CheckpointWriter(trained, run, config, background, lambda step, path: published.append(path))
+    writer = CheckpointWriter(trained, run, config, "float32", background, lambda step, path: published.append(path))
     writer.begin(state(3))
     if background:
         trained["actor"].write()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +13,12 @@ from projects import Project
 from enginehouse.config.load import load_config
 from enginehouse.config.plan import Plan, plan, plan_sft
 from enginehouse.config.schema import SFTConfig
+from enginehouse.controller import PlacementError
+from enginehouse.controller.cluster import Cluster
 from enginehouse.engines.model import ModelSpec
 from enginehouse.plugin import load_plugins
 from enginehouse.rl import placement
+from enginehouse.runtimes import Interpreter
 
 
 class Started:
@@ -23,6 +27,7 @@ class Started:
     def __init__(self) -> None:
         self.colocated: list[dict[str, Any]] = []
         self.fleets: dict[str, int] = {}
+        self.devices: dict[str, tuple[str, int]] = {}  # of each fleet, its device and the GPUs of a replica
         self.pools: list[list[int]] = []
         self.launched: list[str] = []
         self.connected: list[tuple[Any, ...]] = []
@@ -41,7 +46,7 @@ class Started:
 
     def pool(self, nodes: list[int], **options: Any) -> Any:
         self.pools.append(nodes)
-        return SimpleNamespace(shutdown=lambda: None)
+        return SimpleNamespace(shutdown=lambda: None, gpus=options.get("gpus_per_process", 0))
 
     def fleet(self, name: str, replicas: int) -> Any:
         self.fleets[name] = replicas
@@ -61,6 +66,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Started:
 
         def __init__(self, spec: Any, replicas: int, *, name: str, **options: Any):
             vars(self).update(vars(started.fleet(name, replicas)))
+            started.devices[name] = options["device"], options["places"].gpus
 
         @staticmethod
         def over(group: Any) -> Any:
@@ -127,3 +133,58 @@ def test_a_reference_of_its_own_is_a_group_in_processes_of_its_own(make: Make, s
         assert list(roles.groups) == ["actor", "reference"]
     assert [list(specs) for specs in started.colocated] == [["actor", "rollout"], ["reference"]]
     assert started.pools == [[1], [2]]
+
+
+def test_variables_of_a_role_are_read_from_the_environment_as_it_starts(
+    make: Make, started: Started, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("INTERFACE", "eth0")
+    planned = make("cluster.launcher=ray", "actor.engine.env={NCCL_SOCKET_IFNAME: '${INTERFACE}'}")
+    assert planned.roles["actor"].env == {"NCCL_SOCKET_IFNAME": "${INTERFACE}"}
+    with placement.place(planned):
+        pass
+    (specs,) = started.colocated
+    assert specs["actor"].variables == {"NCCL_SOCKET_IFNAME": "eth0"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "placed"), [("{endpoint: [http://there:30000]}", ("cpu", 0)), ("{tensor_parallel: 2}", ("cuda", 2))]
+)
+def test_what_only_talks_to_servers_that_run_already_needs_no_gpu(
+    project: Project, started: Started, monkeypatch: pytest.MonkeyPatch, engine: str, placed: tuple[str, int]
+):
+    monkeypatch.setattr(placement, "start_ray", lambda address: nullcontext(Cluster(owned=True)))
+    monkeypatch.setattr(placement, "processes_per_node", lambda processes, *each: [processes])
+    monkeypatch.setattr("enginehouse.config.arithmetic.visible_gpus", lambda: 3)
+    monkeypatch.setattr("enginehouse.config.placement.visible_gpus", lambda: 3)
+    monkeypatch.setattr("enginehouse.config.plan.choose_interpreter", lambda *_: Interpreter("current"))
+    path = project.save()
+    overrides = (
+        "cluster.device=cuda",
+        "rollout.engine.backend=sglang",
+        f"rollout.engine.options={engine}",
+        "rollout.placement=separate",
+    )
+    with placement.place(plan(load_config(path, overrides), load_plugins(enabled=("torch", "sglang")), path)):
+        pass
+    assert started.devices == {"rollout": placed}
+
+
+def test_a_run_planned_on_a_cpu_head_node_does_not_leave_the_clusters_gpus_idle(
+    project: Project, started: Started, monkeypatch: pytest.MonkeyPatch
+):
+    def begin(owned: bool, gpus: int, *overrides: str) -> None:
+        monkeypatch.setattr(placement, "start_ray", lambda address: nullcontext(Cluster(owned)))
+        monkeypatch.setattr(placement, "processes_per_node", lambda processes, *each: [processes])
+        monkeypatch.setattr(placement, "gpus_of_cluster", lambda: gpus)
+        monkeypatch.setattr("enginehouse.config.device.visible_gpus", lambda: 0)
+        path, given = project.save(), ("cluster.device=auto", "cluster.address=head:6379", *overrides)
+        with placement.place(plan(load_config(path, given), load_plugins(enabled=("torch",)), path)) as roles:
+            assert roles.groups
+
+    with pytest.raises(PlacementError, match=r"the cluster has 8 GPUs: set cluster\.device=cuda, or cpu"):
+        begin(False, 8)
+    assert not started.colocated
+    begin(False, 0)
+    begin(False, 8, "cluster.device=cpu")
+    begin(True, 8)  # Ray counts what this machine has, and this torch cannot use it

@@ -109,12 +109,15 @@ def check_inline(findings: Findings, config: AnyConfig, apart: Mapping[str, Role
             )
 
 
-def check_placement(findings: Findings, config: Config, device: str, roles: Mapping[str, RolePlan]) -> None:
+def check_placement(
+    findings: Findings, config: Config, device: str, roles: Mapping[str, RolePlan], not_shared: str
+) -> None:
     """Check that the roles fit beside each other.
 
     Args:
         device: torch device type of the run.
         roles: by name.
+        not_shared: why roles do not share GPUs, if there are too few.
     """
     actor, rollout = config.actor.processes, config.rollout.replicas
     evaluation, apart = "evaluation" in roles, own_processes(roles)
@@ -137,16 +140,19 @@ def check_placement(findings: Findings, config: Config, device: str, roles: Mapp
             "rollout.placement is colocated: each replica lives in a process of the actor, so rollout.replicas "
             f"({rollout}) has to equal actor.processes ({actor}); or set rollout.placement=separate"
         )
-    check_cluster(findings, config.cluster, max(actor, rollout), gpus_needed(roles), device)
+    check_cluster(findings, config.cluster, max(actor, rollout), gpus_needed(roles), device, not_shared)
     check_cores(findings, config.cluster, sum(role.processes for role in apart.values()), device)
 
 
-def check_cluster(findings: Findings, cluster: Cluster, largest: int, gpus: Mapping[str, int], device: str) -> None:
+def check_cluster(
+    findings: Findings, cluster: Cluster, largest: int, gpus: Mapping[str, int], device: str, not_shared: str = ""
+) -> None:
     """Check the launcher against the number of processes, and GPUs where they can be counted.
 
     Args:
         largest: processes of the largest role.
         gpus: of each role, where the run is on GPUs.
+        not_shared: why roles do not share them, if there are too few.
     """
     if cluster.launcher == "inline" and largest > 1:
         findings.refuse(
@@ -160,7 +166,8 @@ def check_cluster(findings: Findings, cluster: Cluster, largest: int, gpus: Mapp
     needed = sum(gpus.values())
     if device == "cuda" and not cluster.address and needed > (there := visible_gpus()):
         each = ", ".join(f"{role} {number}" for role, number in gpus.items() if number)
-        findings.refuse(f"the run needs {needed} GPUs ({each}), and {there} are visible on this machine")
+        why = f"; {not_shared}" if not_shared else ""
+        findings.refuse(f"the run needs {needed} GPUs ({each}), and {there} are visible on this machine{why}")
 
 
 def check_cores(findings: Findings, cluster: Cluster, processes: int, device: str) -> None:
@@ -172,7 +179,7 @@ def check_cores(findings: Findings, cluster: Cluster, processes: int, device: st
     """
     # macOS has no affinity
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = processes * cluster.threads_per_process
+    threads = processes * (cluster.threads_per_process or 1)
     if device == "cpu" and not cluster.address and cluster.launcher != "inline" and threads > cores:
         findings.note(
             f"the engines have {threads} threads in {processes} process{'' if processes == 1 else 'es'}, and this "

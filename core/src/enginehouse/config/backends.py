@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import difflib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
@@ -35,13 +36,22 @@ from enginehouse.runtimes import CURRENT, Interpreter, choose_runtime
 
 if TYPE_CHECKING:
     from enginehouse.config.findings import Findings
-    from enginehouse.config.schema import Config, Engine
+    from enginehouse.config.roles import RolePlan
+    from enginehouse.config.schema import Config, Engine, EvaluationSampling, Sampling
+    from enginehouse.engines.model import Device, Dtype
     from enginehouse.plugin import PluginManager
 
 B = TypeVar("B", bound=Backend)
 
 HIGH_LR = 0.01
 """Learning rates above it are noted."""
+
+
+class RunsOn(NamedTuple):
+    """What the engines of a run compute on, and in."""
+
+    device: Device
+    dtype: Dtype
 
 
 def find_backend(
@@ -125,7 +135,13 @@ def choose_interpreter(
 
 
 def typed_options(
-    findings: Findings, plugins: PluginManager, record: Backend | None, engine: Engine, key: str, processes: int
+    findings: Findings,
+    plugins: PluginManager,
+    record: Backend | None,
+    engine: Engine,
+    key: str,
+    processes: int,
+    runs_on: RunsOn,
 ) -> dict[str, Any]:
     """A backend's options, checked and completed by its own class, as plain data; empty after a problem."""
     if record is None:
@@ -141,7 +157,12 @@ def typed_options(
     options, problems = check(schema, engine.options, prefix=f"{key}.engine.options", instead=instead)
     findings.problems += [ConfigError(f"{problem} (options of backend {record.name!r})") for problem in problems]
     if isinstance(options, EngineOptions):
+        options = options.for_device(runs_on.device)
         _check_processes(findings, record, options, processes, f"{key}.engine.options")
+        try:
+            options.check_device(runs_on.device, runs_on.dtype)
+        except UserError as error:
+            findings.refuse(f"{key}.engine.options: {error} (options of backend {record.name!r})")
         for surprise in options.surprises():
             findings.note(f"{key}.engine.options: {surprise}")
     return {} if options is None else options.model_dump()
@@ -270,6 +291,35 @@ def check_model(
             findings.refuse(f"{key}.engine.options, {path_key}: {error} (options of backend {record.name!r})")
 
 
+def check_sampling(
+    findings: Findings,
+    config: Config,
+    record: RolloutBackend | None,
+    role: RolePlan,
+    device: str,
+    name: str = "rollout",
+) -> None:
+    """Check how a role that generates draws against its backend's options; nothing after a problem with these.
+
+    Args:
+        record: its backend.
+        role: the role.
+        device: torch device type of the run.
+        name: `"rollout"`, or `"evaluation"`.
+    """
+    typed = None if record is None else _typed(record, role.options)
+    if record is None or not isinstance(typed, RolloutOptions):
+        return
+    drawn: dict[str, Sampling | EvaluationSampling] = {"rollout": config.rollout.sampling} if name == "rollout" else {}
+    if name == "evaluation" or (config.evaluation.engine is None and config.data.validation_files()):
+        drawn["evaluation"] = config.evaluation.sampling
+    for key, sampling in drawn.items():
+        try:
+            typed.check_sampling(sampling.top_p, sampling.top_k, device, {**os.environ, **role.env})
+        except UserError as error:
+            findings.refuse(f"{key}.sampling: {error} (options of backend {record.name!r})")
+
+
 def check_targets(findings: Findings, options: Mapping[str, Any], path: str) -> None:
     """Note what is to get adapters (`LoraOptions.targets`) or a learning rate of its own (`lr_groups`) and is not among
     the tensors of a model's files.
@@ -323,10 +373,11 @@ def scheduled_options(
     record: TrainBackend | None,
     engine: Engine,
     processes: int,
+    runs_on: RunsOn,
     optimizer_steps: int,
 ) -> dict[str, Any]:
     """The actor's options, with the length of the run filled in for the learning-rate schedule."""
-    options = typed_options(findings, plugins, record, engine, "actor", processes)
+    options = typed_options(findings, plugins, record, engine, "actor", processes, runs_on)
     if options.get("lr", 0) > HIGH_LR:
         findings.note(
             f"actor.engine.options.lr is {options['lr']:g}: rates above {HIGH_LR:g} destroy most models; for a whole "

@@ -1,4 +1,4 @@
-"""Which kind of device a run uses, found out without importing torch."""
+"""Which kind of device a run uses, found out without importing torch, and in which dtype it computes there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import Literal
 
-from enginehouse.engines.model import Device
+from enginehouse.engines.model import Device, Dtype
 from enginehouse.runtimes.variant import visible_gpus
 
 
@@ -36,3 +36,15 @@ def pick_device(wanted: Literal["auto", "cpu", "cuda"]) -> tuple[Device, str]:
     if not torch_has_cuda():
         return "cpu", "the installed torch is built without CUDA"
     return "cuda", f"{gpus} visible GPU{'s' if gpus > 1 else ''}"
+
+
+def pick_dtype(wanted: Literal["auto", "float32", "bfloat16"], device: Device) -> Dtype:
+    """Resolve `model.dtype`.
+
+    Args:
+        wanted: `"auto"` or a dtype.
+        device: torch device type of the run.
+    """
+    if wanted != "auto":
+        return wanted
+    return "bfloat16" if device == "cuda" else "float32"

@@ -50,7 +50,7 @@ def outline_rl(
         is_single_turn: whether the environment is core's own.
     """
     return [
-        ("model", _model(config.model, model)),
+        ("model", _model(config.model, model, roles["actor"])),
         ("actor", f"{_count(config.actor.processes, 'process')} of {_engine(config.actor.engine)}"),
         ("rollout", _rollout(config, roles["rollout"], apart)),
         *([("evaluation", _evaluation(config, roles["evaluation"]))] if "evaluation" in roles else []),
@@ -76,7 +76,7 @@ def outline_sft(
     """A supervised run; `model` is the model's `config.json`, `sources` what is drawn from, `roles` by name."""
     each, longest = config.train.rows_per_step, config.data.max_tokens
     return [
-        ("model", _model(config.model, model)),
+        ("model", _model(config.model, model, roles["actor"])),
         ("actor", f"{_count(config.actor.processes, 'process')} of {_engine(config.actor.engine)}"),
         ("runtimes", _runtimes(roles)),
         ("data", _drawn(sources, "demonstrations", config.data.train, config.train.steps * each)),
@@ -100,7 +100,7 @@ def outline_preferences(
     rated = isinstance(config, DPOConfig) and config.algorithm.loss == "kto"
     noun, each = ("rated responses", 1) if rated else ("pairs", 2)
     facts = [
-        ("model", _model(config.model, model)),
+        ("model", _model(config.model, model, roles["actor"])),
         ("actor", f"{_count(config.actor.processes, 'process')} of {_engine(config.actor.engine)}"),
     ]
     if isinstance(config, DPOConfig):
@@ -120,9 +120,10 @@ def outline_preferences(
     ]
 
 
-def _model(section: Model, model: Mapping[str, Any]) -> str:
+def _model(section: Model, model: Mapping[str, Any], actor: RolePlan) -> str:
     names = model.get("architectures") or [model.get("model_type", "unknown architecture")]
-    return f"{section.path}: {', '.join(names)} in {section.dtype}"
+    why = " (model.dtype is auto: as the device has it)" if section.dtype == "auto" else ""
+    return f"{section.path}: {', '.join(names)} in {actor.model.dtype}{why}"
 
 
 def _runtimes(roles: Mapping[str, RolePlan]) -> str:

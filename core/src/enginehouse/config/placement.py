@@ -24,40 +24,43 @@ def choose_placement(
     config: Config,
     train: TrainBackend | None,
     rollout: RolloutBackend | None,
-    actor: Interpreter,
+    roles: Mapping[str, RolePlan],
     replica: Interpreter,
     device: str,
     gpus: int,
-) -> tuple[Placed, str]:
-    """Where the rollout runs, and, if not in the actor's processes, why.
+) -> tuple[Placed, str, str]:
+    """Where the rollout runs; if not in the actor's processes, why; and, where there are too few GPUs for that, why it
+    does not share the actor's.
 
     Args:
         train: the actor's backend; None after a problem.
         rollout: the rollout's.
-        actor: the actor's interpreter.
-        replica: the rollout's.
+        roles: the roles that are no rollouts.
+        replica: the rollout's interpreter.
         device: torch device type of the run.
         gpus: those of each replica, where the run is on GPUs; 0: it is a server that runs already.
     """
-    wanted = config.rollout.placement
+    wanted, actor = config.rollout.placement, roles["actor"].interpreter
     if wanted == "colocated":
         _check_colocated(findings, config, rollout, actor, replica)
-        return wanted, ""
+        return wanted, "", ""
     if wanted == "shared":
         if why := _not_in_turns(config, train, rollout, gpus):
-            findings.refuse(f"rollout.placement is shared, where actor and rollout take turns: {why}")
-        return wanted, "rollout.placement says so"
+            findings.refuse(
+                f"rollout.placement is shared, where actor and rollout take turns: {why}; set rollout.placement=auto"
+            )
+        return wanted, "rollout.placement says so", ""
     if wanted == "separate":
-        return wanted, "rollout.placement says so"
+        return wanted, "rollout.placement says so", ""
     if not (why := _apart(findings, config, rollout, actor, replica)):
-        return "colocated", ""
-    both = config.actor.processes + config.rollout.replicas * gpus
-    if device == "cuda" and not config.cluster.address and both > (there := visible_gpus()):
-        few = f"{there} visible GPU{'' if there == 1 else 's'}, and apart they would need {both}"
+        return "colocated", "", ""
+    all_apart = sum(gpus_needed(roles).values()) + config.rollout.replicas * gpus
+    if device == "cuda" and not config.cluster.address and all_apart > (there := visible_gpus()):
+        few = f"{there} visible GPU{'' if there == 1 else 's'}, and with its own the run would need {all_apart}"
         if not (refused := _not_in_turns(config, train, rollout, gpus)):
-            return "shared", f"{why}; {few}"
-        findings.note(f"{few}: they cannot take turns on them (rollout.placement=shared), as {refused}")
-    return "separate", why
+            return "shared", f"{why}; {few}", ""
+        return "separate", why, f"actor and rollout cannot take turns on them, as {refused}"
+    return "separate", why, ""
 
 
 def _apart(
@@ -104,16 +107,13 @@ def _check_colocated(
 
 
 def _not_in_turns(config: Config, train: TrainBackend | None, rollout: RolloutBackend | None, gpus: int) -> str:
-    """Why actor and rollout cannot take turns on the same devices, and what to do about it; empty if they can."""
+    """Why actor and rollout cannot take turns on the same devices; empty if they can."""
     if config.train.staleness:
-        return (
-            f"train.staleness is {config.train.staleness}, and responses are drawn while the actor trains; set it to "
-            "0, or rollout.placement=separate"
-        )
+        return f"train.staleness is {config.train.staleness}: responses are drawn while the actor trains"
     if config.cluster.launcher == "inline":
-        return "an inline run has one process for both; set cluster.launcher=ray"
+        return "an inline run (cluster.launcher) has one process for both"
     if not gpus:
-        return "the rollout's servers run already, on devices of their own; set rollout.placement=separate"
+        return "the rollout's servers run already, on devices of their own"
     for record, capability in ((train, OFFLOAD), (rollout, SLEEP)):
         if record is not None and capability not in record.capabilities:
             return _lacks(record, capability)
@@ -121,10 +121,7 @@ def _not_in_turns(config: Config, train: TrainBackend | None, rollout: RolloutBa
 
 
 def _lacks(record: Backend, capability: str) -> str:
-    return (
-        f"backend {record.name!r} cannot give its memory up (it lacks the capability {capability!r}); set "
-        "rollout.placement=separate"
-    )
+    return f"backend {record.name!r} cannot give its memory up (it lacks the capability {capability!r})"
 
 
 def check_turns(
@@ -146,11 +143,15 @@ def check_turns(
         cure = f"set rollout.replicas={fit}" if fit else f"split them over fewer, or set {host}.processes={each}"
         findings.refuse(
             f"rollout.placement is shared: {rollout.processes} replicas need the devices of "
-            f"{rollout.processes * each} processes of the {host}, which has {there} ({host}.processes); {cure}, or rollout.placement=separate"
+            f"{rollout.processes * each} processes of the {host}, which has {there} ({host}.processes); {cure}, or "
+            "rollout.placement=separate"
         )
     for name, record in backends.items():
         if roles[name].shares == host and record is not None and OFFLOAD not in record.capabilities:
-            findings.refuse(f"rollout.placement is shared, and so are the {name}'s devices: {_lacks(record, OFFLOAD)}")
+            findings.refuse(
+                f"rollout.placement is shared, and so are the {name}'s devices: {_lacks(record, OFFLOAD)}; give it "
+                f"devices of its own ({name}.processes), or set rollout.placement=separate"
+            )
 
 
 def gpus_needed(roles: Mapping[str, RolePlan]) -> dict[str, int]:

@@ -32,9 +32,11 @@ from enginehouse.config.arithmetic import (
     row_limit,
 )
 from enginehouse.config.backends import (
+    RunsOn,
     check_capabilities,
     check_model,
     check_processes,
+    check_sampling,
     check_servers,
     check_targets,
     check_value_head,
@@ -46,7 +48,7 @@ from enginehouse.config.backends import (
     stored_names,
     typed_options,
 )
-from enginehouse.config.device import pick_device
+from enginehouse.config.device import pick_device, pick_dtype
 from enginehouse.config.findings import Findings
 from enginehouse.config.functions import check_environment, extend_path, find_function
 from enginehouse.config.outline import Facts, outline_preferences, outline_rl, outline_sft
@@ -67,6 +69,7 @@ from enginehouse.config.rows import (
 from enginehouse.config.schema import AnyConfig, Config, DPOConfig, PreferenceConfig, RMConfig, SFTConfig
 from enginehouse.config.secrets import check_secrets
 from enginehouse.config.trackers import TrackerPlan, check_trackers
+from enginehouse.config.variables import check_agreement, check_variables
 from enginehouse.engines.model import Device, ModelSpec, positions
 from enginehouse.errors import ConfigError, ModelError, nearest
 from enginehouse.plugin import (
@@ -81,6 +84,7 @@ from enginehouse.plugin import (
     capabilities,
     configure_plugins,
 )
+from enginehouse.weights.effect import TOLERANCES
 
 if TYPE_CHECKING:
     from enginehouse.config.rows import Columns
@@ -195,6 +199,12 @@ class Plan(RunPlan):
         """Whether the environment is core's own."""
         return self.environment == SINGLE_TURN
 
+    @property
+    def effect_tolerance(self) -> float:
+        """`weights.effect_tolerance`, in nats."""
+        given = self.config.weights.effect_tolerance
+        return TOLERANCES[self.roles["actor"].model.dtype] if given is None else given
+
 
 @dataclass(frozen=True, kw_only=True)
 class SFTPlan(RunPlan):
@@ -258,27 +268,33 @@ def plan(
     train = find_backend(findings, setting.plugins, TrainBackend, config.actor.engine, "actor", setting.device)
     rollout = find_backend(findings, setting.plugins, RolloutBackend, config.rollout.engine, "rollout", setting.device)
     actor_options = scheduled_options(
-        findings, setting.plugins, train, config.actor.engine, config.actor.processes, optimizer_steps
+        findings,
+        setting.plugins,
+        train,
+        config.actor.engine,
+        config.actor.processes,
+        setting.runs_on,
+        optimizer_steps,
     )
     rollout_options = typed_options(
-        findings, setting.plugins, rollout, config.rollout.engine, "rollout", config.rollout.replicas
+        findings, setting.plugins, rollout, config.rollout.engine, "rollout", config.rollout.replicas, setting.runs_on
     )
     effect_check_every = check_capabilities(findings, config, rollout)
     actor_runs_in = setting.interpreter(train, config.actor.engine, actor_options, "actor")
     rollout_runs_in = setting.interpreter(rollout, config.rollout.engine, rollout_options, "rollout")
-    gpus = gpus_of(rollout, rollout_options)
-    placement, apart = choose_placement(
-        findings, config, train, rollout, actor_runs_in, rollout_runs_in, setting.device, gpus
-    )
-    transport, reason = choose_transport(
-        findings, setting.plugins, config, train, rollout, setting.device, placement == "colocated"
-    )
     actor = setting.trained_role(config, actor_options, actor_runs_in)
     placed = {"actor": _Placed(train, actor)}
     setting.critic(config, placed, needs, critic_steps)
     setting.reference(config, placed, optimizer_steps, uses_reference)
     setting.reward_model(config, placed, optimizer_steps)
     roles = {name: one.role for name, one in placed.items()}
+    gpus = gpus_of(rollout, rollout_options)
+    placement, apart, not_shared = choose_placement(
+        findings, config, train, rollout, roles, rollout_runs_in, setting.device, gpus
+    )
+    transport, reason = choose_transport(
+        findings, setting.plugins, config, train, rollout, setting.device, placement == "colocated"
+    )
     roles["rollout"] = RolePlan(
         kind="rollout",
         backend=config.rollout.engine.backend,
@@ -289,6 +305,7 @@ def plan(
         devices_of="actor" if placement == "shared" else None,
         gpus=gpus,
         interpreter=rollout_runs_in,
+        env=config.rollout.engine.env,
         transport=transport,
         effect_check_every=effect_check_every,
     )
@@ -300,13 +317,16 @@ def plan(
     check_model(findings, train, actor_options, model, "actor")
     check_targets(findings, actor_options, config.model.path)
     check_model(findings, rollout, rollout_options, model, "rollout")
+    check_sampling(findings, config, rollout, roles["rollout"], setting.device)
     if evaluation:
+        check_sampling(findings, config, evaluator, evaluation, setting.device, "evaluation")
         check_model(findings, evaluator, evaluation.options, model, "evaluation")
         if evaluator is rollout:
             check_servers(findings, rollout, rollout_options, evaluation.options)
     setting.check_models(config, placed, model)
     check_batches(findings, config, setting.plugins, roles)
-    check_placement(findings, config, setting.device, roles)
+    check_placement(findings, config, setting.device, roles, not_shared)
+    check_agreement(findings, roles)
     check_turns(findings, roles, {name: one.backend for name, one in placed.items()}, setting.device)
     limit = check_lengths(findings, config, roles, model)
     check_evaluation(findings, config)
@@ -484,7 +504,14 @@ class _Setting:
         self.python_path = tuple(dict.fromkeys([os.getcwd(), *beside]))
         extend_path(self.python_path)
         self.device, self.device_reason = pick_device(config.cluster.device)
+        self.runs_on = RunsOn(self.device, pick_dtype(config.model.dtype, self.device))
         self.findings = Findings()
+        if config.cluster.address and config.cluster.device == "auto":
+            self.findings.note(
+                "cluster.address is set and cluster.device is auto: what the cluster has shows only at the start; the "
+                f"run is planned for {self.device}, as this machine has it, and refused at the start if the cluster "
+                f"has {'GPUs' if self.device == 'cpu' else 'none'} (set cluster.device)"
+            )
         self.models: dict[str, Mapping[str, Any]] = {}
         self.trackers = check_trackers(self.findings, self.plugins, config.run.trackers, self.python_path)
 
@@ -519,6 +546,7 @@ class _Setting:
     def interpreter(self, record: Backend | None, engine: Engine, options: Mapping[str, Any], key: str) -> Interpreter:
         """What the workers of a role run under; `key` is the role's in the config."""
         check_secrets(self.findings, f"{key}.engine.options", engine.options, read=False)
+        check_variables(self.findings, f"{key}.engine.env", engine.env, self.config.cluster.launcher)
         return choose_interpreter(
             self.findings, self.plugins, record, engine, options, key, self.config.cluster.launcher, self.device
         )
@@ -526,7 +554,9 @@ class _Setting:
     def model_spec(self, path: str) -> ModelSpec:
         """What a role that loads the model in `path` is told of it."""
         model, seed = self.config.model, self.config.train.seed
-        return ModelSpec(os.path.abspath(path), dtype=model.dtype, trust_remote_code=model.trust_remote_code, seed=seed)
+        return ModelSpec(
+            os.path.abspath(path), dtype=self.runs_on.dtype, trust_remote_code=model.trust_remote_code, seed=seed
+        )
 
     def trained_role(self, config: AnyConfig, options: dict[str, Any], interpreter: Interpreter) -> RolePlan:
         """The actor."""
@@ -537,6 +567,7 @@ class _Setting:
             model=self.model_spec(config.model.path),
             processes=config.actor.processes,
             interpreter=interpreter,
+            env=config.actor.engine.env,
             trained=True,
         )
 
@@ -544,7 +575,9 @@ class _Setting:
         """The role that a loop over rows of a file trains, an optimizer step each; and the model's `config.json`."""
         findings, engine = self.findings, config.actor.engine
         train = find_backend(findings, self.plugins, TrainBackend, engine, "actor", self.device)
-        options = scheduled_options(findings, self.plugins, train, engine, config.actor.processes, config.train.steps)
+        options = scheduled_options(
+            findings, self.plugins, train, engine, config.actor.processes, self.runs_on, config.train.steps
+        )
         actor = self.trained_role(config, options, self.interpreter(train, engine, options, "actor"))
         model = self.model(config)
         check_model(findings, train, options, model, "actor")
@@ -555,6 +588,7 @@ class _Setting:
         """Check that such a loop's rows, roles and machine fit each other."""
         findings, cluster, apart = self.findings, config.cluster, own_processes(roles)
         check_rows(findings, config)
+        check_agreement(findings, roles)
         check_inline(findings, config, apart)
         check_cluster(findings, cluster, config.actor.processes, gpus_needed(roles), self.device)
         check_cores(findings, cluster, sum(role.processes for role in apart.values()), self.device)
@@ -664,7 +698,7 @@ class _Setting:
         options, interpreter, key = like.options, like.interpreter, f"{name}.processes"
         if engine is not None:
             record = find_backend(findings, self.plugins, TrainBackend, engine, name, self.device)
-            options = typed_options(findings, self.plugins, record, engine, name, processes)
+            options = typed_options(findings, self.plugins, record, engine, name, processes, self.runs_on)
             interpreter, key = self.interpreter(record, engine, options, name), f"{name}.engine.options"
         elif processes != like.processes:
             check_processes(findings, record, options, processes, key)
@@ -688,6 +722,7 @@ class _Setting:
                 processes=processes,
                 shares=shares and (like.shares or shares),
                 interpreter=interpreter,
+                env=engine.env if engine else like.env,
                 trained=trained,
             ),
         )
@@ -706,7 +741,7 @@ class _Setting:
         if engine is None:
             return None, None
         record = find_backend(findings, self.plugins, RolloutBackend, engine, "evaluation", self.device)
-        options = typed_options(findings, self.plugins, record, engine, "evaluation", 1)
+        options = typed_options(findings, self.plugins, record, engine, "evaluation", 1, self.runs_on)
         interpreter = self.interpreter(record, engine, options, "evaluation")
         transport, _ = choose_transport(findings, self.plugins, config, train, record, self.device, False, "evaluation")
         return record, RolePlan(
@@ -717,6 +752,7 @@ class _Setting:
             processes=1,
             gpus=gpus_of(record, options),
             interpreter=interpreter,
+            env=engine.env,
             transport=transport,
             effect_check_every=int(check_capabilities(findings, config, record, "evaluation") > 0),
         )
@@ -748,7 +784,8 @@ class _Setting:
         """
         run = self.config.run
         if self.resume:
-            self.resumed = check_resume(self.findings, self.config, [name for name in roles if roles[name].trained])
+            trained = [name for name in roles if roles[name].trained]
+            self.resumed = check_resume(self.findings, self.config, trained, self.runs_on.dtype)
         kept = {key: path for key, path in needed.items() if path}
         with self.findings.collecting():
             self.deletes = check_run_directory(

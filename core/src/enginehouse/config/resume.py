@@ -37,8 +37,13 @@ def kind_of(config: AnyConfig) -> str:
     return next(kind for kind, schema in SCHEMAS.items() if isinstance(config, schema))
 
 
-def check_resume(findings: Findings, config: AnyConfig, trained: Sequence[str]) -> Checkpoint | None:
-    """Find what a config's run goes on from, and check that it can, with the roles it trains; None after a problem."""
+def check_resume(findings: Findings, config: AnyConfig, trained: Sequence[str], dtype: str) -> Checkpoint | None:
+    """Find what a config's run goes on from, and check that it can; None after a problem.
+
+    Args:
+        trained: the roles that it trains.
+        dtype: what it computes in.
+    """
     directory = Path(config.run.directory).absolute()
     checkpoint = None
     with findings.collecting():
@@ -68,7 +73,7 @@ def check_resume(findings: Findings, config: AnyConfig, trained: Sequence[str]) 
             f"steps {checkpoint.step + 1} to {taken} are taken once more: the newest checkpoint is of step "
             f"{checkpoint.step}"
         )
-    for key, was, now in changes(_filled(checkpoint.config, type(config)), config.model_dump(mode="json")):
+    for key, was, now in changes(_filled(checkpoint.config, type(config)), as_run(config, dtype)):
         if _under(key, FIXED) and not _under(key, FREE):
             findings.refuse(
                 f"--resume: {key} is {now!r}, and was {was!r} when {checkpoint.path} was written: the run could not go "
@@ -79,6 +84,12 @@ def check_resume(findings: Findings, config: AnyConfig, trained: Sequence[str]) 
     with findings.collecting():
         _check_data(config, checkpoint)
     return checkpoint
+
+
+def as_run(config: AnyConfig, dtype: str) -> dict[str, Any]:
+    """A config as a checkpoint has it: as plain data, and with the dtype that the run computes in."""
+    plain = config.model_dump(mode="json")
+    return {**plain, "model": {**plain["model"], "dtype": dtype}}
 
 
 def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ class RolePlan:
             (`enginehouse.rl.turns`); None: on devices of its own, or of the role that it shares processes with.
         gpus: GPUs of each of its own processes, where the run is on GPUs.
         interpreter: what its workers run under.
+        env: environment variables of its processes, as the config has them.
         trained: whether it has state to save: the loop updates it.
         transport: name of the weight transport that brings it the actor's weights; None: it keeps its own.
         effect_check_every: weight updates between comparisons of their effect with the actor; 0 for none.
@@ -41,6 +42,7 @@ class RolePlan:
     devices_of: str | None = None
     gpus: int = 1
     interpreter: Interpreter
+    env: Mapping[str, str] = field(default_factory=dict)
     trained: bool = False
     transport: str | None = None
     effect_check_every: int = 0

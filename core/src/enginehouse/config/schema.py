@@ -49,8 +49,10 @@ class Model(Section):
     """The model that is trained, a Hugging Face directory."""
 
     path: str = Field(description="Directory of a Hugging Face causal language model with its tokenizer")
-    dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="What engines compute in and weights are served in"
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto",
+        description="What engines compute in and weights are served in; auto: bfloat16 on GPUs, float32 on CPUs. What "
+        "is trained is kept in float32 in any case",
     )
     trust_remote_code: bool = Field(default=False, description="Run Python code that the model's directory brings")
 
@@ -129,6 +131,19 @@ class Engine(Section):
         "runtime), current, own (the backend's runtime in any case), a runtime's name, or a path",
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Options of the backend, checked by its own type")
+    env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str] = Field(
+        default_factory=dict,
+        description="Environment variables of its processes, set before torch is imported, as "
+        "{NCCL_SOCKET_IFNAME: eth0}; ${NAME} stands for one of this process's",
+    )
+
+    @field_validator("env", mode="before")
+    @classmethod
+    def _as_texts(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        numbers = {name: str(one) for name, one in value.items() if type(one) in (int, float)}
+        return {**value, **numbers}  # `{CUDA_DEVICE_MAX_CONNECTIONS: 1}`, in which YAML sees a number
 
 
 class Actor(Section):
@@ -451,7 +466,11 @@ class Weights(Section):
         description="Compare the rollout's logprobs with the actor's at the first, the first that changes weights, and "
         "then every N updates; at every one where an engine cannot be read back; 0: never",
     )
-    effect_tolerance: float = Field(default=0.05, gt=0, description="Largest mean absolute logprob difference allowed")
+    effect_tolerance: float | None = Field(
+        default=None,
+        gt=0,
+        description="Largest mean absolute logprob difference allowed; unset: 0.02 nats in float32, 0.2 in bfloat16",
+    )
 
 
 _SEED = Field(default=0, ge=0, lt=2**63, description="Of all that is drawn: the order of data, samples, new weights")
@@ -502,11 +521,17 @@ class Cluster(Section):
     launcher: Literal["ray", "inline"] = Field(default="ray", description="inline: one process, for a debugger")
     address: str | None = Field(default=None, description="A running Ray cluster; unset: start Ray on this machine")
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda where there is a GPU")
-    threads_per_process: int = Field(default=1, gt=0, description="Of torch, inside an operation")
+    threads_per_process: int | None = Field(
+        default=None,
+        gt=0,
+        description="Of torch, inside an operation; unset: on CPUs 1, on GPUs the node's cores divided by its GPUs, at "
+        "most 8",
+    )
     call_timeout_seconds: float = Field(
         default=600.0,
         gt=0,
-        description="Longest time for any one call of a worker; a start may take as long, and 300 s in any case",
+        description="Longest time that a call of a worker may make no progress (a micro-batch computed, a token "
+        "drawn), and for a weight update in all; a start may take as long, and 300 s in any case",
     )
 
 

@@ -26,7 +26,11 @@ log = logging.getLogger(__name__)
 LOGICAL_CPUS = 32
 """At least so many processes of one CPU fit on a machine where Ray is started here, however few cores it has: a
 worker waits more than it computes, and four ranks must run on a laptop."""
-OBJECT_STORE_BYTES = 2 << 30
+OBJECT_STORE_SHARE, SHARED_MEMORY_SHARE = 0.3, 0.8
+"""Of the machine's memory, and of what is free in /dev/shm: the most that Ray's object store may take. It takes a page
+when it is written to."""
+LEAST_OBJECT_STORE_BYTES = 80 << 20
+"""Ray wants 75 MiB."""
 STARTS = 3
 """How often Ray is started at most, where its processes do not come up within the 30 s that it gives them."""
 LATE = "timed out during startup"
@@ -244,6 +248,12 @@ def is_owned() -> bool:
     return _owned is not None and bool(_owned._processes)
 
 
+def cores_here() -> int:
+    """Cores of this machine that this process may use."""
+    # macOS has no affinity
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def end_processes(processes: list[psutil.Process], patience: float) -> None:
     """Wait for processes to end by themselves, then kill those that have not."""
     _, alive = psutil.wait_procs([one for one in processes if is_alive(one)], timeout=patience)
@@ -283,8 +293,8 @@ def _short_temp_dir() -> str | None:
 
 
 def _object_store_bytes() -> int:
-    """A modest part of memory, and of what shared memory allows."""
-    size = min(int(psutil.virtual_memory().total * 0.3), OBJECT_STORE_BYTES)
+    """A part of memory, and of what shared memory allows."""
+    size = int(psutil.virtual_memory().total * OBJECT_STORE_SHARE)
     with contextlib.suppress(OSError):
-        size = min(size, max(int(shutil.disk_usage("/dev/shm").free * 0.8), 80 << 20))
-    return size
+        size = min(size, int(shutil.disk_usage("/dev/shm").free * SHARED_MEMORY_SHARE))
+    return max(size, LEAST_OBJECT_STORE_BYTES)

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.controller.errors import ControllerError, PlacementError
@@ -358,39 +359,83 @@ def remove(groups: Sequence[Any]) -> None:
             remove_placement_group(group)
 
 
-def processes_per_node(processes: int, gpus_each: float, cpus_each: float = 1.0) -> list[int]:
-    """How a role's processes are best spread over the cluster's nodes: over one, if it is large enough, else over as
-    few as there must be; the largest part first. What is free counts, or else what there is, which is then waited for.
+class Room:
+    """What the nodes of a cluster have, less what is taken here: one look, for all roles of a run. Ray's own word for
+    what is free comes late, when groups have just been placed or have just gone.
 
     Args:
-        processes: how many.
-        gpus_each: GPUs of each, all on one node.
-        cpus_each: CPUs of each, in Ray's count.
-
-    Raises:
-        PlacementError: the cluster is not large enough, whatever is free.
+        there: the resources of each node.
+        free: of these, what nobody has.
     """
-    free, nodes = _free(), _nodes()
 
-    def room(resources: Mapping[str, float]) -> int:
-        asked = {"GPU": gpus_each, "CPU": cpus_each}
-        return int(min(resources.get(name, 0.0) // amount for name, amount in asked.items() if amount))
+    def __init__(self, there: Mapping[str, Mapping[str, float]], free: Mapping[str, Mapping[str, float]]):
+        self._there = {node: dict(resources) for node, resources in there.items()}
+        self._free = {node: dict(free.get(node, {})) for node in there}
 
-    rooms = []
-    for there in ([free.get(node["NodeID"], {}) for node in nodes], [node["Resources"] for node in nodes]):
-        rooms = sorted(map(room, there), reverse=True)
-        if sum(rooms) >= processes:
-            break
-    else:
-        bundle = {"CPU": cpus_each} | ({"GPU": gpus_each} if gpus_each else {})
+    @classmethod
+    def of_cluster(cls) -> Room:
+        """That of the cluster this process is connected to, as it is now."""
+        return cls({node["NodeID"]: node["Resources"] for node in _nodes()}, _free())
+
+    def take(self, processes: int, gpus_each: float, cpus_each: float = 1.0, together: int = 1) -> list[int]:
+        """Spread a role's processes over the nodes: over one, if it is large enough, else over as few as there must be.
+        What is free counts, or else what there is, which is then waited for.
+
+        Args:
+            processes: how many.
+            gpus_each: GPUs of each, all on one node.
+            cpus_each: CPUs of each, in Ray's count.
+            together: of how many neighbours each node has a multiple, where that can be; see `ResourcePool.guests`.
+
+        Returns:
+            How many are on each node, the largest part first.
+
+        Raises:
+            PlacementError: the cluster is not large enough, whatever is free.
+        """
+        asked = {name: amount for name, amount in (("GPU", gpus_each), ("CPU", cpus_each)) if amount}
+
+        def places(resources: Mapping[str, float], multiple: int) -> int:
+            number = int(min(resources.get(name, 0.0) // amount for name, amount in asked.items()))
+            return number if number >= processes else number // multiple * multiple
+
+        most = 0
+        for there, multiple in product((self._free, self._there), dict.fromkeys((together, 1))):
+            rooms = {node: places(resources, multiple) for node, resources in there.items()}
+            if (most := sum(rooms.values())) >= processes:
+                return self._taken(rooms, processes, asked)
         raise PlacementError(
-            f"the cluster is not large enough for {processes} processes, {_amounts(bundle)} each, together on a node: "
-            f"there is room for {sum(rooms)}. {cluster_in_words()}"
+            f"the cluster is not large enough for {processes} processes, {_amounts(asked)} each, together on a node: "
+            f"beside the other roles of the run there is room for {most}. {cluster_in_words()}"
         )
-    parts: list[int] = []
-    for most in rooms:
-        parts.append(min(most, processes - sum(parts)))
-    return [part for part in parts if part]
+
+    def _taken(self, rooms: Mapping[str, int], processes: int, each: Mapping[str, float]) -> list[int]:
+        parts: list[int] = []
+        for node in sorted(rooms, key=lambda node: -rooms[node]):
+            parts.append(min(rooms[node], processes - sum(parts)))
+            for resources in (self._free[node], self._there[node]):
+                for name, amount in each.items():
+                    resources[name] = resources.get(name, 0.0) - amount * parts[-1]
+        return [part for part in parts if part]
+
+
+def gpus_of_cluster() -> int:
+    """How many GPUs the cluster has, free or not."""
+    return int(sum(node["Resources"].get("GPU", 0.0) for node in _nodes()))
+
+
+def cores_per_gpu() -> int:
+    """Cores for each GPU, on the node of those with GPUs that has the fewest; 1 at least."""
+    from enginehouse.controller.cluster import cores_here, is_owned
+
+    shares = []
+    for node in _nodes():
+        cores, gpus = node["Resources"].get("CPU", 1.0), node["Resources"].get("GPU", 0.0)
+        if is_owned():  # Ray was told of more than there are
+            cores = min(cores, cores_here())
+        if gpus:
+            shares.append(cores // gpus)
+    return max(int(min(shares, default=1)), 1)
 
 
 def _free() -> Mapping[str, Mapping[str, float]]:

@@ -39,6 +39,7 @@ class WorkerSpec:
         self.args = args
         self.kwargs = kwargs
         self.env: dict[str, str] = {}
+        self.variables: dict[str, str] = {}
         self.distributed = True
         self.python: str | None = None
 
@@ -46,6 +47,7 @@ class WorkerSpec:
         self,
         *,
         env: Mapping[str, str] | None = None,
+        variables: Mapping[str, str] | None = None,
         distributed: bool | None = None,
         python: str | None = None,
     ) -> WorkerSpec:
@@ -53,12 +55,14 @@ class WorkerSpec:
 
         Args:
             env: environment variables, set before the process's interpreter starts (this costs the process its
-                warm start).
+                warm start, and Ray writes them to its log).
+            variables: environment variables, set before torch is imported.
             distributed: False leaves out the rendezvous for `torch.distributed` (which imports torch on rank 0).
             python: path of the interpreter of another Python environment, with the same Ray and core installed.
         """
         copy = WorkerSpec(self.cls, *self.args, **self.kwargs)
         copy.env = dict(self.env) if env is None else {name: str(value) for name, value in env.items()}
+        copy.variables = dict(self.variables if variables is None else variables)
         copy.distributed = self.distributed if distributed is None else distributed
         copy.python = self.python if python is None else python
         return copy

@@ -9,6 +9,9 @@ from typing import Any, Literal
 Device = Literal["cpu", "cuda"]
 """A torch device type."""
 
+Dtype = Literal["float32", "bfloat16", "float16"]
+"""What a model computes in; `"float16"` is of rollout engines alone."""
+
 NO_FLOAT16 = (
     "no engine trains in float16: gradients of a loss that sums over tokens go beyond it, and no loss is scaled; use "
     "bfloat16"
@@ -60,7 +63,7 @@ class ModelSpec:
     """
 
     path: str
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Dtype = "float32"
     head: Literal["causal_lm", "value"] = "causal_lm"
     trust_remote_code: bool = False
     seed: int = 0

@@ -6,10 +6,11 @@ Light to import: the config checks options before any engine is imported.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from enginehouse.engines.model import Device
 from enginehouse.errors import ConfigError
 
 __all__ = [
@@ -100,6 +101,31 @@ class EngineOptions(BaseModel):
             UserError: they do not fit; the message begins with the option, or names the model, and says what would.
         """
 
+    def for_device(self, device: Device) -> Self:
+        """The options with what is unset and depends on the device filled in; called by `plan`, and by an engine as it
+        is set up.
+
+        A backend with such options overrides it.
+
+        Args:
+            device: torch device type of the run.
+        """
+        return self
+
+    def check_device(self, device: Device, dtype: str) -> None:
+        """Check the options against what a run computes on and in; called by `plan`, before any process starts.
+
+        A backend overrides it that cannot compute in each dtype on each device, or has options that some has no kernels
+        for. It imports no engine either.
+
+        Args:
+            device: torch device type of the run.
+            dtype: `ModelSpec.dtype`, as `"bfloat16"`.
+
+        Raises:
+            UserError: they do not fit; the message begins with the option and says what would.
+        """
+
     def servers(self) -> Sequence[str]:
         """URLs of engines that run already and are used in the place of own ones; the workers then need no engine.
 
@@ -171,6 +197,21 @@ class RolloutOptions(EngineOptions):
         A backend that can split a replica's model overrides it.
         """
         return 0 if self.servers() else 1
+
+    def check_sampling(self, top_p: float, top_k: int, device: str, variables: Mapping[str, str]) -> None:
+        """Check the options against how responses are drawn; called by `plan`, before any process starts.
+
+        A backend that cannot cut the distribution everywhere overrides it. It imports no engine either.
+
+        Args:
+            top_p: as of `SamplingParams`; 1: nothing is cut by it.
+            top_k: alike; 0: nothing is cut by it.
+            device: torch device type of the run.
+            variables: environment variables of the engine's processes, as far as they are known.
+
+        Raises:
+            ConfigError: they do not fit; the message says what would.
+        """
 
 
 class SplitRolloutOptions(RolloutOptions):

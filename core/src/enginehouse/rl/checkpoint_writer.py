@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from enginehouse.checkpoints import Checkpoint, Files, files_of
-from enginehouse.config.resume import kind_of
+from enginehouse.config.resume import as_run, kind_of
 from enginehouse.errors import SaveError, first_line
 
 if TYPE_CHECKING:
@@ -71,6 +71,7 @@ class CheckpointWriter:
         trained: the workers whose state is saved, by role.
         run: the run directory.
         config: the run's config.
+        dtype: what it computes in.
         background: whether every backend of theirs declares `background_save`.
         published: called with step and path of each checkpoint once it is whole.
         data: digests of the training data's files, which go into each checkpoint.
@@ -81,11 +82,12 @@ class CheckpointWriter:
         trained: Mapping[str, WorkerGroup],
         run: RunDirectory,
         config: AnyConfig,
+        dtype: str,
         background: bool,
         published: Callable[[int, Path], None],
         data: Mapping[str, str] | None = None,
     ):
-        self._trained, self._run, self._config = trained, run, config
+        self._trained, self._run, self._config, self._dtype = trained, run, config, dtype
         self._background, self._published, self._data = background, published, data or {}
         self._under_way: tuple[Path, Checkpoint] | None = None
         self._digests: Future[Files] | None = None
@@ -177,7 +179,7 @@ class CheckpointWriter:
     def _staged(self, state: LoopState) -> tuple[Path, Checkpoint]:
         self._run.flush()  # a run that is resumed here has it up to here
         staged = self._run.checkpoints.stage(state.step)
-        config = self._config.model_dump(mode="json")
+        config = as_run(self._config, self._dtype)
         return staged, Checkpoint(
             staged, state.step, self._run.elapsed_seconds, state.loop, config, kind_of(self._config), self._data,
             roles=tuple(self._trained),

@@ -555,7 +555,7 @@ def environment_workers(plan: Plan, kinds: Mapping[str, Kind]) -> Iterator[Envir
             timeout=cluster.call_timeout_seconds,
             start_timeout=start_seconds(cluster),
             seed=plan.config.train.seed,
-            threads=cluster.threads_per_process,
+            threads=cluster.threads_per_process or 1,
         )
         workers = EnvironmentWorkers(group, kinds)
         try:

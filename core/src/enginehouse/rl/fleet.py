@@ -124,8 +124,8 @@ class RolloutFleet:
             self._pool, places = places, places.split(replicas)
 
         def start(number: int, pool: ResourcePool) -> Replica:
-            own = WorkerSpec(spec.cls, *spec.args, **spec.kwargs, replica=number)
-            own = own.options(env=spec.env, distributed=False, python=spec.python)
+            own = spec.options(distributed=False)
+            own.kwargs["replica"] = number
             group = WorkerGroup(
                 pool, own, name=f"{name}-{number}", launcher=launcher, timeout=timeout, start_timeout=start_timeout,
                 seed=seed, device=device, threads=threads,

@@ -207,6 +207,7 @@ class Loop(ABC):
             self.roles.trained,
             self.run_directory,
             self.config,
+            self.roles.plans["actor"].model.dtype,
             self._saves_in_background(),
             lambda step, path: self._saved(step, path, "state"),
             self._data,

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 from enginehouse.config.roles import own_processes
 from enginehouse.config.schema import Config
+from enginehouse.config.secrets import from_environment
 from enginehouse.controller import Balanced, ResourcePool, WorkerGroup, WorkerSpec, colocate, start_ray
-from enginehouse.controller.placement_group import processes_per_node
+from enginehouse.controller.errors import PlacementError
+from enginehouse.controller.placement_group import Room, cores_per_gpu, gpus_of_cluster
 from enginehouse.rl.fleet import RolloutFleet
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
 from enginehouse.rl.turns import PARAMS, Turns
@@ -21,13 +23,15 @@ from enginehouse.weights.buckets import BUCKET_BYTES
 from enginehouse.weights.sync import WeightSync
 
 if TYPE_CHECKING:
-    from enginehouse.config.plan import RunPlan
+    from enginehouse.config.plan import Plan, RunPlan
     from enginehouse.config.roles import RolePlan
     from enginehouse.config.schema import Cluster
     from enginehouse.controller import DistributedBatch
     from enginehouse.data import Batch
     from enginehouse.engines.train import Outputs
 
+MOST_THREADS = 8
+"""Of a process beside a GPU: what is left to its host, as AdamW of offloaded state, gains little by more."""
 SHORTEST_START_LIMIT_SECONDS = 300.0
 """A worker that imports its engine on a busy machine takes minutes, however quick its calls are."""
 
@@ -102,17 +106,20 @@ def place(plan: RunPlan, probe: Sequence[Sequence[int]] = ()) -> Iterator[Roles]
         probe: token sequences for the effect check of weight updates.
     """
     with ExitStack() as stack:
+        room = None
         if plan.config.cluster.launcher == "ray":
-            stack.enter_context(start_ray(plan.config.cluster.address))
+            cluster = stack.enter_context(start_ray(plan.config.cluster.address))
+            _check_device(plan, joined=not cluster.owned)
+            room = Room.of_cluster()
         started: dict[str, WorkerGroup] = {}
         fleets: dict[str, RolloutFleet] = {}
         pools: dict[str, ResourcePool] = {}
         for name, role in own_processes(plan.roles).items():  # hosts first
             if role.kind == "rollout":
-                fleets[name] = _fleet(plan, name, pools)
+                fleets[name] = _fleet(plan, name, pools, room)
                 stack.callback(fleets[name].shutdown)
             else:
-                pools[name] = _pool(plan, name)
+                pools[name] = _pool(plan, name, room)
                 stack.callback(pools[name].shutdown)
                 started |= stack.enter_context(_colocated(plan, name, pools[name]))
         for name, role in plan.roles.items():
@@ -133,6 +140,16 @@ def place(plan: RunPlan, probe: Sequence[Sequence[int]] = ()) -> Iterator[Roles]
         yield Roles(plan.roles, started, fleets, turns, sync)
 
 
+def _check_device(plan: RunPlan, joined: bool) -> None:
+    """Refuse a run on CPUs that nobody has asked for, on a cluster with GPUs: it was planned where there are none."""
+    unasked = joined and plan.config.cluster.device == "auto" and plan.device == "cpu"
+    if unasked and (gpus := gpus_of_cluster()):
+        raise PlacementError(
+            "cluster.device is auto, and the run was planned for CPUs, by the machine of this process; the cluster "
+            f"has {gpus} GPU{'s' if gpus > 1 else ''}: set cluster.device=cuda, or cpu to leave them alone"
+        )
+
+
 def _connected(
     plan: RunPlan,
     actor: WorkerGroup,
@@ -141,7 +158,8 @@ def _connected(
     stack: ExitStack,
 ) -> WeightSync:
     """The way of the actor's weights to the rollout, which the stack closes."""
-    config, role = cast("Config", plan.config), plan.roles["rollout"]
+    plan = cast("Plan", plan)
+    config, role = plan.config, plan.roles["rollout"]
     sync = WeightSync(
         actor,
         rollout,
@@ -149,7 +167,7 @@ def _connected(
         bucket_bytes=BUCKET_BYTES,
         timeout=config.cluster.call_timeout_seconds,
         effect_check_every=role.effect_check_every,
-        effect_tolerance=config.weights.effect_tolerance,
+        effect_tolerance=plan.effect_tolerance,
         probe=[list(map(int, tokens)) for tokens in probe],
     )
     sync.connect()
@@ -158,22 +176,19 @@ def _connected(
     return sync
 
 
-def _pool(plan: RunPlan, host: str) -> ResourcePool:
+def _pool(plan: RunPlan, host: str, room: Room | None) -> ResourcePool:
     """The places of a role that has processes of its own, on as few nodes as there must be."""
-    role, guests = plan.roles[host], any(one.devices_of == host for one in plan.roles.values())
+    role, guests = plan.roles[host], [one for one in plan.roles.values() if one.devices_of == host]
     gpus = role.gpus if plan.device == "cuda" else 0
+    together = max([1, *(one.gpus for one in guests)]) if gpus else 1
+    spread = [role.processes] if room is None else room.take(role.processes, gpus, 1 + bool(guests), together)
     return ResourcePool(
-        _spread(plan, role.processes, gpus, 1 + guests),
+        spread,
         gpus_per_process=gpus,
-        guests=int(guests),
+        guests=int(bool(guests)),
         timeout=start_seconds(plan.config.cluster),
         name=host,
     )
-
-
-def _spread(plan: RunPlan, processes: int, gpus: int, cpus: int = 1) -> list[int]:
-    """How many processes are on each node."""
-    return processes_per_node(processes, gpus, cpus) if plan.config.cluster.launcher == "ray" else [processes]
 
 
 @contextmanager
@@ -192,7 +207,7 @@ def _colocated(plan: RunPlan, host: str, pool: ResourcePool) -> Iterator[dict[st
             start_timeout=start_seconds(cluster),
             seed=plan.config.train.seed,
             device=plan.device,
-            threads=cluster.threads_per_process,
+            threads=_threads(plan),
         )
         yield dict(groups)
     finally:
@@ -200,7 +215,7 @@ def _colocated(plan: RunPlan, host: str, pool: ResourcePool) -> Iterator[dict[st
             group.shutdown()
 
 
-def _fleet(plan: RunPlan, name: str, pools: Mapping[str, ResourcePool]) -> RolloutFleet:
+def _fleet(plan: RunPlan, name: str, pools: Mapping[str, ResourcePool], room: Room | None) -> RolloutFleet:
     """Replicas in processes of their own, on places of their own or as guests of a role's."""
     cluster, role = plan.config.cluster, plan.roles[name]
     gpus = role.gpus if plan.device == "cuda" else 0
@@ -208,7 +223,7 @@ def _fleet(plan: RunPlan, name: str, pools: Mapping[str, ResourcePool]) -> Rollo
     if role.devices_of is not None:
         places = pools[role.devices_of].guests(max(gpus, 1), role.processes)
     else:
-        spread = _spread(plan, role.processes, gpus)
+        spread = [role.processes] if room is None else room.take(role.processes, gpus)
         places = ResourcePool(spread, gpus_per_process=gpus, timeout=start_seconds(cluster), name=name)
     return RolloutFleet(
         _spec(role),
@@ -220,8 +235,16 @@ def _fleet(plan: RunPlan, name: str, pools: Mapping[str, ResourcePool]) -> Rollo
         start_timeout=start_seconds(cluster),
         seed=plan.config.train.seed,
         device="cuda" if gpus else "cpu",  # servers that run already, somewhere, need none here
-        threads=cluster.threads_per_process,
+        threads=_threads(plan),
     )
+
+
+def _threads(plan: RunPlan) -> int:
+    """Threads of numeric libraries in each process (`cluster.threads_per_process`)."""
+    cluster = plan.config.cluster
+    if cluster.threads_per_process is not None or plan.device == "cpu" or cluster.launcher == "inline":
+        return cluster.threads_per_process or 1
+    return min(cores_per_gpu(), MOST_THREADS)
 
 
 def start_seconds(cluster: Cluster) -> float:
@@ -236,4 +259,5 @@ def _spec(role: RolePlan) -> WorkerSpec:
     else:
         takes_turns = role.devices_of is not None
         spec = WorkerSpec(RolloutWorker, role.backend, role.model, role.options, takes_turns=takes_turns)
-    return spec.options(python=role.interpreter.python, env={**spec.env, **role.interpreter.env})
+    interpreter = role.interpreter
+    return spec.options(python=interpreter.python, env=interpreter.env, variables=from_environment(role.env))

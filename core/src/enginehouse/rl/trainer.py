@@ -90,7 +90,7 @@ class Trainer(Loop):
         self.advantage = resolve(plan.advantage)
         self.kl_coefficient = config.algorithm.kl.coefficient
         self.version = 0
-        self.warnings = MismatchWarnings(config.weights.effect_tolerance, bool(config.train.staleness))
+        self.warnings = MismatchWarnings(plan.effect_tolerance, bool(config.train.staleness))
         beside = [name for name, role in plan.roles.items() if role.trained and name != "actor"]
         compares = config.rollout.samples_per_prompt > 1 and "critic" not in plan.roles
         self.stalls = Stalls(compares, beside)
@@ -334,7 +334,6 @@ class Trainer(Loop):
     def sync_weights(self) -> dict[str, float]:
         """Bring the actor's weights to every rollout replica, verified."""
         self.version += 1
-        self.roles.turns.wake_weights()
         report = self.roles.sync.sync(self.version, "keep" if self.config.train.staleness else "wait")
         plugins().observe("weights_updated", run=self, version=report.version, seconds=report.seconds)
         mib = {"": report.nbytes, "_moved": report.bytes_moved, "_minimum": report.bytes_minimum}

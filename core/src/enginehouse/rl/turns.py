@@ -6,7 +6,7 @@ What lies on the devices in each turn:
 * *training*: the training roles' state is there, and the rollout sleeps, without weights and caches.
 
 A step begins in the first and goes over to the second by `train`. It comes back by the weight update, in which both
-sides hold their weights and nothing else: `wake_weights` comes before it, and `hand_over` is a part of it.
+sides hold their weights and nothing else: `wake_weights` and `hand_over` are parts of it.
 
     generate | sleep, onload | score, update | wake weights, sync, offload, wake cache | generate
 """
@@ -75,7 +75,8 @@ class Turns:
         """Hand over within its updates, and when it brings weights to a replica that came back."""
         self._sync = sync
         if self._rollout is not None:
-            sync.hand_over, self._rollout.catch_up = self.hand_over, self.catch_up
+            sync.make_room, sync.hand_over = self.wake_weights, self.hand_over
+            self._rollout.catch_up = self.catch_up
 
     # The turns of a step
 

@@ -117,10 +117,12 @@ class WeightSync:
         probe: token sequences for the effect check; sequences of less than two tokens have nothing to compare.
 
     Attributes:
+        make_room: called before an update of all replicas: where both sides use the same devices.
         hand_over: called within an update once the trainer is not needed any more, and before replicas compute
-            anything: where both use the same devices.
+            anything: likewise.
     """
 
+    make_room: Callable[[], None] | None = None
     hand_over: Callable[[], None] | None = None
 
     def __init__(
@@ -223,6 +225,8 @@ class WeightSync:
         if version <= self._tried:
             raise WeightSyncError(f"weight version {version} is not newer than {self._tried}, which was tried before")
         self._await_resumption()
+        if self.make_room is not None:
+            self.make_room()
         self._tried = version
         begun = time.perf_counter()
         while True:

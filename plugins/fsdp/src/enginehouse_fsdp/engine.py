@@ -61,6 +61,7 @@ class FSDPEngine:
             ConfigError: the schedule decays and `total_steps` is not set, a pattern of `lr_groups` matches nothing, or
                 ranks, model and the axes asked for do not fit.
         """
+        options = options.for_device(context.device)
         learning_rate(options.warmup_steps, options)
         if model.dtype == "float16":
             raise ModelError(f"fsdp: {NO_FLOAT16}")
@@ -83,6 +84,7 @@ class FSDPEngine:
             tokens_per_microbatch=options.tokens_per_microbatch,
             share_prompts=options.share_prompts == "auto",
             dtype=getattr(torch, model.dtype),
+            attention=options.attention if options.context_parallel == 1 else "sdpa",
             passes=self._ranks.largest,
             during=self._memory.during,
         )

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field
 
-from enginehouse.engines.options import GroupedTrainOptions, LoraOptions
+from enginehouse.engines.model import Device
+from enginehouse.engines.options import LoraOptions
+from enginehouse.errors import ConfigError
 from enginehouse_fsdp.axes import axis_sizes, check_heads
+from enginehouse_torch.options import PackingOptions
 
 
-class FSDPOptions(GroupedTrainOptions):
+class FSDPOptions(PackingOptions):
     """Options of the `fsdp` training engine. `native` goes to `torch.distributed.fsdp.fully_shard`, for every block."""
 
     replicas: int = Field(
@@ -29,8 +32,10 @@ class FSDPOptions(GroupedTrainOptions):
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="In which dtype half-precision gradients are summed over ranks"
     )
-    activation_checkpointing: bool = Field(
-        False, description="Keep only each block's input and compute the rest again going back: less memory, more time"
+    activation_checkpointing: bool | None = Field(
+        None,
+        description="Keep only each block's input and compute the rest again going back: less memory, more time; "
+        "unset: on GPUs",
     )
     cpu_offload: bool = Field(
         False, description="Keep parameters, gradients and optimizer state in host memory between uses"
@@ -38,16 +43,24 @@ class FSDPOptions(GroupedTrainOptions):
     compile: bool = Field(
         False, description="torch.compile each block, once for all lengths: minutes to start on a CPU, quicker to run"
     )
-    share_prompts: Literal["auto", "never"] = Field(
-        "auto", description="auto: rows that begin with the same prompt compute it once, where that costs less"
-    )
     lora: LoraOptions | None = Field(
         None, description="{rank, alpha, targets}: train low-rank adapters of linear layers; unset: the whole model"
     )
 
+    def for_device(self, device: Device) -> Self:
+        """See `EngineOptions.for_device`."""
+        if self.activation_checkpointing is not None:
+            return self
+        return self.model_copy(update={"activation_checkpointing": device == "cuda"})
+
     def check(self, processes: int) -> None:
-        """See `EngineOptions.check`: the axes asked for have to divide the processes."""
+        """See `EngineOptions.check`: the axes asked for have to divide the processes, and the attention to split."""
         axis_sizes(processes, self)
+        if self.context_parallel > 1 and self.attention not in ("auto", "sdpa"):
+            raise ConfigError(
+                f"attention={self.attention} has no form for sequences that are split over ranks "
+                f"(context_parallel={self.context_parallel}); use attention=auto, or context_parallel=1"
+            )
 
     def check_model(self, config: Mapping[str, Any]) -> None:
         """See `EngineOptions.check_model`: the axes asked for have to divide the heads."""

@@ -61,9 +61,12 @@ class MegatronEngine:
 
         Raises:
             ModelError: the model cannot be loaded, or nobody said how its weights are called.
-            ConfigError: the schedule decays and `total_steps` is not set; ranks, model and layout do not fit; or a role
-                that shares these processes has another layout.
+            ConfigError: the schedule decays and `total_steps` is not set; ranks, model and layout do not fit; its
+                layers do not compute in the model's dtype here; or a role that shares these processes has another
+                layout.
         """
+        options = options.for_device(context.device)
+        options.check_device(context.device, model.dtype)
         learning_rate(options.warmup_steps, options)
         self._spec, self._options, self._context = model, options, context
         if model.dtype == "float16":
@@ -72,7 +75,7 @@ class MegatronEngine:
         sizes = axis_sizes(context.world_size, options)
         self._config = build.model_config(model)
         architecture = architecture_of(self._config.model_type, options.architecture)
-        on_cpu.adapt()
+        on_cpu.adapt(device.type)
         if context.rank == 0:
             kernels.say_missing(device.type)
         settings = build.transformer_config(self._config, architecture, model, options, sizes, device.type)

@@ -6,6 +6,7 @@ itself; how many micro-batches there are is agreed over the data-parallel ranks 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -27,12 +28,12 @@ from enginehouse.data import Batch, Ragged
 from enginehouse.engines.train import LossSpec, LossValue, Mean, Metrics, Outputs, merge_metrics
 from enginehouse.plugin import plugins
 from enginehouse_megatron.layers import positions
-from enginehouse_megatron.logprobs import split_logprobs
 from enginehouse_megatron.output_layer import only_at
 from enginehouse_megatron.packing import Packed, nothing, plan
 from enginehouse_torch.modeling.heads import check_outputs
 from enginehouse_torch.modeling.packing import Rows
 from enginehouse_torch.modeling.ranks import Ranks
+from enginehouse_torch.modeling.scores import Split, score_columns, scores
 from enginehouse_torch.modeling.token_view import COLUMNS, token_ids, token_view
 
 if TYPE_CHECKING:
@@ -85,10 +86,10 @@ class Forward:
         parts = self._parts(batch)
 
         def step(packed: Packed, found: torch.Tensor) -> Any:
-            return packed, self._outputs(packed, found, ids, outputs)
+            return packed, self._outputs(packed, found, outputs)
 
         with torch.no_grad():
-            results = self._run(models, parts, ids, step, forward_only=True)
+            results = self._run(models, parts, ids, outputs, step, forward_only=True)
         if not self._is_last:
             return None
         columns = {name: torch.zeros(len(ids)) for name in COLUMNS if getattr(outputs, name)}
@@ -113,7 +114,7 @@ class Forward:
         weights: list[float] = []
 
         def step(packed: Packed, found: torch.Tensor) -> Any:
-            values = self._outputs(packed, found, ids, loss.outputs)
+            values = self._outputs(packed, found, loss.outputs)
             # Even where the loss depends on nothing of it: the other stages wait for a gradient.
             total = 0.0 * sum(column.sum() for column in values.values())
             if packed.rows is not None:
@@ -126,7 +127,7 @@ class Forward:
             # The second is megatron-core's count of tokens: gradients are divided at the step, by the loss's weight.
             return total, torch.zeros((), dtype=torch.int), {}
 
-        self._run(models, self._parts(batch), ids, step, forward_only=False)
+        self._run(models, self._parts(batch), ids, loss.outputs, step, forward_only=False)
         return merge_metrics(metrics), sum(weights)
 
     def _parts(self, batch: Batch) -> list[Packed]:
@@ -144,6 +145,7 @@ class Forward:
         models: Sequence[torch.nn.Module],
         parts: Sequence[Packed],
         ids: np.ndarray,
+        outputs: Outputs,
         step: Callable[[Packed, torch.Tensor], Any],
         *,
         forward_only: bool,
@@ -154,6 +156,7 @@ class Forward:
             models: this rank's parts, as they are to be called.
             parts: the micro-batches.
             ids: the batch's flat token ids.
+            outputs: what is asked of the model.
             step: on the last stage: given a micro-batch and the model's output, what is collected, or with gradients
                 the loss, a count of tokens and what is collected.
             forward_only: without gradients.
@@ -166,7 +169,7 @@ class Forward:
             packed = next(coming)
             inner: GPTModel = unwrap_model(called)
             with self._during(self._said("a forward pass", packed)):
-                found = self._call(called, inner, packed, ids)
+                found = self._call(called, inner, packed, ids, outputs)
             return found, lambda output, non_loss_data=False: step(packed, output)
 
         largest = max(len(packed.tokens) for packed in parts)
@@ -186,11 +189,13 @@ class Forward:
             )
         return results
 
-    def _call(self, called: torch.nn.Module, inner: GPTModel, packed: Packed, ids: np.ndarray) -> torch.Tensor:
-        """The stage's output: hidden states, or logits at the positions this rank needs."""
+    def _call(
+        self, called: torch.nn.Module, inner: GPTModel, packed: Packed, ids: np.ndarray, outputs: Outputs
+    ) -> torch.Tensor:
+        """The stage's output: hidden states, or scores (or values) at the positions this rank needs."""
         lengths = torch.tensor((0, *packed.lengths), dtype=torch.int32)
         begins = lengths.cumsum(0, dtype=torch.int32).to(self._device)
-        own, predictor, _ = self._own(packed)
+        own, predictor, which = self._own(packed)
         tokens = np.where(own < 0, 0, ids[own]) if len(ids) else np.zeros_like(own)
         longest = max(packed.lengths)
         parameters = PackedSeqParams(
@@ -200,7 +205,10 @@ class Forward:
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
         )
-        with only_at(inner, torch.from_numpy(predictor).to(self._device)):
+        targets = torch.zeros(len(predictor), dtype=torch.int64)
+        targets[: len(which)] = torch.from_numpy(ids[packed.needed[which]])
+        score = None if outputs.values else functools.partial(self._score, targets.to(self._device), outputs)
+        with only_at(inner, torch.from_numpy(predictor).to(self._device), score):
             found: torch.Tensor = called(
                 input_ids=torch.from_numpy(tokens)[None].to(self._device),
                 position_ids=None,
@@ -231,35 +239,24 @@ class Forward:
             predictor = predictor[which]
         return tokens, predictor if len(predictor) else np.zeros(1, dtype=np.int64), which
 
-    def _outputs(
-        self, packed: Packed, found: torch.Tensor, ids: np.ndarray, outputs: Outputs
-    ) -> dict[str, torch.Tensor]:
+    def _outputs(self, packed: Packed, found: torch.Tensor, outputs: Outputs) -> dict[str, torch.Tensor]:
         """The columns asked for, each float32 `(needed tokens,)`, the same on all ranks of a micro-batch."""
-        _, predictor, which = self._own(packed)
+        _, _, which = self._own(packed)
         needed = len(packed.needed)
         if outputs.values:
             return {"values": self._of_all(found[0, :, 0].float(), which, needed)}
-        targets = torch.zeros(len(predictor), dtype=torch.int64)
-        targets[: len(which)] = torch.from_numpy(ids[packed.needed[which]])
-        rank, columns = self._tensor.rank(), found.shape[-1]
-        first = rank * columns
-        logits = found[0, :, : max(0, self._vocabulary - first)].float()
-        if outputs.temperature != 1.0:
-            logits = logits / outputs.temperature
-        logprobs, entropy = split_logprobs(
-            logits,
-            targets.to(self._device),
-            first,
-            self._tensor,
-            entropy=outputs.entropy,
-            entropy_gradient=outputs.entropy_gradient,
-        )
-        columns_found = {}
-        if outputs.logprobs:
-            columns_found["logprobs"] = logprobs
-        if entropy is not None:
-            columns_found["entropy"] = entropy
-        return {name: self._of_all(column, which, needed) for name, column in columns_found.items()}
+        columns = score_columns(found[0], outputs)
+        return {name: self._of_all(column, which, needed) for name, column in columns.items()}
+
+    def _score(
+        self, targets: torch.Tensor, outputs: Outputs, hidden: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        """`scores` of the tokens that this context-parallel rank predicts, by this rank's rows of the vocabulary."""
+        split = None
+        if self._tensor.size() > 1:
+            first = self._tensor.rank() * len(weight)
+            split = Split(first, max(0, min(len(weight), self._vocabulary - first)), self._tensor)
+        return scores(hidden, weight, None, targets, outputs, split)
 
     def _of_all(self, column: torch.Tensor, which: np.ndarray, needed: int) -> torch.Tensor:
         """The results of all ranks that share the sequences, from this rank's."""

@@ -9,6 +9,8 @@ import importlib.util
 import logging
 import warnings
 
+from enginehouse_megatron.options import has_transformer_engine
+
 OPTIONAL = {
     "transformer_engine": "fused attention, linear layers and norms",
     "apex": "fused gradient accumulation and optimizer steps, which transformer-engine has as well",
@@ -33,15 +35,7 @@ with warnings.catch_warnings(action="ignore"):  # "Transformer Engine and Apex a
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None  # moe_utils.py:1192 asks for it, and only importing transformer-engine defines it
 
-__all__ = ["has_transformer_engine", "missing", "say_missing"]
-
-
-def has_transformer_engine() -> bool:
-    """Whether transformer-engine is installed.
-
-    Never asked of megatron-core: without transformer-engine its wrappers of it are mocks that import well.
-    """
-    return importlib.util.find_spec("transformer_engine") is not None
+__all__ = ["missing", "say_missing"]
 
 
 def missing() -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from enginehouse_megatron import kernels
+from enginehouse_megatron import kernels  # noqa: F401  before all else of megatron-core
 
 # isort: split
 from megatron.core import tensor_parallel
@@ -32,6 +32,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from enginehouse_megatron.experts import experts_layer
+from enginehouse_megatron.options import has_transformer_engine
 
 
 def decoder_layers(config: TransformerConfig, device: str, stage: int | None = None) -> Any:
@@ -42,7 +43,7 @@ def decoder_layers(config: TransformerConfig, device: str, stage: int | None = N
         device: `"cpu"` or `"cuda"`.
         stage: which of this rank's parts of the pipeline; None: it has one.
     """
-    if device == "cuda" and kernels.has_transformer_engine():
+    if device == "cuda" and has_transformer_engine():
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage)
     first = get_transformer_layer_offset(config, vp_stage=stage)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=stage))

@@ -1,8 +1,9 @@
-"""What megatron-core 0.16 needs to run on a CPU with gloo. Nothing here is done where there is a GPU.
+"""What megatron-core 0.16 needs to run on a CPU with gloo. Nothing here is done where an engine runs on a GPU.
 
 megatron-core is written for GPUs alone: it makes tensors on the device called "cuda", and asks `torch.cuda` for the
 current one. Each piece below says which lines it stands in for, and goes once these ask for the device of the model.
-What a CPU build of torch offers of `torch.cuda` only raises, so that replacing it takes nothing from anybody.
+What a CPU build of torch offers of `torch.cuda` only raises, and engines of one process run on the same device, so
+that replacing it takes nothing from anybody.
 """
 
 from __future__ import annotations
@@ -41,10 +42,14 @@ NAMING_CUDA: tuple[Any, ...] = (
 _done = False
 
 
-def adapt() -> None:
-    """Make megatron-core run on this process's CPU; nothing to do where there is a GPU, or a second time."""
+def adapt(device: str) -> None:
+    """Make megatron-core run on this process's CPU; nothing to do for an engine on a GPU, or a second time.
+
+    Args:
+        device: torch device type of the engine, whatever this process sees.
+    """
     global _done
-    if _done or torch.cuda.is_available():
+    if _done or device != "cpu":
         return
     _done = True
     for function in NAMING_CUDA:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field
 
+from enginehouse.engines.model import Device
 from enginehouse.engines.options import TrainOptions
 from enginehouse.errors import ConfigError
 from enginehouse.plugin.records import ResolveError, resolve
@@ -18,6 +20,14 @@ from enginehouse_megatron.check_model import (
     named_architecture,
     number_of_experts,
 )
+
+
+def has_transformer_engine() -> bool:
+    """Whether transformer-engine is installed.
+
+    Never asked of megatron-core: without transformer-engine its wrappers of it are mocks that import well.
+    """
+    return importlib.util.find_spec("transformer_engine") is not None
 
 
 class MegatronOptions(TrainOptions):
@@ -41,13 +51,29 @@ class MegatronOptions(TrainOptions):
     sequence_parallel: bool = Field(
         True, description="With tensor_parallel: split what lies between the split matrices by tokens, too"
     )
-    recompute: Literal["none", "full"] = Field(
-        "none", description="full: keep only each layer's input and compute the rest again: less memory, more time"
+    recompute: Literal["none", "full"] | None = Field(
+        None,
+        description="full: keep only each layer's input and compute the rest again: less memory, more time; unset: "
+        "full on GPUs, none on CPUs",
     )
     architecture: str = Field(
         "auto",
         description="How the model's weights are called: auto: by its model_type; or module:NAME of an Architecture",
     )
+
+    def for_device(self, device: Device) -> Self:
+        """See `EngineOptions.for_device`."""
+        if self.recompute is not None:
+            return self
+        return self.model_copy(update={"recompute": "full" if device == "cuda" else "none"})
+
+    def check_device(self, device: Device, dtype: str) -> None:
+        """See `EngineOptions.check_device`: transformer-engine attends to packed sequences in half precision alone."""
+        if dtype == "float32" and device == "cuda" and has_transformer_engine():
+            raise ConfigError(
+                "megatron: on GPUs its layers are those of transformer-engine, which is installed here and has no "
+                "attention in float32 for packed sequences: set model.dtype=bfloat16"
+            )
 
     def check(self, processes: int) -> None:
         """See `EngineOptions.check`: the axes asked for have to divide the processes."""

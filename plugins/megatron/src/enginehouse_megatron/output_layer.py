@@ -1,9 +1,9 @@
-"""What a `GPTModel` gives and learns from: logits where they are needed alone, nothing from looking padding up."""
+"""What a `GPTModel` gives and learns from: scores where they are needed alone, nothing from looking padding up."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -23,10 +23,7 @@ def select_positions(model: GPTModel, settings: TransformerConfig) -> None:
     """
     if not model.post_process:
         return
-    layer = model.output_layer
     gathers = settings.sequence_parallel
-    layer.sequence_parallel = False
-    layer.allreduce_dgrad = settings.tensor_model_parallel_size > 1
 
     def select(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         hidden, *rest = args
@@ -36,7 +33,7 @@ def select_positions(model: GPTModel, settings: TransformerConfig) -> None:
             )
         return (hidden[model.needed_positions], *rest)
 
-    layer.register_forward_pre_hook(select)
+    model.output_layer.register_forward_pre_hook(select)
 
 
 def keep_padding(model: GPTModel, padding: int | None) -> None:
@@ -80,15 +77,32 @@ def put_value_head(model: GPTModel, settings: TransformerConfig, device: object)
 
 
 @contextlib.contextmanager
-def only_at(model: GPTModel, positions: torch.Tensor) -> Iterator[None]:
+def only_at(
+    model: GPTModel,
+    positions: torch.Tensor,
+    score: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None,
+) -> Iterator[None]:
     """Within, the model's output has the shape `(1, positions, ...)`.
 
     Args:
         model: on whichever stage.
         positions: int64 `(positions,)`, of this rank's tokens.
+        score: what the output layer gives, `(positions, columns)`, of hidden states, `(positions, hidden)`, and its
+            weight; None: what it gives by itself, as a value head does.
     """
+    layer = model.output_layer if model.post_process and score is not None else None
+
+    def scored(hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: object = None) -> tuple:
+        assert layer is not None
+        assert score is not None
+        return score(hidden[:, 0], layer.weight if weight is None else weight)[:, None], None
+
     model.needed_positions = positions
+    if layer is not None:
+        layer.forward = scored
     try:
         yield
     finally:
         del model.needed_positions
+        if layer is not None:
+            del layer.forward  # its class's is there again

@@ -59,7 +59,7 @@ def server_arguments(
         "context_length": longest + CONTEXT_MARGIN if longest else None,
         "max_running_requests": options.max_running,
         "tp_size": options.tensor_parallel,
-        "enable_deterministic_inference": options.deterministic,
+        "enable_deterministic_inference": options.for_device(context.device).deterministic,
         "custom_weight_loader": [LOADER],
         "skip_server_warmup": True,  # the launch generates a token itself
         "log_level": "warning",

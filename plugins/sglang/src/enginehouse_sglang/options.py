@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from enginehouse.engines.model import Device
 from enginehouse.engines.options import SplitRolloutOptions, check_native
 from enginehouse.errors import ConfigError
 
@@ -56,16 +57,34 @@ class SGLangOptions(SplitRolloutOptions):
     kv_cache_mib: int | None = Field(
         None, gt=0, description="Memory for keys and values, MiB; unset: 1024 on CPU, what is free on a GPU"
     )
-    deterministic: bool = Field(
-        True,
+    deterministic: bool | None = Field(
+        None,
         description="SGLang's deterministic inference, without which it does not heed the seeds of requests; on a GPU "
-        "it costs speed",
+        "it costs speed; unset: on CPUs",
     )
     openai_endpoint: Literal["loopback", "node"] | None = Field(
         None,
         description="Answer OpenAI clients too, at a port of 127.0.0.1 (loopback) or the node's address (node), which "
         "others on the network reach; unset: the server answers this run alone",
     )
+
+    def for_device(self, device: Device) -> Self:
+        """See `EngineOptions.for_device`; a server that runs already was started with what it has."""
+        if self.deterministic is not None or self.endpoint:
+            return self
+        return self.model_copy(update={"deterministic": device == "cpu"})
+
+    def check_device(self, device: Device, dtype: str) -> None:
+        """See `EngineOptions.check_device`: what SGLang's deterministic inference attends with, unless it is told
+        otherwise, knows half precision alone (fa3 on Hopper)."""
+        if self.deterministic and dtype == "float32" and device == "cuda" and not self._names_attention():
+            raise ConfigError(
+                "deterministic: SGLang's deterministic inference takes flash-attention on GPUs, which computes in half "
+                "precision only: set model.dtype=bfloat16 or deterministic=false, or native={attention_backend: triton}"
+            )
+
+    def _names_attention(self) -> bool:
+        return any(name.replace("-", "_") == "attention_backend" for name in self.native)
 
     def check(self, processes: int) -> None:
         """See `EngineOptions.check`."""
@@ -88,8 +107,11 @@ class SGLangOptions(SplitRolloutOptions):
                 "endpoint names servers that run already: the run changes their weights, and its samples are seeded "
                 "only if they were started with --enable-deterministic-inference"
             )
-        elif not self.deterministic:
-            found.append("deterministic is false: SGLang does not heed seeds, so two runs with the same seed differ")
+        elif self.deterministic is False:
+            found.append(
+                "deterministic is false, as it is on GPUs unless it is set: SGLang does not heed seeds, so two runs "
+                "with the same train.seed draw the same prompts and differ in the responses; true costs speed"
+            )
         if self.openai_endpoint == "node":
             found.append(
                 "openai_endpoint is node: everyone who reaches the rollout's nodes can use the model, unless "

@@ -53,6 +53,7 @@ class Certificate:
         whole: False where only some checks or layouts were asked for: then it never says `passed`.
         kind: of the record: `"train"`, `"loss"`, ...
         runtime: versions of what the engine stood on, in the Python environment of its worker; else empty.
+        device: what the engine ran on, but in checks that are of GPUs alone; empty of what is no engine.
         depends: distributions whose versions here are given beside the usual.
         origin: whose it is, and which code of theirs; None: not known.
         commit: of the checkout that this code lies in; None: of none.
@@ -64,6 +65,7 @@ class Certificate:
     checks: list[Result] = field(default_factory=list)
     kind: str = "train"
     runtime: dict[str, str] = field(default_factory=dict)
+    device: str = ""
     depends: Sequence[str] = ()
     origin: Origin | None = None
     commit: Commit | None = None
@@ -92,6 +94,7 @@ class Certificate:
         return {
             "backend": self.backend,
             "kind": self.kind,
+            "device": self.device,
             "plugin": None if self.origin is None else asdict(self.origin),
             "commit": None if self.commit is None else asdict(self.commit),
             "passed": self.passed,
@@ -118,6 +121,7 @@ class Certificate:
             f"# {self.backend} ({self.kind}): {self.verdict()}",
             "",
             *([f"Plugin: {self.origin}", ""] if self.origin else []),
+            *([f"Device: {self._on()}", ""] if self.device else []),
             *([f"Runtime: {ran_with}", ""] if ran_with else []),
             "| check | capability | layout | measured | tolerance | outcome | detail |",
             "|---|---|---|---|---|---|---|",
@@ -126,6 +130,10 @@ class Certificate:
             cells = (*row(check), check.detail.splitlines()[0] if check.detail else "")
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         return "\n".join(lines) + "\n"
+
+    def _on(self) -> str:
+        gpus = machine()["gpus"] if self.device == "cuda" else []
+        return f"{self.device} ({', '.join(gpus)})" if gpus else self.device
 
     def verdict(self) -> str:
         """In words, how it stands."""

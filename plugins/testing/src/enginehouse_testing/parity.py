@@ -199,7 +199,7 @@ def compare_engines(plan: Plan, prompts: int, tolerance: float | None = None) ->
         EnginehouseError: an engine could not be started, given the weights, or asked.
     """
     config = plan.config
-    data, sampling = config.data, config.rollout.sampling
+    data, sampling, dtype = config.data, config.rollout.sampling, plan.roles["actor"].model.dtype
     tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
     dataset = PromptDataset.load(
         data.train,
@@ -218,14 +218,15 @@ def compare_engines(plan: Plan, prompts: int, tolerance: float | None = None) ->
         roles.sync.sync(VERSION)
         drawn = sampling_params(sampling, config.rollout.samples_per_prompt)
         samples = in_order(roles.rollout.generate_each(asked, drawn, seed=step_seed(config.train.seed, 0)))
+        roles.turns.train()
         scored = roles.actor.forward(samples.select(["input_ids", "loss_mask"]), outputs_as_sampled(sampling)).fetch()
     return ParityReport(
         train=_in_words(said["actor"]),
         rollout=_in_words(said["rollout"]),
         transport=plan.roles["rollout"].transport or "",
-        dtype=config.model.dtype,
+        dtype=dtype,
         temperature=sampling.temperature,
-        tolerance=TOLERANCES[config.model.dtype] if tolerance is None else tolerance,
+        tolerance=TOLERANCES[dtype] if tolerance is None else tolerance,
         found=Parity.of(samples, scored["logprobs"]),
         roles=said,
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from enginehouse.config.device import pick_device, visible_gpus
 from enginehouse.errors import UserError, nearest
 from enginehouse.plugin import Backend, Layout, Record, Reward, RolloutBackend, TrainBackend, Transport, capabilities
 from enginehouse.runtimes import choose_runtime
@@ -29,6 +30,7 @@ from enginehouse_testing.sites import (
     Site,
     TrainSite,
     TransportSite,
+    gpus_of,
 )
 
 if TYPE_CHECKING:
@@ -159,7 +161,7 @@ class Certifier:
         record: of whatever kind has a suite; it need not be registered. The attribute may be changed, between cases, to
             another of its kind: the processes stay.
         runtime: the runtime of a rollout engine, as in a config: `"auto"`, a name or a path.
-        device: what a rollout engine runs on; None: the first of the record's devices that is there.
+        device: what an engine runs on, as of `device_of`.
         timeout: longest an act of a check may take, in seconds; None: as long as a busy machine may need.
         given: what a function is tried with.
     """
@@ -174,7 +176,8 @@ class Certifier:
     ):
         self.record = record
         self._given = given
-        self._site = _site(record, runtime, device, timeout, given)
+        self._device = device_of(record, device)
+        self._site = _site(record, runtime, self._device, timeout, given)
         self._seen: dict[tuple[Any, ...], list[Seen]] = {}
         self._versions: dict[str, str] = {}
 
@@ -188,7 +191,7 @@ class Certifier:
 
     def run(self, case: Case) -> Result:
         """Run one case."""
-        if missing := _missing_gpus(case):
+        if missing := _missing_gpus(self.record, case, self._device):
             return case.result("not run", detail=missing)
         if case.check.reads and self._given.read is None:
             return case.result("not run", detail="how it is read back is not given: `read` of TrackerSuite")
@@ -224,17 +227,33 @@ class Certifier:
         return self._seen[key]
 
 
-def _site(record: Any, runtime: str, device: Device | None, timeout: float | None, given: Given) -> Site:
+def device_of(record: Any, wanted: Device | None = None) -> Device:
+    """What the checks of a record run on.
+
+    Args:
+        record: of any kind; what is no engine runs on the CPU.
+        wanted: of an engine; None: a GPU where there is one that this environment and the engine can use, else the CPU.
+
+    Raises:
+        UserError: the engine does not run on it.
+    """
+    if not isinstance(record, Backend):
+        return "cpu"
+    if wanted is None:
+        there = pick_device("auto")[0]
+        return there if there in record.devices else "cpu" if "cpu" in record.devices else "cuda"
+    if wanted not in record.devices:
+        raise UserError(f"{record.kind} {record.name!r} runs on {' and '.join(record.devices)}, not on {wanted}")
+    return wanted
+
+
+def _site(record: Any, runtime: str, device: Device, timeout: float | None, given: Given) -> Site:
     if isinstance(record, TrainBackend):
-        return TrainSite(timeout or ACT_SECONDS)
+        return TrainSite(timeout or ACT_SECONDS, device)
     if isinstance(record, Transport):
         return TransportSite(timeout or TRANSPORT_SECONDS)
     if not isinstance(record, RolloutBackend):
         return (RewardSite if isinstance(record, Reward) else HereSite)(given, timeout or FUNCTION_SECONDS)
-    if device is None:
-        import torch
-
-        device = "cuda" if "cuda" in record.devices and torch.cuda.is_available() else "cpu"
     interpreter = choose_runtime(record, runtime, device)
     return RolloutSite(interpreter.python, interpreter.env, device, timeout or ROLLOUT_ACT_SECONDS)
 
@@ -245,6 +264,7 @@ def certify(
     layouts: Sequence[str] | None = None,
     checks: Sequence[str] | None = None,
     runtime: str = "auto",
+    device: Device | None = None,
     timeout: float | None = None,
     fail_fast: bool = False,
     given: Given = Given(),  # noqa: B008 - frozen
@@ -258,6 +278,7 @@ def certify(
         layouts: names of declared layouts; None: all.
         checks: names of checks; None: all.
         runtime: the runtime of a rollout engine, as in a config.
+        device: what an engine runs on, as of `device_of`.
         timeout: longest an act of a check may take, in seconds; None: as long as a busy machine may need.
         fail_fast: end with the first check that fails; the certificate is then not of the whole suite.
         given: what a function is tried with.
@@ -265,7 +286,7 @@ def certify(
         ended: called with the certificate so far after each case, and once it is finished.
 
     Raises:
-        UserError: there is no check or layout of a given name.
+        UserError: there is no check or layout of a given name, or the engine does not run on the device.
         ControllerError: Ray cannot be started.
     """
     planned = cases(record, layouts, checks)
@@ -275,12 +296,13 @@ def certify(
         record.name,
         whole=whole,
         kind=record.kind,
+        device=device_of(record, device) if isinstance(record, Backend) else "",
         depends=depends_on(record),
         origin=origin_of(record),
         commit=commit_of(record),
     )
     ended(certificate)
-    with Certifier(record, runtime, timeout=timeout, given=given) as certifier:
+    with Certifier(record, runtime, device, timeout, given) as certifier:
         for number, case in enumerate(planned, start=1):
             begins(case, number, len(planned))
             certificate.checks.append(certifier.run(case))
@@ -305,12 +327,16 @@ def _missing(check: Check, record: Record) -> str:
     return next(name for name in (check.capability, check.also) if name not in (PROTOCOL, "", *declared_by(record)))
 
 
-def _missing_gpus(case: Case) -> str:
-    if case.check.device != "cuda":
+def _missing_gpus(record: Any, case: Case, device: Device) -> str:
+    """Why a case cannot run for want of GPUs; empty where it can."""
+    if "cuda" not in (case.check.device, device):
         return ""
-    import torch
+    if isinstance(record, RolloutBackend):  # maybe in an environment of its own, whatever torch is here
+        needed, there = max(gpus_of(record, layout) for layout in case.layouts), visible_gpus()
+    else:
+        import torch
 
-    needed, there = max(layout.processes for layout in case.layouts), torch.cuda.device_count()
+        needed, there = max(layout.processes for layout in case.layouts), torch.cuda.device_count()
     return "" if there >= needed else f"needs {needed} GPU(s), and this machine has {there}"
 
 

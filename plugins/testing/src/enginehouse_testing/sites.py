@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from enginehouse.config.device import visible_gpus
 from enginehouse.controller import ResourcePool, WorkerGroup, WorkerSpec, start_ray
 from enginehouse.controller.errors import WorkerDied
 from enginehouse.plugin import Advantage, Layout, Loss, RolloutBackend, Tracker, resolve
@@ -39,6 +40,11 @@ END_SECONDS = 60.0
 """Longest an engine may take to end; then its process is killed."""
 
 
+def gpus_of(record: RolloutBackend, layout: Layout) -> int:
+    """GPUs of a replica, on GPUs."""
+    return int(resolve(record.options)(**layout.options).gpus())
+
+
 class Site(Protocol):
     """Where the acts of a kind's checks are run."""
 
@@ -65,10 +71,12 @@ class TrainSite:
 
     Args:
         seconds: longest an act may take.
+        device: what engines run on, but in checks that are of GPUs alone.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, device: Device = "cpu") -> None:
         self._seconds = seconds
+        self._device = device
         self._groups: dict[tuple[int, str], WorkerGroup] = {}
         self._pools: dict[tuple[int, str], ResourcePool] = {}
         self._cluster: Cluster | None = None
@@ -91,9 +99,11 @@ class TrainSite:
 
     def act(self, record: Any, check: Check, number: int, layout: Layout, directory: str) -> list[Seen]:
         """See `Site`."""
-        key = (layout.processes, check.device)
+        key = (layout.processes, "cuda" if check.device == "cuda" else self._device)
         try:
             if key not in self._groups:
+                if key[1] == "cuda":
+                    self._make_room(layout.processes)
                 self._groups[key] = self._started(record.name, *key)
             seen: list[Seen] = self._groups[key].call("act", record, check, number, layout, self._models, directory)
             return seen
@@ -113,6 +123,13 @@ class TrainSite:
         self._pools[processes, device] = pool
         spec = WorkerSpec(EngineUnderTest)
         return WorkerGroup(pool, spec, name=f"{backend}-{processes}", device=device, timeout=self._seconds)
+
+    def _make_room(self, gpus: int) -> None:
+        """End groups that hold GPUs, where the others do not suffice."""
+        holding = [key for key in self._groups if key[1] == "cuda"]
+        if sum(processes for processes, _ in holding) + gpus > visible_gpus():
+            for key in holding:
+                self._end(key)
 
     def _end(self, key: tuple[int, str]) -> None:
         group, pool = self._groups.pop(key, None), self._pools.pop(key, None)
@@ -196,7 +213,7 @@ class RolloutSite:
 
     def _running(self, record: RolloutBackend, layout: Layout) -> WorkerGroup:
         if self._group is None:
-            gpus = resolve(record.options)(**layout.options).gpus() if self._device == "cuda" else 0
+            gpus = gpus_of(record, layout) if self._device == "cuda" else 0
             self._pool = ResourcePool([1], gpus_per_process=gpus, name=f"rollout-{self._device}")
             self._group = WorkerGroup(
                 self._pool, self._spec, name=f"{record.name}-rollout", device=self._device, timeout=self._seconds

@@ -11,6 +11,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError('the suites are pytest tests; pip install "enginehouse[testing]"') from error
 
+from enginehouse.engines.model import Device
 from enginehouse.plugin import (
     Advantage,
     Loss,
@@ -41,11 +42,14 @@ class Suite:
         layouts: names of declared layouts to test; None: all.
         checks: names of checks to run; None: all.
         runtime: the runtime of a rollout engine, as in a config.
+        device: what an engine runs on; None: a GPU where there is one that it can use, else the CPU. Tests of engines
+            that are to run on GPUs are marked `gpu`.
     """
 
     layouts: ClassVar[tuple[str, ...] | None] = None
     checks: ClassVar[tuple[str, ...] | None] = None
     runtime: ClassVar[str] = "auto"
+    device: ClassVar[Device | None] = None
 
     @classmethod
     def record(cls) -> Any:
@@ -65,7 +69,9 @@ class Suite:
             cls.test_is_written = _one_for_each(missing)  # type: ignore[attr-defined]
             return
         cases_of = [
-            pytest.param(case, id=str(case), marks=[pytest.mark.gpu] if case.check.device == "cuda" else [])
+            pytest.param(
+                case, id=str(case), marks=[pytest.mark.gpu] if "cuda" in (case.check.device, cls.device) else []
+            )
             for case in cases(cls.record(), cls.layouts, cls.checks)
         ]
 
@@ -85,7 +91,7 @@ class Suite:
     @classmethod
     def certifier(cls) -> Iterator[Certifier]:
         """The processes that all tests of the class share."""
-        with Certifier(cls.record(), cls.runtime, given=cls.given()) as certifier:
+        with Certifier(cls.record(), cls.runtime, cls.device, given=cls.given()) as certifier:
             yield certifier
 
 
@@ -112,9 +118,11 @@ class TrainEngineSuite(Suite):
 
     Class attributes:
         backend: a registered name, or a record that need not be registered.
+        device: the CPU, where every layout can be tested; `"cuda"` in a suite for machines with GPUs.
     """
 
     backend: ClassVar[str | TrainBackend]
+    device: ClassVar[Device | None] = "cpu"
 
     @classmethod
     def record(cls) -> TrainBackend:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+from enginehouse.config.device import pick_device
 from enginehouse.errors import DataError, UserError, first_line
 from enginehouse.plugin.requirements import installed_version
 from enginehouse_testing.certificate import Outcome
@@ -64,17 +65,16 @@ def differences(certificate: Mapping[str, Any]) -> list[str]:
         if version != now and package != owner:
             found.append(_line(package, version, now))
     if runtime := certificate.get("runtime"):
-        found += _runtime_differences(kind, name, runtime)
+        found += _runtime_differences(kind, name, runtime, certificate.get("device") or pick_device("auto")[0])
     return found
 
 
-def _runtime_differences(kind: str, name: str, runtime: Mapping[str, str]) -> list[str]:
-    from enginehouse.config.device import pick_device
+def _runtime_differences(kind: str, name: str, runtime: Mapping[str, str], device: str) -> list[str]:
     from enginehouse.plugin import plugins
     from enginehouse_testing.matrix.standing import standing
 
     try:
-        now = standing(plugins().providers(kind, name)[0], pick_device("auto")[0])
+        now = standing(plugins().providers(kind, name)[0], device)
     except UserError as error:
         return [f"runtime: {first_line(error)}"]
     return [

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from enginehouse.engines.model import Device
 from enginehouse.engines.options import GroupedTrainOptions, RolloutOptions
+from enginehouse.errors import ConfigError
 
 
 def _none(native: dict[str, Any]) -> dict[str, Any]:
@@ -18,14 +21,52 @@ def _none(native: dict[str, Any]) -> dict[str, Any]:
 Native = Annotated[dict[str, Any], AfterValidator(_none)]
 
 
-class TorchTrainOptions(GroupedTrainOptions):
-    """Options of the `torch` training engine."""
+AttentionChoice = Literal["auto", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"]
+"""What rows attend by; the names are transformers'."""
 
-    native: Native = Field(default_factory=dict, description="Must be empty")
+FLASH = {
+    "flash_attention_2": ("flash-attn", "flash_attn"),
+    "flash_attention_3": ("flash-attn-3", "flash_attn_interface"),
+}
+"""The package and the module of each version of flash-attention."""
+
+
+class PackingOptions(GroupedTrainOptions):
+    """What training engines on `enginehouse_torch.modeling.token_model` take."""
 
     share_prompts: Literal["auto", "never"] = Field(
         "auto", description="auto: rows that begin with the same prompt compute it once, where that costs less"
     )
+    attention: AttentionChoice = Field(
+        "auto",
+        description="sdpa: rows are padded, shared prompts have a mask; flex_attention: shared prompts have none; "
+        "flash_attention_2, _3: nor are rows padded; auto: on cuda what is installed, on a CPU sdpa",
+    )
+
+    def check_device(self, device: Device, dtype: str) -> None:
+        """See `EngineOptions.check_device`: the kernels asked for have to be there, and to take the dtype."""
+        asked = f"attention={self.attention}"
+        if self.attention in ("auto", "sdpa"):
+            return
+        if device != "cuda":
+            raise ConfigError(f"{asked} has kernels for cuda alone, and this run is on {device}; use attention=auto")
+        if self.attention in FLASH:
+            package, module = FLASH[self.attention]
+            if dtype == "float32":
+                raise ConfigError(
+                    f"{asked} has no kernels for float32; use model.dtype=bfloat16, or attention=flex_attention"
+                )
+            if importlib.util.find_spec(module) is None:
+                raise ConfigError(
+                    f"{asked} needs {package}, which is not installed here; install it, or use attention=auto, which "
+                    "takes what is installed where the engine runs"
+                )
+
+
+class TorchTrainOptions(PackingOptions):
+    """Options of the `torch` training engine."""
+
+    native: Native = Field(default_factory=dict, description="Must be empty")
 
 
 class TorchRolloutOptions(RolloutOptions):

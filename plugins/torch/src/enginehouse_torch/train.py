@@ -79,6 +79,7 @@ class TorchTrainEngine:
             device=self._model.device,
             tokens_per_microbatch=min(most, options.tokens_per_microbatch),
             share_prompts=options.share_prompts == "auto",
+            attention=options.attention,
             during=self._memory.during,
         )
         self._optimizer: FlatAdamW | None = None

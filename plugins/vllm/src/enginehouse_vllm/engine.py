@@ -35,7 +35,7 @@ from enginehouse.engines.weights import WeightChunk, WeightState, WeightUpdate
 from enginehouse.errors import ConfigError, EnginehouseError, ModelError
 from enginehouse_vllm.endpoint import OpenAIServer
 from enginehouse_vllm.last_words import last_words
-from enginehouse_vllm.options import VLLMOptions
+from enginehouse_vllm.options import V2_RUNNER, VLLMOptions
 from enginehouse_vllm.orphans import LAUNCHER
 from enginehouse_vllm.statistics import Statistics
 from enginehouse_vllm.weights import VLLMWeights
@@ -82,7 +82,7 @@ CPU_ENVIRONMENT = {
     # vLLM binds each engine to cores of its own choice: two engines on a machine would choose the same.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # What is noted for logprobs under top-k and top-p has no place in Model Runner V2 (`truncation.py`).
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    V2_RUNNER: "0",
     # Threads of several processes on the same cores wait for each other at every barrier: 2 to 20 times slower.
     "OMP_NUM_THREADS": "1",
 }
@@ -207,7 +207,7 @@ class VLLMRollout:
         if context.device == "cpu":
             os.environ.update({name: os.environ.get(name, value) for name, value in CPU_ENVIRONMENT.items()})
         os.environ[LAUNCHER] = str(os.getpid())
-        self._exact = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0"
+        self._exact = os.environ.get(V2_RUNNER) == "0"
         from vllm import AsyncEngineArgs, AsyncLLMEngine
 
         arguments = self._arguments(context)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
 from enginehouse.engines.options import SplitRolloutOptions, check_native
+from enginehouse.errors import ConfigError
 
 OURS = {
     "model": "model.path",
@@ -33,6 +34,10 @@ OURS = {
 """Arguments of vLLM's engine that this backend sets itself, and what decides each."""
 
 
+V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+"""vLLM's variable: `"0"` has it run models by Model Runner V1."""
+
+
 class VLLMOptions(SplitRolloutOptions):
     """Options of the `vllm` rollout engine. `native` goes to vLLM's `AsyncEngineArgs`."""
 
@@ -50,6 +55,16 @@ class VLLMOptions(SplitRolloutOptions):
         description="Serve the model to OpenAI clients too, at a free port of 127.0.0.1 (loopback) or of the node's "
         "address (node), which others on the network reach; unset: no server",
     )
+
+    def check_sampling(self, top_p: float, top_k: int, device: str, variables: Mapping[str, str]) -> None:
+        """See `RolloutOptions.check_sampling`: Model Runner V2, which GPUs have, gives no exact logprobs of a cut."""
+        cut = top_p < 1 or top_k > 0
+        if cut and self.truncated_logprobs == "exact" and device != "cpu" and variables.get(V2_RUNNER) != "0":
+            raise ConfigError(
+                f"top_p is {top_p:g} and top_k {top_k}, with which vllm gives logprobs of the kept tokens only on a "
+                "GPU. Set truncated_logprobs=renormalized and algorithm.old_logprobs=actor, which computes those of "
+                f"the whole distribution; or engine.env.{V2_RUNNER}=0, which is slower; or top_p=1 and top_k=0"
+            )
 
     def surprises(self) -> Sequence[str]:
         """See `EngineOptions.surprises`."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
@@ -281,7 +281,8 @@ class RayProcesses:
 
         from enginehouse.plugin import plugins
 
-        variables = {"OMP_NUM_THREADS": str(self.options.threads), **plugins().environment()}
+        variables = self._agreed("variables")
+        variables |= {"OMP_NUM_THREADS": str(self.options.threads), **plugins().environment()}
         if not slot.gpus:  # Ray (2.60) would show it all that the node has
             variables[VISIBLE] = ",".join(slot.devices or ())
         placed = PlacementGroupSchedulingStrategy(slot.placement_group, placement_group_bundle_index=slot.bundle)
@@ -290,15 +291,7 @@ class RayProcesses:
 
     def _runtime_env(self) -> dict[str, Any]:
         """Only what must hold before the interpreter starts goes through Ray: it costs the process its warm start."""
-        env: dict[str, str] = {}
-        pythons: set[str | None] = set()
-        for role, spec in self.roles.items():
-            for name, value in spec.env.items():
-                if env.setdefault(name, value) != value:
-                    raise ControllerError(
-                        f"{self.options.name}: roles of one process want {name}={env[name]!r} and {value!r} ({role})"
-                    )
-            pythons.add(spec.python)
+        env, pythons = self._agreed("env"), {spec.python for spec in self.roles.values()}
         if len(pythons) > 1:
             named = sorted(python or "the driver's own" for python in pythons)
             raise ControllerError(f"{self.options.name}: colocated roles want different interpreters: {named}")
@@ -308,6 +301,15 @@ class RayProcesses:
                 check_interpreter(python)
             runtime_env["py_executable"] = python
         return {"runtime_env": runtime_env} if runtime_env else {}
+
+    def _agreed(self, which: Literal["env", "variables"]) -> dict[str, str]:
+        """Environment variables of all roles, those that their specs have as `which`."""
+        agreed: dict[str, str] = {}
+        for role, spec in self.roles.items():
+            for name, value in getattr(spec, which).items():
+                if agreed.setdefault(name, value) != value:
+                    raise ControllerError(f"{self.options.name}: roles of one process want different {name} ({role})")
+        return agreed
 
     def _settle_in(self, deadline: float) -> list[Facts]:
         """Wait for the processes to be there, and learn where they are."""

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
@@ -16,6 +16,7 @@ from enginehouse_testing.given import KINDS, NAMED_BY_MODULE, Given
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from enginehouse.engines.model import Device
     from enginehouse.plugin import Record
     from enginehouse_testing.certificate import Certificate, Result
 
@@ -30,6 +31,12 @@ ARROW = " -> "
 @click.option("--layout", "layouts", multiple=True, metavar="NAME", help="Only this layout; may be repeated.")
 @click.option("--check", "checks", multiple=True, metavar="NAME", help="Only this check; may be repeated.")
 @click.option("--runtime", default="auto", metavar="auto|NAME|PATH", help="The runtime of a rollout backend.")
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    help="What an engine runs on; auto: a GPU where there is one that it can use.",
+)
 @click.option("--quick", is_flag=True, help="Only the first layout, and the few checks that find most: begin with it.")
 @click.option("--fail-fast", is_flag=True, help="End with the first check that fails.")
 @click.option(
@@ -65,6 +72,7 @@ def certify(
     layouts: tuple[str, ...],
     checks: tuple[str, ...],
     runtime: str,
+    device: str,
     quick: bool,
     fail_fast: bool,
     timeout: float | None,
@@ -129,7 +137,7 @@ def certify(
             chosen = _quick(record, layouts)
         try:
             with Interrupts(lambda: None):
-                certificate = _run(record, where, *chosen, runtime, timeout, fail_fast, given, console)
+                certificate = _run(record, where, *chosen, runtime, device, timeout, fail_fast, given, console)
         except (KeyboardInterrupt, SystemExit):
             click.echo(f"Interrupted. What was found until then is in {where / 'certificate.json'}", err=True)
             sys.exit(EXIT_CODE)
@@ -263,6 +271,7 @@ def _run(
     layouts: Sequence[str] | None,
     checks: Sequence[str] | None,
     runtime: str,
+    device: str,
     timeout: float | None,
     fail_fast: bool,
     given: Given,
@@ -290,6 +299,7 @@ def _run(
         layouts=layouts,
         checks=checks,
         runtime=runtime,
+        device=None if device == "auto" else cast("Device", device),
         timeout=timeout,
         fail_fast=fail_fast,
         given=given,

@@ -12,7 +12,7 @@ from enginehouse.plugin import Backend, Transport
 from enginehouse_testing.matrix.running import shortened
 from enginehouse_testing.matrix.standing import standing, still_stands
 from enginehouse_testing.origin import origin_of
-from enginehouse_testing.running import Case, certify
+from enginehouse_testing.running import Case, certify, device_of
 
 if TYPE_CHECKING:
     from enginehouse.plugin import Provided
@@ -49,7 +49,11 @@ def certified(
     try:
         now = standing(provided, device)
         there = _read(place / "certificate.json")
-        if there is not None and still_stands(there, now, origin_of(record)) and not (make and again):
+        if (
+            there is not None
+            and still_stands(there, now, origin_of(record), device_of(record))
+            and not (make and again)
+        ):
             return findings(there)
         if not make:
             return {**nothing, "problem": "there is no certificate of the code and versions that are installed"}

@@ -41,14 +41,17 @@ def standing(provided: Provided, device: str) -> dict[str, str]:
     return found
 
 
-def still_stands(certificate: Mapping[str, Any], now: Mapping[str, str], origin: Origin) -> bool:
-    """Whether a finished certificate of the whole suite is of the code and the versions that are there now.
+def still_stands(certificate: Mapping[str, Any], now: Mapping[str, str], origin: Origin, device: str) -> bool:
+    """Whether a finished certificate of the whole suite is of the device, code and versions that are there now.
 
     Args:
         certificate: as it was written.
         now: the versions, as `standing` gives them.
         origin: of what is certified.
+        device: what its engine would run on now; certificates that name none are of a CPU, or of no engine.
     """
+    if (certificate.get("device") or "cpu") != device:
+        return False
     if certificate.get("interrupted", True) or not certificate.get("whole", False):
         return False
     if certificate.get("plugin") != asdict(origin):

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from enginehouse.errors import EnginehouseError
 from enginehouse_torch.modeling.loading import VALUE_HEAD
+from enginehouse_torch.modeling.scores import Split, score_columns, scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from enginehouse.engines.train import Outputs
     from enginehouse_torch.modeling.packing import Layout
-
-
-SCORED_AT_ONCE = {"cpu": 1 << 17}
-"""Logits that are scored at once, by device type: on a CPU half a MiB, which a core's own cache holds."""
-SCORED_AT_ONCE_ELSEWHERE = 1 << 26
 
 
 def check_outputs(has_values: bool, outputs: Outputs) -> None:
@@ -90,96 +88,96 @@ def token_outputs(model: PreTrainedModel, model_input: ModelInput, outputs: Outp
         hidden = model.base_model(**inputs).last_hidden_state.flatten(0, 1)
         value_head = model.get_submodule(VALUE_HEAD)
         return {"values": value_head(hidden[model_input.predictor]).squeeze(-1).float()}
-    with _logits_only_at(model, model_input.predictor):
-        logits = model(**inputs).logits.squeeze(0).float()
-    if outputs.temperature != 1.0:
-        logits = logits / outputs.temperature
-    if outputs.logprobs and not (outputs.entropy and outputs.entropy_gradient):
-        logprobs, entropy = Scores.apply(logits, model_input.targets, outputs.entropy)
-        return {"logprobs": logprobs, "entropy": entropy} if outputs.entropy else {"logprobs": logprobs}
-    normaliser = torch.logsumexp(logits, dim=-1)
-    found = {}
-    if outputs.logprobs:
-        found["logprobs"] = logits.gather(-1, model_input.targets[:, None]).squeeze(-1) - normaliser
-    if outputs.entropy:
-        # A masked logit of -inf has probability 0 and adds nothing, not nan.
-        found["entropy"] = normaliser - (torch.softmax(logits, dim=-1) * logits.clamp(min=torch.finfo().min)).sum(-1)
-    return found
+    if _gives_what_its_head_gives(model, model_input.ids):
+        scored = functools.partial(_scored, model.get_output_embeddings(), model_input.targets, outputs)
+        with _output_layer(model, model_input.predictor, scored):
+            found = model(**inputs).logits[0]
+    else:
+        with _output_layer(model, model_input.predictor):
+            found = scores(model(**inputs).logits[0], None, None, model_input.targets, outputs)
+    return score_columns(found, outputs)
 
 
-class Scores(torch.autograd.Function):
-    """Logprobs of the targets, and the entropy without a gradient: some tokens at a time, which stay in a cache.
+def _scored(head: torch.nn.Linear, targets: torch.Tensor, outputs: Outputs, hidden: torch.Tensor) -> torch.Tensor:
+    """What the head gives in place of logits: `scores`, `(1, tokens, 1 or 2)`, of `hidden`, `(1, tokens, hidden)`."""
+    weight, bias = head.weight, head.bias
+    if not isinstance(weight, DTensor):
+        return scores(hidden[0], weight, bias, targets, outputs)[None]
+    mesh = weight.device_mesh
+    whole, own, own_bias = _local(hidden), _local(weight), None if bias is None else _local(bias)
+    split = Split(-(-len(weight) // mesh.size()) * mesh.get_local_rank(), len(own), mesh.get_group())
+    found = scores(whole[0], own, own_bias, targets, outputs, split)
+    return DTensor.from_local(found[None], mesh, (Replicate(),), run_check=False)
 
-    Of the size of the logits, nothing is kept but the logits themselves.
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor."""
+    assert isinstance(tensor, DTensor)
+    own: torch.Tensor = tensor.to_local()
+    return own
+
+
+_heads: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
+"""By model: whether it gives what its head gives, once that was asked."""
+
+
+@torch.no_grad()
+def _gives_what_its_head_gives(model: PreTrainedModel, ids: torch.Tensor) -> bool:
+    """Whether the head is a plain linear layer, and nothing is done to its logits; asked once, with one of `ids`.
+
+    A model that scales, caps or masks its logits has to have them, and so has a head with an adapter.
     """
+    if model in _heads:
+        return _heads[model]
+    given: list[torch.Tensor] = []
+    plain = False
 
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, with_entropy: bool):
-        """Score each token.
+    def put(head: torch.nn.Module, args: object, logits: torch.Tensor) -> torch.Tensor:
+        nonlocal plain
+        weight = head.weight
+        by_tokens = not isinstance(weight, DTensor) or weight.placements == (Shard(0),)
+        plain = type(head) is torch.nn.Linear and "forward" not in vars(head) and by_tokens
+        given.append(logits.float() + 0.0)  # another tensor, which is float32 already if the model wants that
+        return given[-1]
 
-        Args:
-            ctx: autograd's.
-            logits: float32 `(tokens, vocabulary)`.
-            targets: int64 `(tokens,)`.
-            with_entropy: whether to measure the entropy.
-
-        Returns:
-            Logprobs and entropies in nats, both float32 `(tokens,)`; None for what is not measured.
-        """
-        logprobs, normaliser = torch.empty_like(targets, dtype=logits.dtype), logits.new_empty(len(logits), 1)
-        entropy = torch.empty_like(logprobs) if with_entropy else None
-        for rows in _slices(logits):
-            largest = logits[rows].amax(-1, keepdim=True)
-            above = logits[rows] - largest
-            shares = above.exp()
-            total = shares.sum(-1, keepdim=True)
-            logs = total.log()
-            logprobs[rows] = (above.gather(-1, targets[rows, None]) - logs)[:, 0]
-            normaliser[rows] = largest + logs
-            if entropy is not None:
-                # A masked logit of -inf has probability 0 and adds nothing, not nan.
-                above.clamp_(min=torch.finfo(above.dtype).min)
-                entropy[rows] = (logs - torch.linalg.vecdot(shares, above)[:, None] / total)[:, 0]
-        ctx.save_for_backward(logits, targets, normaliser)
-        if entropy is not None:
-            ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, slope: torch.Tensor, _: object):
-        """The gradient of the logits: of each token `slope * (one-hot target - probabilities)`."""
-        logits, targets, normaliser = ctx.saved_tensors
-        gradient = torch.empty_like(logits)
-        for rows in _slices(logits):
-            part = torch.sub(logits[rows], normaliser[rows], out=gradient[rows])
-            part.exp_().mul_(-slope[rows, None])
-            part.scatter_add_(-1, targets[rows, None], slope[rows, None])
-        return gradient, None, None
-
-
-def _slices(logits: torch.Tensor) -> Iterator[slice]:
-    """Cut the tokens of `logits` into parts."""
-    elements = SCORED_AT_ONCE.get(logits.device.type, SCORED_AT_ONCE_ELSEWHERE)
-    each = max(1, elements // max(1, logits.shape[-1]))
-    return (slice(begin, begin + each) for begin in range(0, len(logits), each))
+    hook = model.get_output_embeddings().register_forward_hook(put)
+    try:
+        logits = model(input_ids=ids[:1, :1], use_cache=False).logits
+    finally:
+        hook.remove()
+    untouched = len(given) == 1 and logits is given[0] and logits._version == 0
+    _heads[model] = plain and untouched
+    return _heads[model]
 
 
 @contextlib.contextmanager
-def _logits_only_at(model: PreTrainedModel, predictor: torch.Tensor) -> Iterator[None]:
-    """Within, the model's logits have shape `(1, tokens, vocabulary)`: those at the flat positions `predictor` alone.
+def _output_layer(
+    model: PreTrainedModel, predictor: torch.Tensor, forward: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> Iterator[None]:
+    """Within, the model's output layer is given hidden states of the shape `(1, tokens, hidden)`.
 
-    The model's own argument `logits_to_keep` selects the same positions in every sequence. Selecting what enters the
-    output layer selects any, for every model, and leaves what a model does to its logits afterwards in place.
+    They are those at the flat positions `predictor` alone. The model's own argument `logits_to_keep` selects the same
+    positions in every sequence. Selecting what enters the output layer selects any, for every model, and leaves what a
+    model does to its logits afterwards in place.
+
+    Args:
+        model: any.
+        predictor: int64 `(tokens,)`.
+        forward: what the layer does, so that it happens where the layer's weight is whole; None: what it does itself.
     """
 
     def select(module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         hidden, *rest = args
         return (hidden.flatten(0, 1)[predictor][None], *rest)
 
+    layer = model.get_output_embeddings()
     # Before what splits the layer over ranks, which takes its input apart.
-    hook = model.get_output_embeddings().register_forward_pre_hook(select, prepend=True)
+    hook = layer.register_forward_pre_hook(select, prepend=True)
+    if forward is not None:
+        layer.forward = forward
     try:
         yield
     finally:
         hook.remove()
+        if forward is not None:
+            del layer.forward  # its class's is there again

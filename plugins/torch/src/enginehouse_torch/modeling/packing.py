@@ -7,6 +7,9 @@ Three savings, none of which changes a result:
 * Rows that begin with the same prompt are laid out as a tree: the prompt once, then each continuation, with
   positions that go on from the prompt and an attention mask that hides the continuations from one another.
 
+Trees stand below one another, padded, or in one sequence without padding (`attention` says when). A mask of padded
+trees has the square of their tokens in elements; that of one sequence is said by segments and by blocks.
+
 This module decides and indexes, in numpy on the CPU; it knows nothing of models.
 """
 
@@ -24,9 +27,9 @@ import numpy.typing as npt
 Indices = npt.NDArray[np.int64]
 
 MAX_TREE_TOKENS = 4096
-"""Longest tree: its mask has the square of its tokens in elements."""
+"""Longest padded tree: its mask has the square of its tokens in elements."""
 WORTH_IT = 0.9
-"""Rows become a tree if that costs at most this part of what they cost apart: a mask makes attention slower."""
+"""Rows become a tree if that costs at most this part of what they cost apart: attention is slower with any mask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Trees side by side, right-padded: the input of one forward pass, and where its results belong.
+    """Trees, right-padded or in one sequence: the input of one forward pass, and where its results belong.
 
     Attributes:
         tokens: index into the batch's flat tokens for each input position, `(sequences, length)`; padding has 0.
@@ -55,6 +58,7 @@ class Layout:
             None where no tree has a shared prompt: plain causal attention and positions then do.
         predictor: for each needed token, the flat input position whose output predicts it.
         needed: for each needed token, its index in the batch's flat tokens; ascending within a row.
+        packed: tokens of each tree of the one sequence that they make up; None where each is a padded sequence.
     """
 
     tokens: Indices
@@ -62,15 +66,58 @@ class Layout:
     branch: Indices | None
     predictor: Indices
     needed: Indices
+    packed: Indices | None = None
 
     def attention_allowed(self) -> npt.NDArray[np.bool_] | None:
-        """Which input position may attend to which, `(sequences, 1, length, length)`; None for plain causal."""
-        if self.branch is None:
+        """Which input position may attend to which, `(sequences, 1, length, length)`; None for plain causal.
+
+        None as well for one sequence: `segments` and `blocks` say it there.
+        """
+        if self.branch is None or self.packed is not None:
             return None
         query, key = self.branch[:, :, None], self.branch[:, None, :]
         length = self.branch.shape[1]
         allowed = np.tri(length, dtype=bool) & ((key == 0) | (key == query))
         return allowed[:, None]
+
+    def segments(self) -> tuple[Indices, Indices]:
+        """For each position of one sequence its segment, and that of the prompt it goes on from; both `(length,)`.
+
+        A segment is a shared prompt, or what a row has beside it; they are numbered in order. Where there is no shared
+        prompt the second is the first. A position attends to those not after it that are in either.
+        """
+        assert self.packed is not None
+        tree = np.repeat(np.arange(len(self.packed)), self.packed)
+        branch = np.ones_like(tree) if self.branch is None else self.branch[0]
+        begins = np.diff(tree, prepend=-1) != 0
+        own = np.cumsum(begins | (np.diff(branch, prepend=-1) != 0)) - 1
+        return own, np.where(branch[begins][tree] == 0, own[begins][tree], own)
+
+    def blocks(self, size: int) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """What blocks of one sequence's positions may attend to; both `(blocks, blocks)`, queries first.
+
+        Args:
+            size: positions of a block; the last may have fewer.
+
+        Returns:
+            Pairs of blocks in which some position may attend to another, and a few in which none does; and pairs in
+            which each of the first may attend to each of the second.
+        """
+        own, prompt = self.segments()
+        first = np.arange(0, len(own), size)
+        last = np.minimum(first + size, len(own)) - 1
+        query, key = np.s_[:, None], np.s_[None, :]
+        before = np.tri(len(first), k=-1, dtype=bool)
+        in_own = own[last][key] >= own[first][query]  # numbers ascend, and keys stand before
+        in_prompt = (own[last][key] >= prompt[first][query]) & (own[first][key] <= prompt[last][query])
+        some = before & (in_own | in_prompt) | np.eye(len(first), dtype=bool)
+        one_key = (own[first] == own[last])[key]
+        all_own = (own[last][query] == own[first][key]) & in_own
+        all_prompt = (prompt[first][query] == own[first][key]) & (prompt[last][query] == own[first][key])
+        whole = before & one_key & (all_own | all_prompt)
+        if len(own) % size:
+            whole[-1] = False  # by convention: a block with fewer positions is never whole
+        return some, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +157,12 @@ class Rows:
 
 
 def plan_trees(
-    rows: Rows, ids: npt.NDArray[np.integer], max_tokens: int, attention_cost: float, share_prompts: bool
+    rows: Rows,
+    ids: npt.NDArray[np.integer],
+    max_tokens: int,
+    attention_cost: float,
+    share_prompts: bool,
+    mask_cost: float | None = 0.0,
 ) -> list[Tree]:
     """Group rows that share their prompt into trees; every row with a needed token is in exactly one.
 
@@ -120,6 +172,8 @@ def plan_trees(
         max_tokens: most tokens a tree of several rows may have.
         attention_cost: what one token attending to one other costs, relative to all else that a token costs.
         share_prompts: False: every row stands alone.
+        mask_cost: what an element of a tree's mask costs, in the same unit; None: trees have none, and only what may
+            be attended to is computed.
     """
     present = np.flatnonzero(rows.ends)
     if not share_prompts:
@@ -133,8 +187,9 @@ def plan_trees(
         prompt = first[members[0]]
         continuation = sum(ends[row] - prompt for row in members) / len(members)
         longest = max(ends[row] for row in members) - prompt
-        most = (min(max_tokens, MAX_TREE_TOKENS) - prompt) // max(longest, 1)
-        for part in _split(members, _cheapest_width(len(members), prompt, continuation, attention_cost, most)):
+        most = ((max_tokens if mask_cost is None else min(max_tokens, MAX_TREE_TOKENS)) - prompt) // max(longest, 1)
+        width = _cheapest_width(len(members), prompt, continuation, attention_cost, mask_cost, most)
+        for part in _split(members, width):
             if len(part) > 1:
                 trees.append(Tree(tuple(part), prompt, prompt + sum(ends[row] - prompt for row in part)))
             else:
@@ -143,12 +198,18 @@ def plan_trees(
 
 
 @functools.lru_cache(maxsize=4096)
-def _cheapest_width(rows: int, prompt: int, continuation: float, attention_cost: float, most: int) -> int:
-    """How many of `rows` to put in a tree: more repeat the prompt less often, but attend in a larger square."""
+def _cheapest_width(
+    rows: int, prompt: int, continuation: float, attention_cost: float, mask_cost: float | None, most: int
+) -> int:
+    """How many of `rows` to put in a tree: more repeat the prompt less often, but a mask's square is larger."""
 
     def cost(width: int) -> float:
         tokens = prompt + width * continuation
-        return math.ceil(rows / width) * (tokens + attention_cost * tokens**2)
+        if mask_cost is None:
+            attention = attention_cost * (prompt**2 + width * (2 * prompt + continuation) * continuation)
+        else:
+            attention = (attention_cost + (mask_cost if width > 1 else 0.0)) * tokens**2
+        return math.ceil(rows / width) * (tokens + attention)
 
     best = min(range(1, max(1, min(rows, most)) + 1), key=cost)
     return best if cost(best) < WORTH_IT * cost(1) else 1
@@ -161,20 +222,23 @@ def _split(rows: list[int], width: int) -> list[list[int]]:
     return [rows[start:stop] for start, stop in itertools.pairwise(bounds)]
 
 
-def lay_out(rows: Rows, trees: list[Tree]) -> Layout:
-    """Lay `trees` side by side, padded to the longest.
+def lay_out(rows: Rows, trees: list[Tree], packed: bool = False) -> Layout:
+    """Lay `trees` below one another, padded to the longest, or behind one another in one sequence.
 
     Args:
         rows: the rows the trees were planned from.
         trees: at least one.
+        packed: whether they make up one sequence.
     """
-    length = max(tree.tokens for tree in trees)
+    sizes = np.array([tree.tokens for tree in trees], dtype=np.int64)
+    shape = (1, int(sizes.sum())) if packed else (len(trees), int(sizes.max()))
+    begins = np.cumsum(sizes) - sizes if packed else np.arange(len(trees)) * shape[1]
     segments: list[tuple[int, int, int, int, int]] = []  # source token, tokens, input position, position, branch
     shared = np.zeros(len(rows.starts), dtype=np.int64)  # of each row: tokens computed in its tree's prompt
     prompt_at, rest_at = np.full_like(shared, -1), np.zeros_like(shared)  # of each row: input position of both parts
     starts, ends = rows.starts.tolist(), rows.ends.tolist()
-    for number, tree in enumerate(trees):
-        at = begin = number * length
+    for tree, begin in zip(trees, begins.tolist(), strict=True):
+        at = begin
         if tree.prompt:
             segments.append((starts[tree.rows[0]], tree.prompt, at, 0, 0))
             at += tree.prompt
@@ -188,7 +252,6 @@ def lay_out(rows: Rows, trees: list[Tree]) -> Layout:
     segment = np.repeat(np.arange(len(segments)), size)
     within = np.arange(len(segment)) - np.repeat(np.cumsum(size) - size, size)
     here = target[segment] + within
-    shape = (len(trees), length)
     tokens, positions = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
     tokens.reshape(-1)[here] = source[segment] + within
     positions.reshape(-1)[here] = position[segment] + within
@@ -201,4 +264,4 @@ def lay_out(rows: Rows, trees: list[Tree]) -> Layout:
     needed, of = rows.needed[inside], rows.needed_rows[inside]
     before = needed - rows.starts[of] - 1  # the position that predicts it, in its row
     predictor = np.where(before < shared[of], prompt_at[of] + before, rest_at[of] + before - shared[of])
-    return Layout(tokens, positions, branch, predictor, needed)
+    return Layout(tokens, positions, branch, predictor, needed, sizes if packed else None)

@@ -1,20 +1,31 @@
-"""Whether a model may compute a shared prompt once, and what attention costs it. See `packing`."""
+"""Whether a model may compute a shared prompt once, and pack rows, and what attention costs it. See `packing`."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 
 from enginehouse.engines.train import Outputs
-from enginehouse_torch.modeling.heads import ModelInput, token_outputs
+from enginehouse.errors import ConfigError
+from enginehouse_torch.modeling.attention import (
+    PADDED,
+    PADDED_ATTENTION,
+    Attention,
+    attend_by,
+    choose_attention,
+    model_input,
+    packed_token_outputs,
+)
 from enginehouse_torch.modeling.loading import VALUE_HEAD
 from enginehouse_torch.modeling.packing import Rows, Tree, lay_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from enginehouse_torch.options import AttentionChoice
 
 logger = logging.getLogger(__name__)
 
@@ -24,15 +35,30 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
 CLEARLY = 10.0
 """How many times nearer a tree must come to the rows apart than the mistake that it is looked at for would."""
 
+MASK_ELEMENT = 2e5
+"""Multiplications that a GPU could do of a forward pass while its host writes an element of a dense mask: about 3 ns.
+An estimate for an H100 in bfloat16, not measured. On a CPU it is next to nothing."""
+
+
+def mask_cost(model: PreTrainedModel, attention: Attention, device: torch.device) -> float | None:
+    """What an element of the mask of a tree costs, in the unit of `attention_cost`; None: there are no masks."""
+    if attention.trees:
+        return None
+    return 0.0 if device.type == "cpu" else MASK_ELEMENT / _multiplications(model)
+
 
 def attention_cost(model: PreTrainedModel) -> float:
     """Multiplications of one token attending to one other, relative to those of one token's matrix products."""
     config = model.config.get_text_config()
-    matrices = sum(p.numel() for p in model.base_model.parameters() if p.dim() > 1)
-    matrices -= sum(p.numel() for p in model.get_input_embeddings().parameters())
     heads = config.num_attention_heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return 2 * config.num_hidden_layers * heads * head_size / max(matrices, 1)
+    return 2 * config.num_hidden_layers * heads * head_size / _multiplications(model)
+
+
+def _multiplications(model: PreTrainedModel) -> int:
+    """Of one token in the matrix products of a forward pass."""
+    matrices = sum(p.numel() for p in model.base_model.parameters() if p.dim() > 1)
+    return max(1, matrices - sum(p.numel() for p in model.get_input_embeddings().parameters()))
 
 
 def attends_to_all(config: PreTrainedConfig) -> bool:
@@ -42,7 +68,38 @@ def attends_to_all(config: PreTrainedConfig) -> bool:
     return full and getattr(config, "_attn_implementation", None) == "sdpa"
 
 
-def can_share_prompts(model: PreTrainedModel, dtype: torch.dtype | None = None) -> bool:
+def try_attention(
+    model: PreTrainedModel, wanted: AttentionChoice, share_prompts: bool, device: torch.device, dtype: torch.dtype
+) -> tuple[Attention, bool]:
+    """Choose how a model's rows attend, by trying it: what its kernels or the model do not do right is left out.
+
+    Args:
+        model: the model.
+        wanted: the option `attention`.
+        share_prompts: whether rows with the same prompt may compute it once.
+        device: where the model computes.
+        dtype: what it computes in.
+
+    Returns:
+        What packed rows attend by, and whether prompts are shared.
+
+    Raises:
+        ConfigError: what `wanted` names, other than by `"auto"`, does not do.
+    """
+    chosen = choose_attention(wanted, device, dtype)
+    rows = chosen.rows if chosen.rows and _computes_the_same(model, dtype, chosen, "rows") else None
+    trees = chosen.trees if share_prompts and chosen.trees and can_share_prompts(model, dtype, chosen) else None
+    if wanted != "auto" and (rows != chosen.rows or (share_prompts and trees != chosen.trees)):
+        failed = chosen.rows if rows != chosen.rows else chosen.trees
+        raise ConfigError(
+            f"attention={wanted}: {type(model).__name__} does not compute the same by {failed} as by "
+            f"{PADDED_ATTENTION}, or not at all (the log says which); use attention=auto"
+        )
+    found = Attention(rows, trees)
+    return found, share_prompts and (trees is not None or can_share_prompts(model, dtype, found))
+
+
+def can_share_prompts(model: PreTrainedModel, dtype: torch.dtype | None = None, attention: Attention = PADDED) -> bool:
     """Whether the model takes positions and an attention mask as a tree of rows needs them.
 
     The config must promise full attention in every layer; then two short rows must score the same as a tree and apart,
@@ -52,41 +109,60 @@ def can_share_prompts(model: PreTrainedModel, dtype: torch.dtype | None = None) 
     Args:
         model: the model.
         dtype: what it computes in; None: the dtype of its parameters.
+        attention: what packed trees attend by; if it has nothing for them, a padded one is tried.
     """
+    return _computes_the_same(model, dtype or model.dtype, attention, "trees")
+
+
+def _computes_the_same(
+    model: PreTrainedModel, dtype: torch.dtype, attention: Attention, what: Literal["rows", "trees"]
+) -> bool:
+    """Whether rows score the same as `what`, packed as `attention` says, and apart; see `can_share_prompts`."""
     config = model.config.get_text_config()
     if not attends_to_all(config):
         return False
+    kernel = attention.rows if what == "rows" else attention.trees
+    level, said = (logging.WARNING, kernel) if kernel else (logging.DEBUG, f"{PADDED_ATTENTION} with a mask")
     try:
-        difference, mistake = _probe(model, config.vocab_size)
-    except Exception:
-        logger.debug("prompts are not shared: the model refuses a tree of rows", exc_info=True)
+        difference, mistake = _probe(model, config.vocab_size, attention, what)
+    except Exception as error:
+        logger.log(level, "%s are not computed by %s: %s: %s", what, said, type(error).__name__, error)
+        logger.debug("the same with where it was raised", exc_info=True)
         return False
-    if not (difference <= TOLERANCE.get(dtype or model.dtype, 0.0) and CLEARLY * difference <= mistake):
-        logger.debug("prompts are not shared: a tree of rows scores %g differently, a row %g", difference, mistake)
+    finally:
+        attend_by(model, PADDED_ATTENTION)
+    if not (difference <= TOLERANCE.get(dtype, 0.0) and CLEARLY * difference <= mistake):
+        logger.log(level, "%s are not computed by %s: %g off, and %g if mixed up", what, said, difference, mistake)
         return False
     return True
 
 
 @torch.no_grad()
-def _probe(model: PreTrainedModel, vocabulary: int) -> tuple[float, float]:
-    """Largest difference of a logprob of two rows apart and, first, the same rows as a tree; second, as one row."""
+def _probe(
+    model: PreTrainedModel, vocabulary: int, attention: Attention, what: Literal["rows", "trees"]
+) -> tuple[float, float]:
+    """Largest difference of a logprob of two rows apart and, first, as `what`; second, as one row."""
     prompt, first, second = [1, 2, 3, 4], [5, 6, 7], [8, 9, 10, 11]
     has_values = hasattr(model, VALUE_HEAD)
     outputs = Outputs(logprobs=not has_values, values=has_values)
 
     def scores(
-        tokens: list[int], prompts: list[tuple[int, int]], offsets: list[int], trees: list[Tree]
+        tokens: list[int], prompts: list[tuple[int, int]], offsets: list[int], trees: list[Tree], packed: bool = False
     ) -> torch.Tensor:
         mask = np.ones(len(tokens), dtype=bool)
         for begin, end in prompts:
             mask[begin:end] = False
-        layout = lay_out(Rows.of(np.array(offsets), mask), trees)
-        given = ModelInput.of(layout, np.array(tokens) % vocabulary, model.device)
-        (column,) = token_outputs(model, given, outputs).values()  # of the responses
+        layout = lay_out(Rows.of(np.array(offsets), mask), trees, packed)
+        given = model_input(layout, np.array(tokens) % vocabulary, model.device, attention)
+        (column,) = packed_token_outputs(model, given, outputs).values()  # of the responses
         return column
 
     both = [*prompt, *first, *prompt, *second], [(0, 4), (7, 11)], [0, 7, 15]
-    apart = scores(*both, [Tree((0,), 0, 6), Tree((1,), 0, 7)])
-    shared = scores(*both, [Tree((0, 1), 4, 4 + 2 + 3)])
+    rows = [Tree((0,), 0, 6), Tree((1,), 0, 7)]
+    apart = scores(*both, rows)
+    if what == "rows":
+        found = scores(*both, rows, packed=True)
+    else:
+        found = scores(*both, [Tree((0, 1), 4, 4 + 2 + 3)], packed=attention.trees is not None)
     joined = scores([*prompt, *first, *second], [(0, 4)], [0, 11], [Tree((0,), 0, 10)])
-    return float((apart - shared).abs().max()), float((apart[3:] - joined[3:]).abs().max())
+    return float((apart - found).abs().max()), float((apart[3:] - joined[3:]).abs().max())

@@ -20,14 +20,17 @@ import torch
 from enginehouse.data import Batch, Ragged, plan_microbatches
 from enginehouse.engines.train import LossSpec, LossValue, Mean, Metrics, Outputs, TokenView, merge_metrics
 from enginehouse.plugin import plugins
+from enginehouse_torch.modeling.attention import PADDED, model_input, packed_token_outputs
 from enginehouse_torch.modeling.heads import ModelInput, check_outputs, token_outputs
 from enginehouse_torch.modeling.loading import VALUE_HEAD
 from enginehouse_torch.modeling.packing import Layout, Rows, lay_out, plan_trees
-from enginehouse_torch.modeling.sharing import attention_cost, can_share_prompts
+from enginehouse_torch.modeling.sharing import attention_cost, mask_cost, try_attention
 from enginehouse_torch.modeling.token_view import COLUMNS, token_ids, token_view
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from enginehouse_torch.options import AttentionChoice
 
 
 __all__ = ["TokenModel"]
@@ -55,6 +58,7 @@ class TokenModel:
         tokens_per_microbatch: most padded tokens in one forward pass, a longer row excepted.
         share_prompts: whether rows with the same prompt may compute it once, where the model can.
         dtype: what the model computes in, where that is not the dtype of its parameters.
+        attention: what rows attend by (`sharing.try_attention`); what is not `"sdpa"` changes the model's own.
         passes: where ranks must run the model together (sharded parameters): given the number of forward passes of
             this rank, how many all ranks make; those a rank has no rows for are run on one token and count nothing.
         during: entered around each pass and each loss, given what is being done (`MemoryGuard.during`).
@@ -72,6 +76,7 @@ class TokenModel:
         tokens_per_microbatch: int,
         share_prompts: bool,
         dtype: torch.dtype | None = None,
+        attention: AttentionChoice = "sdpa",
         passes: Callable[[int], int] | None = None,
         during: Callable[[str], AbstractContextManager[object]] = contextlib.nullcontext,
     ):
@@ -79,8 +84,12 @@ class TokenModel:
         self.device = device
         self.token_outputs: Callable[[PreTrainedModel, ModelInput, Outputs], dict[str, torch.Tensor]] = token_outputs
         self._budget = tokens_per_microbatch
-        self._shares_prompts = share_prompts and can_share_prompts(model, dtype)
-        self._attention_cost = attention_cost(model)
+        self._attention, self._shares_prompts = try_attention(
+            model, attention, share_prompts, device, dtype or model.dtype
+        )
+        if self._attention != PADDED:
+            self.token_outputs = packed_token_outputs
+        self._attention_cost, self._mask_cost = attention_cost(model), mask_cost(model, self._attention, device)
         if device.type == "cpu":
             # On a CPU torch needs no copy of a key for each query head that shares it, with a mask neither.
             os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
@@ -146,20 +155,23 @@ class TokenModel:
         ids = batch.ragged("input_ids")
         mask = batch.ragged("loss_mask").values.cpu().numpy() if "loss_mask" in batch else None
         rows = Rows.of(ids.offsets.numpy(), mask)
-        trees = plan_trees(rows, token_ids(batch), self._budget, self._attention_cost, self._shares_prompts)
-        plan = plan_microbatches([tree.tokens for tree in trees], self._budget)
+        trees = plan_trees(
+            rows, token_ids(batch), self._budget, self._attention_cost, self._shares_prompts, self._mask_cost
+        )
+        packed = self._attention.packs(any(tree.prompt for tree in trees))
+        plan = plan_microbatches([tree.tokens for tree in trees], self._budget, padded=not packed)
         idle = np.flatnonzero(rows.ends == 0)
         if not plan:
             return [Microbatch(None, None)] if len(idle) else []
         if len(plan) == 1:
-            return [Microbatch(None, lay_out(rows, trees))]
+            return [Microbatch(None, lay_out(rows, trees, packed))]
         parts = []
         for number, members in enumerate(plan):
             chosen = [trees[member] for member in members]
             taken = [row for tree in chosen for row in tree.rows]
             if number == 0:
                 taken.extend(idle.tolist())  # nothing to compute, but the loss may count them
-            parts.append(Microbatch(np.sort(np.array(taken, dtype=np.int64)), lay_out(rows, chosen)))
+            parts.append(Microbatch(np.sort(np.array(taken, dtype=np.int64)), lay_out(rows, chosen, packed)))
         return parts
 
     def _idle_passes(self, parts: list[Microbatch]) -> int:
@@ -176,7 +188,7 @@ class TokenModel:
         )
 
     def _input(self, layout: Layout, flat_ids: npt.NDArray[np.int64]) -> ModelInput:
-        return ModelInput.of(layout, flat_ids, self.device)
+        return model_input(layout, flat_ids, self.device, self._attention)
 
     def _idle_input(self) -> ModelInput:
         """One token, of which nothing is needed."""

@@ -1,0 +1,305 @@
+"""Logprobs and entropies from hidden states and the weight of a language model's head, a block of logits at a time.
+
+Logits that are one block are kept for the backward pass. Of more, none are: forward computes blocks of tokens, each
+with its whole vocabulary; backward computes them again in blocks of the vocabulary, each with all tokens, so that every
+row of the weight's gradient is one matrix product, rounded once, and nothing of its size stands beside it.
+
+Ranks may share the vocabulary (the vocabulary-parallel cross entropy of Megatron-LM, Shoeybi et al. 2019, section 3);
+no rank then sees a whole row of logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+if TYPE_CHECKING:
+    from enginehouse.engines.train import Outputs
+
+BLOCK = 1 << 27
+"""Most logits that are there at once: in float32 512 MiB, 832 tokens of a vocabulary of 152,064."""
+
+SCORED_AT_ONCE = {"cpu": 1 << 17}
+"""Logits of a block that are scored at once, by device type: on a CPU half a MiB, which a core's own cache holds."""
+SCORED_AT_ONCE_ELSEWHERE = 1 << 25
+
+NO_SHARE = -128.0
+"""A logarithm whose exponential is 0 in float32; stands for that of -inf, which times 0 would be nan."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A rank's part of a vocabulary that ranks share.
+
+    Attributes:
+        first: id of the token of the first row of this rank's weight.
+        tokens: how many rows stand for a token, may be 0; the rest is padding and gets a gradient of 0.
+        group: the ranks.
+    """
+
+    first: int
+    tokens: int
+    group: dist.ProcessGroup
+
+
+def scores(
+    states: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    outputs: Outputs,
+    split: Split | None = None,
+) -> torch.Tensor:
+    """Logprobs of `targets`, and entropies in nats where `outputs` has them; differentiable.
+
+    Products of matrices are of the dtype of `states`, all else is float32.
+
+    Args:
+        states: `(tokens, hidden)`; or, without a weight, the logits.
+        weight: `(vocabulary, hidden)`, the head's; None: `states` are the logits, `(tokens, vocabulary)`.
+        bias: `(vocabulary,)`, the head's; None: it has none.
+        targets: int64 `(tokens,)`.
+        outputs: temperature, and whether entropies are asked for and have a gradient.
+        split: what `weight` and `bias` are of, on ranks that share the vocabulary, and call together with the same
+            `states` and `targets`, which get the same gradient; None: of all.
+
+    Returns:
+        float32 `(tokens, 1)`, or `(tokens, 2)` with the entropies.
+    """
+    found: torch.Tensor = _Scores.apply(states, weight, bias, targets, outputs, split)
+    return found
+
+
+def score_columns(found: torch.Tensor, outputs: Outputs) -> dict[str, torch.Tensor]:
+    """What `scores` gave for `outputs`, by name, each float32 `(tokens,)`."""
+    logprobs, *entropy = found.unbind(-1)
+    columns = {"logprobs": logprobs} if outputs.logprobs else {}
+    if outputs.entropy:
+        columns["entropy"] = entropy[0] if outputs.entropy_gradient else entropy[0].detach()
+    return columns
+
+
+def head_bytes(tokens: int, hidden: int, vocabulary: int, dtype: torch.dtype, *, entropy_gradient: bool) -> int:
+    """The most that `scores` takes of a GPU's memory, forward and backward, beside states, weight and targets.
+
+    The gradients of states and weight are counted, which stay; of what there is one of a token, nothing is.
+
+    Args:
+        tokens: how many are scored in one micro-batch.
+        hidden: size of a hidden state.
+        vocabulary: rows of this rank's weight, which gets a gradient.
+        dtype: of states and weight.
+        entropy_gradient: whether entropies are asked for and have a gradient.
+    """
+    whole, size, states = tokens * vocabulary <= BLOCK, dtype.itemsize, tokens * hidden
+    block = min(tokens * vocabulary, BLOCK)
+    exact, rounded = 4 * block, size * block if dtype != torch.float32 else 0
+    scored = 4 * min(block, SCORED_AT_ONCE_ELSEWHERE)
+    forward = exact + max(rounded, 2 * scored)
+    lasting = vocabulary * hidden * size + states * (size if whole else 4) + (exact if whole else 0)
+    made = exact + max(rounded, scored if entropy_gradient else 0)
+    multiplied = (rounded or exact) + states * size
+    return max(forward, lasting + max(made, multiplied))
+
+
+class _Scores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        outputs: Outputs,
+        split: Split | None,
+    ) -> torch.Tensor:
+        used = None if weight is None else _used(weight, split)
+        used_bias = None if bias is None else _used(bias, split)
+        columns = states.shape[1] if used is None else len(used)
+        whole = used is None or len(states) * columns <= BLOCK
+        figures = torch.zeros((4, len(states)), dtype=torch.float32, device=states.device)
+        kept = None
+        for rows in _parts(len(states), len(states) if whole else _per_block(columns)):
+            logits = _logits(states[rows], used, used_bias, outputs.temperature)
+            column, _ = _column(targets[rows], 0 if split is None else split.first, columns)
+            for some in _scored_at_once(logits):
+                _measure(logits[some], column[some], figures[:, rows][:, some], outputs.entropy)
+            kept = logits if whole else None
+            del logits
+        if split is not None:
+            _join(figures, targets, split, columns)
+        largest, total, chosen, weighted = figures
+        logs = total.log()
+        entropy = logs - weighted / total if outputs.entropy else None
+        ctx.save_for_backward(states, weight, bias, targets, largest + logs, entropy, kept)
+        ctx.outputs, ctx.split = outputs, split
+        return torch.stack([chosen - logs] if entropy is None else [chosen - logs, entropy], dim=-1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, slopes: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        states, weight, bias, targets, normaliser, entropy, kept = ctx.saved_tensors
+        outputs: Outputs = ctx.outputs
+        split: Split | None = ctx.split
+        going = _Going(targets, normaliser, entropy if outputs.entropy_gradient else None, slopes / outputs.temperature)
+        first = 0 if split is None else split.first
+        if weight is None:
+            return going.gradient(kept, first, torch.empty_like(kept)).to(states.dtype), *[None] * 5
+        used, used_bias = _used(weight, split), None if bias is None else _used(bias, split)
+        wanted = ctx.needs_input_grad
+        of_states = torch.zeros_like(states, dtype=torch.float32 if kept is None else None) if wanted[0] else None
+        of_weight = _like(weight, split) if wanted[1] else None
+        of_bias = _like(bias, split) if wanted[2] else None
+        for columns in _parts(len(used), _per_block(len(states)) if kept is None else len(used)):
+            if kept is None:
+                own_bias = None if used_bias is None else used_bias[columns]
+                block = _logits(states, used[columns], own_bias, outputs.temperature)
+                block = going.gradient(block, first + columns.start, block).to(states.dtype)
+            else:
+                block = going.gradient(kept, first, torch.empty_like(kept)).to(states.dtype)
+            if of_states is not None:
+                of_states += block @ used[columns]
+            if of_weight is not None:
+                torch.mm(block.t(), states, out=of_weight[columns])
+            if of_bias is not None:
+                of_bias[columns] = block.sum(0)
+            del block
+        if of_states is not None:
+            of_states = of_states.to(states.dtype)
+            if split is not None:
+                dist.all_reduce(of_states, group=split.group)
+        return of_states, of_weight, of_bias, None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _Going:
+    """What going back takes of the way there, a token an entry.
+
+    Attributes:
+        targets: int64 ids.
+        normaliser: logarithms of the sums of exponentials.
+        entropy: entropies; None: they have no gradient.
+        slopes: `(tokens, 1 or 2)`, the gradient of logprobs and entropies, divided by the temperature.
+    """
+
+    targets: torch.Tensor
+    normaliser: torch.Tensor
+    entropy: torch.Tensor | None
+    slopes: torch.Tensor
+
+    def gradient(self, logits: torch.Tensor, first: int, into: torch.Tensor) -> torch.Tensor:
+        """Compute the gradient of some columns of the logits.
+
+        Args:
+            logits: float32 `(tokens, columns)`, divided by the temperature.
+            first: id of the first column's token.
+            into: what it is written to, and returned; may be `logits`.
+        """
+        column, here = _column(self.targets, first, logits.shape[1])
+        slope = self.slopes[:, 0]
+        chosen = torch.where(here, slope, 0.0)
+        for rows in _scored_at_once(logits):
+            part = torch.sub(logits[rows], self.normaliser[rows, None], out=into[rows])
+            part.exp_().mul_(-slope[rows, None]) if self.entropy is None else self._with_entropy(part, rows)
+            if part.shape[1]:
+                part.scatter_add_(-1, column[rows, None], chosen[rows, None])
+        return into
+
+    def _with_entropy(self, part: torch.Tensor, rows: slice) -> None:
+        """Make of the log-probabilities of some rows the gradient, but for what the targets add."""
+        assert self.entropy is not None
+        factor = part.clamp(min=NO_SHARE).add_(self.entropy[rows, None])
+        factor.mul_(self.slopes[rows, 1:]).add_(self.slopes[rows, :1])
+        part.exp_().mul_(factor.neg_())
+
+
+def _logits(
+    states: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, temperature: float
+) -> torch.Tensor:
+    """Logits, float32, divided by the temperature."""
+    if weight is None:
+        return states.float() if temperature == 1.0 else states.float() / temperature
+    logits = torch.nn.functional.linear(states, weight, bias).float()
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def _measure(logits: torch.Tensor, column: torch.Tensor, figures: torch.Tensor, with_entropy: bool) -> None:
+    """Measure the distribution of each row of `logits`, float32 `(tokens, columns)`.
+
+    Args:
+        logits: they stay as they are.
+        column: int64 `(tokens,)`, the target's.
+        figures: `(4, tokens)`, written: the largest logit; of the logits above it the sum of exponentials, the
+            target's, and their sum weighted by their exponentials, which is left at 0 without the entropy.
+        with_entropy: whether the last is asked for.
+    """
+    lowest = torch.finfo(logits.dtype).min
+    if not logits.shape[1]:
+        figures[0] = lowest
+        return
+    largest = logits.amax(-1, keepdim=True).clamp_(min=lowest)
+    above = logits - largest
+    shares = above.exp()
+    figures[0] = largest[:, 0]
+    figures[1] = shares.sum(-1)
+    figures[2] = above.gather(-1, column[:, None])[:, 0]
+    if with_entropy:
+        figures[3] = shares.mul_(above.clamp_(min=NO_SHARE)).sum(-1)
+
+
+def _join(figures: torch.Tensor, targets: torch.Tensor, split: Split, columns: int) -> None:
+    """Make each rank's figures those of all columns; collective."""
+    largest, total, chosen, weighted = figures
+    own = largest.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=split.group)
+    lower = own - largest
+    _, here = _column(targets, split.first, columns)
+    # Where, not a product: a logit of another token may be infinite.
+    chosen.copy_(torch.where(here, chosen + lower, 0.0))
+    factor = lower.exp()
+    weighted.add_(lower * total).mul_(factor)
+    total.mul_(factor)
+    dist.all_reduce(figures[1:], group=split.group)
+
+
+def _column(targets: torch.Tensor, first: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the targets are in columns that begin with the token `first`, and whether: those that are not are at 0."""
+    column = targets - first
+    here = (column >= 0) & (column < columns)
+    return torch.where(here, column, 0), here
+
+
+def _used(rows: torch.Tensor, split: Split | None) -> torch.Tensor:
+    """The rows of a weight or bias that stand for tokens."""
+    return rows if split is None else rows[: split.tokens]
+
+
+def _like(rows: torch.Tensor, split: Split | None) -> torch.Tensor:
+    """Room for the gradient of a weight or bias, 0 for padding."""
+    gradient = torch.empty_like(rows)
+    if split is not None:
+        gradient[split.tokens :] = 0
+    return gradient
+
+
+def _parts(length: int, each: int) -> Iterator[slice]:
+    """Cut `length` into parts of `each`; one at least, which may be empty."""
+    each = max(1, each)
+    return (slice(begin, min(begin + each, length)) for begin in range(0, max(1, length), each))
+
+
+def _per_block(other: int) -> int:
+    """Rows or columns of a block that has `other` of the other; whole tiles of a GPU's matrix products, if several."""
+    most = max(1, BLOCK // max(1, other))
+    return most - most % 64 if most > 64 else most
+
+
+def _scored_at_once(logits: torch.Tensor) -> Iterator[slice]:
+    """The rows of logits, cut into those that are scored at once."""
+    elements = SCORED_AT_ONCE.get(logits.device.type, SCORED_AT_ONCE_ELSEWHERE)
+    return _parts(len(logits), elements // max(1, logits.shape[-1]))

@@ -1,0 +1,67 @@
+"""What the device decides where the config leaves it open; the GPUs are pretended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from projects import Project
+
+from enginehouse.config.load import load_config
+from enginehouse.config.plan import Plan, plan
+from enginehouse.errors import UserError
+from enginehouse.plugin import load_plugins
+
+FSDP = "actor.engine.backend=fsdp"
+CHECKPOINTING = "actor.engine.options.activation_checkpointing"
+
+
+@pytest.fixture
+def make(project: Project) -> Callable[..., Plan]:
+    plugins = load_plugins(enabled=("torch", "fsdp", "megatron", "sglang"))
+
+    def make(device: str, *overrides: str) -> Plan:
+        address = ["cluster.address=elsewhere"] if device == "cuda" else []  # whose GPUs are not counted
+        return plan(load_config(project.save(), [f"cluster.device={device}", *address, *overrides]), plugins)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("device", "said", "dtype"),
+    [
+        ("cpu", "auto", "float32"),
+        ("cuda", "auto", "bfloat16"),
+        ("cpu", "bfloat16", "bfloat16"),
+        ("cuda", "float32", "float32"),
+    ],
+)
+def test_every_role_computes_in_the_devices_dtype_unless_one_is_named(
+    make: Callable[..., Plan], device: str, said: str, dtype: str
+):
+    planned = make(device, f"model.dtype={said}", "algorithm.kl.coefficient=0.1")
+    assert {name: role.model.dtype for name, role in planned.roles.items()} == dict.fromkeys(
+        ("actor", "reference", "rollout"), dtype
+    )
+    assert f"Qwen3ForCausalLM in {dtype}{' (model.dtype is auto' if said == 'auto' else ''}" in planned.render()
+
+
+@pytest.mark.parametrize(
+    ("device", "overrides", "kept"),
+    [("cpu", [], False), ("cuda", [], True), ("cuda", [f"{CHECKPOINTING}=false"], False)],
+)
+def test_activations_are_computed_again_on_gpus_unless_that_is_said(
+    make: Callable[..., Plan], device: str, overrides: list[str], kept: bool
+):
+    actor = make(device, FSDP, *overrides).roles["actor"]
+    assert actor.options["activation_checkpointing"] is kept
+    recompute = make(device, "actor.engine.backend=megatron").roles["actor"].options["recompute"]
+    assert recompute == ("full" if device == "cuda" else "none")
+
+
+def test_a_dtype_that_an_engine_does_not_compute_in_there_is_refused(make: Callable[..., Plan]):
+    sglang = ["rollout.engine.backend=sglang", "model.dtype=float32", "rollout.engine.options.deterministic=true"]
+    with pytest.raises(UserError) as caught:
+        make("cuda", *sglang)
+    assert "rollout.engine: deterministic: SGLang's deterministic inference" in str(caught.value)
+    assert "set model.dtype=bfloat16 or deterministic=false" in str(caught.value)
