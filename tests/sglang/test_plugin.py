@@ -166,6 +166,11 @@ def test_a_run_on_gpus_is_planned_with_those_of_each_replica(planned):
         planned("cluster.device=cuda", ATTACHED)
 
 
+def test_servers_that_run_already_take_no_turns_with_the_actor(planned):
+    with pytest.raises(UserError, match="the rollout's servers run already, on devices of their own"):
+        planned(ATTACHED, "rollout.placement=shared")
+
+
 @pytest.mark.parametrize("options", [SGLangOptions, resolve(plugins().get("rollout", "vllm", elsewhere=True).options)])
 def test_a_replica_has_a_gpu_for_each_process_and_they_share_out_the_heads(options):
     split = options(tensor_parallel=4)
