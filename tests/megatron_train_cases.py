@@ -70,6 +70,12 @@ def _step(engine: Any) -> None:
     engine.optim_step()
 
 
+def weights_after_a_step(engine: Any) -> dict[str, torch.Tensor]:
+    """The weights, after one more step on the batch."""
+    _step(engine)
+    return {name: tensor.to("cpu", copy=True) for name, tensor in engine.weight_source().iter_full()}
+
+
 def _weights(engine: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in engine.weight_source().iter_full()}
 

@@ -18,6 +18,7 @@ from enginehouse.controller import Worker, register
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.rollout import Completion, GenerateRequest, SamplingParams
 from enginehouse.engines.weights import ParamMeta, WeightChunk, WeightUpdate
+from enginehouse.errors import EnginehouseError
 from enginehouse.weights.staging import Version
 from enginehouse_sglang.engine import SGLangRollout
 from enginehouse_sglang.options import SGLangOptions
@@ -119,6 +120,49 @@ async def update(engine: SGLangRollout, path: str, version: int, fault: str = ""
         await engine.abort_weight_update()
     await engine.resume()
     return raised
+
+
+async def sleep(engine: SGLangRollout, tags: list[str]) -> int:
+    """Bytes by which less is resident, of this process and those beneath, once it sleeps."""
+
+    def held() -> int:
+        this = psutil.Process()
+        return sum(process.memory_info().rss for process in (this, *this.children(recursive=True)))
+
+    await draw(engine)
+    before = held()
+    await engine.sleep(tuple(tags))
+    return before - held()
+
+
+async def wake_up(engine: SGLangRollout) -> None:
+    await engine.wake_up()
+
+
+async def sleep_while_drawing(engine: SGLangRollout) -> str:
+    """What is said to who has it sleep in the midst of a request."""
+    task = asyncio.create_task(draw(engine, 1900))
+    await draw(engine, 2)
+    try:
+        await engine.sleep()
+    except EnginehouseError as error:
+        return str(error)
+    finally:
+        await engine.abort()
+        await task
+    return ""
+
+
+async def sleep_while_paused(engine: SGLangRollout) -> tuple[bool, Completion]:
+    """Whether what is asked for once it is awake and still paused waits, and what is drawn of it after the resume."""
+    await engine.pause()
+    await engine.sleep(("kv_cache",))
+    await engine.wake_up()
+    task = asyncio.create_task(draw(engine, 2))
+    for _ in range(20):  # in which SGLang would draw, if it did
+        health = await engine.health()
+    await engine.resume()
+    return (health.running, health.waiting) == (0, 1), await task
 
 
 async def state(engine: SGLangRollout) -> int:

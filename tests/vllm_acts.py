@@ -11,9 +11,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import psutil
+
 from enginehouse.controller import Worker, register
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.rollout import GenerateRequest, GenerateResult, Health, SamplingParams
+from enginehouse.errors import EnginehouseError
 from enginehouse_vllm.engine import VLLMRollout
 from enginehouse_vllm.options import VLLMOptions
 
@@ -111,6 +114,53 @@ async def cancel(engine: VLLMRollout) -> Health:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     return await until(engine, lambda health: health.running == 0)
+
+
+async def sleep(engine: VLLMRollout, tags: Sequence[str]) -> int:
+    """Bytes by which less is resident, of this process and those beneath, once it sleeps."""
+
+    def held() -> int:
+        this = psutil.Process()
+        return sum(process.memory_info().rss for process in (this, *this.children(recursive=True)))
+
+    await engine.generate(request("awake", PROMPT, max_tokens=2))
+    before = held()
+    await engine.sleep(tuple(tags))
+    return before - held()
+
+
+async def wake_up(engine: VLLMRollout) -> None:
+    await engine.wake_up()
+
+
+async def sleep_while_drawing(engine: VLLMRollout) -> str:
+    """What is said to who has it sleep in the midst of a request."""
+    task = await running(engine, "drawing")
+    try:
+        await engine.sleep()
+    except EnginehouseError as error:
+        return str(error)
+    finally:
+        await engine.abort()
+        await task
+    return ""
+
+
+async def sleep_while_paused(engine: VLLMRollout) -> tuple[GenerateResult, GenerateResult]:
+    """Of what is asked for once it is awake and still paused: what was aborted later, and what was drawn after the
+    resume."""
+    await engine.pause()
+    await engine.sleep(("kv_cache",))
+    await engine.wake_up()
+    aborted, drawn = await begun(
+        engine.generate(request("aborted", PROMPT, **LONG)), engine.generate(request("drawn", PROMPT, max_tokens=2))
+    )
+    for _ in range(20):  # in which vLLM would draw, if it did
+        await engine.weight_state()
+    await engine.abort(["aborted"])
+    first = await aborted
+    await engine.resume()
+    return first, await drawn
 
 
 async def pause_abort(engine: VLLMRollout) -> tuple[GenerateResult, Health]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import SMALL, Start, assert_rose, installed
+from .conftest import SHORT, SMALL, Start, assert_rose, installed
 from .run_process import RunProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -134,3 +134,34 @@ def test_the_quickstart_learns_with_fsdp_and_a_torch_rollout_in_turns(start: Sta
     )  # fmt: skip
     finished(run)
     assert_rose(run)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_quickstart_learns_with_an_engine_of_its_own_environment_in_turns(
+    start: Start, warmed_up: RunProcess, engine: str
+):
+    run = start("train", *SHORT, SHARED, f"rollout.engine.backend={engine}", "train.steps=30")
+    ended = run.finish(1000)
+    assert ended.code == 0, ended.err
+    rewards = [row["reward/mean"] for row in run.metrics]
+    assert sum(rewards[:5]) / 5 <= 0.10
+    assert sum(rewards[-5:]) / 5 >= 0.2, rewards
+    for row in run.metrics:
+        assert row["turns/rollout/freed_mib"] > 0
+        assert row["turns/actor/freed_mib"] > 0
+        assert row["mismatch/absolute_mean"] <= 1e-4
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
+def test_a_vllm_replica_that_is_killed_while_it_wakes_is_started_again(start: Start, killer: Path):
+    env = {"PYTHONPATH": str(killer), "TEST_KILLED": "rollout wake the weights"}
+    run = start("train", *TASK, SHARED, "rollout.engine.backend=vllm", env=env)
+    ended = run.finish(1000)
+    assert ended.code == 0, ended.err
+    assert "is lost and is started again" in (run.directory / "log.txt").read_text() + ended.err + ended.out
+    assert len(run.metrics) == STEPS
+    for row in run.metrics:
+        assert row["mismatch/absolute_mean"] <= 1e-4

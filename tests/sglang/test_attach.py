@@ -128,6 +128,15 @@ def test_a_request_that_somebody_else_ends_is_an_error_and_one_ended_here_is_not
         asyncio.run(run())
 
 
+def test_a_server_of_somebody_else_is_not_put_to_sleep(server, path):
+    async def run():
+        async with attached(path, server.url) as engine:
+            await engine.sleep()
+
+    with pytest.raises(EnginehouseError, match="cannot sleep: it ran already"):
+        asyncio.run(run())
+
+
 async def launch(path, *urls, replica=0):
     async with attached(path, *urls, replica=replica):
         pass

@@ -32,8 +32,8 @@ CONFIG = {
 }  # fmt: skip
 
 
-def arguments(**options):
-    spec, context = ModelSpec("/models/m"), ProcessContext("rollout")
+def arguments(*, device="cpu", takes_turns=False, **options):
+    spec, context = ModelSpec("/models/m"), ProcessContext("rollout", device=device, takes_turns=takes_turns)
     return server_arguments(spec, CONFIG, SGLangOptions(**options), context, has_tokenizer=True)
 
 
@@ -65,6 +65,12 @@ def test_the_engine_is_imported_without_sglang():
 def test_an_argument_that_the_backend_sets_itself_is_refused(name):
     with pytest.raises(ValidationError, match=f"'{name}' is set by the sglang backend"):
         SGLangOptions(native={name: 1})
+
+
+def test_memory_of_a_gpu_can_be_freed_where_others_have_it_in_turns():
+    assert arguments(device="cuda", takes_turns=True)["enable_memory_saver"] is True
+    assert "enable_memory_saver" not in arguments(device="cuda")
+    assert "enable_memory_saver" not in arguments(takes_turns=True)  # there is no torch-memory-saver for a CPU
 
 
 def test_native_arguments_are_those_of_the_command_line():
@@ -155,9 +161,14 @@ def test_a_server_belongs_to_one_role(planned):
 
 def test_a_run_on_gpus_is_planned_with_those_of_each_replica(planned):
     with pytest.raises(UserError, match=r"needs 3 GPUs \(actor 1, rollout 2\)"):
-        planned("cluster.device=cuda", "rollout.engine.options.tensor_parallel=2")
+        planned("cluster.device=cuda", "rollout.placement=separate", "rollout.engine.options.tensor_parallel=2")
     with pytest.raises(UserError, match=r"needs 1 GPUs \(actor 1\)"):
         planned("cluster.device=cuda", ATTACHED)
+
+
+def test_servers_that_run_already_take_no_turns_with_the_actor(planned):
+    with pytest.raises(UserError, match="the rollout's servers run already, on devices of their own"):
+        planned(ATTACHED, "rollout.placement=shared")
 
 
 @pytest.mark.parametrize("options", [SGLangOptions, resolve(plugins().get("rollout", "vllm", elsewhere=True).options)])

@@ -16,10 +16,12 @@ from pydantic import ValidationError
 
 from enginehouse.config.load import load_config
 from enginehouse.config.plan import plan
+from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.errors import ConfigError
 from enginehouse.plugin import load_plugins, plugins, resolve
 from enginehouse.runtimes import Interpreter
 from enginehouse_vllm.endpoint import OpenAIServer
+from enginehouse_vllm.engine import VLLMRollout
 from enginehouse_vllm.last_words import last_words
 from enginehouse_vllm.options import OURS, VLLMOptions
 
@@ -71,6 +73,20 @@ def test_logprobs_that_no_trainer_can_be_compared_with_are_a_surprise():
 def test_an_endpoint_that_others_reach_is_a_surprise():
     (said,) = VLLMOptions(openai_endpoint="node").surprises()
     assert "VLLM_API_KEY" in said
+
+
+def test_a_gpu_that_others_have_in_turns_is_left_some_room_and_slept_on():
+    def arguments(device, takes_turns, **native):
+        engine = VLLMRollout()
+        engine._options, engine._spec, engine._exact = VLLMOptions(native=native), ModelSpec("/models/m"), False
+        return engine._arguments(ProcessContext("rollout", device=device, takes_turns=takes_turns))
+
+    alone, shared = arguments("cuda", False), arguments("cuda", True)
+    assert {name: shared[name] for name in shared.keys() - alone.keys()} == {
+        "enable_sleep_mode": True, "gpu_memory_utilization": 0.85
+    }  # fmt: skip
+    assert arguments("cuda", True, gpu_memory_utilization=0.5)["gpu_memory_utilization"] == 0.5
+    assert "enable_sleep_mode" not in arguments("cpu", True)  # vLLM refuses it there
 
 
 def test_other_arguments_of_vllm_are_taken_as_they_are():

@@ -38,14 +38,14 @@ def choose_placement(
         roles: the roles that are no rollouts.
         replica: the rollout's interpreter.
         device: torch device type of the run.
-        gpus: those of each replica, where the run is on GPUs.
+        gpus: those of each replica, where the run is on GPUs; 0: it is a server that runs already.
     """
     wanted, actor = config.rollout.placement, roles["actor"].interpreter
     if wanted == "colocated":
         _check_colocated(findings, config, rollout, actor, replica)
         return wanted, "", ""
     if wanted == "shared":
-        if why := _not_in_turns(config, train, rollout):
+        if why := _not_in_turns(config, train, rollout, gpus):
             findings.refuse(
                 f"rollout.placement is shared, where actor and rollout take turns: {why}; set rollout.placement=auto"
             )
@@ -57,7 +57,7 @@ def choose_placement(
     all_apart = sum(gpus_needed(roles).values()) + config.rollout.replicas * gpus
     if device == "cuda" and not config.cluster.address and all_apart > (there := visible_gpus()):
         few = f"{there} visible GPU{'' if there == 1 else 's'}, and with its own the run would need {all_apart}"
-        if not (refused := _not_in_turns(config, train, rollout)):
+        if not (refused := _not_in_turns(config, train, rollout, gpus)):
             return "shared", f"{why}; {few}", ""
         return "separate", why, f"actor and rollout cannot take turns on them, as {refused}"
     return "separate", why, ""
@@ -106,12 +106,14 @@ def _check_colocated(
         )
 
 
-def _not_in_turns(config: Config, train: TrainBackend | None, rollout: RolloutBackend | None) -> str:
+def _not_in_turns(config: Config, train: TrainBackend | None, rollout: RolloutBackend | None, gpus: int) -> str:
     """Why actor and rollout cannot take turns on the same devices; empty if they can."""
     if config.train.staleness:
         return f"train.staleness is {config.train.staleness}: responses are drawn while the actor trains"
     if config.cluster.launcher == "inline":
         return "an inline run (cluster.launcher) has one process for both"
+    if not gpus:
+        return "the rollout's servers run already, on devices of their own"
     for record, capability in ((train, OFFLOAD), (rollout, SLEEP)):
         if record is not None and capability not in record.capabilities:
             return _lacks(record, capability)

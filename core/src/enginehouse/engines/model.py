@@ -82,6 +82,8 @@ class ProcessContext:
         device: torch device type for this process, `"cpu"` or `"cuda"`; a CUDA process uses device `local_rank`
             of what is visible to it unless exactly one device is visible.
         seed: base seed of the run; an engine derives its own from it and its rank.
+        takes_turns: whether others have the devices in turns with this process: an engine that has to be started in
+            another way to be able to `sleep` is started so.
         labels: anything else a launcher wants to say; `"replica"` is a rollout replica's number among all of the run.
     """
 
@@ -93,6 +95,7 @@ class ProcessContext:
     device: Device = "cpu"
     seed: int = 0
     labels: Mapping[str, Any] = field(default_factory=dict)
+    takes_turns: bool = False
 
     def __str__(self) -> str:
         return f"{self.role} rank {self.rank}/{self.world_size} on {self.node}"

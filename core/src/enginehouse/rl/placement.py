@@ -255,7 +255,10 @@ def start_seconds(cluster: Cluster) -> float:
 
 def _spec(role: RolePlan) -> WorkerSpec:
     """A role's worker, under the interpreter of its runtime."""
-    worker = TrainWorker if role.kind == "train" else RolloutWorker
-    spec = WorkerSpec(worker, role.backend, role.model, role.options)
+    if role.kind == "train":
+        spec = WorkerSpec(TrainWorker, role.backend, role.model, role.options)
+    else:
+        takes_turns = role.devices_of is not None
+        spec = WorkerSpec(RolloutWorker, role.backend, role.model, role.options, takes_turns=takes_turns)
     interpreter = role.interpreter
     return spec.options(python=interpreter.python, env=interpreter.env, variables=from_environment(role.env))

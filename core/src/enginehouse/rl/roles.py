@@ -263,11 +263,18 @@ class RolloutWorker(Worker):
         model: what to load; its weights count as version 0.
         options: the backend's own options, checked here by its own type.
         replica: this replica's number, where it is not its rank.
+        takes_turns: whether others have its devices in turns with it.
     """
 
     def __init__(
-        self, backend: str, model: ModelSpec, options: dict[str, Any] | None = None, replica: int | None = None
+        self,
+        backend: str,
+        model: ModelSpec,
+        options: dict[str, Any] | None = None,
+        replica: int | None = None,
+        takes_turns: bool = False,
     ):
+        self._takes_turns = takes_turns
         self.replica = self.context.rank if replica is None else replica
         record: Backend = plugins().get("rollout", backend)
         self._record = record
@@ -289,7 +296,8 @@ class RolloutWorker(Worker):
         Returns:
             Its name and version.
         """
-        context = dataclasses.replace(self.context, labels={**self.context.labels, "replica": self.replica})
+        labels = {**self.context.labels, "replica": self.replica}
+        context = dataclasses.replace(self.context, labels=labels, takes_turns=self._takes_turns)
         endpoint = await self.engine.launch(self._model, self._options, context)
         self._name, self._endpoint = endpoint.engine, endpoint.url
         if endpoint.url:

@@ -119,6 +119,7 @@ class StagedWeights(StagedUpdate[Version]):
 
     Attributes:
         served: where the version that is served lies; None: in the model's directory, as version 0 does.
+        is_lost: whether there are no weights since `forget`: no update has brought any.
     """
 
     def __init__(self, spec: ModelSpec, where: str):
@@ -130,6 +131,12 @@ class StagedWeights(StagedUpdate[Version]):
         self._lost: str | None = None
         self.switching = asyncio.Lock()
         self.served: Version | None = None
+        self.is_lost = False
+
+    def forget(self) -> None:
+        """The engine has given up the memory of what it served."""
+        self.discard()
+        self.is_lost = True
 
     def check(self) -> None:
         """See that there is a whole model to serve.
@@ -181,7 +188,7 @@ class StagedWeights(StagedUpdate[Version]):
             except WeightSyncError as error:
                 raise WeightSyncError(f"{error}; version {self.version} is served again", error.parameters) from error
             else:
-                before, self.served, self.version = self.served, staged, version
+                before, self.served, self.version, self.is_lost = self.served, staged, version, False
                 if self._staged is staged:
                     self._staged = None
                 if before is not None:

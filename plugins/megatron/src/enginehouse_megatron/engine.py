@@ -30,10 +30,13 @@ from enginehouse_torch.modeling import export
 from enginehouse_torch.modeling.files import parts_of
 from enginehouse_torch.modeling.loading import VALUE_HEAD, value_head_weight
 from enginehouse_torch.modeling.memory import MemoryGuard
+from enginehouse_torch.modeling.offloading import TAGS, Offloading, Tag
 from enginehouse_torch.modeling.ranks import Ranks, device_of
 from enginehouse_torch.modeling.schedule import learning_rate
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from enginehouse.engines.model import ModelSpec, ProcessContext
     from enginehouse_megatron.options import MegatronOptions
 
@@ -84,6 +87,7 @@ class MegatronEngine:
         with self._memory.during("building and loading the model"):
             self._models = build.model_parts(self._config, settings, model, device)
             self._load(architecture)
+        self._offloading = Offloading(self._state_by_tag, device, str(context))
         self._called = [build.callable_part(part, settings) for part in self._models]
         self._forward = Forward(
             settings,
@@ -125,6 +129,7 @@ class MegatronEngine:
 
         None on ranks that another one answers for.
         """
+        self._offloading.need("params", to="compute")
         with self._memory.during(f"computing outputs of {len(batch)} rows"):
             for part in self._models:
                 part.eval()
@@ -133,6 +138,7 @@ class MegatronEngine:
 
     def forward_backward(self, batch: Batch, loss: LossSpec) -> Metrics:
         """Accumulate the gradient of `loss`, which is computed from the tokens of `loss_mask` alone."""
+        self._offloading.need("params", "grads", to="train")
         with self._memory.during(f"computing gradients of {len(batch)} rows"):
             training = self._built_training()
             for part in self._models:
@@ -145,6 +151,7 @@ class MegatronEngine:
 
     def optim_step(self) -> Metrics:
         """Normalise, clip and take one AdamW step; see `Training.step`."""
+        self._offloading.need(*TAGS, to="take a step")
         with self._memory.during("taking an optimizer step"):
             return self._built_training().step()
 
@@ -163,10 +170,38 @@ class MegatronEngine:
             for stored, part in zip(one.stored, one.parts(self._heads, group.rank(), group.size()), strict=True)
         }
 
+    # Memory
+
+    def offload(self, tags: tuple[str, ...] = ALL) -> None:
+        """Put `"params"`, `"grads"`, `"optimizer"` away; see `Offloading`.
+
+        Raises:
+            EnginehouseError: a tag is unknown, or there is no room.
+        """
+        self._offloading.offload(tags)
+
+    def onload(self, tags: tuple[str, ...] = ALL) -> None:
+        """Bring back what `offload` moved away.
+
+        Raises:
+            EnginehouseError: a tag is unknown.
+        """
+        with self._memory.during("bringing back what was offloaded"):
+            self._offloading.onload(tags)
+
+    def _state_by_tag(self) -> dict[Tag, Iterable[torch.Tensor]]:
+        training = self._training
+        return {
+            "params": [parameter for part in self._models for parameter in part.parameters()],
+            "grads": () if training is None else training.gradients(),
+            "optimizer": () if training is None else training.optimizer_state(),
+        }
+
     # Weights and files
 
     def weight_source(self) -> SplitWeights:
         """The live weights under their Hugging Face names, tied ones once."""
+        self._offloading.need("params", to="give weights")
         return SplitWeights(self._mapped, self._stages, self._heads, self._sizes, getattr(torch, self._spec.dtype))
 
     def save(self, path: str, what: tuple[str, ...] = ALL) -> None:
@@ -188,6 +223,7 @@ class MegatronEngine:
         checkpoints.load(path, self._state(what), self._ranks)
 
     def _state(self, what: tuple[str, ...]) -> checkpoints.State:
+        self._offloading.need(*TAGS, to="save or load")
         parts = parts_of(what)
         training = self._built_training() if "optimizer" in parts else self._training
         config = self._config
@@ -226,6 +262,6 @@ class MegatronEngine:
         self._training = None
         for part in self._models:
             experts.release(part)
-        del self._models, self._called, self._forward, self._mapped
+        del self._models, self._called, self._forward, self._mapped, self._offloading
         parallel.leave()
         self._ranks.leave()

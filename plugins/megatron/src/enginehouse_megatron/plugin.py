@@ -18,6 +18,7 @@ def enginehouse_register_backends(register):
             capabilities={
                 capabilities.EXPERTS,
                 capabilities.HALF_PRECISION,
+                capabilities.OFFLOAD,
                 capabilities.RESHARD_CHECKPOINT,
                 capabilities.VALUE_HEAD,
             },

@@ -142,6 +142,23 @@ class Training:
                 ):  # distrib_optimizer.py:818 gives all parameters one tensor, which each then counts up
                     state["step"] = torch.tensor(float(step_number))
 
+    def gradients(self) -> list[torch.Tensor]:
+        """The buffers that gradients are added up in: all there are, between two steps too."""
+        return [
+            buffer.grad_data for model in self.models for buffer in (*model.buffers, *model.expert_parallel_buffers)
+        ]
+
+    def optimizer_state(self) -> list[torch.Tensor]:
+        """This rank's moments, and what the optimizer steps on: in half precision its float32 copy of parameters, else
+        views of them."""
+        found: list[torch.Tensor] = []
+        for one in self.optimizer.chained_optimizers:
+            for group in one.param_groups:
+                found += group["params"]
+            for state in one.optimizer.state.values():
+                found += [value for value in state.values() if torch.is_tensor(value)]
+        return found
+
     def clear(self) -> None:
         """Forget accumulated gradients."""
         for model in self.models:

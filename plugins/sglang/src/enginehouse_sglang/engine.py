@@ -23,6 +23,7 @@ from enginehouse.engines.rollout import (
     PauseMode,
     SamplingParams,
 )
+from enginehouse.engines.sleep import check_awake, check_weights_awake, sleeping
 from enginehouse.engines.train import ALL
 from enginehouse.engines.weights import WeightChunk, WeightState, WeightUpdate
 from enginehouse.errors import ConfigError, EnginehouseError, ModelError
@@ -88,6 +89,7 @@ class SGLangRollout:
         self._turns = Turns()
         self._paused = False
         self._held = False
+        self._asleep: frozenset[str] = frozenset()
 
     @property
     def server(self) -> SGLangServer:
@@ -129,6 +131,7 @@ class SGLangRollout:
         self._ends = frozenset(end_ids(generation.get("eos_token_id"), own.get("eos_token_id")))
         self._labels = Labels(self._where)
         self._weights = SGLangWeights(model, self._where, self._labels)
+        self._can_sleep = not options.endpoint and (context.takes_turns or context.device == "cpu")
         await asyncio.to_thread(self._learn, context)
         try:
             settings = await (self._attach if options.endpoint else self._start)(model, options, context)
@@ -210,6 +213,7 @@ class SGLangRollout:
             WeightsLost: a weight update left it without a whole model.
         """
         _ = self.server
+        check_awake(self._asleep, self._weights.is_lost)
         check_request(request, self._vocabulary, self._max_model_tokens)
         if request.sampling.stop and not self._has_tokenizer:
             raise ModelError("stop strings need a tokenizer, and the model has none")
@@ -342,24 +346,52 @@ class SGLangRollout:
 
     async def resume(self) -> None:
         """See the protocol."""
-        await self.server.go_on()
-        self._paused = self._held = False
+        await self._go_on()
+        self._paused = False
         if self._new:
             self._hand_over_soon()
 
+    async def _go_on(self) -> None:
+        """Have SGLang draw again, if it can."""
+        if not self._asleep and not self._weights.is_lost:
+            await self.server.go_on()
+            self._held = False
+
     async def sleep(self, tags: tuple[str, ...] = ALL) -> None:
-        """Not offered: the capability `sleep` is not declared."""
-        raise EnginehouseError("the sglang rollout engine does not declare the capability 'sleep'")
+        """See the protocol; what others ask of the server waits until all is awake, and has weights."""
+        server, new = self.server, sleeping(tags) - self._asleep
+        if self._calls:
+            raise EnginehouseError(f"sglang cannot sleep while {len(self._calls)} requests are under way")
+        if not self._can_sleep:
+            raise EnginehouseError(
+                f"{self._where}: the sglang server cannot sleep: it ran already, or was started without a memory "
+                "saver, as nobody takes turns"
+            )
+        if not new:
+            return
+        self._asleep |= new
+        if "weights" in new:
+            self._weights.forget()
+        if not self._held:
+            self._held = True
+            await server.hold()
+        await server.release(sorted(new))
 
     async def wake_up(self, tags: tuple[str, ...] = ALL) -> None:
-        """Not offered: the capability `sleep` is not declared."""
-        raise EnginehouseError("the sglang rollout engine does not declare the capability 'sleep'")
+        """See the protocol."""
+        server = self.server
+        if waking := sleeping(tags) & self._asleep:
+            await server.take_back(sorted(waking))
+            self._asleep -= waking
+            if not self._paused:
+                await self._go_on()
 
     # Weights
 
     async def start_weight_update(self, update: WeightUpdate) -> None:
         """See the protocol. An update that was started and not finished is thrown away."""
         _ = self.server
+        check_weights_awake(self._asleep)
         await asyncio.to_thread(self._weights.start, update)
 
     async def update_weights(self, chunk: WeightChunk) -> None:

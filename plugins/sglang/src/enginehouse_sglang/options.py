@@ -35,6 +35,8 @@ OURS = {
     "api_key": "SGLANG_API_KEY in the worker's environment",
     "admin_api_key": "nothing: it is drawn at random",
     "enable_deterministic_inference": "the option deterministic",
+    "enable_memory_saver": "rollout.placement",
+    "enable_weights_cpu_backup": "nothing: weights that slept come by an update",
     "skip_tokenizer_init": "nothing: the tokenizer is loaded if the model has one",
     "custom_weight_loader": "nothing: weights come by the run's transport",
     "weight_version": "nothing: versions are counted by the run",

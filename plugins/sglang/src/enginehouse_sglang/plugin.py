@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from enginehouse.plugin import Layout, RequirementSet, RolloutBackend, hookimpl
-from enginehouse.plugin.capabilities import EXPERTS, OPENAI_ENDPOINT, PAUSE_KEEP, PROMPT_LOGPROBS, SEED, STOP_STRINGS
+from enginehouse.plugin.capabilities import (
+    EXPERTS,
+    OPENAI_ENDPOINT,
+    PAUSE_KEEP,
+    PROMPT_LOGPROBS,
+    SEED,
+    SLEEP,
+    STOP_STRINGS,
+)
 
 enginehouse_protocol = "1.0"
 
@@ -16,7 +24,7 @@ def enginehouse_register_backends(register):
             summary="SGLang: paged, prefix-caching generation, on CPU or GPU, or servers that run already",
             engine="enginehouse_sglang.engine:SGLangRollout",
             options="enginehouse_sglang.options:SGLangOptions",
-            capabilities={EXPERTS, STOP_STRINGS, SEED, PROMPT_LOGPROBS, PAUSE_KEEP, OPENAI_ENDPOINT},
+            capabilities={EXPERTS, STOP_STRINGS, SEED, SLEEP, PROMPT_LOGPROBS, PAUSE_KEEP, OPENAI_ENDPOINT},
             requires=("sglang>=0.5.21,<0.6",),
             runtimes={
                 "cpu": RequirementSet(

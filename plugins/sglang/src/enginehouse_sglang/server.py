@@ -26,6 +26,8 @@ CONTROL = frozenset(
         "/begin_weight_update",
         "/end_weight_update",
         "/update_weights_from_tensor",
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
     }
 )
 """What SGLang asks the administrator's key for, where there is one."""
@@ -102,6 +104,14 @@ class SGLangServer:
     async def go_on(self) -> None:
         """Draw again."""
         await self.ask("POST", "/continue_generation", {})
+
+    async def release(self, parts: Sequence[str]) -> None:
+        """Free the memory of its `"weights"`, which are lost, or `"kv_cache"`. It ends if it draws or has them not."""
+        await self.ask("POST", "/release_memory_occupation", {"tags": list(parts)})
+
+    async def take_back(self, parts: Sequence[str]) -> None:
+        """Take memory back that was released; any other ends it."""
+        await self.ask("POST", "/resume_memory_occupation", {"tags": list(parts)})
 
     async def begin_update(self) -> None:
         """Take new weights from now on."""

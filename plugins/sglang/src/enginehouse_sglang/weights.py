@@ -46,12 +46,15 @@ class SGLangWeights(StagedWeights):
         self._reports: Reports | None = None
 
     async def state(self, server: SGLangServer) -> WeightState:
-        """The version SGLang itself says it serves; no checksums, since it fuses parameters and splits them.
+        """The version SGLang itself says it serves, none where it has no weights; no checksums, since it fuses
+        parameters and splits them.
 
         Raises:
             WeightSyncError: it is none that came from here: somebody else changes this server.
         """
         async with self.switching:
+            if self.is_lost:
+                return WeightState(None)
             label = (await server.model())["weight_version"]
             try:
                 return WeightState(self._labels.number(label))

@@ -9,7 +9,7 @@ import asyncio
 import os
 import platform
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,7 +27,7 @@ from enginehouse.engines.rollout import (
     SamplingParams,
 )
 from enginehouse.engines.weights import WeightChunk, WeightUpdate
-from enginehouse.plugin import Layout, RolloutBackend, resolve
+from enginehouse.plugin import Layout, RolloutBackend, capabilities, resolve
 from enginehouse.plugin.requirements import installed_versions
 from enginehouse_testing.check import RolloutCheck, Seen
 from enginehouse_testing.link import announced
@@ -107,7 +107,8 @@ class Replica:
         """Launch another engine, with the model in a directory."""
         options = resolve(self.record.options)(**self.layout.options)
         engine: RolloutEngine = resolve(self.record.engine)()
-        return engine, await engine.launch(ModelSpec(path=path, dtype="float32"), options, self.context)
+        context = replace(self.context, takes_turns=capabilities.SLEEP in self.record.capabilities)
+        return engine, await engine.launch(ModelSpec(path=path, dtype="float32"), options, context)
 
     async def at_rest(self) -> None:
         """Nothing runs, nothing is paused, and the weights are those of `model`: how every act finds the replica."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from enginehouse.engines.memory import give_back_freed_memory
 from enginehouse.engines.model import ModelSpec, ProcessContext, end_ids, positions
 from enginehouse.engines.rollout import Endpoint, GenerateRequest, GenerateResult, Health, PauseMode
 from enginehouse.engines.sleep import check_awake, check_weights_awake, sleeping
@@ -17,7 +18,7 @@ from enginehouse.errors import EnginehouseError, ModelError
 from enginehouse_torch.decode_loop import DecodeLoop, RolloutEngineFailed
 from enginehouse_torch.forward import choose_forward
 from enginehouse_torch.modeling.loading import load_model
-from enginehouse_torch.modeling.memory import give_back_freed_memory, keep_freed_memory
+from enginehouse_torch.modeling.memory import keep_freed_memory
 from enginehouse_torch.modeling.ranks import device_of
 from enginehouse_torch.options import TorchRolloutOptions
 from enginehouse_torch.requests import Pending

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from enginehouse.engines.memory import give_up, take_back
 from enginehouse.engines.weights import HostMemory, WeightState, WeightUpdate
 from enginehouse.weights.checksums import checksum
 from enginehouse.weights.form import ModelForm
 from enginehouse.weights.names import stored_names, tied_names, unique_state
 from enginehouse.weights.staged_update import StagedUpdate
-from enginehouse_torch.modeling.offloading import give_up, storages, take_back
+from enginehouse_torch.modeling.offloading import storages
 from enginehouse_torch.modeling.stored import StoredForm
 
 if TYPE_CHECKING:

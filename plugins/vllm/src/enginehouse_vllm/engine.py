@@ -13,7 +13,7 @@ import os
 import secrets
 import signal
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,6 +29,7 @@ from enginehouse.engines.rollout import (
     PauseMode,
     SamplingParams,
 )
+from enginehouse.engines.sleep import check_awake, check_weights_awake, sleeping
 from enginehouse.engines.train import ALL
 from enginehouse.engines.weights import WeightChunk, WeightState, WeightUpdate
 from enginehouse.errors import ConfigError, EnginehouseError, ModelError
@@ -51,11 +52,18 @@ ENDING_SECONDS = 10.0
 
 CPU_KV_CACHE_MIB = 1024
 
+TAKING_TURNS: Mapping[str, Any] = {"enable_sleep_mode": True, "gpu_memory_utilization": 0.85}
+"""Arguments where others have the GPU in turns. vLLM starts only if so much of it is free; the rest is for what they
+cannot give up: contexts of CUDA, buffers of NCCL."""
+
 LOWEST_TEMPERATURE = 0.01
 """vLLM raises a temperature above 0 to this, and says so in a log line only."""
 
 TRUNCATION = "enginehouse_vllm.truncation"
 """Module that vLLM loads in its own processes, by this name."""
+
+CPU_WORKER = "enginehouse_vllm.cpu_worker.SleepingCPUWorker"
+"""Class that vLLM makes in its own processes, by this name."""
 
 ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -124,6 +132,7 @@ class VLLMRollout:
         self._serial = itertools.count()
         self._last_calls: set[asyncio.Future[Any]] = set()  # of requests that were cancelled
         self._paused = False
+        self._asleep: frozenset[str] = frozenset()
         self._held: set[str] | None = None  # once paused, the requests that are frozen as they were
 
     @property
@@ -157,6 +166,7 @@ class VLLMRollout:
             raise ModelError(f"an OpenAI endpoint needs a tokenizer, and there is none in {model.path!r}")
         self._options = options
         self._spec = model
+        self._can_sleep = context.takes_turns or context.device == "cpu"
         self._weights = VLLMWeights(model, self._where)
         await asyncio.to_thread(self._weights.learn)
         before = set(multiprocessing.active_children())
@@ -178,7 +188,7 @@ class VLLMRollout:
             await self.generate(GenerateRequest("launch", [0], SamplingParams(max_tokens=1)))
             if options.openai_endpoint:
                 self._server = OpenAIServer("127.0.0.1" if options.openai_endpoint == "loopback" else context.node)
-                await self._server.start(llm, arguments, lambda: self.native)
+                await self._server.start(llm, arguments, self._drawing)
         except BaseException as error:
             await self.shutdown()
             if not isinstance(error, VLLMFailed):
@@ -234,10 +244,13 @@ class VLLMRollout:
         if options.max_model_tokens is not None:
             arguments["max_model_len"] = options.max_model_tokens
         if context.device == "cpu":
+            arguments["worker_cls"] = CPU_WORKER
             arguments["enforce_eager"] = True
             # A seeded request whose prompt is taken in parts ends vLLM's engine: torch's CPU generators cannot go back.
             arguments["enable_chunked_prefill"] = False
             arguments["kv_cache_memory_bytes"] = CPU_KV_CACHE_MIB << 20
+        elif context.takes_turns:
+            arguments |= TAKING_TURNS
         if options.kv_cache_mib is not None:
             arguments["kv_cache_memory_bytes"] = options.kv_cache_mib << 20
         return arguments | options.native
@@ -260,7 +273,7 @@ class VLLMRollout:
             VLLMFailed: vLLM has died.
             WeightsLost: a weight update left it without a whole model.
         """
-        llm = self.native
+        llm = self._drawing()
         self._check(request)
         prompt = list(request.prompt_ids)
         name = f"{request.id}/{next(self._serial)}"
@@ -280,6 +293,16 @@ class VLLMRollout:
             kept = await self._answer(self._take_kept(llm, name))
             result = _of_the_whole(result, next(filter(None, kept), {}), sampling.seed)
         return result
+
+    def _drawing(self) -> AsyncLLMEngine:
+        """vLLM's own engine, if it can draw.
+
+        Raises:
+            EnginehouseError: it cannot, as it sleeps or has no weights; and as `native`.
+        """
+        llm = self.native
+        check_awake(self._asleep, self._weights.is_lost)
+        return llm
 
     async def _take_kept(self, llm: AsyncLLMEngine, name: str) -> list[Any]:
         return await llm.collective_rpc("enginehouse_take_kept", args=(name,))
@@ -391,27 +414,50 @@ class VLLMRollout:
         llm = self.native
         self._paused = True
         before = set(self._running)
+        if self._asleep:  # nothing is in vLLM, and nothing comes
+            self._held = set()
+            return
         await self._answer(llm.pause_generation(mode=mode, clear_cache=False))
         self._held = before if mode == "keep" else set()
 
     async def resume(self) -> None:
         """See the protocol."""
-        await self._answer(self.native.resume_generation())
+        llm = self.native
+        if not self._asleep:
+            await self._answer(llm.resume_generation())
         self._paused, self._held = False, None
 
     async def sleep(self, tags: tuple[str, ...] = ALL) -> None:
-        """Not offered: the capability `sleep` is not declared."""
-        raise EnginehouseError("the vllm rollout engine does not declare the capability 'sleep'")
+        """See the protocol; clients of the endpoint get what they have, and until all is awake a 503."""
+        llm, asleep = self.native, self._asleep | sleeping(tags)
+        if self._running:
+            raise EnginehouseError(f"vllm cannot sleep while {len(self._running)} requests are under way")
+        if not self._can_sleep:
+            raise EnginehouseError(f"{self._where}: vllm was started without its sleep mode, as nobody takes turns")
+        before, self._asleep = _asleep_in_vllm(self._asleep), asleep
+        new = _asleep_in_vllm(asleep) - before
+        if "weights" in new:
+            self._weights.forget()
+            await self._answer(llm.sleep(level=2))  # which aborts what clients asked for
+        elif new:
+            await self._answer(llm.pause_generation(mode="abort"))
+            await self._answer(llm.release_kv_cache_memory())
 
     async def wake_up(self, tags: tuple[str, ...] = ALL) -> None:
-        """Not offered: the capability `sleep` is not declared."""
-        raise EnginehouseError("the vllm rollout engine does not declare the capability 'sleep'")
+        """See the protocol."""
+        llm, asleep = self.native, self._asleep - sleeping(tags)
+        if waking := _asleep_in_vllm(self._asleep) - _asleep_in_vllm(asleep):
+            await self._answer(llm.wake_up(sorted(waking)))
+            if self._paused and not asleep:  # vLLM goes on by itself, once all of it is awake
+                await self._answer(llm.pause_generation(mode="abort", clear_cache=False))
+        self._asleep = asleep
 
     # Weights
 
     async def start_weight_update(self, update: WeightUpdate) -> None:
         """See the protocol. An update that was started and not finished is thrown away."""
         _ = self.native
+        check_weights_awake(self._asleep)
         await asyncio.to_thread(self._weights.start, update)
 
     async def update_weights(self, chunk: WeightChunk) -> None:
@@ -549,6 +595,11 @@ def _watch(processes: Sequence[multiprocessing.process.BaseProcess], died: async
         process.join(0.1)  # so that its exit code is known
     with contextlib.suppress(RuntimeError):  # the event loop may be closed
         died.get_loop().call_soon_threadsafe(say)
+
+
+def _asleep_in_vllm(asleep: Set[str]) -> frozenset[str]:
+    """What sleeps in vLLM where parts do here: it cannot let its weights sleep and keep its cache."""
+    return frozenset({"weights", "kv_cache"} if "weights" in asleep else asleep)
 
 
 def _ending(exit_code: int) -> str:

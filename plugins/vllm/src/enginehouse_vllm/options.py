@@ -22,6 +22,8 @@ OURS = {
     "logprobs_mode": "nothing: every logprob that leaves the engine depends on it",
     "max_logprobs": "nothing: every logprob that leaves the engine depends on it",
     "weight_transfer_config": "nothing: weights come by the run's transport",
+    "worker_cls": "nothing: on a CPU vLLM's own cannot sleep",
+    "enable_sleep_mode": "rollout.placement",
     "worker_extension_cls": "nothing: logprobs under top_p and top_k need it",
     "logits_processors": "nothing: what they change would be missing to the logprobs",
     "skip_tokenizer_init": "nothing: the tokenizer is loaded if the model has one",

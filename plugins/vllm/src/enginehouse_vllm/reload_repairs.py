@@ -49,6 +49,22 @@ def forget_packed_experts(model: torch.nn.Module) -> None:
             method.moe_kernel = None
 
 
+def forget_packed_linears(model: torch.nn.Module) -> None:
+    """Let go of what linear layers packed for CPU kernels, in no parameter: until a reload they cannot compute.
+
+    Stands in for nothing: vLLM's CPU worker does not sleep. Reaches what `dispatch_cpu_unquantized_gemm`
+    (`layers/utils.py`) leaves in `cpu_linear`; what experts packed beside their parameters stays. Superfluous once that
+    worker sleeps. Test: `test_sleep.py`.
+    """
+    for module in model.modules():
+        if hasattr(module, "cpu_linear"):
+            module.cpu_linear = _without_weights
+
+
+def _without_weights(*_given: object) -> torch.Tensor:
+    raise RuntimeError("vllm's model has no weights since it slept")
+
+
 def repack_tied(shared: Shared, loaded: set[int]) -> None:
     """Let the modules that share a parameter with one that was loaded pack it anew.
 

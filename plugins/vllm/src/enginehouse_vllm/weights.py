@@ -109,11 +109,11 @@ class VLLMWeights(StagedWeights):
         return self._reports
 
     async def state(self, llm: AsyncLLMEngine) -> WeightState:
-        """The version vLLM itself says it serves.
+        """The version vLLM itself says it serves; none where the weights are lost.
 
         No checksums: vLLM fuses and packs parameters, so they cannot be read back as they are served. What is checked
         in their place: each of vLLM's processes sees that it reads every parameter as it was sent, before it loads one,
         and that they fill every parameter of its model.
         """
         async with self.switching:
-            return WeightState(int(await llm.get_weight_version()))
+            return WeightState(None) if self.is_lost else WeightState(int(await llm.get_weight_version()))

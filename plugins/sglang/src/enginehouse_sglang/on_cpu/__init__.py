@@ -9,6 +9,7 @@ processes of `enginehouse_sglang.serve`, and nowhere else.
 * `torchvision.py` declares operators of torchvision. Goes once its wheel on the package index loads beside a torch for
   CPUs.
 * `seeds.py` makes a request's seed count. Goes once SGLang takes `torch_native` for deterministic inference.
+* `sleeping.py` frees the memory that is released. Goes once SGLang does on a CPU.
 """
 
 from __future__ import annotations
@@ -54,9 +55,10 @@ def is_cpu(arguments: Sequence[str]) -> bool:
 
 def adapt() -> None:
     """Make SGLang run on this process's CPU; nothing to do a second time. Before SGLang or torch is imported."""
-    from enginehouse_sglang.on_cpu import seeds, stand_ins
+    from enginehouse_sglang.on_cpu import seeds, sleeping, stand_ins
 
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
     stand_ins.put_in()
     seeds.make_count()
+    sleeping.make_free()

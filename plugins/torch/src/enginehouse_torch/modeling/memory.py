@@ -15,7 +15,7 @@ from enginehouse.errors import EnginehouseError
 if TYPE_CHECKING:
     from enginehouse.engines.model import ProcessContext
 
-__all__ = ["MemoryGuard", "give_back_freed_memory", "keep_freed_memory"]
+__all__ = ["MemoryGuard", "keep_freed_memory"]
 
 SIGNS = (
     "can't allocate memory",  # torch's allocator on a CPU
@@ -47,12 +47,6 @@ def keep_freed_memory() -> bool:
     except (AttributeError, OSError, TypeError):  # musl, macOS, Windows
         return False
     return bool(mallopt(MMAP_THRESHOLD, LARGEST_MMAP_THRESHOLD) and mallopt(TRIM_THRESHOLD, KEPT_BYTES))
-
-
-def give_back_freed_memory() -> None:
-    """Give the system what the process has freed and kept, where its allocator is one that can be told so."""
-    with contextlib.suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 class OutOfMemory(EnginehouseError):

@@ -13,18 +13,16 @@ What is all zero, as gradients between two steps, is not written down.
 from __future__ import annotations
 
 import ctypes
-import mmap
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from typing import IO, Literal
 
 import torch
 
+from enginehouse.engines.memory import give_back_freed_memory, give_up, take_back
 from enginehouse.errors import EnginehouseError
-from enginehouse_torch.modeling.memory import give_back_freed_memory
 
-__all__ = ["Offloading", "give_up", "storages", "take_back"]
+__all__ = ["Offloading", "storages"]
 
 Tag = Literal["params", "grads", "optimizer"]
 TAGS: tuple[Tag, ...] = ("params", "grads", "optimizer")
@@ -61,7 +59,10 @@ class Offloading:
                 continue
             self._away[tag] = kept = []
             for key, storage in own.items():
-                kept.append(Stored(storage, self._pinned.get(key), self._where))
+                pinned = self._pinned.get(key)
+                if pinned is not None and len(pinned) != storage.nbytes():
+                    pinned = None  # of another storage, which is gone
+                kept.append(Stored(storage, pinned, self._where))
                 if (pinned := kept[-1].pinned) is not None:
                     self._pinned[key] = pinned
         if self._device.type == "cuda":
@@ -138,27 +139,6 @@ class Stored:
             _bytes(self._storage).copy_(self.pinned)
         else:
             _bytes(self._storage).zero_()
-
-
-def give_up(storage: torch.UntypedStorage) -> None:
-    """Give up the memory of a storage, whose content is lost; whatever refers to it goes on to.
-
-    A GPU's is made empty. A CPU's keeps its addresses, and the system takes the pages behind them: arrays that share
-    it go on to, and forbid that it be resized.
-    """
-    if storage.device.type == "cuda":
-        storage.resize_(0)
-        return
-    begin = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    size = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE - begin
-    if size > 0 and sys.platform == "linux":  # elsewhere it does not mean that they are gone
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
-
-
-def take_back(storage: torch.UntypedStorage, nbytes: int) -> None:
-    """Have the memory of a storage that was given up, of so many bytes; what is in it is left open."""
-    if storage.device.type == "cuda":
-        storage.resize_(nbytes)
 
 
 def _written(storage: torch.UntypedStorage, where: str) -> IO[bytes]:

@@ -1,0 +1,37 @@
+"""vLLM's worker for CPUs, which can sleep: vLLM's own says that it cannot, and keeps its memory.
+
+vLLM makes it by its name, as it does a worker of its own (`worker_cls`). Only its memory is another: when it sleeps and
+wakes is decided by the same code of vLLM as on a GPU.
+"""
+
+from __future__ import annotations
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from enginehouse.engines.memory import give_back_freed_memory, give_up
+from enginehouse_vllm.reload_repairs import forget_packed_linears
+
+
+class SleepingCPUWorker(CPUWorker):
+    """Gives memory up in place: tensors keep their addresses, and pages come back as they are written to."""
+
+    def sleep(self, level: int = 1) -> None:
+        """Give up weights and caches, at whatever level: a CPU has no other memory to keep weights in."""
+        self.discard(("weights", "kv_cache"))
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Nothing to do."""
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """Give up the memory of weights or caches, or of both."""
+        tensors = []
+        if "kv_cache" in tags:
+            for cache in self.model_runner.kv_caches:
+                tensors += cache if isinstance(cache, (list, tuple)) else [cache]
+        if "weights" in tags:
+            model = self.model_runner.get_model()
+            tensors += list(model.parameters())
+            forget_packed_linears(model)
+        for tensor in tensors:
+            give_up(tensor.untyped_storage())
+        give_back_freed_memory()
