@@ -157,7 +157,7 @@ def test_what_only_talks_to_servers_that_run_already_needs_no_gpu(
     project: Project, started: Started, monkeypatch: pytest.MonkeyPatch, engine: str, placed: tuple[str, int]
 ):
     monkeypatch.setattr(placement, "start_ray", lambda address: nullcontext(Cluster(owned=True)))
-    monkeypatch.setattr(placement, "processes_per_node", lambda processes, *each: [processes])
+    monkeypatch.setattr(placement, "Room", SimpleNamespace(of_cluster=lambda: None))
     monkeypatch.setattr("enginehouse.config.arithmetic.visible_gpus", lambda: 3)
     monkeypatch.setattr("enginehouse.config.placement.visible_gpus", lambda: 3)
     monkeypatch.setattr("enginehouse.config.plan.choose_interpreter", lambda *_: Interpreter("current"))
@@ -167,6 +167,7 @@ def test_what_only_talks_to_servers_that_run_already_needs_no_gpu(
         "rollout.engine.backend=sglang",
         f"rollout.engine.options={engine}",
         "rollout.placement=separate",
+        "cluster.threads_per_process=1",
     )
     with placement.place(plan(load_config(path, overrides), load_plugins(enabled=("torch", "sglang")), path)):
         pass
@@ -178,7 +179,7 @@ def test_a_run_planned_on_a_cpu_head_node_does_not_leave_the_clusters_gpus_idle(
 ):
     def begin(owned: bool, gpus: int, *overrides: str) -> None:
         monkeypatch.setattr(placement, "start_ray", lambda address: nullcontext(Cluster(owned)))
-        monkeypatch.setattr(placement, "processes_per_node", lambda processes, *each: [processes])
+        monkeypatch.setattr(placement, "Room", SimpleNamespace(of_cluster=lambda: None))
         monkeypatch.setattr(placement, "gpus_of_cluster", lambda: gpus)
         monkeypatch.setattr("enginehouse.config.device.visible_gpus", lambda: 0)
         path, given = project.save(), ("cluster.device=auto", "cluster.address=head:6379", *overrides)
@@ -214,7 +215,7 @@ def test_a_process_beside_a_gpu_has_its_share_of_the_cores(
 ):
     monkeypatch.setattr("enginehouse.config.arithmetic.visible_gpus", lambda: 8)
     monkeypatch.setattr(placement, "cores_per_gpu", lambda: cores)
-    monkeypatch.setattr(placement, "start_ray", lambda address: nullcontext())
+    monkeypatch.setattr(placement, "start_ray", lambda address: nullcontext(Cluster(owned=True)))
     monkeypatch.setattr(placement, "Room", SimpleNamespace(of_cluster=lambda: None))
     planned = make("cluster.launcher=ray", "rollout.placement=separate", *overrides)
     with placement.place(planned):
