@@ -161,7 +161,7 @@ def test_a_vllm_replica_that_is_killed_while_it_wakes_is_started_again(start: St
     run = start("train", *TASK, SHARED, "rollout.engine.backend=vllm", env=env)
     ended = run.finish(1000)
     assert ended.code == 0, ended.err
-    assert "is lost and is started again" in (run.directory / "log.txt").read_text() + ended.err + ended.out
     assert len(run.metrics) == STEPS
+    assert sum(row["rollout/restarts"] for row in run.metrics) == 1
     for row in run.metrics:
         assert row["mismatch/absolute_mean"] <= 1e-4
