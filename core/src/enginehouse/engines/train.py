@@ -46,7 +46,7 @@ class Outputs:
             (engines with `ModelSpec.head == "value"`).
         temperature: logits are divided by it before logprobs and entropy, as the sampler does.
         entropy_gradient: whether the loss may depend on the entropy. Where it is only measured, an engine may leave
-            its gradient out, which costs as much memory as the logits.
+            its gradient out, which costs time.
     """
 
     logprobs: bool = True

@@ -102,7 +102,7 @@ def _scored(head: torch.nn.Linear, targets: torch.Tensor, outputs: Outputs, hidd
     """What the head gives in place of logits: `scores`, `(1, tokens, 1 or 2)`, of `hidden`, `(1, tokens, hidden)`."""
     weight, bias = head.weight, head.bias
     if not isinstance(weight, DTensor):
-        return scores(hidden[0], weight, bias, targets, outputs)[None]
+        return torch.stack([scores(hidden[0], weight, bias, targets, outputs)])  # FSDP warns of views
     mesh = weight.device_mesh
     whole, own, own_bias = _local(hidden), _local(weight), None if bias is None else _local(bias)
     split = Split(-(-len(weight) // mesh.size()) * mesh.get_local_rank(), len(own), mesh.get_group())

@@ -126,7 +126,7 @@ class _Scores(torch.autograd.Function):
         kept = None
         for rows in _parts(len(states), len(states) if whole else _per_block(columns)):
             logits = _logits(states[rows], used, used_bias, outputs.temperature)
-            column, _ = _column(targets[rows], 0 if split is None else split.first, columns)
+            column = targets[rows] if split is None else _column(targets[rows], split.first, columns)[0]
             for some in _scored_at_once(logits):
                 _measure(logits[some], column[some], figures[:, rows][:, some], outputs.entropy)
             kept = logits if whole else None
@@ -147,23 +147,26 @@ class _Scores(torch.autograd.Function):
         outputs: Outputs = ctx.outputs
         split: Split | None = ctx.split
         going = _Going(targets, normaliser, entropy if outputs.entropy_gradient else None, slopes / outputs.temperature)
-        first = 0 if split is None else split.first
         if weight is None:
-            return going.gradient(kept, first, torch.empty_like(kept)).to(states.dtype), *[None] * 5
+            return going.gradient(kept, None, torch.empty_like(kept)).to(states.dtype), *[None] * 5
         used, used_bias = _used(weight, split), None if bias is None else _used(bias, split)
         wanted = ctx.needs_input_grad
-        of_states = torch.zeros_like(states, dtype=torch.float32 if kept is None else None) if wanted[0] else None
+        of_states = None
         of_weight = _like(weight, split) if wanted[1] else None
         of_bias = _like(bias, split) if wanted[2] else None
         for columns in _parts(len(used), _per_block(len(states)) if kept is None else len(used)):
             if kept is None:
                 own_bias = None if used_bias is None else used_bias[columns]
                 block = _logits(states, used[columns], own_bias, outputs.temperature)
-                block = going.gradient(block, first + columns.start, block).to(states.dtype)
+                first = columns.start if split is None else split.first + columns.start
+                block = going.gradient(block, first, block).to(states.dtype)
             else:
+                first = None if split is None else split.first
                 block = going.gradient(kept, first, torch.empty_like(kept)).to(states.dtype)
-            if of_states is not None:
-                of_states += block @ used[columns]
+            if wanted[0]:
+                product = block @ used[columns]
+                of_states = product if kept is not None else _added(of_states, product)
+                del product
             if of_weight is not None:
                 torch.mm(block.t(), states, out=of_weight[columns])
             if of_bias is not None:
@@ -192,17 +195,19 @@ class _Going:
     entropy: torch.Tensor | None
     slopes: torch.Tensor
 
-    def gradient(self, logits: torch.Tensor, first: int, into: torch.Tensor) -> torch.Tensor:
+    def gradient(self, logits: torch.Tensor, first: int | None, into: torch.Tensor) -> torch.Tensor:
         """Compute the gradient of some columns of the logits.
 
         Args:
             logits: float32 `(tokens, columns)`, divided by the temperature.
-            first: id of the first column's token.
+            first: id of the first column's token; None: every token has a column.
             into: what it is written to, and returned; may be `logits`.
         """
-        column, here = _column(self.targets, first, logits.shape[1])
-        slope = self.slopes[:, 0]
-        chosen = torch.where(here, slope, 0.0)
+        column, slope = self.targets, self.slopes[:, 0]
+        chosen = slope
+        if first is not None:
+            column, here = _column(self.targets, first, logits.shape[1])
+            chosen = torch.where(here, slope, 0.0)
         for rows in _scored_at_once(logits):
             part = torch.sub(logits[rows], self.normaliser[rows, None], out=into[rows])
             part.exp_().mul_(-slope[rows, None]) if self.entropy is None else self._with_entropy(part, rows)
@@ -285,6 +290,11 @@ def _like(rows: torch.Tensor, split: Split | None) -> torch.Tensor:
     if split is not None:
         gradient[split.tokens :] = 0
     return gradient
+
+
+def _added(total: torch.Tensor | None, term: torch.Tensor) -> torch.Tensor:
+    """A sum that is kept in float32; None: there is none yet."""
+    return term.float() if total is None else total.add_(term)
 
 
 def _parts(length: int, each: int) -> Iterator[slice]:
