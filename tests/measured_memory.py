@@ -108,7 +108,7 @@ def empty_model(config: Mapping[str, Any], dtype: torch.dtype) -> PreTrainedMode
 
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
-        model.tie_weights()
+    model.tie_weights()  # on the meta device each module got a parameter of its own
     return model
 
 

@@ -73,7 +73,7 @@ from enginehouse.config.schema import AnyConfig, Config, DPOConfig, PreferenceCo
 from enginehouse.config.secrets import check_secrets
 from enginehouse.config.trackers import TrackerPlan, check_trackers
 from enginehouse.config.variables import check_agreement, check_variables
-from enginehouse.engines.memory import MemoryDemand, ModelShape
+from enginehouse.engines.memory import MemoryDemand, MemoryUse, ModelShape
 from enginehouse.engines.model import Device, ModelSpec, positions
 from enginehouse.errors import ConfigError, ModelError, nearest
 from enginehouse.plugin import (
@@ -816,7 +816,8 @@ class _Setting:
             longest: tokens of the longest row.
         """
         gpu = gpu_here() if self.device == "cuda" else None
-        uses, exact = {}, True
+        uses: dict[str, MemoryUse | None] = {}
+        exact = True
         for name, role in roles.items():
             config = self.models.get(name) or model
             shape = ModelShape.of(config.get("text_config") or config)

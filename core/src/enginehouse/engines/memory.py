@@ -53,8 +53,8 @@ class ModelShape:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelShape | None:
         """The shape that a decoder's `config.json` tells; None where it does not."""
-        sizes = [config.get(name) for name in _NEEDED]
-        if not all(isinstance(size, int) for size in sizes):
+        sizes: list[int] = [config[name] for name in _NEEDED if isinstance(config.get(name), int)]
+        if len(sizes) < len(_NEEDED):
             return None
         hidden, layers, heads, vocabulary, inner = sizes
         kind = config.get("model_type")

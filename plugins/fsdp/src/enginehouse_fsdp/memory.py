@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from enginehouse.engines.memory import MemoryDemand, MemoryUse
 from enginehouse_fsdp.axes import CONTEXT, REPLICATE, SHARD, TENSOR, axis_sizes
-from enginehouse_torch.memory import block_backward_bytes, block_bytes, head_bytes
+from enginehouse_torch.modeling.sizes import block_backward_bytes, block_bytes, head_bytes
 
 if TYPE_CHECKING:
     from enginehouse_fsdp.options import FSDPOptions

@@ -1,11 +1,11 @@
-"""How much memory a rank of the `megatron` engine takes, by arithmetic that was not compared with a run. Light to import."""
+"""How much memory a rank of the `megatron` engine takes, by arithmetic compared with nothing. Light to import."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from enginehouse.engines.memory import MemoryDemand, MemoryUse
-from enginehouse_torch.memory import block_bytes, head_bytes
+from enginehouse_torch.modeling.sizes import block_bytes, head_bytes
 
 if TYPE_CHECKING:
     from enginehouse_megatron.options import MegatronOptions
