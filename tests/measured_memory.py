@@ -20,8 +20,8 @@ from enginehouse.engines.train import Outputs
 from enginehouse_fsdp.axes import axis_sizes
 from enginehouse_fsdp.optimizer import ShardedAdamW
 from enginehouse_fsdp.options import FSDPOptions
-from enginehouse_fsdp.sharding import device_mesh, forget_meshes, shard_model
-from enginehouse_torch.modeling import heads
+from enginehouse_fsdp.sharding import device_mesh, forget_meshes, reshard, shard_model
+from enginehouse_torch.modeling import scores
 from enginehouse_torch.modeling.heads import ModelInput, token_outputs
 from enginehouse_torch.optim import FlatAdamW
 from enginehouse_torch.options import TorchTrainOptions
@@ -126,7 +126,10 @@ def _ranks(number: int) -> Iterator[None]:
 @contextlib.contextmanager
 def _as_on_a_gpu() -> Iterator[None]:
     """Within, a CPU has as much computed at once as a GPU does, and no copies of keys either."""
-    with mock.patch.object(heads, "SCORED_AT_ONCE", {}), mock.patch.dict("os.environ", TRANSFORMERS_SDPA_FORCE_GQA="1"):
+    with (
+        mock.patch.object(scores, "SCORED_AT_ONCE", {}),
+        mock.patch.dict("os.environ", TRANSFORMERS_SDPA_FORCE_GQA="1"),
+    ):
         yield
 
 
@@ -137,6 +140,10 @@ def _peak(
     longest: int,
     others: Sequence[torch.Tensor] = (),
 ) -> int:
+    one = torch.zeros(1, dtype=torch.int64)
+    with torch.no_grad():  # a model is tried out once
+        token_outputs(model, ModelInput(one[None], None, None, one, one), Outputs())
+    reshard(model)
     tracker = MemTracker()
     tracker.track_external(model, optimizer, *others)
     rows = -(-tokens // longest)

@@ -36,7 +36,7 @@ def memory_use(options: FSDPOptions, demand: MemoryDemand) -> MemoryUse:
     gathered = root + (shape.layers * block if not options.reshard_after_forward else 0)
     one = block_bytes(shape, size, split) * tokens
     kept = shape.layers * (size * shape.hidden * tokens if options.activation_checkpointing else one)
-    logits = head_bytes(tokens, shape.hidden, -(-demand.logits // split), size, demand.trained)
+    logits = head_bytes(tokens, shape.hidden, -(-demand.logits // split), size, trained=demand.trained)
     moments = [{"gathered": gathered + 2 * block, "activations": one, "head": logits}]
     if demand.trained:
         reduced = 4 if options.reduce_dtype == "float32" or size == 4 else 2

@@ -27,7 +27,7 @@ def memory_use(options: MegatronOptions, demand: MemoryDemand) -> MemoryUse:
     ends = shape.root_parameters if stages == 1 else shape.vocabulary * shape.hidden
     own = (layers * shape.block_parameters + ends) // split
     one = block_bytes(shape, size, split) * tokens
-    logits = head_bytes(tokens, shape.hidden, -(-demand.logits // split), size, demand.trained)
+    logits = head_bytes(tokens, shape.hidden, -(-demand.logits // split), size, trained=demand.trained)
     held = {"weights": size * own}
     working = {"activations": one, "head": logits}
     if demand.trained:

@@ -21,7 +21,7 @@ def train_memory(options: TorchTrainOptions, demand: MemoryDemand) -> MemoryUse:
     shape, size = demand.shape, demand.itemsize
     budget = options.tokens_per_microbatch
     tokens = demand.tokens(min(budget, CPU_TOKENS) if demand.device == "cpu" else budget, demand.processes)
-    logits = head_bytes(tokens, shape.hidden, demand.logits, size, demand.trained)
+    logits = head_bytes(tokens, shape.hidden, demand.logits, size, trained=demand.trained)
     one = block_bytes(shape, size) * tokens
     weights = size * shape.parameters
     if not demand.trained:
