@@ -8,7 +8,7 @@ import torch
 from megatron_train_cases import weights_after_a_step
 from rank_processes import rank_processes
 
-from enginehouse.engines.memory import give_back_freed_memory
+from enginehouse.engines.storages import give_back_freed_memory
 from enginehouse.engines.model import ModelSpec, ProcessContext
 from enginehouse.engines.train import Outputs
 from enginehouse.errors import EnginehouseError

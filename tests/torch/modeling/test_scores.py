@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from enginehouse.engines.train import Outputs
 from enginehouse_torch.modeling import scores as scores_module
-from enginehouse_torch.modeling.scores import Split, head_bytes, score_columns, scores
+from enginehouse_torch.modeling.scores import Split, score_columns, scores
+from enginehouse_torch.modeling.sizes import head_bytes
 
 TOKENS, HIDDEN, VOCABULARY = 13, 8, 29
 MEASURED = Outputs(entropy=True, temperature=0.7, entropy_gradient=False)
@@ -220,6 +221,6 @@ def peak_bytes(tokens, hidden, vocabulary, dtype, outputs):
 def test_the_peak_is_what_head_bytes_says(monkeypatch, shapes, dtype, outputs, most):
     monkeypatch.setattr(scores_module, "SCORED_AT_ONCE", {})  # as on a GPU
     peak = peak_bytes(*shapes, dtype, outputs)
-    said = head_bytes(*shapes, dtype, entropy_gradient=outputs.entropy and outputs.entropy_gradient)
+    said = head_bytes(*shapes, dtype.itemsize, entropy_gradient=outputs.entropy and outputs.entropy_gradient)
     assert peak == pytest.approx(said, rel=0.01)
     assert peak < most

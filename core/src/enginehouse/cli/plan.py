@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
 import click
+
+if TYPE_CHECKING:
+    from enginehouse.config.plan import RunPlan
 
 
 @click.command()
@@ -12,19 +19,51 @@ import click
 @click.option("--sft", "command", flag_value="sft", help="CONFIG is one for `enginehouse sft`.")
 @click.option("--dpo", "command", flag_value="dpo", help="CONFIG is one for `enginehouse dpo`.")
 @click.option("--rm", "command", flag_value="rm", help="CONFIG is one for `enginehouse rm`.")
-def plan(config: str, overrides: tuple[str, ...], resume: bool, command: str | None) -> None:
+@click.option("--gpus", type=click.IntRange(min=1), help="As if so many GPUs were on this machine.")
+@click.option("--gpu", "kind", help="Their kind, as H100, which tells how much memory each has.")
+@click.option("--suggest", is_flag=True, help="If the GPUs cannot hold the run, look for the nearest layout that fits.")
+def plan(
+    config: str,
+    overrides: tuple[str, ...],
+    resume: bool,
+    command: str | None,
+    gpus: int | None,
+    kind: str | None,
+    suggest: bool,
+) -> None:
     """Check CONFIG with OVERRIDES, and say what `enginehouse train` would do with them. Nothing is started or written.
 
     \b
     enginehouse plan examples/quickstart/grpo.yaml rollout.placement=separate
     enginehouse plan --sft examples/quickstart/sft.yaml
+    enginehouse plan examples/quickstart/grpo.yaml --suggest --gpus 8 --gpu H100
 
     Exit codes: 0 the run can start, 2 it cannot; then everything that is wrong is listed.
     """
+    from enginehouse.config.device import GPUS_GIB, Gpu, assumed_gpus, visible_gpus
+    from enginehouse.config.layouts import nearest_layout
     from enginehouse.config.load import load_config
     from enginehouse.config.plan import PLANS
     from enginehouse.config.schema import SCHEMAS
+    from enginehouse.errors import ConfigError, UserError, nearest
 
-    command = command or "train"
-    loaded = load_config(config, overrides, SCHEMAS[command])
-    click.echo(PLANS[command](loaded, config_path=config, resume=resume, overrides=overrides).render())
+    if kind is not None and kind not in GPUS_GIB:
+        raise ConfigError(f"--gpu {kind} is no kind of GPU that is known: {nearest(kind, GPUS_GIB)}")
+    schema, check = SCHEMAS[command or "train"], PLANS[command or "train"]
+
+    def planned(further: Sequence[str] = ()) -> RunPlan:
+        given = (*overrides, *further)
+        return check(load_config(config, given, schema), config_path=config, resume=resume, overrides=given)
+
+    number = gpus or (1 if kind else None)
+    with nullcontext() if number is None else assumed_gpus(number, Gpu.of_kind(kind) if kind else None):
+        try:
+            click.echo(planned().render())
+        except UserError as error:
+            found = nearest_layout(load_config(config, overrides, schema), planned, visible_gpus()) if suggest else None
+            if found is None:
+                raise
+            overriding, fitting = found
+            click.echo(f"{error}\n", err=True)
+            click.echo(f"With these it can start:\n\n  {' '.join(overriding)}\n\n{fitting.render()}")
+            raise SystemExit(2) from error

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from enginehouse.config.findings import Findings
     from enginehouse.config.roles import RolePlan
     from enginehouse.config.schema import Config, Engine, EvaluationSampling, Sampling
+    from enginehouse.engines.memory import MemoryDemand, MemoryUse
     from enginehouse.engines.model import Device
     from enginehouse.plugin import PluginManager
 
@@ -319,6 +320,17 @@ def check_sampling(
             typed.check_sampling(sampling.top_p, sampling.top_k, device, {**os.environ, **role.env})
         except UserError as error:
             findings.refuse(f"{key}.sampling: {error} (options of backend {record.name!r})")
+
+
+def memory_of(record: Backend | None, options: Mapping[str, Any], demand: MemoryDemand) -> MemoryUse | None:
+    """What a rank of a backend will hold; None where that is not known.
+
+    Args:
+        options: as `typed_options` gives them.
+        demand: what it is asked to do.
+    """
+    typed = None if record is None else _typed(record, options)
+    return None if typed is None else typed.memory(demand)
 
 
 def check_targets(findings: Findings, options: Mapping[str, Any], path: str) -> None:

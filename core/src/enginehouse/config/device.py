@@ -3,11 +3,84 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from enginehouse.engines.model import Device
-from enginehouse.runtimes.variant import visible_gpus
+from enginehouse.runtimes import variant
+
+GPUS_GIB = {
+    "B200": 178.0,
+    "H200": 139.0,
+    "H100": 79.0,
+    "A100": 79.0,
+    "A100-40": 39.0,
+    "L40S": 44.0,
+    "A6000": 47.0,
+    "A10": 22.0,
+    "L4": 22.0,
+    "RTX4090": 23.0,
+}
+"""What programs can have of a GPU's memory, which is less than its name says, by kind."""
+
+
+class Gpu(NamedTuple):
+    """A GPU: what it is called, and bytes of its memory."""
+
+    name: str
+    size: int
+
+    @classmethod
+    def of_kind(cls, kind: str) -> Gpu:
+        """One of `GPUS_GIB`."""
+        return cls(kind, int(GPUS_GIB[kind] * 2**30))
+
+
+class Assumed(NamedTuple):
+    """GPUs that a plan is made for, wherever it is made."""
+
+    number: int
+    gpu: Gpu | None
+
+
+_assumed: ContextVar[Assumed | None] = ContextVar("assumed", default=None)
+
+
+@contextmanager
+def assumed_gpus(number: int, gpu: Gpu | None) -> Iterator[None]:
+    """Within, plans are made as if so many GPUs were visible, and nothing else."""
+    token = _assumed.set(Assumed(number, gpu))
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+
+
+def visible_gpus() -> int:
+    """Number of GPUs that the run may use on this machine, or on the one that is assumed."""
+    assumed = _assumed.get()
+    return variant.visible_gpus() if assumed is None else assumed.number
+
+
+def gpu_here() -> Gpu | None:
+    """The smallest GPU of this machine, as the driver's own tool tells; or the one that is assumed. None: not known."""
+    if (assumed := _assumed.get()) is not None:
+        return assumed.gpu
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=memory.total,name", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
+        found = [line.partition(",") for line in told.strip().splitlines()]
+        return min((Gpu(name.strip(), int(mib) * 2**20) for mib, _, name in found), key=lambda gpu: gpu.size)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+
 
 Dtype = Literal["float32", "bfloat16"]
 """What a run computes in."""
@@ -34,6 +107,8 @@ def pick_device(wanted: Literal["auto", "cpu", "cuda"]) -> tuple[Device, str]:
     if wanted != "auto":
         return wanted, "cluster.device"
     gpus = visible_gpus()
+    if gpus and _assumed.get() is not None:
+        return "cuda", f"as if {gpus} GPU{'s' if gpus > 1 else ''} were here"
     if not gpus:
         return "cpu", "no GPU is visible here"
     if not torch_has_cuda():

@@ -30,6 +30,7 @@ from enginehouse.config.arithmetic import (
     check_positions,
     check_rows,
     row_limit,
+    samples_per_step,
 )
 from enginehouse.config.backends import (
     RunsOn,
@@ -44,13 +45,15 @@ from enginehouse.config.backends import (
     choose_transport,
     find_backend,
     gpus_of,
+    memory_of,
     scheduled_options,
     stored_names,
     typed_options,
 )
-from enginehouse.config.device import pick_device, pick_dtype
+from enginehouse.config.device import gpu_here, pick_device, pick_dtype
 from enginehouse.config.findings import Findings
 from enginehouse.config.functions import check_environment, extend_path, find_function
+from enginehouse.config.memory import check_memory, table
 from enginehouse.config.outline import Facts, outline_preferences, outline_rl, outline_sft
 from enginehouse.config.paths import check_run_directory, has_chat_template, read_model
 from enginehouse.config.placement import check_turns, choose_placement, gpus_needed
@@ -70,6 +73,7 @@ from enginehouse.config.schema import AnyConfig, Config, DPOConfig, PreferenceCo
 from enginehouse.config.secrets import check_secrets
 from enginehouse.config.trackers import TrackerPlan, check_trackers
 from enginehouse.config.variables import check_agreement, check_variables
+from enginehouse.engines.memory import MemoryDemand, MemoryUse, ModelShape
 from enginehouse.engines.model import Device, ModelSpec, positions
 from enginehouse.errors import ConfigError, ModelError, nearest
 from enginehouse.plugin import (
@@ -372,6 +376,15 @@ def plan(
         },
         roles,
     )
+    backends = {name: one.backend for name, one in placed.items()}
+    samples = samples_per_step(config)
+    setting.memory(
+        roles,
+        {**backends, "rollout": rollout, "evaluation": evaluator},
+        model,
+        {name: -(-samples // algorithm.minibatches) if role.trained else samples for name, role in roles.items()},
+        limit.tokens + config.rollout.sampling.max_tokens,
+    )
     findings.raise_problems(setting.source)
     return Plan(
         config=config,
@@ -416,6 +429,7 @@ def plan_sft(
     sources = look_at_demonstrations(findings, config, limit, bool(model))
     needed = {"model.path": config.model.path, **_by_key("data.train", config.data.train)}
     directory = setting.run_directory(needed, roles)
+    setting.memory(roles, {"actor": actor.backend}, model, {"actor": config.train.rows_per_step}, limit.tokens)
     findings.raise_problems(setting.source)
     return SFTPlan(
         config=config,
@@ -460,6 +474,13 @@ def plan_preferences(
         },
         roles,
     )
+    setting.memory(
+        roles,
+        {name: one.backend for name, one in placed.items()},
+        model,
+        dict.fromkeys(roles, 2 * config.train.rows_per_step),
+        limit.tokens,
+    )
     findings.raise_problems(setting.source)
     return PreferencePlan(
         config=config,
@@ -496,6 +517,7 @@ class _Setting:
         self.resume = resume
         self.resumed: Checkpoint | None = None
         self.deletes: str | None = None
+        self.memory_lines: list[str] = []
         self.spare_unfinished = not any(given.partition("=")[0].strip() in _OVERWRITE for given in overrides)
         self.config = config
         self.plugins = plugins or configure_plugins(switches.enabled, switches.blocked, switches.strict)
@@ -524,6 +546,7 @@ class _Setting:
         if self.deletes:
             facts = [*facts, ("deletes", self.deletes)]
         facts = [*facts, ("device", f"{self.device} ({self.device_reason})"), ("results", str(directory))]
+        facts = [*facts, *zip(("memory", *[""] * len(self.memory_lines)), self.memory_lines, strict=False)]
         if self.trackers:
             facts = [*facts, ("trackers", ", ".join(one.name for one in self.trackers))]
         if not self.config.train.checkpoint_every:
@@ -774,6 +797,48 @@ class _Setting:
                 with self.findings.collecting():
                     self.models[name] = _read_model_of(name, section.path, model)
         return model
+
+    def memory(
+        self,
+        roles: Mapping[str, RolePlan],
+        backends: Mapping[str, Backend | None],
+        model: Mapping[str, Any],
+        rows: Mapping[str, int],
+        longest: int,
+    ) -> None:
+        """Add up what the engines will hold of each device, and check that it has room.
+
+        Args:
+            roles: by name.
+            backends: of each role; None after a problem.
+            model: `config.json` of the actor's model.
+            rows: most rows of one call of each role.
+            longest: tokens of the longest row.
+        """
+        gpu = gpu_here() if self.device == "cuda" else None
+        uses: dict[str, MemoryUse | None] = {}
+        exact = True
+        for name, role in roles.items():
+            config = self.models.get(name) or model
+            shape = ModelShape.of(config.get("text_config") or config)
+            if shape is None:
+                uses[name] = None
+                continue
+            exact = exact and shape.exact and "text_config" not in config
+            demand = MemoryDemand(
+                shape=shape if role.model.head == "causal_lm" else replace(shape, tied=True),  # its own head is gone
+                head=role.model.head,
+                itemsize=4 if role.model.dtype == "float32" else 2,
+                processes=role.processes,
+                rows=rows.get(name) or rows.get("rollout", 1),
+                longest=longest,
+                trained=role.trained,
+                device=self.device,
+                card=gpu and gpu.size,
+            )
+            uses[name] = memory_of(backends.get(name), role.options, demand)
+        self.memory_lines = table(roles, uses, self.device, gpu)
+        check_memory(self.findings, roles, uses, self.device, gpu, exact)
 
     def run_directory(self, needed: Mapping[str, str | None], roles: Mapping[str, RolePlan]) -> Path:
         """Check the run directory, and what is to be resumed.

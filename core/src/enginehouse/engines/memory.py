@@ -1,41 +1,204 @@
-"""Giving memory up to the system and taking it back, for engines that sleep or are offloaded."""
+"""What an engine is asked, and says, of the memory it needs, before a process starts. Light to import.
+
+Amounts are bytes of one device, which is one rank's. They are arithmetic over a model's `config.json`: what an
+allocator loses between blocks is not in them.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import mmap
-import sys
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    import torch
+from enginehouse.engines.model import Device
 
-__all__ = ["give_back_freed_memory", "give_up", "take_back"]
+__all__ = ["MemoryDemand", "MemoryUse", "ModelShape", "server_memory"]
+
+EXACT = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
+"""Models (`model_type`) of which a `ModelShape` has all."""
+NORMED_QUERIES = frozenset({"qwen3", "qwen3_moe"})
+BIASED_QUERIES = frozenset({"qwen2", "qwen2_moe"})
 
 
-def give_up(storage: torch.UntypedStorage) -> None:
-    """Give up the memory of a storage, whose content is lost; whatever refers to it goes on to.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """Sizes of a decoder: blocks of attention and a gated feed-forward part, between an embedding and a head.
 
-    A GPU's is made empty. A CPU's keeps its addresses, and the system takes the pages behind them: arrays that share
-    it go on to, and forbid that it be resized.
+    Attributes:
+        layers: number of blocks.
+        hidden: size of a hidden state.
+        vocabulary: rows of the embedding.
+        heads: attention heads.
+        queries: size of all of a token's queries.
+        keys: size of all of its keys.
+        feed_forward: inner size of the feed-forward part that one token passes: with experts, of those it is sent to.
+        block_parameters: of one block.
+        norms_queries: whether queries and keys of each head are normalised.
+        tied: whether the head's weight is the embedding's.
+        exact: whether the model is of a kind that has nothing besides.
     """
-    if storage.device.type == "cuda":
-        storage.resize_(0)
-        return
-    begin = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    size = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE - begin
-    if size > 0 and sys.platform == "linux":  # elsewhere it does not mean that they are gone
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
+
+    layers: int
+    hidden: int
+    vocabulary: int
+    heads: int
+    queries: int
+    keys: int
+    feed_forward: int
+    block_parameters: int
+    norms_queries: bool
+    tied: bool
+    exact: bool
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> ModelShape | None:
+        """The shape that a decoder's `config.json` tells; None where it does not."""
+        sizes: list[int] = [config[name] for name in _NEEDED if isinstance(config.get(name), int)]
+        if len(sizes) < len(_NEEDED):
+            return None
+        hidden, layers, heads, vocabulary, inner = sizes
+        kind = config.get("model_type")
+        head = config.get("head_dim") or hidden // heads
+        queries, keys = heads * head, (config.get("num_key_value_heads") or heads) * head
+        bias = kind in BIASED_QUERIES
+        attention = 2 * hidden * (queries + keys) + bias * (queries + 2 * keys)
+        if config.get("attention_bias"):
+            attention += queries + 2 * keys + hidden
+        normed = kind in NORMED_QUERIES
+        experts = config.get("num_experts") or config.get("num_local_experts") or 0
+        used, shared = experts and config.get("num_experts_per_tok", 2), 0
+        if experts:
+            inner = config.get("moe_intermediate_size") or inner
+            shared = config.get("shared_expert_intermediate_size") or 0
+        feed_forward = 3 * hidden * (inner * (experts or 1) + shared) + hidden * experts + (hidden if shared else 0)
+        if config.get("mlp_bias"):
+            feed_forward += 2 * inner + hidden
+        return cls(
+            layers=layers,
+            hidden=hidden,
+            vocabulary=vocabulary,
+            heads=heads,
+            queries=queries,
+            keys=keys,
+            feed_forward=inner * (used or 1) + shared,
+            block_parameters=attention + feed_forward + 2 * hidden + normed * 2 * head,
+            norms_queries=normed,
+            tied=bool(config.get("tie_word_embeddings", False)),
+            exact=kind in EXACT,
+        )
+
+    @property
+    def root_parameters(self) -> int:
+        """Those of no block: embedding, last norm, head."""
+        return self.vocabulary * self.hidden * (1 if self.tied else 2) + self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All of them."""
+        return self.layers * self.block_parameters + self.root_parameters
+
+    @property
+    def cached_per_token(self) -> int:
+        """Elements of the keys and values of one token, in all layers."""
+        return 2 * self.layers * self.keys
 
 
-def take_back(storage: torch.UntypedStorage, nbytes: int) -> None:
-    """Have the memory of a storage that was given up, of so many bytes; what is in it is left open."""
-    if storage.device.type == "cuda":
-        storage.resize_(nbytes)
+_NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
 
 
-def give_back_freed_memory() -> None:
-    """Give the system what the process has freed and kept, where its allocator is one that can be told so."""
-    with contextlib.suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryDemand:
+    """What a role will be asked to do.
+
+    Attributes:
+        shape: of its model.
+        head: what the model has on top, as in `ModelSpec`.
+        itemsize: bytes of an element of what it computes in.
+        processes: of the role.
+        rows: most rows of one call, over all processes; of a rollout the completions of a step.
+        longest: tokens of the longest row.
+        trained: whether it takes optimizer steps.
+        device: torch device type of the run.
+        card: bytes of one device's memory; None where that is not known.
+    """
+
+    shape: ModelShape
+    head: Literal["causal_lm", "value"] = "causal_lm"
+    itemsize: int
+    processes: int
+    rows: int
+    longest: int
+    trained: bool
+    device: Device
+    card: int | None = None
+
+    @property
+    def logits(self) -> int:
+        """Outputs of the head for each token."""
+        return self.shape.vocabulary if self.head == "causal_lm" else 1
+
+    def tokens(self, budget: int, shares: int) -> int:
+        """Most padded tokens of one forward pass.
+
+        Args:
+            budget: the engine's, `tokens_per_microbatch`.
+            shares: ranks, or groups of ranks, that get different rows.
+        """
+        return min(max(budget, self.longest), -(-self.rows // shares) * self.longest)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryUse:
+    """Bytes of each rank by what they are for, in words: `{"weights": ...}`.
+
+    Attributes:
+        held: from call to call, awake or not offloaded. What is called `"weights"` is there in a weight update too.
+        working: beside it while the engine computes, when that is most.
+        updating: beside the weights in a weight update.
+        limit: the most that the engine lets itself have, of `held` and `working`; None: whatever there is.
+        note: what is behind a number, where that is worth a word: how many tokens a cache holds.
+        measured: whether the arithmetic was compared with what is really allocated.
+    """
+
+    held: Mapping[str, int]
+    working: Mapping[str, int] = field(default_factory=dict)
+    updating: Mapping[str, int] = field(default_factory=dict)
+    limit: int | None = None
+    note: str = ""
+    measured: bool = False
+
+
+def server_memory(
+    demand: MemoryDemand, *, split: int, running: int, share: float, cache_mib: int | None, cpu_cache_mib: int
+) -> MemoryUse:
+    """What one of a replica's processes holds, of an engine that takes a share of a GPU and fills it with its cache.
+
+    Args:
+        demand: what the engine is asked to do.
+        split: processes that the model is split over.
+        running: most completions at once.
+        share: of a GPU's memory.
+        cache_mib: of keys and values in all, in place of what is left of the share.
+        cpu_cache_mib: the same on a CPU.
+    """
+    shape, size = demand.shape, demand.itemsize
+    weights = size * shape.parameters // split
+    passing = size * PREFILL_TOKENS * (2 * shape.feed_forward + 4 * shape.hidden) // split
+    passing += 4 * min(running, -(-demand.rows // demand.processes)) * shape.vocabulary
+    each = -(-shape.cached_per_token * size // split)
+    limit = int(share * demand.card) if demand.card and demand.device == "cuda" else None
+    mib = cache_mib if cache_mib or demand.device == "cuda" else cpu_cache_mib
+    cache, note = demand.longest * each, "KV cache of all that is left on the GPU"
+    if mib is not None:
+        cache = mib * 2**20 // split
+    elif limit is not None:
+        cache = max(cache, limit - weights - passing)
+    if mib is not None or limit is not None:
+        note = f"KV cache of {cache // each:,} tokens"
+    return MemoryUse(
+        held={"weights": weights, "KV cache": cache}, working={"activations": passing}, limit=limit, note=note
+    )
+
+
+PREFILL_TOKENS = 8192
+"""About what such engines compute in one pass."""

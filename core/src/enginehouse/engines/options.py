@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from enginehouse.engines.memory import MemoryDemand, MemoryUse
 from enginehouse.engines.model import Device
 from enginehouse.errors import ConfigError
 
@@ -125,6 +126,17 @@ class EngineOptions(BaseModel):
         Raises:
             UserError: they do not fit; the message begins with the option and says what would.
         """
+
+    def memory(self, demand: MemoryDemand) -> MemoryUse | None:
+        """What a rank of the engine will hold, a replica's where there are several; called by `plan`, before any
+        process starts. None: that is not known.
+
+        A backend that knows overrides it. It imports no engine either.
+
+        Args:
+            demand: what it is asked to do.
+        """
+        return None
 
     def servers(self) -> Sequence[str]:
         """URLs of engines that run already and are used in the place of own ones; the workers then need no engine.

@@ -7,10 +7,12 @@ from typing import Any, Literal, Self
 
 from pydantic import Field
 
+from enginehouse.engines.memory import MemoryDemand, MemoryUse
 from enginehouse.engines.model import Device
 from enginehouse.engines.options import LoraOptions
 from enginehouse.errors import ConfigError
 from enginehouse_fsdp.axes import axis_sizes, check_heads
+from enginehouse_fsdp.memory import memory_use
 from enginehouse_torch.options import PackingOptions
 
 
@@ -65,3 +67,7 @@ class FSDPOptions(PackingOptions):
     def check_model(self, config: Mapping[str, Any]) -> None:
         """See `EngineOptions.check_model`: the axes asked for have to divide the heads."""
         check_heads(config, self)
+
+    def memory(self, demand: MemoryDemand) -> MemoryUse:
+        """See `EngineOptions.memory`."""
+        return memory_use(self, demand)

@@ -85,7 +85,20 @@ def sharded_model(spec: ModelSpec, options: FSDPOptions, mesh: DeviceMesh, devic
         ModelError: the directory holds no causal language model, lacks weights, or has some that are not finite.
         ConfigError: an option that `fully_shard` refuses, or a model that cannot be split over the axis `tp`.
     """
-    model = _empty_model(spec)
+    model = shard_model(_empty_model(spec), spec, options, mesh, device)
+    _load(model, spec)
+    adapters.draw(model, spec.seed)
+    return model.eval()
+
+
+def shard_model(
+    model: PreTrainedModel, spec: ModelSpec, options: FSDPOptions, mesh: DeviceMesh, device: torch.device
+) -> PreTrainedModel:
+    """Shard a model on the meta device, and give this rank's part memory, in which nothing is yet.
+
+    Raises:
+        ConfigError: as `sharded_model`.
+    """
     model.tie_weights()  # outside of what makes parameters empty: FSDP must see that they are one
     if options.lora is not None:
         adapters.add_adapters(model, options.lora, spec)
@@ -104,9 +117,7 @@ def sharded_model(spec: ModelSpec, options: FSDPOptions, mesh: DeviceMesh, devic
             block.compile(dynamic=True)  # hardly two batches have rows of the same length
     model._apply(lambda tensor: torch.empty_like(tensor, device=home) if tensor.is_meta else tensor.to(device))
     model.tie_weights()  # as when the model was made: each module got a parameter of its own
-    _load(model, spec)
-    adapters.draw(model, spec.seed)
-    return model.eval()
+    return model
 
 
 def _empty_model(spec: ModelSpec) -> PreTrainedModel:

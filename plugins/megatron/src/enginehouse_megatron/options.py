@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field
 
+from enginehouse.engines.memory import MemoryDemand, MemoryUse
 from enginehouse.engines.model import Device
 from enginehouse.engines.options import TrainOptions
 from enginehouse.errors import ConfigError
@@ -20,6 +21,7 @@ from enginehouse_megatron.check_model import (
     named_architecture,
     number_of_experts,
 )
+from enginehouse_megatron.memory import memory_use
 
 
 def has_transformer_engine() -> bool:
@@ -94,3 +96,7 @@ class MegatronOptions(TrainOptions):
         if self.architecture == "auto":  # else its experts may be counted under another name
             check_experts(experts, self)
             check_router(config if experts else {})
+
+    def memory(self, demand: MemoryDemand) -> MemoryUse | None:
+        """See `EngineOptions.memory`; None where experts are shared out."""
+        return memory_use(self, demand) if self.expert_parallel == 1 else None

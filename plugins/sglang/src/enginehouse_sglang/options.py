@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from enginehouse.engines.memory import MemoryDemand, MemoryUse, server_memory
 from enginehouse.engines.model import Device
 from enginehouse.engines.options import SplitRolloutOptions, check_native
 from enginehouse.errors import ConfigError
@@ -98,6 +99,19 @@ class SGLangOptions(SplitRolloutOptions):
     def servers(self) -> Sequence[str]:
         """See `EngineOptions.servers`."""
         return self.endpoint
+
+    def memory(self, demand: MemoryDemand) -> MemoryUse | None:
+        """See `EngineOptions.memory`; None of servers that run already, wherever they are."""
+        if self.endpoint:
+            return None
+        return server_memory(
+            demand,
+            split=self.tensor_parallel,
+            running=self.max_running,
+            share=self.native.get("mem_fraction_static", 0.85),  # SGLang chooses it by the GPU; about this
+            cache_mib=self.kv_cache_mib,
+            cpu_cache_mib=1024,
+        )
 
     def surprises(self) -> Sequence[str]:
         """See `EngineOptions.surprises`."""

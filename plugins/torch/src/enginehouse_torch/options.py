@@ -7,9 +7,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from enginehouse.engines.memory import MemoryDemand, MemoryUse
 from enginehouse.engines.model import Device
 from enginehouse.engines.options import GroupedTrainOptions, RolloutOptions
 from enginehouse.errors import ConfigError
+from enginehouse_torch.memory import rollout_memory, train_memory
 
 
 def _none(native: dict[str, Any]) -> dict[str, Any]:
@@ -68,6 +70,10 @@ class TorchTrainOptions(PackingOptions):
 
     native: Native = Field(default_factory=dict, description="Must be empty")
 
+    def memory(self, demand: MemoryDemand) -> MemoryUse:
+        """See `EngineOptions.memory`."""
+        return train_memory(self, demand)
+
 
 class TorchRolloutOptions(RolloutOptions):
     """Options of the `torch` rollout engine."""
@@ -78,3 +84,7 @@ class TorchRolloutOptions(RolloutOptions):
         True, description="Use the faster forward pass where the model's shape is known and it proves right"
     )
     prefill_tokens: int = Field(16384, gt=0, description="Most padded prompt tokens in one forward pass")
+
+    def memory(self, demand: MemoryDemand) -> MemoryUse:
+        """See `EngineOptions.memory`."""
+        return rollout_memory(self, demand)

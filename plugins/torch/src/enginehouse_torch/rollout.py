@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from enginehouse.engines.memory import give_back_freed_memory
+from enginehouse.engines.storages import give_back_freed_memory
 from enginehouse.engines.model import ModelSpec, ProcessContext, end_ids, positions
 from enginehouse.engines.rollout import Endpoint, GenerateRequest, GenerateResult, Health, PauseMode
 from enginehouse.engines.sleep import check_awake, check_weights_awake, sleeping

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from enginehouse.engines.memory import give_up, take_back
+from enginehouse.engines.storages import give_up, take_back
 from enginehouse.engines.weights import HostMemory, WeightState, WeightUpdate
 from enginehouse.weights.checksums import checksum
 from enginehouse.weights.form import ModelForm

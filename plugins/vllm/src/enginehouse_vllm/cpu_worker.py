@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from enginehouse.engines.memory import give_back_freed_memory, give_up
+from enginehouse.engines.storages import give_back_freed_memory, give_up
 from enginehouse_vllm.reload_repairs import forget_packed_linears
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from enginehouse.engines.memory import MemoryDemand, MemoryUse, server_memory
 from enginehouse.engines.options import SplitRolloutOptions, check_native
 from enginehouse.errors import ConfigError
 
@@ -65,6 +66,17 @@ class VLLMOptions(SplitRolloutOptions):
                 "GPU. Set truncated_logprobs=renormalized and algorithm.old_logprobs=actor, which computes those of "
                 f"the whole distribution; or engine.env.{V2_RUNNER}=0, which is slower; or top_p=1 and top_k=0"
             )
+
+    def memory(self, demand: MemoryDemand) -> MemoryUse:
+        """See `EngineOptions.memory`."""
+        return server_memory(
+            demand,
+            split=self.tensor_parallel,
+            running=self.max_running,
+            share=self.native.get("gpu_memory_utilization", 0.92),  # vLLM's own default
+            cache_mib=self.kv_cache_mib,
+            cpu_cache_mib=1024,
+        )
 
     def surprises(self) -> Sequence[str]:
         """See `EngineOptions.surprises`."""

@@ -24,7 +24,7 @@ def make_free() -> None:
 
 
 def _free(answer: Any, updater: Any, request: Any) -> Any:
-    from enginehouse.engines.memory import give_back_freed_memory, give_up
+    from enginehouse.engines.storages import give_back_freed_memory, give_up
 
     runner = updater.tp_worker.model_runner
     tensors = list(runner.model.parameters()) if "weights" in request.tags else []

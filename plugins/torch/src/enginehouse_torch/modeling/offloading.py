@@ -19,7 +19,7 @@ from typing import IO, Literal
 
 import torch
 
-from enginehouse.engines.memory import give_back_freed_memory, give_up, take_back
+from enginehouse.engines.storages import give_back_freed_memory, give_up, take_back
 from enginehouse.errors import EnginehouseError
 
 __all__ = ["Offloading", "storages"]

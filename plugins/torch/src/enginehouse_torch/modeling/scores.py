@@ -18,15 +18,13 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from enginehouse_torch.modeling.sizes import BLOCK, SCORED_AT_ONCE_ELSEWHERE
+
 if TYPE_CHECKING:
     from enginehouse.engines.train import Outputs
 
-BLOCK = 1 << 27
-"""Most logits that are there at once: in float32 512 MiB, 832 tokens of a vocabulary of 152,064."""
-
 SCORED_AT_ONCE = {"cpu": 1 << 17}
 """Logits of a block that are scored at once, by device type: on a CPU half a MiB, which a core's own cache holds."""
-SCORED_AT_ONCE_ELSEWHERE = 1 << 25
 
 NO_SHARE = -128.0
 """A logarithm whose exponential is 0 in float32; stands for that of -inf, which times 0 would be nan."""
@@ -82,29 +80,6 @@ def score_columns(found: torch.Tensor, outputs: Outputs) -> dict[str, torch.Tens
     if outputs.entropy:
         columns["entropy"] = entropy[0] if outputs.entropy_gradient else entropy[0].detach()
     return columns
-
-
-def head_bytes(tokens: int, hidden: int, vocabulary: int, dtype: torch.dtype, *, entropy_gradient: bool) -> int:
-    """The most that `scores` takes of a GPU's memory, forward and backward, beside states, weight and targets.
-
-    The gradients of states and weight are counted, which stay; of what there is one of a token, nothing is.
-
-    Args:
-        tokens: how many are scored in one micro-batch.
-        hidden: size of a hidden state.
-        vocabulary: rows of this rank's weight, which gets a gradient.
-        dtype: of states and weight.
-        entropy_gradient: whether entropies are asked for and have a gradient.
-    """
-    whole, size, states = tokens * vocabulary <= BLOCK, dtype.itemsize, tokens * hidden
-    block = min(tokens * vocabulary, BLOCK)
-    exact, rounded = 4 * block, size * block if dtype != torch.float32 else 0
-    scored = 4 * min(block, SCORED_AT_ONCE_ELSEWHERE)
-    forward = exact + max(rounded, 2 * scored)
-    lasting = vocabulary * hidden * size + states * (size if whole else 4) + (exact if whole else 0)
-    made = exact + max(rounded, scored if entropy_gradient else 0)
-    multiplied = (rounded or exact) + states * size
-    return max(forward, lasting + max(made, multiplied))
 
 
 class _Scores(torch.autograd.Function):

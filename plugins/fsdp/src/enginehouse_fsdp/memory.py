@@ -1,0 +1,70 @@
+"""How much memory a rank of the `fsdp` engine takes, by arithmetic over a model's shape. Light to import."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from enginehouse.engines.memory import MemoryDemand, MemoryUse
+from enginehouse_fsdp.axes import CONTEXT, REPLICATE, SHARD, TENSOR, axis_sizes
+from enginehouse_torch.modeling.sizes import block_backward_bytes, block_bytes, head_bytes
+
+if TYPE_CHECKING:
+    from enginehouse_fsdp.options import FSDPOptions
+
+BUCKET_BYTES = 256 << 20
+"""As in `weights`, which imports torch."""
+
+
+def memory_use(options: FSDPOptions, demand: MemoryDemand) -> MemoryUse:
+    """What a rank holds, at the fullest of three moments: at the head, in the last block's backward pass, and as the
+    outermost unit's gradient is summed over the ranks.
+
+    A unit is gathered in the dtype that is computed in, twice while another follows, and its gradient is summed in
+    `reduce_dtype`. Nothing of it is freed for good but by the next one.
+    """
+    shape, size = demand.shape, demand.itemsize
+    sizes = axis_sizes(demand.processes, options)
+    split, context = sizes.get(TENSOR, 1), sizes.get(CONTEXT, 1)
+    sharing = sizes[SHARD] * context * split
+    shares = sizes[SHARD] * sizes.get(REPLICATE, 1)
+    tokens = demand.tokens(options.tokens_per_microbatch, shares) // context
+    block, root = size * shape.block_parameters // split, size * shape.root_parameters // split
+    shards = 4 * shape.parameters // sharing
+    trained = _adapters(options, shape) if options.lora is not None else shape.parameters
+    states = 4 * trained // (1 if options.lora is not None else sharing) if demand.trained else 0
+    held = {"weights": shards, "optimizer": 2 * states}
+    gathered = root + (shape.layers * block if not options.reshard_after_forward else 0)
+    one = block_bytes(shape, size, split) * tokens
+    kept = shape.layers * (size * shape.hidden * tokens if options.activation_checkpointing else one)
+    logits = head_bytes(tokens, shape.hidden, -(-demand.logits // split), size, trained=demand.trained)
+    moments = [{"gathered": gathered + 2 * block, "activations": one, "head": logits}]
+    if demand.trained:
+        reduced = 4 if options.reduce_dtype == "float32" or size == 4 else 2
+        whole = 0 if options.lora is not None else 1
+        again = one if options.activation_checkpointing else 0
+        units = (3 if again else 2) * block if options.reshard_after_forward else 0
+        norm = (4 + 2 * size) * shape.hidden * tokens
+        head = size * shape.vocabulary * shape.hidden // split
+        matrix = size * shape.hidden * shape.feed_forward // split
+        sums = reduced * shape.root_parameters // split
+        moments = [
+            {"gathered": gathered, "gradients": states, "activations": kept + norm, "head": logits},
+            {
+                "gathered": gathered + units,
+                "gradients": states + whole * (head + matrix),
+                "activations": kept + again + block_backward_bytes(shape, size, split) * tokens,
+            },
+            {"gathered": gathered - root, "gradients": states + whole * max(root + sums, sums + 2 * sums // sharing)},
+        ]
+    fullest = max(moments, key=lambda moment: sum(moment.values()))
+    if options.cpu_offload and demand.device == "cuda":
+        held = {}
+        fullest["gradients"] = fullest.get("gradients", 0) - states
+    return MemoryUse(held=held, working=fullest, updating={"staging": 2 * BUCKET_BYTES}, measured=True)
+
+
+def _adapters(options: FSDPOptions, shape) -> int:
+    """Parameters of adapters of all of a block's matrices."""
+    assert options.lora is not None
+    sizes = 4 * shape.hidden + 2 * shape.queries + 2 * shape.keys + 3 * (shape.hidden + shape.feed_forward)
+    return shape.layers * options.lora.rank * sizes

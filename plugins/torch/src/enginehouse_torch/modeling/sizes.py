@@ -1,0 +1,63 @@
+"""What training a transformers decoder in torch takes beside its state, in bytes, by arithmetic over its shape.
+
+It counts what autograd keeps; tests compare it with tensors without content. Light to import: `plan` does.
+"""
+
+from __future__ import annotations
+
+from enginehouse.engines.memory import ModelShape
+
+__all__ = ["block_backward_bytes", "block_bytes", "head_bytes"]
+
+BLOCK = 1 << 27
+"""Most logits that are there at once: in float32 512 MiB, 832 tokens of a vocabulary of 152,064."""
+SCORED_AT_ONCE_ELSEWHERE = 1 << 25
+"""Logits of a block that are scored at once, where `scores.SCORED_AT_ONCE` says nothing of the device."""
+
+
+def block_bytes(shape: ModelShape, itemsize: int, split: int = 1) -> int:
+    """What a block's forward pass keeps of one token for its backward pass.
+
+    Args:
+        shape: the model's.
+        itemsize: bytes of an element of what is computed in.
+        split: ranks that split each matrix.
+    """
+    norm = 4 + 2 * itemsize  # the float32 input, the normalised one, and that times the weight
+    attention = itemsize * (3 * shape.queries + 2 * shape.keys) + 4 * shape.heads
+    if shape.norms_queries:
+        attention += (4 + itemsize) * (shape.queries + shape.keys)
+    return 2 * norm * shape.hidden + (attention + itemsize * 4 * shape.feed_forward) // split
+
+
+def block_backward_bytes(shape: ModelShape, itemsize: int, split: int = 1) -> int:
+    """What a block's backward pass needs of one token beside `block_bytes`, when that is most: in the feed-forward."""
+    return itemsize * (3 * shape.feed_forward // split - shape.hidden)
+
+
+def head_bytes(
+    tokens: int, hidden: int, vocabulary: int, itemsize: int, *, trained: bool = True, entropy_gradient: bool = False
+) -> int:
+    """The most that `modeling.scores` takes of a GPU's memory, beside states, weight and targets.
+
+    The gradients of states and weight are counted, which stay; of what there is one of a token, nothing is.
+
+    Args:
+        tokens: how many are scored in one micro-batch.
+        hidden: size of a hidden state.
+        vocabulary: rows of this rank's weight, which gets a gradient.
+        itemsize: bytes of an element of states and weight.
+        trained: whether there is a backward pass.
+        entropy_gradient: whether entropies are asked for and have a gradient.
+    """
+    whole, states = tokens * vocabulary <= BLOCK, tokens * hidden
+    block = min(tokens * vocabulary, BLOCK)
+    exact, rounded = 4 * block, itemsize * block if itemsize < 4 else 0
+    scored = 4 * min(block, SCORED_AT_ONCE_ELSEWHERE)
+    forward = exact + max(rounded, 2 * scored)
+    if not trained:
+        return forward
+    lasting = vocabulary * hidden * itemsize + states * (itemsize if whole else 4) + (exact if whole else 0)
+    made = exact + max(rounded, scored if entropy_gradient else 0)
+    multiplied = (rounded or exact) + states * itemsize
+    return max(forward, lasting + max(made, multiplied))

@@ -1,0 +1,134 @@
+"""What `plan` says of memory, and refuses; the GPUs are pretended, and the model is a config without weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from click.testing import CliRunner
+from projects import Project
+
+from enginehouse.cli.main import main
+from enginehouse.config.device import Gpu, assumed_gpus
+from enginehouse.config.load import load_config
+from enginehouse.config.memory import PROCESS_BYTES, places
+from enginehouse.config.plan import Plan, plan
+from enginehouse.engines.memory import MemoryDemand, MemoryUse, ModelShape, server_memory
+from enginehouse.errors import UserError
+from enginehouse.plugin import load_plugins
+
+GIB = 2**30
+SHAPE = {
+    "model_type": "qwen2",
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+}
+"""Qwen2.5-7B's."""
+FSDP = ["actor.engine.backend=fsdp", "model.path=seven", "model.dtype=bfloat16"]
+
+
+def both(processes: int) -> list[str]:
+    return [f"actor.processes={processes}", f"rollout.replicas={processes}"]
+
+
+@pytest.fixture
+def on(project: Project) -> Callable[..., Plan]:
+    """Plans a 7B model on so many GPUs of 79 GiB."""
+    project.make_model("seven", **SHAPE)
+    project.config["cluster"]["device"] = "cuda"
+    plugins = load_plugins(enabled=("torch", "fsdp"))
+
+    def on(number: int, *overrides: str) -> Plan:
+        with assumed_gpus(number, Gpu.of_kind("H100")):
+            return plan(load_config(project.save(), [*FSDP, *overrides]), plugins)
+
+    return on
+
+
+def said(planned: Plan) -> str:
+    return planned.render()
+
+
+def test_what_a_gpu_cannot_hold_is_refused_with_what_takes_most(on):
+    with pytest.raises(UserError, match=r"of 79\.0 GiB on each of 1 GPU, .*most of it: optimizer of the actor, 56\.7"):
+        on(1)
+
+
+def test_what_it_can_is_planned_by_role(on):
+    lines = said(on(8, *both(8))).splitlines()
+    (heading,) = (line for line in lines if "GiB of a rank" in line)
+    columns = heading.split("GiB of a rank")[1].split("  ")
+    assert [name.strip() for name in columns if name.strip()][:2] == ["weights", "optimizer"]
+    assert any("of 79.0 GiB on each of 8 GPUs" in line for line in lines)
+    assert any("not compared with what is really allocated: rollout" in line for line in lines)
+
+
+def test_a_model_whose_shape_is_not_told_is_planned_without_amounts(on):
+    assert "GiB" not in said(on(1, "model.path=model"))
+
+
+USES = {
+    "actor": MemoryUse(
+        held={"weights": 4 * GIB, "optimizer": 8 * GIB}, working={"activations": 20 * GIB}, updating={"staging": GIB}
+    ),
+    "rollout": MemoryUse(held={"weights": 16 * GIB, "KV cache": 30 * GIB}, working={"logits": GIB}),
+}
+
+
+def sizes(planned: Plan) -> dict[str, int]:
+    """GiB of each place, without what any process takes, by its roles."""
+    found = places(planned.roles, USES, "cuda")
+    guests = {place.roles: sum(PROCESS_BYTES for a in place.amounts if a.what == "CUDA and NCCL") for place in found}
+    assert all(guests.values())
+    return {
+        "+".join(place.roles): sum(a.size for a in place.amounts if a.what != "CUDA and NCCL") // GIB for place in found
+    }
+
+
+def test_roles_of_one_process_hold_theirs_together_and_compute_in_turn(on):
+    assert sizes(on(8, *both(8))) == {"actor+rollout": 4 + 8 + 16 + 30 + 20}
+
+
+def test_roles_that_take_turns_need_what_the_larger_turn_does(on):
+    assert sizes(on(8, *both(8), "rollout.placement=shared")) == {"actor+rollout": 16 + 30 + 1}
+
+
+def test_roles_apart_are_alone(on):
+    apart = [*both(4), "rollout.placement=separate"]
+    assert sizes(on(8, *apart)) == {"actor": 32, "rollout": 47}
+
+
+def demand(**given) -> MemoryDemand:
+    shape = ModelShape.of(SHAPE)
+    assert shape is not None
+    default = {"itemsize": 2, "processes": 1, "rows": 64, "longest": 2048, "trained": False, "device": "cuda"}
+    return MemoryDemand(shape=shape, **(default | given))
+
+
+def test_a_server_fills_its_share_with_keys_and_values():
+    use = server_memory(demand(card=80 * GIB), split=1, running=64, share=0.5, cache_mib=None, cpu_cache_mib=1024)
+    assert sum((*use.held.values(), *use.working.values())) == 40 * GIB
+    tokens = use.held["KV cache"] // (2 * 28 * 512 * 2)  # layers, keys of a token, bytes
+    assert f"{tokens:,} tokens" in use.note
+
+
+def test_a_suggestion_changes_what_costs_least_and_can_be_pasted(project: Project, on):
+    path = str(project.save())
+    asked = ["plan", path, *FSDP, *both(4), "actor.engine.options.tokens_per_microbatch=32768"]
+    asked += ["rollout.sampling.max_tokens=4096", "train.prompts_per_step=40"]
+    refused = CliRunner().invoke(main, [*asked, "--gpus", "4", "--gpu", "H100", "--suggest"])
+    assert refused.exit_code == 2
+    (pasted,) = (line.split() for line in refused.stdout.splitlines() if line.startswith("  actor."))
+    assert "actor.engine.options.activation_checkpointing=true" in pasted
+    assert CliRunner().invoke(main, [*asked, *pasted, "--gpus", "4", "--gpu", "H100"]).exit_code == 0
+
+
+def test_a_kind_of_gpu_that_is_not_known_is_refused_with_the_nearest(project: Project):
+    refused = CliRunner().invoke(main, ["plan", str(project.save()), "--gpu", "H10"])
+    assert refused.exit_code == 2
+    assert "'H100'" in refused.output
