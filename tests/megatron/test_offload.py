@@ -8,8 +8,8 @@ import torch
 from megatron_train_cases import weights_after_a_step
 from rank_processes import rank_processes
 
-from enginehouse.engines.storages import give_back_freed_memory
 from enginehouse.engines.model import ModelSpec, ProcessContext
+from enginehouse.engines.storages import give_back_freed_memory
 from enginehouse.engines.train import Outputs
 from enginehouse.errors import EnginehouseError
 from enginehouse_testing.checks.train.reference import TRAINING

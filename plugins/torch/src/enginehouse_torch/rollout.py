@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from enginehouse.engines.storages import give_back_freed_memory
 from enginehouse.engines.model import ModelSpec, ProcessContext, end_ids, positions
 from enginehouse.engines.rollout import Endpoint, GenerateRequest, GenerateResult, Health, PauseMode
 from enginehouse.engines.sleep import check_awake, check_weights_awake, sleeping
+from enginehouse.engines.storages import give_back_freed_memory
 from enginehouse.engines.train import ALL
 from enginehouse.engines.weights import WeightChunk, WeightState, WeightUpdate
 from enginehouse.errors import EnginehouseError, ModelError
