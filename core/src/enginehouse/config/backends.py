@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from pydantic import BaseModel, ValidationError
 from safetensors import SafetensorError, safe_open
 
+from enginehouse.config.device import gpus_are_assumed
 from enginehouse.config.load import check
 from enginehouse.config.migration import answer_key
 from enginehouse.engines.declared import protocols_of
@@ -32,7 +33,7 @@ from enginehouse.plugin.capabilities import (
     WEIGHT_CHECKSUMS,
 )
 from enginehouse.plugin.references import find_definition, lacking
-from enginehouse.runtimes import CURRENT, Interpreter, choose_runtime
+from enginehouse.runtimes import CURRENT, Interpreter, NoRuntime, choose_runtime
 
 if TYPE_CHECKING:
     from enginehouse.config.device import Dtype
@@ -124,6 +125,10 @@ def choose_interpreter(
             plugins.get(record.kind, engine.backend)  # says which of the plugin's extras brings what is missing
         chosen = choose_runtime(record, engine.runtime, device)
     except UserError as error:
+        if isinstance(error, NoRuntime) and gpus_are_assumed():  # it is to be made where they are
+            name = f"{record.name}-{device}"
+            findings.note(f"{key}.engine: {error}")
+            return Interpreter(name, python=name, reason="it is not made here")
         at = "backend" if engine.runtime == "auto" else "runtime"
         error.args = (f"{key}.engine.{at}: {error}", *error.args[1:])
         findings.problems.append(error)

@@ -61,6 +61,11 @@ def assumed_gpus(number: int, gpu: Gpu | None) -> Iterator[None]:
         _assumed.reset(token)
 
 
+def gpus_are_assumed() -> bool:
+    """Whether plans are made for GPUs that are elsewhere."""
+    return _assumed.get() is not None
+
+
 def visible_gpus() -> int:
     """Number of GPUs that the run may use on this machine, or on the one that is assumed."""
     assumed = _assumed.get()
@@ -107,7 +112,7 @@ def pick_device(wanted: Literal["auto", "cpu", "cuda"]) -> tuple[Device, str]:
     if wanted != "auto":
         return wanted, "cluster.device"
     gpus = visible_gpus()
-    if gpus and _assumed.get() is not None:
+    if gpus and gpus_are_assumed():
         return "cuda", f"as if {gpus} GPU{'s' if gpus > 1 else ''} were here"
     if not gpus:
         return "cpu", "no GPU is visible here"
