@@ -119,8 +119,8 @@ def test_a_server_fills_its_share_with_keys_and_values():
 
 def test_a_suggestion_changes_what_costs_least_and_can_be_pasted(project: Project, on):
     path = str(project.save())
-    asked = ["plan", path, *FSDP, *both(4), "actor.engine.options.tokens_per_microbatch=32768"]
-    asked += ["rollout.sampling.max_tokens=4096", "train.prompts_per_step=40"]
+    asked = ["plan", path, *FSDP, *both(4), "actor.engine.options.activation_checkpointing=false"]
+    asked += ["rollout.sampling.max_tokens=4096", "train.prompts_per_step=40", "rollout.engine.options.max_running=8"]
     refused = CliRunner().invoke(main, [*asked, "--gpus", "4", "--gpu", "H100", "--suggest"])
     assert refused.exit_code == 2
     (pasted,) = (line.split() for line in refused.stdout.splitlines() if line.startswith("  actor."))

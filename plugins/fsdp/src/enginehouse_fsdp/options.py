@@ -70,4 +70,4 @@ class FSDPOptions(PackingOptions):
 
     def memory(self, demand: MemoryDemand) -> MemoryUse:
         """See `EngineOptions.memory`."""
-        return memory_use(self, demand)
+        return memory_use(self.for_device(demand.device), demand)

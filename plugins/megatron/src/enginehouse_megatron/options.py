@@ -99,4 +99,4 @@ class MegatronOptions(TrainOptions):
 
     def memory(self, demand: MemoryDemand) -> MemoryUse | None:
         """See `EngineOptions.memory`; None where experts are shared out."""
-        return memory_use(self, demand) if self.expert_parallel == 1 else None
+        return memory_use(self.for_device(demand.device), demand) if self.expert_parallel == 1 else None
