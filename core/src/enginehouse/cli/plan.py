@@ -62,6 +62,8 @@ def plan(
         except UserError as error:
             found = nearest_layout(load_config(config, overrides, schema), planned, visible_gpus()) if suggest else None
             if found is None:
+                if suggest:
+                    click.echo("No other layout that was tried can start.", err=True)
                 raise
             overriding, fitting = found
             click.echo(f"{error}\n", err=True)

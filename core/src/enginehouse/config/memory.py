@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from enginehouse.config.roles import own_processes
+from enginehouse.engines.memory import PROCESS_BYTES
 
 if TYPE_CHECKING:
     from enginehouse.config.device import Gpu
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from enginehouse.engines.memory import MemoryUse
 
 GIB = 2**30
-PROCESS_BYTES = 3 * GIB // 2
-"""What a process takes on a GPU before it allocates anything: CUDA's context and libraries, and NCCL. A guess."""
 
 
 class Amount(NamedTuple):

@@ -835,6 +835,7 @@ class _Setting:
                 trained=role.trained,
                 device=self.device,
                 card=gpu and gpu.size,
+                takes_turns=role.devices_of is not None,
             )
             uses[name] = memory_of(backends.get(name), role.options, demand)
         self.memory_lines = table(roles, uses, self.device, gpu)

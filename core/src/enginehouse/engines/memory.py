@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from enginehouse.engines.model import Device
 
-__all__ = ["MemoryDemand", "MemoryUse", "ModelShape", "server_memory"]
+__all__ = ["PROCESS_BYTES", "MemoryDemand", "MemoryUse", "ModelShape", "server_memory"]
 
 EXACT = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"})
 """Models (`model_type`) of which a `ModelShape` has all."""
@@ -120,6 +120,7 @@ class MemoryDemand:
         trained: whether it takes optimizer steps.
         device: torch device type of the run.
         card: bytes of one device's memory; None where that is not known.
+        takes_turns: `ProcessContext.takes_turns` of its processes.
     """
 
     shape: ModelShape
@@ -131,6 +132,7 @@ class MemoryDemand:
     trained: bool
     device: Device
     card: int | None = None
+    takes_turns: bool = False
 
     @property
     def logits(self) -> int:
@@ -169,7 +171,14 @@ class MemoryUse:
 
 
 def server_memory(
-    demand: MemoryDemand, *, split: int, running: int, share: float, cache_mib: int | None, cpu_cache_mib: int
+    demand: MemoryDemand,
+    *,
+    split: int,
+    running: int,
+    share: float,
+    cache_mib: int | None,
+    cpu_cache_mib: int,
+    process: int = 0,
 ) -> MemoryUse:
     """What one of a replica's processes holds, of an engine that takes a share of a GPU and fills it with its cache.
 
@@ -180,13 +189,14 @@ def server_memory(
         share: of a GPU's memory.
         cache_mib: of keys and values in all, in place of what is left of the share.
         cpu_cache_mib: the same on a CPU.
+        process: bytes of its share that go before it allocates anything, where it counts these: `PROCESS_BYTES`.
     """
     shape, size = demand.shape, demand.itemsize
     weights = size * shape.parameters // split
     passing = size * PREFILL_TOKENS * (2 * shape.feed_forward + 4 * shape.hidden) // split
     passing += 4 * min(running, -(-demand.rows // demand.processes)) * shape.vocabulary
     each = -(-shape.cached_per_token * size // split)
-    limit = int(share * demand.card) if demand.card and demand.device == "cuda" else None
+    limit = int(share * demand.card) - process if demand.card and demand.device == "cuda" else None
     mib = cache_mib if cache_mib or demand.device == "cuda" else cpu_cache_mib
     cache, note = demand.longest * each, "KV cache of all that is left on the GPU"
     if mib is not None:
@@ -199,6 +209,9 @@ def server_memory(
         held={"weights": weights, "KV cache": cache}, working={"activations": passing}, limit=limit, note=note
     )
 
+
+PROCESS_BYTES = 3 * 2**29
+"""What a process takes on a GPU before it allocates anything: CUDA's context and libraries, and NCCL. A guess."""
 
 PREFILL_TOKENS = 8192
 """About what such engines compute in one pass."""

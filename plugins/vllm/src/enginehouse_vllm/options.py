@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from enginehouse.engines.memory import MemoryDemand, MemoryUse, server_memory
+from enginehouse.engines.memory import PROCESS_BYTES, MemoryDemand, MemoryUse, server_memory
 from enginehouse.engines.options import SplitRolloutOptions, check_native
 from enginehouse.errors import ConfigError
 
@@ -34,6 +34,9 @@ OURS = {
 }
 """Arguments of vLLM's engine that this backend sets itself, and what decides each."""
 
+
+SHARE, SHARE_IN_TURNS = 0.92, 0.85
+"""Of a GPU's memory: vLLM's own default, and ours where others have the GPU in turns."""
 
 V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM's variable: `"0"` has it run models by Model Runner V1."""
@@ -73,9 +76,10 @@ class VLLMOptions(SplitRolloutOptions):
             demand,
             split=self.tensor_parallel,
             running=self.max_running,
-            share=self.native.get("gpu_memory_utilization", 0.92),  # vLLM's own default
+            share=self.native.get("gpu_memory_utilization", SHARE_IN_TURNS if demand.takes_turns else SHARE),
             cache_mib=self.kv_cache_mib,
             cpu_cache_mib=1024,
+            process=PROCESS_BYTES,
         )
 
     def surprises(self) -> Sequence[str]:
