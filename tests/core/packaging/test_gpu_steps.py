@@ -7,8 +7,12 @@ import shlex
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+from projects import Project, project  # noqa: F401 - a fixture
 from tools import gpu
 from tools.gpu import Step, run_all, steps
+
+from enginehouse.cli.main import main
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +69,29 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setattr(gpu, "interpreters", dict)
     assert gpu.main([]) == 2
     assert "no GPU that torch can use is visible here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name", [step.name for step in steps(gpu.MODEL) if " examples/quickstart/grpo.yaml" in step.command]
+)
+def test_the_runs_it_makes_can_start_on_one_gpu(name: str, project: Project, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+    monkeypatch.setenv("ENGINEHOUSE_RUNTIMES", "runtimes")
+    shape = {
+        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "head_dim": 128,
+        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "tie_word_embeddings": True,
+        "max_position_embeddings": 40960,
+    }  # fmt: skip
+    project.make_model(str(gpu.MODEL), **shape)
+    gpu.TASK.mkdir()
+    (gpu.TASK / "train.jsonl").write_bytes((project.root / "train.jsonl").read_bytes())
+    (step,) = [step for step in steps(gpu.MODEL) if step.name == name]
+    _, _, config, *overrides = shlex.split(step.command.partition(" --")[0])
+    asked = ["plan", str(gpu.ROOT / config), *overrides, "--gpus", "1", "--gpu", "H100"]
+    result = CliRunner().invoke(main, asked)
+    assert result.exit_code == 0, result.output
+    assert ("taking turns with the actor" in result.output) is (
+        name != "passes of 81,920 tokens" and "one process" not in name
+    )
 
 
 def test_nothing_that_is_written_names_a_place_of_the_machine():
