@@ -149,7 +149,7 @@ FLASH = f"{OPTIONS}.attention=flash_attention_2"
     [
         (["cluster.device=cpu", FLASH], "has kernels for cuda alone, and this run is on cpu; use attention=auto"),
         (["cluster.device=cpu", f"{OPTIONS}.attention=flex_attention"], "has kernels for cuda alone"),
-        (["cluster.device=cuda", FLASH], "has no kernels for float32; use model.dtype=bfloat16"),
+        (["cluster.device=cuda", "model.dtype=float32", FLASH], "has no kernels for float32; use model.dtype=bfloat16"),
         (["cluster.device=cuda", "model.dtype=bfloat16", FLASH], "needs flash-attn, which is not installed here"),
         (
             ["cluster.device=cuda", f"{OPTIONS}.attention=flex_attention", f"{OPTIONS}.context_parallel=2"],

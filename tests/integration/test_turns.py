@@ -109,9 +109,7 @@ def test_a_replica_that_is_killed_in_any_phase_of_a_turn_costs_only_time(
     assert said(run) == said(shared)
 
 
-@pytest.mark.parametrize(
-    "phase", [pytest.param(one, marks=pytest.mark.essential) if one == "onload" else one for one in PHASES]
-)
+@pytest.mark.parametrize("phase", PHASES)
 def test_a_rank_of_the_actor_that_is_killed_in_any_phase_of_a_turn_is_named_and_the_run_goes_on_by_resume(
     start: Start, shared: RunProcess, killer: Path, phase: str
 ):

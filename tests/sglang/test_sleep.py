@@ -14,7 +14,6 @@ pytestmark = pytest.mark.slow
 CACHE_MIB = 64
 
 
-@pytest.mark.essential
 def test_a_replica_that_sleeps_gives_back_its_weights_and_cache_and_draws_nothing(replica):
     path = tiny_model(hidden=1024, max_positions=2048)
     with replica() as group:

@@ -20,7 +20,6 @@ def path():
     return tiny_model(hidden=1024, max_positions=16384)
 
 
-@pytest.mark.essential
 def test_a_replica_that_sleeps_gives_back_its_weights_and_cache_and_draws_for_nobody(replica, path):
     with replica() as group:
         url = group.call("launch", path, {"openai_endpoint": "loopback", "kv_cache_mib": CACHE_MIB})[0]
