@@ -13,6 +13,7 @@ from projects import Project
 
 from enginehouse.config.load import load_config
 from enginehouse.controller import Balanced
+from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.train import LossSpec
 from enginehouse.errors import EnginehouseError, SaveError
 from enginehouse.rl.checkpoint_writer import CheckpointWriter
@@ -63,7 +64,12 @@ class OneActor(Loop):
         self.actor = Actor()
         groups = {"actor": self.actor}
         self.roles: Any = SimpleNamespace(
-            actor=self.actor, groups=groups, trained=groups, turns=Turns({}, None), describe=dict
+            actor=self.actor,
+            groups=groups,
+            trained=groups,
+            plans={"actor": SimpleNamespace(model=ModelSpec("model"))},
+            turns=Turns({}, None),
+            describe=dict,
         )
         yield
 
