@@ -267,6 +267,17 @@ def test_an_engine_that_is_asked_for_too_much_sleeps_not_at_all():
     assert len(asyncio.run(run())[0].completions) == 1
 
 
+def test_a_request_that_was_not_begun_when_the_engine_fell_asleep_is_refused():
+    async def run():
+        async with launched(tiny_model()) as engine:
+            drawn = await posted(generate(engine, PROMPT, stop=("x",), **LONG))  # which waits for the tokenizer
+            await engine.sleep()
+            with pytest.raises(EnginehouseError, match="cannot draw while its weights and kv_cache sleep"):
+                await drawn
+
+    asyncio.run(run())
+
+
 def test_requests_with_one_id_are_aborted_together():
     async def run():
         async with launched(tiny_model()) as engine:

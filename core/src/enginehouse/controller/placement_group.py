@@ -411,7 +411,8 @@ class Room:
 
     def _taken(self, rooms: Mapping[str, int], processes: int, each: Mapping[str, float]) -> list[int]:
         parts: list[int] = []
-        for node in sorted(rooms, key=lambda node: -rooms[node]):
+        # the fullest node that takes them all, so that others stay whole; else the largest parts first
+        for node in sorted(rooms, key=lambda node: (rooms[node] < processes, abs(rooms[node] - processes))):
             parts.append(min(rooms[node], processes - sum(parts)))
             for resources in (self._free[node], self._there[node]):
                 for name, amount in each.items():

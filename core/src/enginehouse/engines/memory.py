@@ -187,7 +187,7 @@ def server_memory(
         split: processes that the model is split over.
         running: most completions at once.
         share: of a GPU's memory.
-        cache_mib: of keys and values in all, in place of what is left of the share.
+        cache_mib: of keys and values, on each GPU, in place of what is left of the share.
         cpu_cache_mib: the same on a CPU.
         process: bytes of its share that go before it allocates anything, where it counts these: `PROCESS_BYTES`.
     """
@@ -200,7 +200,7 @@ def server_memory(
     mib = cache_mib if cache_mib or demand.device == "cuda" else cpu_cache_mib
     cache, note = demand.longest * each, "KV cache of all that is left on the GPU"
     if mib is not None:
-        cache = mib * 2**20 // split
+        cache = mib * 2**20
     elif limit is not None:
         cache = max(cache, limit - weights - passing)
     if mib is not None or limit is not None:

@@ -607,13 +607,13 @@ class RolloutFleet:
                     return
                 with self._launch_allowed():
                     replica.group.call("launch", timeout=self._start_timeout)
+                    with self._lock:  # within: who waits for launches to end has it sleep
+                        replica.state = "returned" if self._version is not None else "serving"
             except Exception as error:
                 if not self._closing.is_set():
                     replica.death = f"its restart failed: {first_line(error)}"
                     log.warning("%s: %s", replica.group.name, replica.death)
                 continue
-            with self._lock:
-                replica.state = "returned" if self._version is not None else "serving"
             seconds = time.perf_counter() - begun
             log.info("%s is back after %.1f s, without weights yet", replica.group.name, seconds)
             self._tell()

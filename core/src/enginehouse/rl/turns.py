@@ -150,8 +150,12 @@ class Turns:
         with self._sync.trainer_in_use():
             if self._rollout.serves:
                 raise WeightSyncError("others draw meanwhile, on the devices that the actor's weights would need")
-            with self.on_devices(PARAMS):
-                self._sync.catch_up(returned)
+            try:
+                with self.on_devices(PARAMS):
+                    self._sync.catch_up(returned)
+            except Exception:  # the run goes on, and it is still the rollout's turn
+                self.hand_over()
+                raise
 
     def metrics(self) -> dict[str, float]:
         """Figures since they were last asked for: `time/turns`, seconds of going over from one turn to the other; and

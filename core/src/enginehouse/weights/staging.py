@@ -186,7 +186,12 @@ class StagedWeights(StagedUpdate[Version]):
             except WeightsLost:
                 raise
             except WeightSyncError as error:
-                raise WeightSyncError(f"{error}; version {self.version} is served again", error.parameters) from error
+                now = (
+                    "it has had no weights since it slept"
+                    if self.is_lost
+                    else f"version {self.version} is served again"
+                )
+                raise WeightSyncError(f"{error}; {now}", error.parameters) from error
             else:
                 before, self.served, self.version, self.is_lost = self.served, staged, version, False
                 if self._staged is staged:

@@ -146,7 +146,8 @@ class FSDPEngine:
         Raises:
             EnginehouseError: a tag is unknown, or there is no room.
         """
-        self._offloading.offload(tags)
+        with self._memory.during("putting state away"):
+            self._offloading.offload(tags)
 
     def onload(self, tags: tuple[str, ...] = ALL) -> None:
         """Bring back what `offload` moved away.
@@ -160,7 +161,7 @@ class FSDPEngine:
     def _state_by_tag(self) -> dict[Tag, Iterable[torch.Tensor]]:
         parameters = list(self._model.parameters())
         gradients = [p.grad for p in parameters if p.grad is not None]
-        moments = () if self._optimizer is None else self._optimizer.state().values()
+        moments = () if self._optimizer is None else self._optimizer.tensors()
         return {"params": parameters, "grads": gradients, "optimizer": moments}
 
     # Weights and files

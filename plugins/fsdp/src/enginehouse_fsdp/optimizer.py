@@ -104,6 +104,11 @@ class ShardedAdamW:
                 found[f"{moment}.{name}"] = state[moment]
         return found
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Those of `state` that there are: none before the first step."""
+        states = self._adamw.state.values()
+        return [state[moment] for state in states for moment in MOMENTS if moment in state]
+
     def restored(self, step_number: int) -> None:
         """Go on from `step_number` after the tensors of `state()` were overwritten."""
         self.step_number = step_number

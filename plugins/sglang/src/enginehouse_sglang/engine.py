@@ -369,13 +369,17 @@ class SGLangRollout:
             )
         if not new:
             return
-        self._asleep |= new
-        if "weights" in new:
-            self._weights.forget()
-        if not self._held:
-            self._held = True
-            await server.hold()
-        await server.release(sorted(new))
+        before, self._asleep = self._asleep, self._asleep | new
+        try:
+            if "weights" in new:
+                self._weights.forget()
+            if not self._held:
+                self._held = True
+                await server.hold()
+            await server.release(sorted(new))
+        except BaseException:
+            self._asleep = before  # it may be asked again; without weights it draws nothing either way
+            raise
 
     async def wake_up(self, tags: tuple[str, ...] = ALL) -> None:
         """See the protocol."""

@@ -56,7 +56,9 @@ class SGLangOptions(SplitRolloutOptions):
         "unset: each replica starts a server of its own",
     )
     kv_cache_mib: int | None = Field(
-        None, gt=0, description="Memory for keys and values, MiB; unset: 1024 on CPU, what is free on a GPU"
+        None,
+        gt=0,
+        description="Memory for keys and values, MiB, on each GPU; unset: 1024 on CPU, what is free on a GPU",
     )
     deterministic: bool | None = Field(
         None,

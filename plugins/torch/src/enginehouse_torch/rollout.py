@@ -108,10 +108,10 @@ class TorchRolloutEngine:
         """
         loop = self.loop
         loop.check()
-        check_awake(self._asleep, self._weights.is_lost)
         pending = Pending(request, self._vocabulary, self._max_model_tokens)
         if request.sampling.stop:
             pending.text_of = await self._tokenizer()
+        check_awake(self._asleep, self._weights.is_lost)
         event_loop = asyncio.get_running_loop()
         future: asyncio.Future[GenerateResult] = event_loop.create_future()
         if not self._arrivals:

@@ -128,7 +128,8 @@ class TorchTrainEngine:
         Raises:
             EnginehouseError: a tag is unknown, or there is no room.
         """
-        self._offloading.offload(tags)
+        with self._memory.during("putting state away"):
+            self._offloading.offload(tags)
 
     def onload(self, tags: tuple[str, ...] = ALL) -> None:
         """Bring back what `offload` put away.

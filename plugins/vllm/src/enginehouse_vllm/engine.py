@@ -434,14 +434,18 @@ class VLLMRollout:
             raise EnginehouseError(f"vllm cannot sleep while {len(self._running)} requests are under way")
         if not self._can_sleep:
             raise EnginehouseError(f"{self._where}: vllm was started without its sleep mode, as nobody takes turns")
-        before, self._asleep = _asleep_in_vllm(self._asleep), asleep
-        new = _asleep_in_vllm(asleep) - before
-        if "weights" in new:
-            self._weights.forget()
-            await self._answer(llm.sleep(level=2))  # which aborts what clients asked for
-        elif new:
-            await self._answer(llm.pause_generation(mode="abort"))
-            await self._answer(llm.release_kv_cache_memory())
+        before, self._asleep = self._asleep, asleep
+        new = _asleep_in_vllm(asleep) - _asleep_in_vllm(before)
+        try:
+            if "weights" in new:
+                self._weights.forget()
+                await self._answer(llm.sleep(level=2))  # which aborts what clients asked for
+            elif new:
+                await self._answer(llm.pause_generation(mode="abort"))
+                await self._answer(llm.release_kv_cache_memory())
+        except BaseException:
+            self._asleep = before  # it may be asked again; without weights it draws nothing either way
+            raise
 
     async def wake_up(self, tags: tuple[str, ...] = ALL) -> None:
         """See the protocol."""

@@ -46,7 +46,9 @@ class VLLMOptions(SplitRolloutOptions):
     """Options of the `vllm` rollout engine. `native` goes to vLLM's `AsyncEngineArgs`."""
 
     kv_cache_mib: int | None = Field(
-        None, gt=0, description="Memory for keys and values, MiB; unset: 1024 on CPU, what is free on a GPU"
+        None,
+        gt=0,
+        description="Memory for keys and values, MiB, on each GPU; unset: 1024 on CPU, what is free on a GPU",
     )
     truncated_logprobs: Literal["exact", "renormalized"] = Field(
         "exact",

@@ -57,6 +57,17 @@ class Attention:
 
 PADDED = Attention()
 
+GRAPHS = 64
+"""How often a process may compile `flex_attention`: each model has some, with and without gradients, with one block and
+with many. At torch's own limit, 8, it goes on without compiling, and makes scores of the square of all tokens."""
+
+
+def expect_graphs() -> None:
+    """Let this process compile as many graphs as `GRAPHS`, for models that attend by `flex_attention`."""
+    import torch._dynamo
+
+    torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
+
 
 def choose_attention(wanted: AttentionChoice, device: torch.device, dtype: torch.dtype) -> Attention:
     """What the option `attention` means here.

@@ -107,7 +107,7 @@ def _scored(head: torch.nn.Linear, targets: torch.Tensor, outputs: Outputs, hidd
     whole, own, own_bias = _local(hidden), _local(weight), None if bias is None else _local(bias)
     split = Split(-(-len(weight) // mesh.size()) * mesh.get_local_rank(), len(own), mesh.get_group())
     found = scores(whole[0], own, own_bias, targets, outputs, split)
-    return DTensor.from_local(found[None], mesh, (Replicate(),), run_check=False)
+    return DTensor.from_local(torch.stack([found]), mesh, (Replicate(),), run_check=False)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

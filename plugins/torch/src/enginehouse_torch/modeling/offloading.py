@@ -40,13 +40,14 @@ class Offloading:
     def __init__(self, state: Callable[[], Mapping[Tag, Iterable[torch.Tensor]]], device: torch.device, where: str):
         self._state, self._device, self._where = state, device, where
         self._away: dict[Tag, list[Stored]] = {}
-        self._pinned: dict[int, torch.Tensor] = {}
+        self._rooms = {tag: HostRoom(pinned=True) for tag in TAGS} if device.type == "cuda" else {}
 
     def offload(self, tags: tuple[str, ...]) -> None:
         """Put away what `tags` name; the device's memory is free when this returns.
 
         Raises:
-            EnginehouseError: a tag is unknown, or there is no room for it.
+            EnginehouseError: a tag is unknown, or there is no room for it on a CPU. What of a tag was put away before
+                an error is back.
         """
         wanted = [tag for tag in self._known(tags) if tag not in self._away]
         if not wanted:
@@ -57,14 +58,7 @@ class Offloading:
             seen |= own.keys()
             if tag not in wanted:
                 continue
-            self._away[tag] = kept = []
-            for key, storage in own.items():
-                pinned = self._pinned.get(key)
-                if pinned is not None and len(pinned) != storage.nbytes():
-                    pinned = None  # of another storage, which is gone
-                kept.append(Stored(storage, pinned, self._where))
-                if (pinned := kept[-1].pinned) is not None:
-                    self._pinned[key] = pinned
+            self._away[tag] = self._stored(own.values(), self._rooms.get(tag))
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         else:
@@ -80,6 +74,22 @@ class Offloading:
             for stored in self._away.get(tag, ()):
                 stored.bring_back()
             self._away.pop(tag, None)
+
+    def _stored(self, given: Iterable[torch.UntypedStorage], room: HostRoom | None) -> list[Stored]:
+        """Put storages away, all or none of them."""
+        kept: list[Stored] = []
+        try:
+            if room is not None:
+                room.clear()
+            for storage in given:
+                kept.append(Stored(storage, room, self._where))
+            if room is not None:
+                room.trim()
+        except BaseException:
+            for stored in kept:
+                stored.bring_back()
+            raise
+        return kept
 
     def need(self, *tags: Tag, to: str) -> None:
         """Raise unless all of `tags` are here.
@@ -99,32 +109,68 @@ class Offloading:
         return [tag for tag in TAGS if "*" in tags or tag in tags]
 
 
+class HostRoom:
+    """Host memory for what a device gives up, kept from one time to the next.
+
+    It is taken in pieces of one size: torch rounds what it pins up to a power of two, each tensor by itself.
+
+    Args:
+        pinned: whether it is, for quicker copies.
+        piece_bytes: of each piece; a power of two.
+    """
+
+    def __init__(self, pinned: bool, piece_bytes: int = 2**26):
+        self._pinned, self._piece_bytes = pinned, piece_bytes
+        self._pieces: list[torch.Tensor] = []
+        self._used = 0
+
+    def clear(self) -> None:
+        """Begin anew: nobody needs what is in it."""
+        self._used = 0
+
+    def take(self, nbytes: int) -> list[torch.Tensor]:
+        """Further room of so many bytes, in parts, each `(bytes,)` of uint8."""
+        parts = []
+        while nbytes:
+            number, at = divmod(self._used, self._piece_bytes)
+            if number == len(self._pieces):
+                piece = torch.empty(self._piece_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+                self._pieces.append(piece)
+            part = self._pieces[number][at : at + nbytes]
+            parts.append(part)
+            self._used += len(part)
+            nbytes -= len(part)
+        return parts
+
+    def trim(self) -> None:
+        """Give up what was not taken since it was cleared."""
+        del self._pieces[-(-self._used // self._piece_bytes) :]
+
+
 class Stored:
     """What a storage held, which has given up its memory.
 
     Args:
         storage: it is empty afterwards.
-        pinned: host memory for it, if it has some already.
+        room: where what a GPU gives up lies; None of a CPU, whose lies in a file.
         where: the rank, for messages.
 
-    Attributes:
-        pinned: the host memory it lies in; None: it lies in a file, or was all zero.
-
     Raises:
-        EnginehouseError: there is no room for it.
+        EnginehouseError: there is no room for the file.
     """
 
-    def __init__(self, storage: torch.UntypedStorage, pinned: torch.Tensor | None, where: str):
+    def __init__(self, storage: torch.UntypedStorage, room: HostRoom | None, where: str):
         self._storage, self._nbytes = storage, storage.nbytes()
         self._file: IO[bytes] | None = None
-        self.pinned: torch.Tensor | None = None
+        self._parts: list[torch.Tensor] = []
         held = _bytes(storage)
         if held.any():
-            if held.is_cuda:
-                self.pinned = torch.empty(len(held), dtype=torch.uint8, pin_memory=True) if pinned is None else pinned
-                self.pinned.copy_(held)
-            else:
+            if room is None:
                 self._file = _written(storage, where)
+            else:
+                self._parts = room.take(self._nbytes)
+                for part, given in zip(self._parts, held.split([len(part) for part in self._parts]), strict=True):
+                    part.copy_(given)
         del held
         give_up(storage)
 
@@ -135,8 +181,10 @@ class Stored:
             with self._file as file:
                 file.seek(0)
                 file.readinto(_memory(self._storage))  # type: ignore[attr-defined]
-        elif self.pinned is not None:
-            _bytes(self._storage).copy_(self.pinned)
+        elif self._parts:
+            held = _bytes(self._storage)
+            for part, taken in zip(self._parts, held.split([len(part) for part in self._parts]), strict=True):
+                taken.copy_(part)
         else:
             _bytes(self._storage).zero_()
 

@@ -111,6 +111,8 @@ class _Scores(torch.autograd.Function):
         largest, total, chosen, weighted = figures
         logs = total.log()
         entropy = logs - weighted / total if outputs.entropy else None
+        if weight is None:  # only their dtype is needed
+            states = states[:0]
         ctx.save_for_backward(states, weight, bias, targets, largest + logs, entropy, kept)
         ctx.outputs, ctx.split = outputs, split
         return torch.stack([chosen - logs] if entropy is None else [chosen - logs, entropy], dim=-1)

@@ -16,6 +16,7 @@ from enginehouse_torch.modeling.attention import (
     Attention,
     attend_by,
     choose_attention,
+    expect_graphs,
     model_input,
     packed_token_outputs,
 )
@@ -87,6 +88,8 @@ def try_attention(
         ConfigError: what `wanted` names, other than by `"auto"`, does not do.
     """
     chosen = choose_attention(wanted, device, dtype)
+    if chosen.trees:
+        expect_graphs()
     rows = chosen.rows if chosen.rows and _computes_the_same(model, dtype, chosen, "rows") else None
     trees = chosen.trees if share_prompts and chosen.trees and can_share_prompts(model, dtype, chosen) else None
     if wanted != "auto" and (rows != chosen.rows or (share_prompts and trees != chosen.trees)):
