@@ -90,6 +90,12 @@ def test_other_roles_count_where_gpus_are_short(on_gpus):
     assert where(on_gpus(4, *beside)) == "on actor"
 
 
+def test_an_evaluation_with_an_engine_of_its_own_counts_too(on_gpus):
+    beside = [FSDP, SLEEPS, "evaluation.engine.backend=sleepless", "data.validation=train.jsonl"]
+    assert where(on_gpus(3, *beside)) == "on its own"
+    assert where(on_gpus(2, *beside)) == "on actor"
+
+
 SHARED = "rollout.placement=shared"
 
 

@@ -29,6 +29,7 @@ def _no_ray(monkeypatch: pytest.MonkeyPatch):
         ([(8, 1), (2, 4)], [[8], [2]]),
         ([(6, 1), (2, 4)], [[6], [2]]),
         ([(40, 0)], [[20, 20]]),
+        ([(4, 1), (4, 1), (1, 8)], [[4], [4], [1]]),
     ],
 )
 def test_a_role_lies_on_as_few_nodes_as_there_must_be_beside_the_others(asked, spread):

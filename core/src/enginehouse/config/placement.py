@@ -35,7 +35,7 @@ def choose_placement(
     Args:
         train: the actor's backend; None after a problem.
         rollout: the rollout's.
-        roles: the roles that are no rollouts.
+        roles: all but the rollout.
         replica: the rollout's interpreter.
         device: torch device type of the run.
         gpus: those of each replica, where the run is on GPUs; 0: it is a server that runs already.
@@ -125,11 +125,12 @@ def _lacks(record: Backend, capability: str) -> str:
 
 
 def check_turns(
-    findings: Findings, roles: Mapping[str, RolePlan], backends: Mapping[str, Backend | None], device: str
+    findings: Findings, wanted: str, roles: Mapping[str, RolePlan], backends: Mapping[str, Backend | None], device: str
 ) -> None:
     """Check that devices which are shared suffice, and that all that is on them can give its memory up.
 
     Args:
+        wanted: `rollout.placement`.
         roles: by name.
         backends: records of the roles that are no rollouts; None after a problem.
         device: torch device type of the run.
@@ -140,11 +141,11 @@ def check_turns(
     each, there = rollout.gpus if device == "cuda" else 1, roles[host].processes
     if rollout.processes * each > there:
         fit = there // max(each, 1)
+        apart = ", or rollout.placement=separate" if wanted == "shared" else ""  # else there are too few GPUs for it
         cure = f"set rollout.replicas={fit}" if fit else f"split them over fewer, or set {host}.processes={each}"
         findings.refuse(
             f"rollout.placement is shared: {rollout.processes} replicas need the devices of "
-            f"{rollout.processes * each} processes of the {host}, which has {there} ({host}.processes); {cure}, or "
-            "rollout.placement=separate"
+            f"{rollout.processes * each} processes of the {host}, which has {there} ({host}.processes); {cure}{apart}"
         )
     for name, record in backends.items():
         if roles[name].shares == host and record is not None and OFFLOAD not in record.capabilities:

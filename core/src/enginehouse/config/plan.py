@@ -292,9 +292,11 @@ def plan(
     setting.reference(config, placed, optimizer_steps, uses_reference)
     setting.reward_model(config, placed, optimizer_steps)
     roles = {name: one.role for name, one in placed.items()}
+    evaluator, evaluation = setting.evaluation(config, train)
+    others = roles if evaluation is None else {**roles, "evaluation": evaluation}
     gpus = gpus_of(rollout, rollout_options)
     placement, apart, not_shared = choose_placement(
-        findings, config, train, rollout, roles, rollout_runs_in, setting.device, gpus
+        findings, config, train, rollout, others, rollout_runs_in, setting.device, gpus
     )
     transport, reason = choose_transport(
         findings, setting.plugins, config, train, rollout, setting.device, placement == "colocated"
@@ -313,7 +315,6 @@ def plan(
         transport=transport,
         effect_check_every=effect_check_every,
     )
-    evaluator, evaluation = setting.evaluation(config, train)
     if evaluation:
         roles["evaluation"] = evaluation
 
@@ -331,7 +332,8 @@ def plan(
     check_batches(findings, config, setting.plugins, roles)
     check_placement(findings, config, setting.device, roles, not_shared)
     check_agreement(findings, roles)
-    check_turns(findings, roles, {name: one.backend for name, one in placed.items()}, setting.device)
+    backends = {name: one.backend for name, one in placed.items()}
+    check_turns(findings, config.rollout.placement, roles, backends, setting.device)
     limit = check_lengths(findings, config, roles, model)
     check_evaluation(findings, config)
     check_positions(findings, config, roles, setting.models, limit)

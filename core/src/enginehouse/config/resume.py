@@ -77,7 +77,7 @@ def check_resume(findings: Findings, config: AnyConfig, trained: Sequence[str], 
         if _under(key, FIXED) and not _under(key, FREE):
             findings.refuse(
                 f"--resume: {key} is {now!r}, and was {was!r} when {checkpoint.path} was written: the run could not go "
-                f"on where it stood. Set it back, or start a new run in another directory"
+                f"on where it stood. Set {key}={was} again, or start a new run in another directory"
             )
         elif not _under(key, UNSAID):
             findings.note(f"{key} is {now!r} from here on, and was {was!r} up to the checkpoint")

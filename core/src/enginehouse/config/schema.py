@@ -184,7 +184,7 @@ class Rollout(Section):
         default="auto",
         description="In the actor's processes (colocated; replicas then equal actor.processes), or in processes of its "
         "own: on the actor's devices, taking turns with it (shared), or beside them (separate); auto: colocated where "
-        "it can be, else separate, and shared where there are too few GPUs for that",
+        "it can be, else separate, and shared where there are too few GPUs on this machine for that",
     )
     samples_per_prompt: int = Field(default=8, gt=0, description="Responses drawn for each prompt of a step")
     sampling: Sampling = Field(default_factory=Sampling)

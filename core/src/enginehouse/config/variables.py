@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from enginehouse.config.roles import RolePlan
 
 DECIDED = {
-    "CUDA_VISIBLE_DEVICES": "where the role is placed decides it",
+    **dict.fromkeys(
+        ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"), "where the role is placed decides it"
+    ),
+    "CUDA_DEVICE_ORDER": "roles that share GPUs have to count them alike: set it where enginehouse, or Ray, is started",
     "OMP_NUM_THREADS": "cluster.threads_per_process decides it",
     **dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "the process's rank decides it"),
     **dict.fromkeys(("MASTER_ADDR", "MASTER_PORT"), "the rendezvous of the role's processes decides it"),
@@ -25,6 +28,8 @@ DECIDED_BY_PREFIX = {
     "ENGINEHOUSE_": "it is set for all processes alike: set it where enginehouse is started",
     "LD_": BEFORE,
     "PYTHON": BEFORE,
+    "GLIBC_": BEFORE,
+    "MALLOC_": BEFORE,
 }
 
 

@@ -273,42 +273,61 @@ class RolloutFleet:
         """Whether a replica takes requests."""
         return any(replica.state == "serving" for replica in self._replicas)
 
-    def sleep(self, tags: tuple[str, ...]) -> list[int | None]:
+    def sleep(self, tags: tuple[str, ...], timeout: float | None = None) -> list[int | None]:
         """Have every replica that lives free memory, whatever it is at; see `RolloutWorker.sleep`.
 
-        Raises:
-            ReplicasLost: none lives.
+        Args:
+            tags: what of it.
+            timeout: deadline in seconds.
         """
-        return self._call_living("sleep", tags)
+        return self._call_living("sleep", tags, timeout=timeout)
 
     def wake_up(self, tags: tuple[str, ...]) -> None:
-        """Have every replica that lives take memory back. Raises as `sleep`."""
+        """Have every replica that lives take memory back."""
         self._call_living("wake_up", tags)
 
-    def abort(self) -> None:
+    def abort(self, timeout: float | None = None) -> None:
         """End all that replicas draw."""
-        self._call_living("abort")
+        self._call_living("abort", timeout=timeout)
 
-    def _call_living(self, method: str, *args: Any) -> list[Any]:
-        """Call every replica that lives; None stands for one that is lost by it."""
+    def _call_living(self, method: str, *args: Any, timeout: float | None = None) -> list[Any]:
+        """Call every replica that lives; None stands for one that is lost by it. Nothing where none is left: one may be
+        coming back, and who waits for it is told if none is."""
         living = self._living()
-        if not living.members:  # one may be coming back
+        if not living.members:
             return []
-        return living.call(method, *args, leave_out_lost=True).result()
+        try:
+            return living.call(method, *args, timeout=timeout, leave_out_lost=True).result()
+        except Exception:
+            if self._living().members:
+                raise
+            return []
 
-    def allow_launches(self, allowed: bool) -> None:
-        """Whether replicas that are started again may start their engines, which fills their devices. Else they wait;
-        those that have begun are waited for, and where none lives, none waits."""
+    @property
+    def lives(self) -> bool:
+        """Whether a replica is there, with weights or without."""
+        return bool(self._living().members)
+
+    def allow_launches(self, allowed: bool, until: float | None = None) -> None:
+        """Whether replicas that are started again may start their engines, which fills their devices. Else they wait,
+        and those that have begun are waited for.
+
+        Args:
+            allowed: whether they may.
+            until: no longer than then, by `time.monotonic()`.
+        """
         with self._change:
             self._launches_allowed = allowed
             self._change.notify_all()
             while not allowed and self._launching and not self._closing.is_set():
+                if until is not None and time.monotonic() >= until:
+                    return
                 self._change.wait(LOOK_SECONDS)
 
     @contextmanager
     def _launch_allowed(self) -> Iterator[None]:
         with self._change:
-            while not (self._launches_allowed or self._closing.is_set() or not self._living().members):
+            while not (self._launches_allowed or self._closing.is_set()):
                 self._change.wait(LOOK_SECONDS)
             self._launching += 1
         try:
@@ -570,7 +589,9 @@ class RolloutFleet:
                 return
             replica.incarnation += 1
             replica.death = first_line(error)
-            replica.state, replica.waits, replica.version = "lost", False, None
+            replica.state, replica.version = "lost", None
+            for one in self._replicas:  # what another waits for may have gone with this one
+                one.waits = False
             if self.world_size > 1:
                 log.warning("%s is lost and is started again: %s", replica.group.name, replica.death)
                 replica.restarting = threading.Thread(

@@ -268,11 +268,16 @@ class Loop(ABC):
         if ray_access.lost:
             ray_access.carry_on()
             seconds = min(self._grace, LOST_SECONDS)
-        self.roles.turns.end()
+
+        def end_within(seconds: float | None) -> None:
+            until = None if seconds is None else time.monotonic() + seconds
+            self.roles.turns.end(until)
+            save(seconds_left(until), error)
+
         try:
-            save(seconds, error)
+            end_within(seconds)
         except KeyboardInterrupt:  # of a run that failed: what is left to save is saved all the same
-            save(self._grace if seconds is None else seconds, error)
+            end_within(self._grace if seconds is None else seconds)
             raise
 
     def _save_under_way(self, seconds: float | None, ended_by: BaseException) -> None:

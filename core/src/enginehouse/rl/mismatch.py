@@ -118,16 +118,22 @@ def _drawn_from(columns: Batch | Mapping[str, torch.Tensor], version: int) -> to
     return (columns["first_version"] == version) & (columns["weight_version"] == version)
 
 
+LARGEST_OF_DRAWN = 0.05
+"""Nats by which the logprobs of drawn tokens may differ on average. They are likely ones, which rounding moves less
+than those of the prompts that an effect check compares."""
+
+
 class MismatchWarnings:
     """What is said of a run's figures, once each: that the engines are too far apart, and that rows are off-policy.
 
     Args:
-        tolerance: largest mean absolute difference, in nats, that nothing is said of: that of the effect check.
+        tolerance: that of the effect check, in nats; nothing is said of a smaller difference, nor of one up to
+            `LARGEST_OF_DRAWN`, if that is smaller.
         stale: whether rows of older weights are what the config asks for.
     """
 
     def __init__(self, tolerance: float, stale: bool = False):
-        self._tolerance, self._stale = tolerance, stale
+        self._tolerance, self._stale = min(tolerance, LARGEST_OF_DRAWN), stale
         self._said_apart = self._said_uncompared = False
 
     def check(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -146,7 +152,7 @@ class MismatchWarnings:
             self._said_apart = True
             log.warning(
                 "step %d: the rollout's logprobs differ from the actor's by %.3g nats on average, with the same "
-                "weights by their version (weights.effect_tolerance is %g). A replica may serve other weights than it "
+                "weights by their version (more than %g). A replica may serve other weights than it "
                 "says, or the engines compute differently: `enginehouse parity` compares them. Later steps: mismatch/* "
                 "in the metrics",
                 step,

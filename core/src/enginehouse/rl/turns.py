@@ -23,6 +23,7 @@ from enginehouse.controller.errors import ControllerError
 from enginehouse.engines.train import ALL
 from enginehouse.engines.weights import WeightSyncError
 from enginehouse.errors import first_line
+from enginehouse.rl.checkpoint_writer import seconds_left
 
 if TYPE_CHECKING:
     from enginehouse.config.roles import RolePlan
@@ -89,11 +90,29 @@ class Turns:
             self._onload()
 
     def wake_weights(self) -> None:
-        """Before a weight update: leave nothing but weights on the devices, of both sides."""
-        if self._rollout is not None:
-            self.train()
+        """Before a weight update: leave nothing but weights on the devices, of both sides.
+
+        Raises:
+            ReplicasLost: no replica lives, or comes back.
+        """
+        if self._rollout is None:
+            return
+        self.train()
+        if self._rollout.lives:
             self._offload(("grads", "optimizer"))
-            self._wake_up(WEIGHTS)
+        else:
+            self._start_engines()
+        self._wake_up(WEIGHTS)
+
+    def _start_engines(self) -> None:
+        """Where no replica lives in the training roles' turn: have one start its engine, on devices that are free."""
+        assert self._rollout is not None
+        self._offload()
+        self._rollout.allow_launches(True)
+        self._rollout.members()
+        self._rollout.allow_launches(False)
+        self._sleep(ALL)
+        self._onload(PARAMS)
 
     def hand_over(self) -> None:
         """Within a weight update, once the trainer is not needed any more: it is the rollout's turn."""
@@ -122,22 +141,27 @@ class Turns:
         yield
         self.hand_over()
 
-    def end(self) -> None:
-        """The run ends because of an error, in whatever turn: bring the training roles' state back, to be saved."""
+    def end(self, until: float | None = None) -> None:
+        """The run ends because of an error, in whatever turn, or within one: bring the training roles' state back, to
+        be saved. May be called again.
+
+        Args:
+            until: no longer than then, by `time.monotonic()`; None: each call has its own limit.
+        """
         if self._rollout is None:
             return
-        for free in (self._rollout_lets_go, self._onload):
+
+        def let_go() -> None:
+            assert self._rollout is not None
+            self._rollout.abort(seconds_left(until))
+            self._rollout.allow_launches(False, until)
+            self._sleep(ALL, seconds_left(until))
+
+        for free in (let_go, lambda: self._onload(timeout=seconds_left(until))):
             try:
                 free()
             except ControllerError as error:  # what ended the run may be just that
                 log.info("at the end of the run: %s", first_line(error))
-
-    def _rollout_lets_go(self) -> None:
-        assert self._rollout is not None
-        if self._drawing:
-            self._rollout.abort()
-            self._rollout.allow_launches(False)
-            self._sleep(CACHE)
 
     def catch_up(self, returned: Members) -> None:
         """Bring the weights that are served to replicas that came back, where nobody else draws; as
@@ -170,15 +194,15 @@ class Turns:
             for name, group in self._training.items():
                 self._note_freed(name, group.call("offload", tags))
 
-    def _onload(self, tags: tuple[str, ...] = ALL) -> None:
+    def _onload(self, tags: tuple[str, ...] = ALL, timeout: float | None = None) -> None:
         with self._timed():
             for group in self._training.values():
-                group.call("onload", tags)
+                group.call("onload", tags, timeout=timeout)
 
-    def _sleep(self, tags: tuple[str, ...]) -> None:
+    def _sleep(self, tags: tuple[str, ...], timeout: float | None = None) -> None:
         assert self._rollout is not None
         with self._timed():
-            self._note_freed(self._rollout.name, self._rollout.sleep(tags))
+            self._note_freed(self._rollout.name, self._rollout.sleep(tags, timeout))
 
     def _wake_up(self, tags: tuple[str, ...]) -> None:
         assert self._rollout is not None

@@ -179,12 +179,12 @@ class _OwnSuite(Suite):
     """What suites have in common of what a config may name by its module."""
 
     arguments: ClassVar[Mapping[str, Any]] = {}
+    kind: ClassVar[str]
 
     @classmethod
     def record(cls) -> Any:
-        """What is tested."""
-        (kind,) = (one for one in NAMED_BY_MODULE if hasattr(cls, one))
-        return record_of(kind, getattr(cls, kind))
+        """What is tested: the class attribute that is called as its kind."""
+        return record_of(cls.kind, getattr(cls, cls.kind))
 
     @classmethod
     def given(cls) -> Given:
@@ -207,6 +207,7 @@ class LossSuite(_OwnSuite):
             `"row"` or a `"token"`.
     """
 
+    kind = "loss"
     loss: ClassVar[str | Loss]
     columns: ClassVar[Mapping[str, ColumnOf]] = {}
 
@@ -225,6 +226,7 @@ class AdvantageSuite(_OwnSuite):
         columns: further columns that it reads, each of one random number a `"row"` or a `"token"`.
     """
 
+    kind = "advantage"
     advantage: ClassVar[str | Advantage]
     columns: ClassVar[Mapping[str, ColumnOf]] = {}
 
@@ -247,6 +249,7 @@ class RewardSuite(_OwnSuite):
         seconds: longest it may take for a row.
     """
 
+    kind = "reward"
     reward: ClassVar[str | Reward]
     examples: ClassVar[Sequence[Mapping[str, Any]]] = ()
     repeatable: ClassVar[bool] = True
@@ -271,6 +274,7 @@ class TrackerSuite(_OwnSuite):
             step and a value each.
     """
 
+    kind = "tracker"
     tracker: ClassVar[str | Tracker]
     read: ClassVar[Read | None] = None
 
@@ -292,6 +296,7 @@ class EnvironmentSuite(_OwnSuite):
         replies: what the policy says, as text, by chance but always the same; without them a few answers.
     """
 
+    kind = "environment"
     environment: ClassVar[str | Record]
     examples: ClassVar[Sequence[Mapping[str, Any]]] = ()
     replies: ClassVar[Sequence[str]] = ()

@@ -29,8 +29,7 @@ class Statistics:
         }
 
     def take(self, scheduler: Any) -> None:
-        """Take vLLM's `SchedulerStats` of a step."""
-        note_progress()
+        """Take vLLM's `SchedulerStats` of a step; there are some of steps in which nothing was computed, too."""
         self.running = scheduler.num_running_reqs
         self.kv_cache_usage = scheduler.kv_cache_usage
         self._queried += scheduler.prefix_cache_stats.queries
@@ -47,6 +46,8 @@ class Statistics:
                 pass
 
             def record(self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any) -> None:
+                if iteration_stats is not None:  # something was computed: an engine that hangs has steps too
+                    note_progress()
                 if scheduler_stats is not None:
                     statistics.take(scheduler_stats)
 

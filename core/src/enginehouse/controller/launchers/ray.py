@@ -88,29 +88,7 @@ class RayCall:
             return self._wait(limit)
 
     def _wait(self, limit: float | None) -> list[Any]:
-        import ray
-
-        begun = time.monotonic()
-        left = max(self.deadline - begun, 0.0)
-        failure: Exception | None = None
-        try:
-            values = self._outputs(limit, left)
-        except ray.exceptions.GetTimeoutError:
-            if limit is not None and (
-                limit < left or (limit < FETCH_SECONDS and not _running(list(self.refs.values())))
-            ):
-                failure = StillRunning(f"{self.role}.{self.method} still runs after {limit} s")
-            elif not self.overdue():
-                return self._wait(None if limit is None else max(begun + limit - time.monotonic(), 0.0))
-            else:
-                failure = self.processes.late(self)
-        except ClusterLost:
-            raise
-        except Exception as error:
-            failure = self.processes.failed(self, error)
-        except BaseException:
-            self.hurry()
-            raise
+        values, failure = self._awaited(None if limit is None else time.monotonic() + limit)
         if failure is not None:
             raise failure  # here, so that its cause stays the worker's traceback and Ray's own error is not shown
         if self.rows:
@@ -121,6 +99,31 @@ class RayCall:
         for rank, value in zip(self.refs, values):
             outputs[rank] = value
         return outputs
+
+    def _awaited(self, until: float | None) -> tuple[list[Any], Exception | None]:
+        """What the ranks returned, or why they did not; `until` by `time.monotonic()`."""
+        import ray
+
+        while True:
+            begun = time.monotonic()
+            limit = None if until is None else max(until - begun, 0.0)
+            left = max(self.deadline - begun, 0.0)
+            try:
+                return self._outputs(limit, left), None
+            except ray.exceptions.GetTimeoutError:
+                if limit is not None and (
+                    limit < left or (limit < FETCH_SECONDS and not _running(list(self.refs.values())))
+                ):
+                    return [], StillRunning(f"{self.role}.{self.method} still runs after {limit:g} s")
+                if self.overdue():
+                    return [], self.processes.late(self)
+            except ClusterLost:
+                raise
+            except Exception as error:
+                return [], self.processes.failed(self, error)
+            except BaseException:
+                self.hurry()
+                raise
 
     def _outputs(self, limit: float | None, left: float) -> list[Any]:
         """What the ranks returned; past the deadline, what is there by now, and time to bring it here."""
