@@ -41,7 +41,8 @@ CALLS = {
 
 @hookimpl
 def enginehouse_run_started(run):
-    pids.update(actor=run.roles.actor.pids[1], rollout=run.roles.rollout.pids[1])
+    actor, rollout = run.roles.actor.pids, run.roles.rollout.pids
+    pids.update(actor=actor[-1:], rollout=rollout[-1:], rollouts=rollout)
 
 @hookimpl
 def enginehouse_call_dispatched(group, method):
@@ -53,7 +54,8 @@ def enginehouse_call_dispatched(group, method):
         sent.append(1)
         if len(sent) == nth:
             done.append(1)
-            os.kill(pids[role], signal.SIGKILL)
+            for pid in pids[role]:
+                os.kill(pid, signal.SIGKILL)
 """
 PHASES = ("generate", "sleep", "onload", "update", "wake the weights", "sync", "offload", "wake the cache")
 
@@ -105,6 +107,16 @@ def test_a_replica_that_is_killed_in_any_phase_of_a_turn_costs_only_time(
 ):
     run = finished(start("train", *TASK, SHARED, env={"PYTHONPATH": str(killer), "TEST_KILLED": f"rollout {phase}"}))
     assert sum(row["rollout/restarts"] for row in run.metrics) == 1
+    assert figures(run) == figures(shared)
+    assert said(run) == said(shared)
+
+
+@pytest.mark.parametrize("phase", ["update", "sync", "offload"])
+def test_replicas_that_are_all_killed_in_the_trainers_turn_cost_only_time(
+    start: Start, shared: RunProcess, killer: Path, phase: str
+):
+    run = finished(start("train", *TASK, SHARED, env={"PYTHONPATH": str(killer), "TEST_KILLED": f"rollouts {phase}"}))
+    assert sum(row["rollout/restarts"] for row in run.metrics) == 2
     assert figures(run) == figures(shared)
     assert said(run) == said(shared)
 

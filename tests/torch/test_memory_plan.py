@@ -57,6 +57,8 @@ def test_the_plan_of_a_small_model_is_within_a_tenth():
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # a machine that is busy with other tests
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", [one if one == "Qwen2.5-7B" else pytest.param(one, marks=pytest.mark.exhaustive) for one in MODELS]
+)
 def test_the_plan_is_within_a_tenth_of_what_is_measured(model):
     assert 0.9 < ratio(MODELS[model], 16384) < 1.1

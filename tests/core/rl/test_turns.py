@@ -72,7 +72,7 @@ class Stage:
         self.limits.append(timeout)
         self.did("abort")
 
-    def allow_launches(self, allowed: bool, until: float | None = None) -> None:
+    def allow_launches(self, allowed: bool, until: float | None = None, alone: bool = False) -> None:
         self.launches = allowed
 
     def members(self) -> None:

@@ -167,7 +167,7 @@ class RolloutFleet:
         self._closing = threading.Event()
         self._hurried = False
         self._catching_up = self._held = False
-        self._launches_allowed, self._launching = True, 0
+        self._launches_allowed, self._launches_alone, self._launching = True, False, 0
         self._router: Router | None = None
         self._numbers = itertools.count()
         self._loop = EventLoop()
@@ -308,16 +308,17 @@ class RolloutFleet:
         """Whether a replica is there, with weights or without."""
         return bool(self._living().members)
 
-    def allow_launches(self, allowed: bool, until: float | None = None) -> None:
+    def allow_launches(self, allowed: bool, until: float | None = None, alone: bool = False) -> None:
         """Whether replicas that are started again may start their engines, which fills their devices. Else they wait,
         and those that have begun are waited for.
 
         Args:
             allowed: whether they may.
             until: no longer than then, by `time.monotonic()`.
+            alone: whether they may all the same where none lives, as nobody else would end the wait for one.
         """
         with self._change:
-            self._launches_allowed = allowed
+            self._launches_allowed, self._launches_alone = allowed, alone
             self._change.notify_all()
             while not allowed and self._launching and not self._closing.is_set():
                 if until is not None and time.monotonic() >= until:
@@ -327,7 +328,11 @@ class RolloutFleet:
     @contextmanager
     def _launch_allowed(self) -> Iterator[None]:
         with self._change:
-            while not (self._launches_allowed or self._closing.is_set()):
+            while not (
+                self._launches_allowed
+                or self._closing.is_set()
+                or (self._launches_alone and not self._living().members)
+            ):
                 self._change.wait(LOOK_SECONDS)
             self._launching += 1
         try:

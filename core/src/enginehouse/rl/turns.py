@@ -98,21 +98,22 @@ class Turns:
         if self._rollout is None:
             return
         self.train()
-        if self._rollout.lives:
-            self._offload(("grads", "optimizer"))
-        else:
-            self._start_engines()
+        self._offload(("grads", "optimizer"))
         self._wake_up(WEIGHTS)
+        if not self._rollout.lives:
+            self._start_engines()
+        self._rollout.allow_launches(False, alone=True)  # beside weights alone, if all of them die in the update
 
     def _start_engines(self) -> None:
         """Where no replica lives in the training roles' turn: have one start its engine, on devices that are free."""
         assert self._rollout is not None
-        self._offload()
+        self._offload(PARAMS)
         self._rollout.allow_launches(True)
         self._rollout.members()
         self._rollout.allow_launches(False)
         self._sleep(ALL)
         self._onload(PARAMS)
+        self._wake_up(WEIGHTS)
 
     def hand_over(self) -> None:
         """Within a weight update, once the trainer is not needed any more: it is the rollout's turn."""
