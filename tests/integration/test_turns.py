@@ -99,6 +99,14 @@ def test_what_is_drawn_and_learned_is_what_it_is_on_devices_apart(start: Start, 
     assert not any(name.startswith("turns/") for name in apart.metrics[-1])
 
 
+@pytest.mark.fault(
+    area="processes",
+    what="one of several rollout replicas dies in any phase of a turn, where actor and rollout share devices",
+    happens="its work goes to another; it is started again in the rollout's turn, and verified: the same samples and steps",
+    exit_code="0",
+    kept="everything",
+    noticed="at its next call",
+)
 @pytest.mark.parametrize(
     "phase", [pytest.param(one, marks=pytest.mark.essential) if one == "sleep" else one for one in PHASES]
 )
@@ -111,6 +119,14 @@ def test_a_replica_that_is_killed_in_any_phase_of_a_turn_costs_only_time(
     assert said(run) == said(shared)
 
 
+@pytest.mark.fault(
+    area="processes",
+    what="all rollout replicas die while the actor trains or sends weights, where actor and rollout share devices",
+    happens="they are started again, once the devices are free, and verified: the same samples and steps",
+    exit_code="0",
+    kept="everything",
+    noticed="at its next call",
+)
 @pytest.mark.parametrize("phase", ["update", "sync", "offload"])
 def test_replicas_that_are_all_killed_in_the_trainers_turn_cost_only_time(
     start: Start, shared: RunProcess, killer: Path, phase: str
@@ -121,6 +137,14 @@ def test_replicas_that_are_all_killed_in_the_trainers_turn_cost_only_time(
     assert said(run) == said(shared)
 
 
+@pytest.mark.fault(
+    area="processes",
+    what="a rank of the actor dies in any phase of a turn, where actor and rollout share devices",
+    happens="the run ends with an error that names it; `--resume` takes the same steps",
+    exit_code="1",
+    kept="the newest checkpoint",
+    noticed="at its next call",
+)
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_rank_of_the_actor_that_is_killed_in_any_phase_of_a_turn_is_named_and_the_run_goes_on_by_resume(
     start: Start, shared: RunProcess, killer: Path, phase: str
