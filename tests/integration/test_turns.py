@@ -102,7 +102,7 @@ def test_what_is_drawn_and_learned_is_what_it_is_on_devices_apart(start: Start, 
 @pytest.mark.fault(
     area="processes",
     what="one of several rollout replicas dies in any phase of a turn, where actor and rollout share devices",
-    happens="its work goes to another; it is started again in the rollout's turn, and verified: the same samples and steps",
+    happens="its work goes to another; it is started again in the rollout's turn, verified: the same samples and steps",
     exit_code="0",
     kept="everything",
     noticed="at its next call",
