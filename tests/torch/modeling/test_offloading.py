@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from hypothesis import given
@@ -33,7 +35,7 @@ def test_host_memory_holds_what_it_is_given_and_keeps_no_more(sizes: list[int], 
 def test_what_there_is_no_room_for_stays_whole_and_is_put_away_when_there_is(monkeypatch: pytest.MonkeyPatch):
     parameters = [torch.randn(5000) for _ in range(3)]
     before = [parameter.clone() for parameter in parameters]
-    offloaded = Offloading(lambda: {"params": parameters}, torch.device("cpu"), "rank 0")
+    offloaded = Offloading(lambda: {"params": parameters}, torch.device("cpu"), "rank 0", lambda doing: nullcontext())
     written, written_so_far = offloading._written, []
 
     def full(*given):

@@ -76,7 +76,7 @@ class FSDPEngine:
         with self._memory.during("building and loading the model"):
             self._model = sharded_model(model, options, self._axes, device)
         adapters.lr_factors_of(self._trained(), options)
-        self._offloading = Offloading(self._state_by_tag, device, str(context))
+        self._offloading = Offloading(self._state_by_tag, device, str(context), self._memory.during)
         self._stored = stored_names(Path(model.path))
         self._token_model = TokenModel(
             self._model,
@@ -140,23 +140,14 @@ class FSDPEngine:
     # Memory
 
     def offload(self, tags: tuple[str, ...] = ALL) -> None:
-        """Put `"params"`, `"grads"`, `"optimizer"` away; see `Offloading`. What `cpu_offload` keeps on a GPU's host
+        """See `Offloading.offload`. What `cpu_offload` keeps on a GPU's host
         stays there.
-
-        Raises:
-            EnginehouseError: a tag is unknown, or there is no room.
         """
-        with self._memory.during("putting state away"):
-            self._offloading.offload(tags)
+        self._offloading.offload(tags)
 
     def onload(self, tags: tuple[str, ...] = ALL) -> None:
-        """Bring back what `offload` moved away.
-
-        Raises:
-            EnginehouseError: a tag is unknown.
-        """
-        with self._memory.during("bringing back what was offloaded"):
-            self._offloading.onload(tags)
+        """See `Offloading.onload`."""
+        self._offloading.onload(tags)
 
     def _state_by_tag(self) -> dict[Tag, Iterable[torch.Tensor]]:
         parameters = list(self._model.parameters())

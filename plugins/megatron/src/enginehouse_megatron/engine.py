@@ -87,7 +87,7 @@ class MegatronEngine:
         with self._memory.during("building and loading the model"):
             self._models = build.model_parts(self._config, settings, model, device)
             self._load(architecture)
-        self._offloading = Offloading(self._state_by_tag, device, str(context))
+        self._offloading = Offloading(self._state_by_tag, device, str(context), self._memory.during)
         self._called = [build.callable_part(part, settings) for part in self._models]
         self._forward = Forward(
             settings,
@@ -173,22 +173,12 @@ class MegatronEngine:
     # Memory
 
     def offload(self, tags: tuple[str, ...] = ALL) -> None:
-        """Put `"params"`, `"grads"`, `"optimizer"` away; see `Offloading`.
-
-        Raises:
-            EnginehouseError: a tag is unknown, or there is no room.
-        """
-        with self._memory.during("putting state away"):
-            self._offloading.offload(tags)
+        """See `Offloading.offload`."""
+        self._offloading.offload(tags)
 
     def onload(self, tags: tuple[str, ...] = ALL) -> None:
-        """Bring back what `offload` moved away.
-
-        Raises:
-            EnginehouseError: a tag is unknown.
-        """
-        with self._memory.during("bringing back what was offloaded"):
-            self._offloading.onload(tags)
+        """See `Offloading.onload`."""
+        self._offloading.onload(tags)
 
     def _state_by_tag(self) -> dict[Tag, Iterable[torch.Tensor]]:
         training = self._training

@@ -83,7 +83,7 @@ class TorchTrainEngine:
             during=self._memory.during,
         )
         self._optimizer: FlatAdamW | None = None
-        self._offloading = Offloading(self._state_by_tag, self._model.device, str(context))
+        self._offloading = Offloading(self._state_by_tag, self._model.device, str(context), self._memory.during)
 
     # Computing
 
@@ -123,22 +123,12 @@ class TorchTrainEngine:
     # Memory
 
     def offload(self, tags: tuple[str, ...] = ALL) -> None:
-        """Put `"params"`, `"grads"`, `"optimizer"` away; see `Offloading`.
-
-        Raises:
-            EnginehouseError: a tag is unknown, or there is no room.
-        """
-        with self._memory.during("putting state away"):
-            self._offloading.offload(tags)
+        """See `Offloading.offload`."""
+        self._offloading.offload(tags)
 
     def onload(self, tags: tuple[str, ...] = ALL) -> None:
-        """Bring back what `offload` put away.
-
-        Raises:
-            EnginehouseError: a tag is unknown.
-        """
-        with self._memory.during("bringing back what was offloaded"):
-            self._offloading.onload(tags)
+        """See `Offloading.onload`."""
+        self._offloading.onload(tags)
 
     def _state_by_tag(self) -> dict[Tag, Iterable[torch.Tensor]]:
         parameters, optimizer = list(self._model.parameters()), self._optimizer

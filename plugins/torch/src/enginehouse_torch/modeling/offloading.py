@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import IO, Literal
 
 import torch
@@ -35,10 +36,17 @@ class Offloading:
         state: the tensors of each tag, as of when it is called. A storage that has two tags has the first.
         device: what of them lies there is put away.
         where: the rank, for messages.
+        during: guards what takes memory, given what it does, as `MemoryGuard.during`.
     """
 
-    def __init__(self, state: Callable[[], Mapping[Tag, Iterable[torch.Tensor]]], device: torch.device, where: str):
-        self._state, self._device, self._where = state, device, where
+    def __init__(
+        self,
+        state: Callable[[], Mapping[Tag, Iterable[torch.Tensor]]],
+        device: torch.device,
+        where: str,
+        during: Callable[[str], AbstractContextManager[None]],
+    ):
+        self._state, self._device, self._where, self._during = state, device, where, during
         self._away: dict[Tag, list[Stored]] = {}
         self._rooms = {tag: HostRoom(pinned=True) for tag in TAGS} if device.type == "cuda" else {}
 
@@ -46,8 +54,8 @@ class Offloading:
         """Put away what `tags` name; the device's memory is free when this returns.
 
         Raises:
-            EnginehouseError: a tag is unknown, or there is no room for it on a CPU. What of a tag was put away before
-                an error is back.
+            EnginehouseError: a tag is unknown, or there is no room for it. What of a tag was put away before an error
+                is back.
         """
         wanted = [tag for tag in self._known(tags) if tag not in self._away]
         if not wanted:
@@ -58,7 +66,8 @@ class Offloading:
             seen |= own.keys()
             if tag not in wanted:
                 continue
-            self._away[tag] = self._stored(own.values(), self._rooms.get(tag))
+            with self._during("putting state away"):
+                self._away[tag] = self._stored(own.values(), self._rooms.get(tag))
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         else:
@@ -71,8 +80,9 @@ class Offloading:
             EnginehouseError: a tag is unknown.
         """
         for tag in self._known(tags):
-            for stored in self._away.get(tag, ()):
-                stored.bring_back()
+            with self._during("bringing back what was offloaded"):
+                for stored in self._away.get(tag, ()):
+                    stored.bring_back()
             self._away.pop(tag, None)
 
     def _stored(self, given: Iterable[torch.UntypedStorage], room: HostRoom | None) -> list[Stored]:
