@@ -2,10 +2,11 @@
 
     python -m tools.gpu                                    # all steps, in at most 30 minutes
     python -m tools.gpu --model path/to/Qwen3-0.6B         # real weights; unset: random ones of its shapes
-    python -m tools.gpu --step tests --step "one GPU, in turns"
+    python -m tools.gpu --step tests --step "in turns"
 
-A step is a command that anyone can run, the longest it may take, and what its figures have to be. The file is written
-anew after each step, so that nothing is lost however it ends. Exit codes: 0 every step that was asked for passed; 1 one
+A step is a command that anyone can run, the longest it may take, and what its figures have to be; what is left of the
+time bounds it too. `--prepare` makes what they begin from, and runs none. The file is written anew after each step, so
+that nothing is lost however it ends. Exit codes: 0 every step that was asked for passed; 1 one
 did not, or no time was left for it; 2 there is no GPU here, or no such step.
 """
 
@@ -110,16 +111,16 @@ def steps(model: Path) -> list[Step]:
             lambda: last_metrics(newest(quickstart), ["reward/mean"]),
             least={"reward/mean": 0.8},
         ),
-        trained("one GPU, in one process", long, ("time/step", "time/sync", "mismatch/kl"), 180),
+        trained("in one process", long, ("time/step", "time/sync", "mismatch/kl"), 180),
         trained(
-            "passes of 81,920 tokens",
+            "long passes",
             "rollout.sampling.max_tokens=1024 actor.engine.options.tokens_per_microbatch=81920",
             ("time/step", "time/update"),
             180,
         ),
-        trained("one GPU, in turns", f"{long} rollout.placement=shared", TURNS, 180, BOTH_FREED),
-        trained("one GPU, in turns with vllm", f"{long} rollout.engine.backend=vllm", TURNS, 300, ACTOR_FREED),
-        trained("one GPU, in turns with sglang", f"{long} rollout.engine.backend=sglang", TURNS, 300, ACTOR_FREED),
+        trained("in turns", f"{long} rollout.placement=shared", TURNS, 180, BOTH_FREED),
+        trained("in turns with vllm", f"{long} rollout.engine.backend=vllm", TURNS, 300, ACTOR_FREED),
+        trained("in turns with sglang", f"{long} rollout.engine.backend=sglang", TURNS, 300, ACTOR_FREED),
         Step(
             "parity of fsdp and vllm",
             f"enginehouse parity {large} rollout.engine.backend=vllm --out {WORK}/parity",
@@ -175,6 +176,14 @@ def make_model(path: Path) -> None:
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
     tokenizer.save_pretrained(path)
+
+
+def prepare(model: Path | None) -> None:
+    """Make what the steps begin from: data, and, unless a model is given, `MODEL`."""
+    WORK.mkdir(parents=True, exist_ok=True)
+    subprocess.run([sys.executable, "examples/quickstart/make_task.py", "--out", str(TASK)], check=True)
+    if model is None and not MODEL.exists():
+        make_model(MODEL)
 
 
 FACTS = """
@@ -264,6 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--minutes", type=float, default=MINUTES, help=f"the longest all may take (default {MINUTES:g})"
     )
+    parser.add_argument("--prepare", action="store_true", help="make the model and data of the steps, and run none")
     parser.add_argument("--list", action="store_true", help="list the steps and their commands, and run none")
     given = parser.parse_args(arguments)
     os.chdir(ROOT)
@@ -275,16 +285,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for step in chosen:
             print(f"{step.name} (at most {step.seconds:g} s)\n  {step.command}")
         return 0
+    if given.prepare:
+        prepare(given.model)
+        return 0
     found = interpreters()
     if "driver" not in found:
         print(
-            f"no GPU that torch can use is visible here ({sys.executable}): this runs what needs one", file=sys.stderr
+            f"no GPU that torch can use is visible here ({sys.executable}): this runs what needs one. Where there is "
+            "one, `nvidia-smi` lists it, and torch has to be a CUDA build",
+            file=sys.stderr,
         )
         return 2
-    WORK.mkdir(parents=True, exist_ok=True)
-    subprocess.run([sys.executable, "examples/quickstart/make_task.py", "--out", str(TASK)], check=True)
-    if given.model is None and not MODEL.exists():
-        make_model(MODEL)
+    prepare(given.model)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     device = found["driver"]["device"]
     facts = {"device": device, "weights": "given" if given.model else "random", "commit": commit,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @click.option("--dpo", "command", flag_value="dpo", help="CONFIG is one for `enginehouse dpo`.")
 @click.option("--rm", "command", flag_value="rm", help="CONFIG is one for `enginehouse rm`.")
 @click.option("--gpus", type=click.IntRange(min=1), help="As if so many GPUs were on this machine.")
-@click.option("--gpu", "kind", help="Their kind, as H100, which tells how much memory each has.")
+@click.option("--gpu", "kind", help="Their kind, as H100 or A100-40: which there are, a wrong one tells.")
 @click.option("--suggest", is_flag=True, help="If the GPUs cannot hold the run, look for the nearest layout that fits.")
 def plan(
     config: str,
@@ -43,12 +43,13 @@ def plan(
     from enginehouse.config.device import GPUS_GIB, Gpu, assumed_gpus, visible_gpus
     from enginehouse.config.layouts import nearest_layout
     from enginehouse.config.load import load_config
+    from enginehouse.config.memory import SUGGEST
     from enginehouse.config.plan import PLANS
     from enginehouse.config.schema import SCHEMAS
-    from enginehouse.errors import ConfigError, UserError, nearest
+    from enginehouse.errors import ConfigError, UserError
 
-    if kind is not None and kind not in GPUS_GIB:
-        raise ConfigError(f"--gpu {kind} is no kind of GPU that is known: {nearest(kind, GPUS_GIB)}")
+    if kind is not None and (kind := kind.upper()) not in GPUS_GIB:
+        raise ConfigError(f"--gpu {kind} is no kind of GPU that is known; there are {', '.join(GPUS_GIB)}")
     schema, check = SCHEMAS[command or "train"], PLANS[command or "train"]
 
     def planned(further: Sequence[str] = ()) -> RunPlan:
@@ -60,12 +61,12 @@ def plan(
         try:
             click.echo(planned().render())
         except UserError as error:
-            found = nearest_layout(load_config(config, overrides, schema), planned, visible_gpus()) if suggest else None
-            if found is None:
-                if suggest:
-                    click.echo("No other layout that was tried can start.", err=True)
+            if not suggest:
                 raise
+            said = str(error).replace(SUGGEST, "")
+            if (found := nearest_layout(load_config(config, overrides, schema), planned, visible_gpus())) is None:
+                raise ConfigError(f"{said}\nNone of the other layouts that were tried can start") from error
             overriding, fitting = found
-            click.echo(f"{error}\n", err=True)
+            click.echo(f"{said}\n", err=True)
             click.echo(f"With these it can start:\n\n  {' '.join(overriding)}\n\n{fitting.render()}")
             raise SystemExit(2) from error

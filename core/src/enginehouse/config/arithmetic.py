@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from enginehouse.config.device import visible_gpus
+from enginehouse.config.device import gpus_are_assumed, gpus_are_known, visible_gpus
 from enginehouse.config.placement import gpus_needed
 from enginehouse.config.roles import beside, own_processes
 from enginehouse.data.rendering import TokenLimit
@@ -117,7 +117,7 @@ def check_placement(
     Args:
         device: torch device type of the run.
         roles: by name.
-        not_shared: why roles do not share GPUs, if there are too few.
+        not_shared: why roles do not share GPUs, if there are too few, or what has them do so.
     """
     actor, rollout = config.actor.processes, config.rollout.replicas
     evaluation, apart = "evaluation" in roles, own_processes(roles)
@@ -164,10 +164,11 @@ def check_cluster(
             "cluster.address: an inline run joins no Ray cluster; leave it unset, or set cluster.launcher=ray"
         )
     needed = sum(gpus.values())
-    if device == "cuda" and not cluster.address and needed > (there := visible_gpus()):
+    if device == "cuda" and gpus_are_known(cluster.address) and needed > (there := visible_gpus()):
         each = ", ".join(f"{role} {number}" for role, number in gpus.items() if number)
         why = f"; {not_shared}" if not_shared else ""
-        findings.refuse(f"the run needs {needed} GPUs ({each}), and {there} are visible on this machine{why}")
+        where = "assumed (--gpus)" if gpus_are_assumed() else "visible on this machine"
+        findings.refuse(f"the run needs {needed} GPUs ({each}), and {there} are {where}{why}")
 
 
 def check_cores(findings: Findings, cluster: Cluster, processes: int, device: str) -> None:

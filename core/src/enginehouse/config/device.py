@@ -66,6 +66,11 @@ def gpus_are_assumed() -> bool:
     return _assumed.get() is not None
 
 
+def gpus_are_known(address: str | None) -> bool:
+    """Whether `visible_gpus` says how many the run will have; `address` is `cluster.address`."""
+    return gpus_are_assumed() or not address
+
+
 def visible_gpus() -> int:
     """Number of GPUs that the run may use on this machine, or on the one that is assumed."""
     assumed = _assumed.get()

@@ -48,11 +48,19 @@ def _savings(config: AnyConfig) -> list[tuple[str, ...]]:
     if given.get("recompute") == "none":
         found.append((f"{ENGINE}.recompute=full",))
     recomputed, budget = found[-1], given.get("tokens_per_microbatch", 0)
-    sizes = [budget >> halvings for halvings in (1, 2, 3, 4) if budget >> halvings >= FEWEST_TOKENS]
+    fewest = max(FEWEST_TOKENS, _longest(config))  # a row is in one micro-batch
+    sizes = [budget >> halvings for halvings in (1, 2, 3, 4) if budget >> halvings >= fewest]
     found += [(*recomputed, f"{ENGINE}.tokens_per_microbatch={size}") for size in sizes]
     if given.get("cpu_offload") is False:
         found += [(*less, f"{ENGINE}.cpu_offload=true") for less in (recomputed, found[-1])]
     return found
+
+
+def _longest(config: AnyConfig) -> int:
+    """Tokens that a row may have."""
+    if isinstance(config, Config):
+        return config.data.max_prompt_tokens + config.rollout.sampling.max_tokens
+    return config.data.max_tokens
 
 
 def _places(config: AnyConfig, gpus: int) -> Iterator[tuple[str, ...]]:
@@ -61,10 +69,13 @@ def _places(config: AnyConfig, gpus: int) -> Iterator[tuple[str, ...]]:
         yield (f"actor.processes={gpus}",)
         return
     yield (f"actor.processes={gpus}", f"rollout.replicas={gpus}", "rollout.placement=colocated")
-    splits = "tensor_parallel" in _options(config, RolloutBackend, config.rollout.engine.backend)
+    engine = config.rollout.engine
+    options = _options(config, RolloutBackend, engine.backend) | engine.options
+    splits = "tensor_parallel" in options
+    given = options.get("tensor_parallel", 1)
     for placement, actor in (("shared", gpus), ("separate", gpus - gpus // 2)):
         there = gpus if placement == "shared" else gpus // 2
-        for split in (1, 2, 4, 8) if splits else (1,):
+        for split in dict.fromkeys((given, 1, 2, 4, 8)) if splits else (1,):
             if there >= split and there % split == 0:
                 said = (f"actor.processes={actor}", f"rollout.replicas={there // split}")
                 split_by = (f"rollout.engine.options.tensor_parallel={split}",) if splits else ()

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from enginehouse.engines.memory import MemoryUse
 
 GIB = 2**30
+SUGGEST = ". `enginehouse plan --suggest` looks for a layout that fits"
+"""What a refusal ends with."""
 
 
 class Amount(NamedTuple):
@@ -135,12 +137,22 @@ def table(
         lines.append(f"{name.replace('_', ' '):<{label}}  {said}")
     for place in places(roles, uses, device):
         lines.append(f"{_whose(place)}: {_sum(place, device, gpu)}")
+        if device == "cuda" and (host := _on_host(place, roles, known)):
+            lines.append(f"{_whose(place)}: {host / GIB:.1f} GiB of a host's memory for each GPU, of what is put away")
     lines += [f"{name.replace('_', ' ')}: {use.note}" for name, use in known.items() if use.note]
     if guessed := [name.replace("_", " ") for name, use in known.items() if not use.measured]:
         lines.append(f"not compared with what is really allocated: {', '.join(guessed)}")
     if device == "cuda":
         lines.append(f"in each sum {PROCESS_BYTES / GIB:.1f} GiB a process are for CUDA and NCCL, a guess")
     return lines
+
+
+def _on_host(place: Place, roles: Mapping[str, RolePlan], uses: Mapping[str, MemoryUse]) -> int:
+    """Bytes of a host's memory that go with a device: what an engine keeps there, and, in turns, what training roles
+    hold; gradients, which are zero then, are not written down."""
+    turns = any(roles[name].devices_of for name in place.roles)
+    training = [name for name in place.roles if roles[name].kind == "train"]
+    return sum(uses[name].host + (sum(uses[name].held.values()) if turns else 0) for name in training)
 
 
 def _whose(place: Place) -> str:
@@ -188,8 +200,7 @@ def check_memory(
             most = max(place.amounts, key=lambda amount: amount.size)
             say(
                 f"{_whose(place)}: {_sum(place, device, gpu)}; most of it: {most.what} of the "
-                f"{most.role.replace('_', ' ')}, {most.size / GIB:.1f}. `enginehouse plan --suggest` looks for a "
-                "layout that fits"
+                f"{most.role.replace('_', ' ')}, {most.size / GIB:.1f}{SUGGEST}"
             )
     for name, use in uses.items():
         if use is not None and use.limit is not None:
@@ -197,8 +208,7 @@ def check_memory(
             if needed > use.limit:
                 say(
                     f"{name}: its engine takes {use.limit / GIB:.1f} GiB of a GPU for itself, and the model with the "
-                    f"keys and values of one row needs {needed / GIB:.1f}; `enginehouse plan --suggest` looks for a "
-                    "layout that fits"
+                    f"keys and values of one row needs {needed / GIB:.1f}{SUGGEST}"
                 )
 
 

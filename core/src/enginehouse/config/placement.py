@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
-from enginehouse.config.device import visible_gpus
+from enginehouse.config.device import gpus_are_known, visible_gpus
 from enginehouse.config.roles import own_processes
 from enginehouse.plugin.capabilities import COLOCATES, OFFLOAD, SLEEP
 
@@ -50,17 +50,19 @@ def choose_placement(
                 f"rollout.placement is shared, where actor and rollout take turns: {why}; set rollout.placement=auto"
             )
         return wanted, "rollout.placement says so", ""
+    refused, short = _not_in_turns(config, train, rollout, gpus), ""
+    if device == "cuda" and gpus_are_known(config.cluster.address):
+        needed, there = sum(gpus_needed(roles).values()) + config.rollout.replicas * gpus, visible_gpus()
+        if needed > there:
+            short = f"{there} visible GPU{'' if there == 1 else 's'}, and with its own the run would need {needed}"
     if wanted == "separate":
-        return wanted, "rollout.placement says so", ""
+        cure = "with rollout.placement=shared actor and rollout would take turns on the actor's"
+        return wanted, "rollout.placement says so", cure if short and not refused else ""
     if not (why := _apart(findings, config, rollout, actor, replica)):
         return "colocated", "", ""
-    all_apart = sum(gpus_needed(roles).values()) + config.rollout.replicas * gpus
-    if device == "cuda" and not config.cluster.address and all_apart > (there := visible_gpus()):
-        few = f"{there} visible GPU{'' if there == 1 else 's'}, and with its own the run would need {all_apart}"
-        if not (refused := _not_in_turns(config, train, rollout, gpus)):
-            return "shared", f"{why}; {few}", ""
-        return "separate", why, f"actor and rollout cannot take turns on them, as {refused}"
-    return "separate", why, ""
+    if short and not refused:
+        return "shared", f"{why}; {short}", ""
+    return "separate", why, f"actor and rollout cannot take turns on them, as {refused}" if short else ""
 
 
 def _apart(

@@ -157,6 +157,7 @@ class MemoryUse:
         held: from call to call, awake or not offloaded. What is called `"weights"` is there in a weight update too.
         working: beside it while the engine computes, when that is most.
         updating: beside the weights in a weight update.
+        host: on a GPU's host, all the time.
         limit: the most that the engine lets itself have, of `held` and `working`; None: whatever there is.
         note: what is behind a number, where that is worth a word: how many tokens a cache holds.
         measured: whether the arithmetic was compared with what is really allocated.
@@ -165,6 +166,7 @@ class MemoryUse:
     held: Mapping[str, int]
     working: Mapping[str, int] = field(default_factory=dict)
     updating: Mapping[str, int] = field(default_factory=dict)
+    host: int = 0
     limit: int | None = None
     note: str = ""
     measured: bool = False

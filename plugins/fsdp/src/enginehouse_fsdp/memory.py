@@ -57,10 +57,11 @@ def memory_use(options: FSDPOptions, demand: MemoryDemand) -> MemoryUse:
             {"gathered": gathered - root, "gradients": states + whole * max(root + sums, sums + 2 * sums // sharing)},
         ]
     fullest = max(moments, key=lambda moment: sum(moment.values()))
+    host = 0
     if options.cpu_offload and demand.device == "cuda":
-        held = {}
+        host, held = sum(held.values()) + states, {}
         fullest["gradients"] = fullest.get("gradients", 0) - states
-    return MemoryUse(held=held, working=fullest, updating={"staging": 2 * BUCKET_BYTES}, measured=True)
+    return MemoryUse(held=held, working=fullest, updating={"staging": 2 * BUCKET_BYTES}, host=host, measured=True)
 
 
 def _adapters(options: FSDPOptions, shape) -> int:
