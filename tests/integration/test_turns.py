@@ -115,7 +115,8 @@ def test_a_replica_that_is_killed_in_any_phase_of_a_turn_costs_only_time(
 ):
     run = finished(start("train", *TASK, SHARED, env={"PYTHONPATH": str(killer), "TEST_KILLED": f"rollout {phase}"}))
     assert sum(row["rollout/restarts"] for row in run.metrics) == 1
-    assert figures(run) == figures(shared)
+    # Who draws the lost rows again computes them beside others, which is equal up to rounding.
+    assert [pytest.approx(row, rel=1e-4, abs=1e-4) for row in figures(shared)] == figures(run)
     assert said(run) == said(shared)
 
 
