@@ -267,11 +267,19 @@ def test_an_engine_that_is_asked_for_too_much_sleeps_not_at_all():
     assert len(asyncio.run(run())[0].completions) == 1
 
 
-def test_a_request_that_was_not_begun_when_the_engine_fell_asleep_is_refused():
+def test_a_request_that_was_not_begun_when_the_engine_fell_asleep_is_refused(monkeypatch):
     async def run():
         async with launched(tiny_model()) as engine:
-            drawn = await posted(generate(engine, PROMPT, stop=("x",), **LONG))  # which waits for the tokenizer
+            loaded, load = asyncio.Event(), engine._tokenizer
+
+            async def slowly():
+                await loaded.wait()
+                return await load()
+
+            monkeypatch.setattr(engine, "_tokenizer", slowly)
+            drawn = await posted(generate(engine, PROMPT, stop=("x",), **LONG))
             await engine.sleep()
+            loaded.set()
             with pytest.raises(EnginehouseError, match="cannot draw while its weights and kv_cache sleep"):
                 await drawn
 
