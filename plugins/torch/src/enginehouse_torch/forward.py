@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from typing import TYPE_CHECKING, Protocol
 
@@ -49,6 +50,8 @@ class ModelForward:
     def __init__(self, model: PreTrainedModel, positions: int):
         self.model = model
         self.positions = positions
+        taken = inspect.signature(model.forward).parameters
+        self._cache = "cache" if "cache" in taken else "past_key_values"  # its name since transformers 5.24, and before
 
     def __call__(
         self, tokens: torch.Tensor, padding: torch.Tensor | None, cache: KVCache, all_logits: bool = False
@@ -63,9 +66,9 @@ class ModelForward:
             input_ids=tokens,
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=0 if all_logits else 1,
+            **{self._cache: cache},
         ).logits.float()
 
 
