@@ -9,13 +9,11 @@ from typing import Any
 from enginehouse.engines.model import ModelSpec, ProcessContext, positions
 from enginehouse.engines.weights import DTYPE_BYTES
 from enginehouse_sglang.loader import LOADER
-from enginehouse_sglang.options import SGLangOptions
+from enginehouse_sglang.options import CPU_KV_CACHE_MIB, SGLangOptions
 
 CONTEXT_MARGIN = 8
 """Tokens by which SGLang's context must be longer than the longest sequence: it keeps some to itself (1 of the context,
 5 of a prompt, 1 of what is drawn: its `tp_worker.py` and `scheduler.py`)."""
-
-CPU_KV_CACHE_MIB = 1024
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",  # models are directories

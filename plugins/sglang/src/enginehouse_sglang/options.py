@@ -46,6 +46,9 @@ OURS = {
 """Arguments of SGLang's server that this backend sets itself, and what decides each."""
 
 
+CPU_KV_CACHE_MIB = 1024
+
+
 class SGLangOptions(SplitRolloutOptions):
     """Options of the `sglang` rollout engine. `native` goes to SGLang's server: `{"schedule_policy": "lpm"}` is
     `--schedule-policy lpm`, true a flag without a value."""
@@ -112,7 +115,7 @@ class SGLangOptions(SplitRolloutOptions):
             running=self.max_running,
             share=self.native.get("mem_fraction_static", 0.85),  # SGLang chooses it by the GPU; about this
             cache_mib=self.kv_cache_mib,
-            cpu_cache_mib=1024,
+            cpu_cache_mib=CPU_KV_CACHE_MIB,
         )
 
     def surprises(self) -> Sequence[str]:

@@ -35,7 +35,7 @@ from enginehouse.engines.weights import WeightChunk, WeightState, WeightUpdate
 from enginehouse.errors import ConfigError, EnginehouseError, ModelError
 from enginehouse_vllm.endpoint import OpenAIServer
 from enginehouse_vllm.last_words import last_words
-from enginehouse_vllm.options import SHARE_IN_TURNS, V2_RUNNER, VLLMOptions
+from enginehouse_vllm.options import CPU_KV_CACHE_MIB, SHARE_IN_TURNS, V2_RUNNER, VLLMOptions
 from enginehouse_vllm.orphans import LAUNCHER
 from enginehouse_vllm.statistics import Statistics
 from enginehouse_vllm.weights import VLLMWeights
@@ -49,8 +49,6 @@ SHUTDOWN_SECONDS = 10.0
 """How long vLLM's processes may take to end before they are killed."""
 ENDING_SECONDS = 10.0
 """How long a process that is ending may take to be gone: giving its memory back takes time on a busy machine."""
-
-CPU_KV_CACHE_MIB = 1024
 
 TAKING_TURNS: Mapping[str, Any] = {"enable_sleep_mode": True, "gpu_memory_utilization": SHARE_IN_TURNS}
 """Arguments where others have the GPU in turns. vLLM starts only if so much of it is free; the rest is for what they

@@ -35,6 +35,8 @@ OURS = {
 """Arguments of vLLM's engine that this backend sets itself, and what decides each."""
 
 
+CPU_KV_CACHE_MIB = 1024
+
 SHARE, SHARE_IN_TURNS = 0.92, 0.85
 """Of a GPU's memory: vLLM's own default, and ours where others have the GPU in turns."""
 
@@ -80,7 +82,7 @@ class VLLMOptions(SplitRolloutOptions):
             running=self.max_running,
             share=self.native.get("gpu_memory_utilization", SHARE_IN_TURNS if demand.takes_turns else SHARE),
             cache_mib=self.kv_cache_mib,
-            cpu_cache_mib=1024,
+            cpu_cache_mib=CPU_KV_CACHE_MIB,
             process=PROCESS_BYTES,
         )
 
