@@ -29,7 +29,7 @@ def project(*folder: str) -> dict:
 
 
 def test_every_first_party_plugin_is_in_the_checkout():
-    assert PLUGINS == ["fsdp", "megatron", "sglang", "testing", "torch", "vllm"]
+    assert PLUGINS == ["environments", "fsdp", "megatron", "sglang", "testing", "torch", "vllm"]
 
 
 def test_versions_and_the_ranges_of_first_party_dependencies_are_in_step():
@@ -39,8 +39,11 @@ def test_versions_and_the_ranges_of_first_party_dependencies_are_in_step():
 NEEDS = {"fsdp": ("torch",), "megatron": ("torch",)}
 """Plugins that stand on another one."""
 
-WITHOUT_ENGINE = ("testing", "torch")
+WITHOUT_ENGINE = ("environments", "testing", "torch")
 """Plugins with no engine beyond what core needs itself."""
+
+WITHOUT_BACKEND = ("environments", "testing")
+"""Plugins that bring no backend."""
 
 BESIDE = ("megatron",)
 """Plugins whose engine is installed beside core by their extra; the others' engines get runtimes of their own."""
@@ -67,7 +70,11 @@ def test_the_workspace_and_the_constraints_take_every_plugin_from_the_checkout()
         assert f"enginehouse-{name} @ file://${{PWD}}/plugins/{name}" in constraints
 
 
-LIGHT = {"fsdp": ["accelerate>=1.10", "peft>=0.18"], "testing": ["anybadge>=1.16", "copier>=9", "pytest>=8.2"]}
+LIGHT = {
+    "environments": ["bm25s>=0.2", "fastapi>=0.115", "gymnasium>=1.0", "uvicorn>=0.30"],
+    "fsdp": ["accelerate>=1.10", "peft>=0.18"],
+    "testing": ["anybadge>=1.16", "copier>=9", "pytest>=8.2"],
+}
 """What a plugin may bring along: pure Python that is content with any torch a vendor's container has."""
 
 
@@ -84,7 +91,7 @@ def test_a_plugin_depends_on_core_and_what_is_light_and_its_engine_is_an_extra(n
 @pytest.mark.parametrize("name", PLUGINS)
 def test_a_plugins_modules_are_light(name):
     source = ROOT / "plugins" / name / "src"
-    options = f"import enginehouse_{name}.options; " if name != "testing" else ""
+    options = f"import enginehouse_{name}.options; " if name not in WITHOUT_BACKEND else ""
     assert options == "" or source.joinpath(f"enginehouse_{name}", "__init__.py").read_text() == ""
     program = (
         f"import sys; sys.path.insert(0, {str(source)!r}); import enginehouse_{name}.plugin; "
@@ -95,7 +102,7 @@ def test_a_plugins_modules_are_light(name):
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-@pytest.mark.parametrize("name", [name for name in PLUGINS if name != "testing"])
+@pytest.mark.parametrize("name", [name for name in PLUGINS if name not in WITHOUT_BACKEND])
 def test_a_plugins_backends_are_called_after_it(monkeypatch, name):
     monkeypatch.syspath_prepend(str(ROOT / "plugins" / name / "src"))
     manager = load_plugins(entry_points=[EntryPoint(name, f"enginehouse_{name}.plugin", "enginehouse")])

@@ -63,6 +63,8 @@ def episode(reward, version=1, tokens=(5, 6), prompt=(1, 2)):
 class Nothing:
     """A policy of which nothing is asked."""
 
+    tokenizer = sampling = None
+
     def branch(self, name):
         return self
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from enginehouse.engines.rollout import Completion, SamplingParams
 
-__all__ = ["Environment", "Episode", "EpisodeContext", "Group", "Policy", "Score", "Scored", "Task"]
+__all__ = ["Environment", "Episode", "EpisodeContext", "Group", "Policy", "Score", "Scored", "Segment", "Task"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,11 @@ class Policy(Protocol):
 
     Attributes:
         tokenizer: the model's, as of `transformers`.
+        sampling: how it draws unless a call says otherwise, but for `n` and `seed`, which are a call's own.
     """
 
     tokenizer: Any
+    sampling: SamplingParams
 
     async def generate(self, tokens: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
         """Continue `tokens`; as the run is configured, unless `sampling` says otherwise.
@@ -141,8 +143,34 @@ class EpisodeContext(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Segment:
+    """A row of an episode that has several: before its history was summarised, say, or another branch.
+
+    Attributes:
+        tokens: as of `Episode`, as all others.
+        mask: true on a token in one row only where several begin alike.
+        logprobs: 0 where `mask` is false.
+        versions: of no meaning where `mask` is false.
+        prompt: what was asked, as text, for people.
+        response: what came of it, as text, for people.
+        token_rewards: None: there are none.
+    """
+
+    tokens: Sequence[int] | np.ndarray
+    mask: Sequence[bool] | np.ndarray
+    logprobs: Sequence[float] | np.ndarray
+    versions: Sequence[int] | np.ndarray
+    prompt: str = ""
+    response: str = ""
+    token_rewards: Sequence[float] | np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Episode:
     """One row to train on: any interleaving of tokens that were given and tokens that the policy chose.
+
+    An episode may have other rows, `earlier`. It has one reward all the same, which all its rows are credited with, and
+    counts once in its group.
 
     Attributes:
         tokens: all of them.
@@ -156,6 +184,7 @@ class Episode:
         finish: why it ended: `"stop"`, `"length"`, or a word of the environment's; `"failed"`: it could not be made.
         token_rewards: one a token, beside the score's reward, which is that of the last one; 0 where `mask` is false.
             Only some advantages read them, as `process_rewards` does. None: there are none.
+        earlier: its other rows, in the order in which they were drawn.
     """
 
     tokens: Sequence[int] | np.ndarray
@@ -167,6 +196,7 @@ class Episode:
     response: str = ""
     finish: str = "stop"
     token_rewards: Sequence[float] | np.ndarray | None = None
+    earlier: Sequence[Segment] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from enginehouse.engines.environment import Episode
+from enginehouse.engines.environment import Episode, Segment
 
 if TYPE_CHECKING:
     from enginehouse.engines.environment import Score
@@ -51,11 +51,21 @@ class Transcript:
         last = len(self._mask) - 1 - self._mask[::-1].index(True)
         self._rewards[last] = self._rewards.get(last, 0.0) + reward
 
-    def episode(self, score: Score, prompt: str = "", response: str = "", finish: str = "stop") -> Episode:
+    def episode(
+        self, score: Score, prompt: str = "", response: str = "", finish: str = "stop", earlier: Sequence[Segment] = ()
+    ) -> Episode:
         """The episode as it is now; arguments as of `Episode`."""
-        columns = list(self.tokens), list(self._mask), list(self._logprobs), list(self._versions)
+        tokens, mask, logprobs, versions, rewards = self._columns()
+        return Episode(tokens, mask, logprobs, versions, score, prompt, response, finish, rewards, earlier)
+
+    def segment(self, prompt: str = "", response: str = "") -> Segment:
+        """A row of an episode that has several, as it is now; arguments as of `Segment`."""
+        tokens, mask, logprobs, versions, rewards = self._columns()
+        return Segment(tokens, mask, logprobs, versions, prompt, response, rewards)
+
+    def _columns(self) -> tuple[list[int], list[bool], list[float], list[int], list[float] | None]:
         rewards = [self._rewards.get(place, 0.0) for place in range(len(self.tokens))] if self._rewards else None
-        return Episode(*columns, score, prompt, response, finish, rewards)
+        return list(self.tokens), list(self._mask), list(self._logprobs), list(self._versions), rewards
 
     def _add(self, tokens: Sequence[int], is_chosen: bool, logprobs: Sequence[float], versions: Sequence[int]) -> None:
         self.tokens += map(int, tokens)

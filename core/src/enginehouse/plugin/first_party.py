@@ -15,8 +15,8 @@ from enginehouse.plugin.requirements import installed_version
 CORE = "enginehouse"
 """Core's distribution."""
 
-TOOLS = {"testing": ("certify", "matrix", "new-plugin", "parity")}
-"""Core's extras that bring commands and no backend, and those commands."""
+TOOLS = {"environments": (), "testing": ("certify", "matrix", "new-plugin", "parity")}
+"""Core's extras that bring no backend, and the commands that they bring."""
 
 
 def not_installed(known: Iterable[Plugin]) -> list[str]:

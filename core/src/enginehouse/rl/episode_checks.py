@@ -157,7 +157,7 @@ class _Remembered:
     """Implements `enginehouse.engines.environment.Policy`."""
 
     def __init__(self, policy: Policy, drawn: Drawn):
-        self.tokenizer = policy.tokenizer
+        self.tokenizer, self.sampling = policy.tokenizer, policy.sampling
         self._policy, self._drawn = policy, drawn
 
     async def generate(self, tokens: Sequence[int], sampling: SamplingParams | None = None) -> Completion:

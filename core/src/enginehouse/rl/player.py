@@ -99,7 +99,8 @@ class FleetPolicy:
         self, fleet: Draws, tokenizer: Any, sampling: SamplingParams, name: str, seed: int, is_greedy: bool = False
     ):
         self.tokenizer = tokenizer
-        self._fleet, self._sampling, self._name, self._seed = fleet, sampling, name, seed
+        self.sampling = replace(sampling, n=1, seed=None)
+        self._fleet, self._name, self._seed = fleet, name, seed
         self._is_greedy = is_greedy
         self._calls = 0
 
@@ -113,7 +114,7 @@ class FleetPolicy:
     ) -> Sequence[Completion]:
         """See the protocol."""
         number, self._calls = self._calls, self._calls + 1
-        sampling = replace(sampling or self._sampling, n=n, seed=self._seed_of(number))
+        sampling = replace(sampling or self.sampling, n=n, seed=self._seed_of(number))
         if self._is_greedy:
             sampling = replace(sampling, temperature=0.0)
         result = await self._fleet.generate(GenerateRequest(f"{self._name}-{number}", tokens, sampling))
@@ -129,7 +130,7 @@ class FleetPolicy:
 
     def _branch(self, name: str, is_greedy: bool) -> FleetPolicy:
         named, seed = f"{self._name}-{name}", self._mixed(name)
-        return FleetPolicy(self._fleet, self.tokenizer, self._sampling, named, seed, is_greedy)
+        return FleetPolicy(self._fleet, self.tokenizer, self.sampling, named, seed, is_greedy)
 
     def _seed_of(self, number: int) -> int:
         return self._mixed(number) if number else self._seed

@@ -39,7 +39,7 @@ class ScriptedPolicy:
         error: Exception | None,
         name: str = "policy",
     ):
-        self.tokenizer = char_tokenizer()
+        self.tokenizer, self.sampling = char_tokenizer(), SamplingParams()
         self._replies, self._delay, self._error, self._name = replies, delay, error, name
         self._calls = 0
 

@@ -1,0 +1,16 @@
+"""What this package adds to enginehouse: environments of many turns."""
+
+from __future__ import annotations
+
+from enginehouse.plugin import Environment, hookimpl
+
+enginehouse_protocol = "1.1"
+
+ENVIRONMENTS: dict[str, tuple[str, str]] = {}
+"""By name: `"module:Class"`, and what it is in a line."""
+
+
+@hookimpl
+def enginehouse_register_environments(register):
+    for name, (environment, summary) in ENVIRONMENTS.items():
+        register(Environment(name=name, summary=summary, environment=f"enginehouse_environments.{environment}"))
