@@ -1,9 +1,9 @@
-"""Chat templates that have, in short, what those of families of models have; and a tokenizer of bytes that reads any text.
+"""Chat templates that have, in short, what those of families of models have; and a tokenizer of bytes.
 
-QWEN puts what tools say into one turn of the user's, and takes thoughts out of its history. CHATML wants the name of the
-tool. LLAMA has a header of its own for tools, trims what is said and takes one call at a time. MISTRAL closes by its eos,
-wants ids of nine letters, and lists tools at the last question alone. GEMMA knows no tools, and wants turns to alternate.
-DEEPSEEK refuses what a tool says where nothing was called, and takes arguments as JSON text.
+QWEN puts what tools say into one turn of the user's, and takes thoughts out of its history. CHATML wants the name of
+the tool. LLAMA has a header of its own for tools, trims what is said and takes one call at a time. MISTRAL closes by
+its eos, wants ids of nine letters, and lists tools at the last question alone. GEMMA knows no tools, and wants turns to
+alternate. DEEPSEEK refuses what a tool says where nothing was called, and takes arguments as JSON text.
 """
 
 from __future__ import annotations

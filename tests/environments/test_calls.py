@@ -52,7 +52,7 @@ def test_a_call_is_read_as_the_models_own_template_writes_it(template, arguments
 
 @pytest.mark.parametrize("template", [GEMMA, DEEPSEEK, "{{ messages[0].content }}{{ messages[-1].content }}"])
 def test_a_template_that_writes_calls_in_no_known_form_is_refused_and_a_form_may_be_said(template):
-    with pytest.raises(UserError, match="writes tool calls in no form that is known.*hermes, qwen3_coder"):
+    with pytest.raises(UserError, match=r"writes tool calls in no form that is known.*hermes, qwen3_coder"):
         form(template)
     assert form(template, "hermes").name == "hermes"
 
@@ -84,7 +84,7 @@ def test_what_the_tokenizer_declares_of_its_answers_is_believed():
     assert parsed.content == "so"
     assert made.parse("so<CALL>{</CALL>").problems
     del tokenizer.response_template["start_anchor"]
-    with pytest.raises(UserError, match="response_template of the model's tokenizer cannot be used: .*start_anchor"):
+    with pytest.raises(UserError, match=r"response_template of the model's tokenizer cannot be used: .*start_anchor"):
         call_format(ChatTemplate(tokenizer, [ADD]))
 
 
@@ -113,8 +113,8 @@ def test_several_calls_and_what_stands_around_them(name):
         '"arguments": {"a": 2}}'),
         ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call><tool_call>{"name": "add", '
         '"parameters": {"a": 2}}'),
-        ("qwen3_coder", "<function=add>\n<parameter=a>1</parameter>\n</function><tool_call><function=add><parameter=a>\n"
-        "2\n</parameter></function>"),
+        ("qwen3_coder", "<function=add>\n<parameter=a>1</parameter>\n</function><tool_call><function=add>"
+        "<parameter=a>\n2\n</parameter></function>"),
     ],
 )  # fmt: skip
 def test_forms_that_models_also_write(name, text):
@@ -143,7 +143,7 @@ def test_what_is_thought_is_no_call(name):
         (
             "hermes",
             '<tool_call>{"name": "add"} x</tool_call>',
-            "</tool_call> is to follow its JSON, and 'x</tool_call>'",
+            "</tool_call> is to follow its JSON, and 'x<",
         ),
         ("hermes", '<tool_call>{"nam": 1}</tool_call>', 'an object with "name" and "arguments" is wanted'),
         ("hermes", "<tool_call>[]</tool_call>", 'an object with "name" and "arguments" is wanted'),
@@ -158,7 +158,7 @@ def test_what_is_thought_is_no_call(name):
         (
             "qwen3_coder",
             "<tool_call><function=add><parameter=a>1</function>",
-            "<parameter=NAME>...</parameter> or </fun",
+            "<parameter=NAME>...</parameter> or <",
         ),
     ],
 )

@@ -113,8 +113,8 @@ def call_format(template: ChatTemplate, name: str = "auto") -> CallFormat:
         if [(call.name, call.arguments) for call in form.parse(template.call(*_PROBE)).calls] == [_PROBE]:
             return form
     raise UserError(
-        "the chat template of the model's tokenizer writes tool calls in no form that is known, or not at all. Say one, "
-        f"if the messages tell the model of it ({', '.join(FORMATS)}), or give the tokenizer a chat_template that does"
+        "the chat template of the model's tokenizer writes tool calls in no form that is known, or not at all. Say one "
+        f"that the messages tell the model of ({', '.join(FORMATS)}), or give the tokenizer a chat_template that does"
     )
 
 

@@ -8,7 +8,6 @@ closes the answer, the new messages, and what begins the next answer.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -94,11 +93,11 @@ class ChatTemplate:
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """The answer that the template writes for a call, without what closes it; empty where it writes none."""
         try:
-            before = self._rendered([_QUESTION], True)
-            after = self._rendered([_QUESTION, _calling(name, arguments)], False)
+            question = self._rendered([_QUESTION], False)
+            answer = self._rendered([_QUESTION, _calling(name, arguments)], False)
         except UserError:
             return ""
-        answer = after[len(os.path.commonprefix([before, after])) :]
+        answer = answer.removeprefix(question).removeprefix(self.begin)
         end = "" if self.end is None else self._decoded([self.end])
         return answer.rpartition(end)[0] if end and end in answer else answer
 
@@ -108,7 +107,7 @@ class ChatTemplate:
         return int(tokens[-1]) in (self.end, self.tokenizer.eos_token_id, *(self._special if stopped else ()))
 
     def _following(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """What follows an answer. Before what a tool says, the answer is one that calls, where the template writes that.
+        """What follows an answer. Before what a tool says, the answer is one that calls, if the template writes that.
 
         Some templates refuse a tool's message else, or write it otherwise. Some take one call only, and some want its
         arguments as JSON text. What closes an answer is then taken from one that does not call.
