@@ -6,7 +6,9 @@ from enginehouse.plugin import Environment, hookimpl
 
 enginehouse_protocol = "1.1"
 
-ENVIRONMENTS: dict[str, tuple[str, str]] = {}
+ENVIRONMENTS: dict[str, tuple[str, str]] = {
+    "tools": ("tools:Tools", "A chat in which the policy may call tools: functions of yours, and some built in"),
+}
 """By name: `"module:Class"`, and what it is in a line."""
 
 
