@@ -189,7 +189,7 @@ SEEDS = st.integers(0, 2**32).map(random.Random)
 
 
 @pytest.mark.parametrize("template", CALLED, ids=NAMES.get)
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(chance=SEEDS, question=texts(), system=st.none() | texts())
 def test_a_chat_with_tools_is_trained_on_as_it_was_drawn(template, chance, question, system):
     replicas = Replicas(answers(template, chance), chance)
@@ -203,7 +203,7 @@ def test_a_chat_with_tools_is_trained_on_as_it_was_drawn(template, chance, quest
 
 
 @pytest.mark.parametrize("template", ENDS, ids=NAMES.get)
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(chance=SEEDS, question=texts())
 def test_a_chat_of_questions_is_trained_on_as_it_was_drawn(template, chance, question):
     replicas = Replicas(answers(template, chance), chance)
@@ -217,7 +217,7 @@ CALLS = st.lists(PLAIN.map(lambda text: {"text": f"r{text}"}), min_size=1, max_s
 
 
 @pytest.mark.parametrize("template", BETWEEN, ids=NAMES.get)
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(turns=st.lists(CALLS, max_size=3), question=PLAIN, last=PLAIN)
 def test_where_all_goes_as_the_template_writes_it_the_tokens_are_those_of_the_whole_chat(
     template, turns, question, last
