@@ -45,6 +45,7 @@ def answered(rewards: list[float], tokens: list[int], reasons: list[str], answer
         {
             "response_tokens": torch.tensor(tokens),
             "reward": torch.tensor(rewards),
+            "episode": torch.arange(len(rewards)),
             "finish_reason": reasons,
             "prompt": ["p"] * len(rewards),
             "response": ["r"] * len(rewards),
