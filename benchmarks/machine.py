@@ -28,6 +28,16 @@ def busy_cores(seconds: float = 1.0) -> float:
     return psutil.cpu_percent(seconds) / 100 * (os.cpu_count() or 1)
 
 
+def cpu_seconds(pid: int) -> float:
+    """CPU time that a process has used."""
+    return sum(psutil.Process(pid).cpu_times()[:2])
+
+
+def cpu_seconds_below(pid: int) -> float:
+    """CPU time that the processes below a process have used, those that live."""
+    return sum(cpu_seconds(child.pid) for child in psutil.Process(pid).children(recursive=True))
+
+
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
