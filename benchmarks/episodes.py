@@ -132,10 +132,11 @@ def figures(
 ) -> dict[str, Any]:
     """The metrics, and the table's lines.
 
-    Metrics: `vs_bare`, tokens a second of ours by those of the loop by hand, in the same round, median over rounds;
-    `overhead`, by what share a round of ours takes longer than what it cannot do without, the engine's own CPU time or
-    the longest that an episode sleeps, whichever is more, median over rounds; `overhead/bare`, the same of the loop by
-    hand, whose last episodes leave the engine with little to do, too; `growth_mb/PART`, by how many million bytes the
+    Metrics, medians over rounds: `vs_bare`, tokens a second of ours by those of the loop by hand, in the same round;
+    `overhead`, by what share a round of ours takes longer than what it cannot do without, the CPU time of the engine's
+    own process or the longest that an episode sleeps, whichever is more; `engine_idle`, the share of a round in which
+    that process had nothing to do, which others on the machine change least; `.../bare`, the same of the loop by hand,
+    whose last episodes leave the engine with little to do, too. And `growth_mb/PART`, by how many million bytes the
     memory of a part of ours grew for every 1,000 episodes, from after the round that is not counted to the end.
 
     Args:
@@ -146,10 +147,8 @@ def figures(
     """
     pairs = list(zip(turns["enginehouse"], turns["bare"], strict=True))
     ratios = [speed(dict(ours)) / speed(dict(bare)) for ours, bare in pairs]
-    overheads = {
-        name: [turn["seconds"] / max(turn["engine_cpu_seconds"], sleeps) - 1 for turn in found]
-        for name, found in turns.items()
-    }
+    overheads = {name: [overhead(turn, sleeps) for turn in found] for name, found in turns.items()}
+    idle = {name: [engine_idle(turn) for turn in found] for name, found in turns.items()}
     first, *_, last = memory["enginehouse"]
     played = (len(memory["enginehouse"]) - 1) * episodes / 1000
     growth = {f"growth_mb/{part}": (last[part] - first[part]) / MB / played for part in first}
@@ -158,25 +157,38 @@ def figures(
             "vs_bare": statistics.median(ratios),
             "overhead": statistics.median(overheads["enginehouse"]),
             "overhead/bare": statistics.median(overheads["bare"]),
+            "engine_idle": statistics.median(idle["enginehouse"]),
+            "engine_idle/bare": statistics.median(idle["bare"]),
             **growth,
         },
         "sides": {name: row(found, memory[name]) for name, found in turns.items()},
         "ratios": ratios,
         "overheads": overheads,
+        "engine_idle": idle,
         "longest_sleep_seconds": sleeps,
     }
+
+
+def overhead(turn: Mapping[str, float], sleeps: float) -> float:
+    """By what share a round took longer than its engine and its sleeps."""
+    return turn["seconds"] / max(turn["engine_cpu_seconds"], sleeps) - 1
+
+
+def engine_idle(turn: Mapping[str, float]) -> float:
+    """The share of a round in which the engine had nothing to do."""
+    return 1 - (turn["engine_cpu_seconds"] + turn["engine_waited_seconds"]) / turn["seconds"]
 
 
 def row(turns: Sequence[Mapping[str, float]], memory: Sequence[Mapping[str, int]]) -> dict[str, float]:
     """A side's line in the table."""
     speeds = [speed(dict(turn)) for turn in turns]
-    cpu = [name for name in turns[0] if name.endswith("cpu_seconds")]
+    parts = [name for name in turns[0] if name.endswith("_seconds")]
     return {
         "tokens_per_second": statistics.median(speeds),
         "slowest": min(speeds),
         "fastest": max(speeds),
         "seconds": statistics.median(turn["seconds"] for turn in turns),
-        **{name: statistics.median(turn[name] for turn in turns) for name in cpu},
+        **{name: statistics.median(turn[name] for turn in turns) for name in parts},
         "tokens": turns[0]["tokens"],
         "controller_mb": memory[-1]["controller"] / MB,
     }

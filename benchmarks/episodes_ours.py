@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.dispatch_side import own_and_resident, serve
 from benchmarks.episodes_tool import Tool, prompt
-from benchmarks.machine import cpu_seconds, cpu_seconds_below
+from benchmarks.machine import cpu_seconds, wanted_seconds_below
 from enginehouse.controller import WorkerSpec, start_ray
 from enginehouse.controller.launchers.event_loop import event_loop
 from enginehouse.engines.environment import Episode, EpisodeContext, Policy, Scored, Task
@@ -27,7 +27,7 @@ from enginehouse.engines.transcript import Transcript
 from enginehouse.rl.episode_checks import EpisodeChecks
 from enginehouse.rl.episodes import rows_of
 from enginehouse.rl.feed import played
-from enginehouse.rl.fleet import RolloutFleet
+from enginehouse.rl.fleet import RolloutFleet, samples_in_flight
 from enginehouse.rl.player import FleetPolicy, Player
 from enginehouse.rl.roles import RolloutWorker
 
@@ -85,7 +85,7 @@ class Ours:
         self._loop = stack.enter_context(event_loop())
         self._fleet = RolloutFleet(
             worker.options(python=task["python"], env=task["env"]), 1, timeout=TIMEOUT_SECONDS,
-            start_timeout=TIMEOUT_SECONDS, device=task["device"], samples_in_flight=task["max_running"],
+            start_timeout=TIMEOUT_SECONDS, device=task["device"], samples_in_flight=samples_in_flight(task["max_running"]),
             health_every=NO_LOOKS_SECONDS,
         )  # fmt: skip
         stack.callback(self._fleet.shutdown)
@@ -100,15 +100,17 @@ class Ours:
     def run(self, seed: int) -> dict[str, float]:
         """Play all episodes at once; what it took."""
         task, (replica,) = self._task, self._fleet.pids
-        engine, worker, own = cpu_seconds_below(replica), cpu_seconds(replica), cpu_seconds(os.getpid())
+        engine, worker, own = wanted_seconds_below(replica), cpu_seconds(replica), cpu_seconds(os.getpid())
         self._environment.most = 0
         begun = time.perf_counter()
         rows = self._rows(task["episodes"] // task["samples"], 1.0, seed)
         seconds = time.perf_counter() - begun
+        had, waited = wanted_seconds_below(replica)
         return {
             "seconds": seconds,
             "tokens": int(rows["response_tokens"].sum()),
-            "engine_cpu_seconds": cpu_seconds_below(replica) - engine,
+            "engine_cpu_seconds": had - engine[0],
+            "engine_waited_seconds": waited - engine[1],
             "worker_cpu_seconds": cpu_seconds(replica) - worker,
             "own_cpu_seconds": cpu_seconds(os.getpid()) - own,
             "most_at_once": self._environment.most,

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.dispatch_side import own_and_resident, serve
 from benchmarks.episodes_tool import Tool, prompt
-from benchmarks.machine import cpu_seconds, cpu_seconds_below
+from benchmarks.machine import cpu_seconds, wanted_seconds_below
 
 
 class Bare:
@@ -62,15 +62,17 @@ class Bare:
     def run(self, seed: int) -> dict[str, float]:
         """Play all episodes at once; what it took."""
         task = self._task
-        engine, own = cpu_seconds_below(os.getpid()), cpu_seconds(os.getpid())
+        engine, own = wanted_seconds_below(os.getpid()), cpu_seconds(os.getpid())
         self._most = 0
         begun = time.perf_counter()
         found = self._loop.run_until_complete(self._all(task["episodes"] // task["samples"], 1.0, seed))
         seconds = time.perf_counter() - begun
+        had, waited = wanted_seconds_below(os.getpid())
         return {
             "seconds": seconds,
             "tokens": sum(sum(mask) for _, mask, _ in found),
-            "engine_cpu_seconds": cpu_seconds_below(os.getpid()) - engine,
+            "engine_cpu_seconds": had - engine[0],
+            "engine_waited_seconds": waited - engine[1],
             "own_cpu_seconds": cpu_seconds(os.getpid()) - own,
             "most_at_once": self._most,
         }

@@ -33,9 +33,16 @@ def cpu_seconds(pid: int) -> float:
     return sum(psutil.Process(pid).cpu_times()[:2])
 
 
-def cpu_seconds_below(pid: int) -> float:
-    """CPU time that the processes below a process have used, those that live."""
-    return sum(cpu_seconds(child.pid) for child in psutil.Process(pid).children(recursive=True))
+def wanted_seconds_below(pid: int) -> tuple[float, float]:
+    """What the main threads of the processes below a process have had of a core, and how long they waited for one, as
+    others had it; seconds of those that live. The rest of the time they had nothing to do."""
+    found = [_schedule(child.pid) for child in psutil.Process(pid).children(recursive=True)]
+    return sum(had for had, _ in found), sum(waited for _, waited in found)
+
+
+def _schedule(pid: int) -> tuple[float, float]:
+    had, waited, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
+    return int(had) / 1e9, int(waited) / 1e9
 
 
 def _processor() -> str:

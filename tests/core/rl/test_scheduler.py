@@ -40,6 +40,7 @@ def test_whatever_replicas_do_every_request_is_counted_once_and_none_is_lost(dat
             assert scheduler.load(replica) == sum(attempt.entry.samples for attempt in mine)
             assert len(mine) <= 1 or scheduler.load(replica) <= limit
         assert not scheduler.waiting or not serving or all(held.values())  # nobody is idle while requests wait
+        assert scheduler.waiting_samples == samples * scheduler.waiting
         moves = ["come"] * bool(coming) + ["answer"] * bool(flying) + ["die"] * bool(serving) + ["late"] * bool(stale)
         move = data.draw(st.sampled_from([*moves, "join", "drop"]))
         if move == "come":
