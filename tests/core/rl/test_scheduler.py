@@ -128,6 +128,21 @@ def test_a_prompt_goes_where_its_beginning_was_seen(shared):
     assert where[0] != where[1]
 
 
+def test_a_later_turn_goes_where_its_episode_is_though_all_have_the_same_instructions():
+    instructions = list(range(2000))
+    first = [[*instructions, *[3000 + episode] * 200] for episode in range(4)]
+    scheduler = scheduler_of(prompts(*first), 512, 0, 1)
+    attempts = scheduler.assign()
+    where = [attempt.replica for attempt in attempts]
+    assert sorted(where) == [0, 0, 1, 1]
+    for attempt in attempts:
+        scheduler.finish(attempt)
+    order = sorted(range(4), key=where.__getitem__)
+    for entry in prompts(*[[*first[episode], *range(5000, 5100)] for episode in order]):
+        scheduler.add(entry)
+    assert [attempt.replica for attempt in scheduler.assign()] == [where[episode] for episode in order]
+
+
 def test_what_was_seen_is_remembered_over_calls_until_caches_are_dropped(shared):
     memory = PrefixMemory()
     memory.remember(shared[0], 7)

@@ -6,16 +6,18 @@ comes after all from a replica that was taken for lost does not count.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
 
-PREFIX_TOKENS = (1024, 512, 256, 128, 64, 32)
-"""Lengths at which the beginning of a prompt is remembered: engines keep caches of whole prefixes."""
+FIRST_PREFIXES, PREFIX_EVERY = (32, 64), 128
+"""Tokens of the beginnings of a prompt that are remembered, and how much longer each further one is: engines keep caches
+of whole blocks. So an episode is told from others with the same instructions, and its next turn from theirs."""
 
-REMEMBERED_PREFIXES = 8192
+REMEMBERED_PREFIXES = 65536
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +46,12 @@ class Attempt:
 
 def prefixes(tokens: np.ndarray) -> tuple[int, ...]:
     """Hashes of a prompt and of its beginnings, longest first."""
-    lengths = [len(tokens), *(length for length in PREFIX_TOKENS if length < len(tokens))]
-    return tuple(hash(tokens[:length].tobytes()) for length in lengths)
+    ends = [end for end in (*FIRST_PREFIXES, *range(PREFIX_EVERY, len(tokens), PREFIX_EVERY)) if end < len(tokens)]
+    hashes, so_far = [], 0
+    for begin, end in itertools.pairwise([0, *ends, len(tokens)]):
+        so_far = hash((so_far, tokens[begin:end].tobytes()))
+        hashes.append(so_far)
+    return tuple(reversed(hashes))
 
 
 class PrefixMemory:
