@@ -85,8 +85,8 @@ class Ours:
         self._loop = stack.enter_context(event_loop())
         self._fleet = RolloutFleet(
             worker.options(python=task["python"], env=task["env"]), 1, timeout=TIMEOUT_SECONDS,
-            start_timeout=TIMEOUT_SECONDS, device=task["device"], samples_in_flight=samples_in_flight(task["max_running"]),
-            health_every=NO_LOOKS_SECONDS,
+            start_timeout=TIMEOUT_SECONDS, device=task["device"], health_every=NO_LOOKS_SECONDS,
+            samples_in_flight=samples_in_flight(task["max_running"]),
         )  # fmt: skip
         stack.callback(self._fleet.shutdown)
         (engine,) = self._fleet.launch()

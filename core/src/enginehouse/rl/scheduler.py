@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 FIRST_PREFIXES, PREFIX_EVERY = (32, 64), 128
-"""Tokens of the beginnings of a prompt that are remembered, and how much longer each further one is: engines keep caches
-of whole blocks. So an episode is told from others with the same instructions, and its next turn from theirs."""
+"""Tokens of the first beginnings of a prompt that are remembered, and how much longer each further one is: engines keep
+caches of whole blocks. So an episode is told from others with the same instructions, and goes on where it was."""
 
 REMEMBERED_PREFIXES = 65536
 
