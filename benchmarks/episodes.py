@@ -137,7 +137,8 @@ def figures(
     own process or the longest that an episode sleeps, whichever is more; `engine_idle`, the share of a round in which
     that process had nothing to do, which others on the machine change least; `.../bare`, the same of the loop by hand,
     whose last episodes leave the engine with little to do, too. And `growth_mb/PART`, by how many million bytes the
-    memory of a part of ours grew for every 1,000 episodes, from after the round that is not counted to the end.
+    memory of a part of ours (`bare`: of the other side's process, which has vLLM's part in it as `replica` has) grew for
+    every 1,000 episodes, from after the round that is not counted to the end.
 
     Args:
         turns: what each counted round took, by side.
@@ -149,9 +150,12 @@ def figures(
     ratios = [speed(dict(ours)) / speed(dict(bare)) for ours, bare in pairs]
     overheads = {name: [overhead(turn, sleeps) for turn in found] for name, found in turns.items()}
     idle = {name: [engine_idle(turn) for turn in found] for name, found in turns.items()}
-    first, *_, last = memory["enginehouse"]
     played = (len(memory["enginehouse"]) - 1) * episodes / 1000
-    growth = {f"growth_mb/{part}": (last[part] - first[part]) / MB / played for part in first}
+    parts = [(part, "enginehouse", part) for part in memory["enginehouse"][0]] + [("bare", "bare", "controller")]
+    growth = {
+        f"growth_mb/{name}": (memory[side][-1][part] - memory[side][0][part]) / MB / played
+        for name, side, part in parts
+    }
     return {
         "metrics": {
             "vs_bare": statistics.median(ratios),
