@@ -137,8 +137,8 @@ def figures(
     own process or the longest that an episode sleeps, whichever is more; `engine_idle`, the share of a round in which
     that process had nothing to do, which others on the machine change least; `.../bare`, the same of the loop by hand,
     whose last episodes leave the engine with little to do, too. And `growth_mb/PART`, by how many million bytes the
-    memory of a part of ours (`bare`: of the other side's process, which has vLLM's part in it as `replica` has) grew for
-    every 1,000 episodes, from after the round that is not counted to the end.
+    memory of a part of ours grew for every 1,000 episodes, from after the round that is not counted to the end; `bare`
+    is the other side's process, which has vLLM's part in it as `replica` has.
 
     Args:
         turns: what each counted round took, by side.
