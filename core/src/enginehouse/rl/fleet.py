@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 SAMPLES_IN_FLIGHT = 512
 """Most completions a replica is given at once, where its engine does not say how many it generates (`max_running`); the
 rest goes to who is free first."""
+SPARE = 8
+"""Where it does, it is given one more for every so many."""
 ALL_IN_FLIGHT = 2**31
 """For ranks that share a fate: nothing is gained by holding back."""
 RESTARTS = 3
@@ -671,6 +673,12 @@ class RolloutFleet:
         for replica in replicas:
             if (thread := replica.restarting) is not None:
                 thread.join(max(until - time.monotonic(), 0.0))
+
+
+def samples_in_flight(max_running: int | None) -> int:
+    """Most completions a replica is given at once, whose engine generates `max_running`, if it says so: a few more, so
+    that a place in the engine is taken again before the controller has heard that it is free."""
+    return SAMPLES_IN_FLIGHT if max_running is None else max_running + max_running // SPARE
 
 
 def _at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:

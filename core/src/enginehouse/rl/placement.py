@@ -16,7 +16,7 @@ from enginehouse.config.secrets import from_environment
 from enginehouse.controller import Balanced, ResourcePool, WorkerGroup, WorkerSpec, colocate, start_ray
 from enginehouse.controller.errors import PlacementError
 from enginehouse.controller.placement_group import Room, cores_per_gpu, gpus_of_cluster
-from enginehouse.rl.fleet import SAMPLES_IN_FLIGHT, RolloutFleet
+from enginehouse.rl.fleet import RolloutFleet, samples_in_flight
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
 from enginehouse.rl.turns import PARAMS, Turns
 from enginehouse.weights.buckets import BUCKET_BYTES
@@ -236,7 +236,7 @@ def _fleet(plan: RunPlan, name: str, pools: Mapping[str, ResourcePool], room: Ro
         seed=plan.config.train.seed,
         device="cuda" if gpus else "cpu",  # servers that run already, somewhere, need none here
         threads=_threads(plan),
-        samples_in_flight=role.options.get("max_running", SAMPLES_IN_FLIGHT),
+        samples_in_flight=samples_in_flight(role.options.get("max_running")),
     )
 
 
