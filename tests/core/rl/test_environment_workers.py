@@ -137,7 +137,7 @@ def staged(test, **how):
 
     async def run():
         with WorkerGroup(None, WorkerSpec(Quick, **how), name="environment", launcher="inline") as group:
-            workers, fleet = EnvironmentWorkers(group, KINDS), Fleet()
+            workers, fleet = EnvironmentWorkers([group], KINDS), Fleet()
             await test(workers.player("training", fleet, named), fleet)
             workers.closed = True
 

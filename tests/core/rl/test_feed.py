@@ -134,7 +134,7 @@ class Stage:
 
     def may_fail(self, keys):
         """Whether these may fail once more without ending the run; they are taken to do so."""
-        allowed = self.player.on_failure != "retry" or all(self.failures[key] < MOST_RETRIES for key in keys)
+        allowed = self.player.failures.policy != "retry" or all(self.failures[key] < MOST_RETRIES for key in keys)
         self.failures.update(keys if allowed else ())
         return allowed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,7 +14,10 @@ from enginehouse.controller import DistributedBatch
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.environment import Episode, Group, Task
 
-NOTES = ("finish_reason", "reward_figures", "reward_failure")
+if TYPE_CHECKING:
+    from enginehouse.rl.traces import Trace
+
+NOTES = ("finish_reason", "reward_figures", "reward_failure", "trace")
 TEXTS = ("prompt", "response", "answer")
 FOR_PEOPLE = (*NOTES, *TEXTS)
 """Columns of samples that nothing is trained on: objects, and texts."""
@@ -30,6 +33,8 @@ class Played:
         kept: whether they are trained on: there are some, and no filter refused them.
         group: the episodes, where they are here.
         rows: else their rows, as of `batch_of`, where they were made; of texts, their bytes.
+        traces: of the episodes, where they are here: what those of several turns spent their time on. Empty: nobody
+            knows.
     """
 
     task: Task
@@ -37,16 +42,24 @@ class Played:
     kept: bool
     group: Group | None = None
     rows: DistributedBatch | None = None
+    traces: Sequence[Trace | None] = ()
 
 
 def rows_of(played: Sequence[Played]) -> DistributedBatch:
     """The episodes of tasks, at least one, as rows wherever they are; as of `batch_of`, the groups in this order."""
-    here = [one.group for one in played if one.group is not None]
+    here = [one for one in played if one.group is not None]
     if here or not played:
-        return DistributedBatch.of([batch_of(here)])
+        return DistributedBatch.of([rows_here(here)])
     sizes = [len(one.rewards) for one in played]
     rows = DistributedBatch.concat([one.rows for one in played if one.rows is not None])
     return rows.with_columns(group=torch.from_numpy(np.repeat(np.arange(len(played)), sizes)))
+
+
+def rows_here(played: Sequence[Played]) -> Batch:
+    """As of `batch_of`, the episodes of tasks whose groups are here."""
+    here = [(one.group, one.traces) for one in played if one.group is not None]
+    traces = [(*traces, *[None] * (len(group.episodes) - len(traces))) for group, traces in here]
+    return batch_of([group for group, _ in here], list(itertools.chain(*traces)))
 
 
 def total_reward(episode: Episode) -> float:
@@ -67,8 +80,12 @@ def tasks_of(prompts: Batch, serials: Sequence[int]) -> list[Task]:
     ]
 
 
-def batch_of(groups: Sequence[Group]) -> Batch:
+def batch_of(groups: Sequence[Group], traces: Sequence[Trace | None] = ()) -> Batch:
     """Episodes as a batch, a row each: groups one after another, and the episodes of a group in their order.
+
+    Args:
+        groups: their episodes.
+        traces: of each episode, what it spent its time on. Empty: nobody knows of any.
 
     Returns:
         `input_ids` ragged int64, `loss_mask` ragged bool (true on what the policy chose), `rollout_logprobs` ragged
@@ -76,7 +93,8 @@ def batch_of(groups: Sequence[Group]) -> Batch:
         many the policy chose), `first_version` and `weight_version` int64 (the oldest and the newest that one of these
         is of; -1 where there is none), each `(rows,)`; and the objects `finish_reason`, `prompt`, `response`,
         `answer` (what it answers, as its reward says; empty where that says nothing), `reward_figures` (other figures
-        of the reward, by name) and `reward_failure` (why a row has no reward and counts as 0; empty where it has one).
+        of the reward, by name), `reward_failure` (why a row has no reward and counts as 0; empty where it has one) and
+        `trace` (None where there is none).
         Where groups have one, `baseline` float32 `(rows,)`; where all episodes have some, `token_rewards` ragged
         float32.
     """
@@ -110,6 +128,11 @@ def batch_of(groups: Sequence[Group]) -> Batch:
             "answer": [one.score.answer for one in episodes],
             "reward_figures": [one.score.figures for one in episodes],
             "reward_failure": [one.score.failure for one in episodes],
+            "trace": [
+                trace
+                for one, of_it in zip(episodes, traces or [None] * len(episodes), strict=True)
+                for trace in (*[None] * len(one.earlier), of_it)
+            ],
         }
     )
 

@@ -140,7 +140,7 @@ class RolloutFleet:
             return replica
 
         try:
-            _at_once([partial(start, number, pool) for number, pool in enumerate(places)])
+            at_once([partial(start, number, pool) for number, pool in enumerate(places)])
         except BaseException:
             self.shutdown()
             raise
@@ -658,7 +658,7 @@ class RolloutFleet:
         with self._lock:
             replicas = list(self._replicas)
         try:
-            _at_once([partial(replica.group.shutdown, timeout) for replica in replicas])
+            at_once([partial(replica.group.shutdown, timeout) for replica in replicas])
             self._wait_for_restarts(replicas, RESTART_END_SECONDS)
         finally:
             if self._pool is not None:
@@ -673,8 +673,8 @@ class RolloutFleet:
                 thread.join(max(until - time.monotonic(), 0.0))
 
 
-def _at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Do things in threads of their own and wait for all; then raise the first error.
+def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Do things in threads of their own and wait for all; then raise the first error. Returns what each returned.
 
     Not with an executor: its threads hold up the end of the program.
     """
