@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from enginehouse.config.secrets import from_environment, literal
 from enginehouse.controller import ResourcePool, Worker, WorkerGroup, WorkerSpec, register
-from enginehouse.controller.errors import ClusterLost, ControllerError
+from enginehouse.controller.errors import ClusterLost, ControllerError, GroupClosed
 from enginehouse.data import Batch
 from enginehouse.data.rendering import load_tokenizer
 from enginehouse.errors import EnginehouseError, first_line
@@ -656,8 +656,9 @@ class EnvironmentWorkers:
         unsent = {play.number for play in process.orders.plays}
         others = len(process.plays) - len(unsent) - 1
         beside = f" and {others} other{'s' * (others > 1)}" if others > 0 else ""
-        _fail(process, WorkerLost(f"the environment worker that played it{beside} is lost: {error}"), unsent)
-        seat.state, seat.death = "lost", first_line(error)
+        why = error.reason if isinstance(error, GroupClosed) else str(error)
+        _fail(process, WorkerLost(f"the environment worker that played it{beside} is lost: {why}"), unsent)
+        seat.state, seat.death = "lost", why.splitlines()[0]
         if not self._goes_on or self.closed:
             return
         log.warning("%s is lost and is started again: %s", seat.group.name, seat.death)
