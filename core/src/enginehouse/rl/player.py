@@ -639,8 +639,11 @@ def _fixed(episode: Episode) -> Episode:
 
 def _with_token_rewards(episode: Episode) -> Episode:
     """All rows of a step have the same columns."""
-    rewards = episode.token_rewards
-    return replace(episode, token_rewards=np.zeros(len(episode.tokens), np.float32)) if rewards is None else episode
+
+    def of(row: Row) -> Row:
+        return replace(row, token_rewards=np.zeros(len(row.tokens), np.float32)) if row.token_rewards is None else row
+
+    return of(replace(episode, earlier=[*map(of, episode.earlier)]) if episode.earlier else episode)
 
 
 def failed_metrics(counts: Mapping[str, int]) -> dict[str, float]:
