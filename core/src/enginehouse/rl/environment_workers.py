@@ -76,6 +76,9 @@ SILENT_SECONDS = 10.0
 """A worker that has nothing to say for so long, or for half of what a call may take, says that: one that says nothing
 for longer than a call may take is stuck."""
 
+MOST_LINES = 20
+"""Of what is known of a worker that is lost, so many lines are shown."""
+
 
 @dataclass(frozen=True, slots=True)
 class Play:
@@ -664,7 +667,7 @@ class EnvironmentWorkers:
         seat.state, seat.death = "lost", why.splitlines()[0]
         if not self._goes_on or self.closed:
             return
-        log.warning("%s is lost and is started again: %s", seat.group.name, seat.death)
+        log.warning("%s is lost and is started again: %s", seat.group.name, _shortened(why))
         loop = asyncio.get_running_loop()
         seat.restarting = threading.Thread(
             target=self._restart, args=(seat, loop), name=f"{seat.group.name}-restart", daemon=True
@@ -716,6 +719,12 @@ def _fail(process: _Exchange, error: Exception, unsent: Collection[int] = ()) ->
     for number, playing in process.plays.items():
         if not playing.played.done():
             playing.played.set_exception(_NotBegun() if number in unsent else error)
+
+
+def _shortened(text: str) -> str:
+    """The first line of an error, and the last ones: what the worker logged, where it was."""
+    first, *others = text.splitlines()
+    return "\n".join([first, *others[-MOST_LINES:]])
 
 
 class WorkersPlayer:
