@@ -134,7 +134,7 @@ class Stage:
 
     def may_fail(self, keys):
         """Whether these may fail once more without ending the run; they are taken to do so."""
-        allowed = self.player.on_failure != "retry" or all(self.failures[key] < MOST_RETRIES for key in keys)
+        allowed = self.player.failures.policy != "retry" or all(self.failures[key] < MOST_RETRIES for key in keys)
         self.failures.update(keys if allowed else ())
         return allowed
 
@@ -436,3 +436,12 @@ def test_a_batch_says_of_each_episode_its_oldest_and_newest_version():
     assert rows_of(batch["rollout_logprobs"]) == [[0, -1, 0, -2], [0], [0, -1, 0, -2]]
     assert batch["reward_failure"] == ("", "it broke", "")
     assert batch["finish_reason"] == ("stop", "length", "stop")
+
+
+def test_who_waits_hears_now_and_then_that_nothing_came(monkeypatch):
+    monkeypatch.setattr("enginehouse.rl.feed.QUIET_SECONDS", 0.01)
+    with Stage(groups=1) as stage:
+        drawn = stage.feed.draw(1, 1)
+        assert [next(drawn), next(drawn)] == [0, 0]
+        stage.end(0)
+        assert sum(drawn) == 2

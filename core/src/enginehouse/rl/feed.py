@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 MOST_REFUSED = 10
 """So many times the groups of a step may be refused by a filter or dropped, one after another, before the feed gives
 up."""
+QUIET_SECONDS = 10.0
+"""Who waits for episodes hears so often that there are none yet, and may say so."""
 REASONS = ("refused", "dropped", "stale", "left_over")
 """Why a group is not trained on: a filter refused it; no episode of it was left, by the failure policy; it grew too
 old; it was one more than needed."""
@@ -77,8 +79,8 @@ class Feed:
         """Wait for a step's groups, which are begun here if they were not. Arguments as of `begin`.
 
         Yields:
-            How many of the step's episodes were drawn since the last time. It ends when all that it waits for are,
-            scored or not.
+            How many of the step's episodes were drawn since the last time; 0 now and then while none is. It ends when
+            all that it waits for are, scored or not.
 
         Raises:
             DrawnInVain: the filter refuses group after group, or they fail.
@@ -87,12 +89,18 @@ class Feed:
         if self._begun is None:
             self.begin(version, left)
         missing, self._begun = self._begun or 0, None
-        while (told := self._told.get()) is not None:
+        while (told := self._next()) is not None:
             if isinstance(told, BaseException):
                 raise told
             if isinstance(told, int):  # more may be drawn than the step takes
                 missing, told = missing - told, min(told, missing)
                 yield max(told, 0)
+
+    def _next(self) -> int | list[Played] | BaseException | None:
+        try:
+            return self._told.get(timeout=QUIET_SECONDS)
+        except queue.Empty:
+            return 0
 
     def take(self) -> list[Played]:
         """The step's groups, in the order of their tasks, once they are scored. Raises as `draw`."""

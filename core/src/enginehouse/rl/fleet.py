@@ -142,7 +142,7 @@ class RolloutFleet:
             return replica
 
         try:
-            _at_once([partial(start, number, pool) for number, pool in enumerate(places)])
+            at_once([partial(start, number, pool) for number, pool in enumerate(places)])
         except BaseException:
             self.shutdown()
             raise
@@ -660,7 +660,7 @@ class RolloutFleet:
         with self._lock:
             replicas = list(self._replicas)
         try:
-            _at_once([partial(replica.group.shutdown, timeout) for replica in replicas])
+            at_once([partial(replica.group.shutdown, timeout) for replica in replicas])
             self._wait_for_restarts(replicas, RESTART_END_SECONDS)
         finally:
             if self._pool is not None:
@@ -681,8 +681,8 @@ def samples_in_flight(max_running: int | None) -> int:
     return SAMPLES_IN_FLIGHT if max_running is None else max_running + max_running // SPARE
 
 
-def _at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Do things in threads of their own and wait for all; then raise the first error.
+def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Do things in threads of their own and wait for all; then raise the first error. Returns what each returned.
 
     Not with an executor: its threads hold up the end of the program.
     """

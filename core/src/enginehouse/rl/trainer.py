@@ -6,6 +6,7 @@ What runs where is decided elsewhere (`enginehouse.rl.placement`), what an algor
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
@@ -45,8 +46,10 @@ from enginehouse.rl.schedule import Schedule
 from enginehouse.rl.sequence_scores import VALUES
 from enginehouse.rl.stalls import Stalls
 from enginehouse.rl.tasks import Tasks
+from enginehouse.rl.traces import UnderWay, draw_on, trace_metrics
 from enginehouse.rl.turns import PARAMS
 from enginehouse.rl.validation import Validation
+from enginehouse.rl.watchdog import LoopWatchdog
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import Plan
@@ -80,6 +83,7 @@ class Trainer(Loop):
         config = plan.config
         self.save_every = config.train.save_every
         self.dropped: dict[str, int] = {}
+        self.under_way = UnderWay()
         if not config.environment.processes:
             self.environment = make_environment(plan)
         with progress.task("reading data"):
@@ -108,9 +112,20 @@ class Trainer(Loop):
             self.event_loop = stack.enter_context(event_loop())
             if self.config.environment.processes:
                 self.environments = stack.enter_context(environment_workers(self.plan, self._kinds()))
+            elif not self.plan.is_single_turn:
+                watchdog = self.event_loop.call(self._watchdog)
+                stack.callback(watchdog.close)
+            self.progress.state = lambda: str(self._under_way())
             stack.enter_context(self.roles.sync.trainer_in_use())
             self.feed = self._feed()
             yield
+
+    def _watchdog(self) -> LoopWatchdog:
+        return LoopWatchdog(asyncio.get_running_loop(), self.config.environment.name)
+
+    def _under_way(self) -> UnderWay:
+        """What episodes of several turns are at."""
+        return self.environments.under_way if self.config.environment.processes else self.under_way
 
     def describe(self) -> Mapping[str, Any]:
         described = dict(super().describe())
@@ -168,8 +183,10 @@ class Trainer(Loop):
             batch = self.with_advantages(batch)
 
         def meanwhile() -> Mapping[str, float]:
+            traces = samples["trace"]
             metrics = {
                 **sample_metrics(samples, self.version),
+                **trace_metrics(traces),
                 **measured,
                 **divergence,
                 **self.feed.metrics(),
@@ -181,6 +198,7 @@ class Trainer(Loop):
                 metrics |= metric_values(mismatch(batch, self.version))
             self.begin_next(step)
             self.write_samples(step, samples)
+            draw_on(self.run_directory.timeline, traces)
             return metrics
 
         with phase("update"):
@@ -424,7 +442,7 @@ class Trainer(Loop):
         def policy_of(task: Task) -> FleetPolicy:
             return FleetPolicy(fleet, self.tokenizer, asked.sampling, *named(task))
 
-        return player_of(self.plan, self.environment, policy_of, self.rewards, asked)
+        return player_of(self.plan, self.environment, policy_of, self.rewards, asked, self.under_way)
 
     # What is written
 
