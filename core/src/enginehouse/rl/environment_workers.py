@@ -35,7 +35,7 @@ from enginehouse.rl.rewards.weighted import WeightedRewards
 from enginehouse.rl.samples import as_bytes
 
 if TYPE_CHECKING:
-    from enginehouse.config.plan import Plan
+    from enginehouse.config.plan import PlayPlan
     from enginehouse.controller import DistributedBatch
     from enginehouse.controller.future import Future
     from enginehouse.engines.environment import Group, Task
@@ -132,7 +132,7 @@ class EnvironmentWorker(Worker):
 
     _tokenizer: Any = None
 
-    def __init__(self, plan: Plan, kinds: Mapping[str, Kind]):
+    def __init__(self, plan: PlayPlan, kinds: Mapping[str, Kind]):
         model = plan.config.model
         self._tokenizer = load_tokenizer(model.path, model.trust_remote_code)
         self._environment = make_environment(plan)
@@ -533,7 +533,7 @@ class WorkersPlayer:
 
 
 @contextmanager
-def environment_workers(plan: Plan, kinds: Mapping[str, Kind]) -> Iterator[EnvironmentWorkers]:
+def environment_workers(plan: PlayPlan, kinds: Mapping[str, Kind]) -> Iterator[EnvironmentWorkers]:
     """Start the environment workers of a plan; end them on the way out. Ray has to be there.
 
     Args:

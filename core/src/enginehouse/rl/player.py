@@ -46,7 +46,7 @@ from enginehouse.rl.rewards.batch import RewardError
 from enginehouse.rl.router import PoisonousRows
 
 if TYPE_CHECKING:
-    from enginehouse.config.plan import Plan
+    from enginehouse.config.plan import PlayPlan
     from enginehouse.config.schema import OnFailure
     from enginehouse.engines.environment import Environment, Policy, Task
     from enginehouse.engines.rollout import Completion, GenerateResult, SamplingParams
@@ -453,7 +453,7 @@ async def _settled(
     return asyncio.CancelledError("something that it awaited was cancelled") if making.cancelled() else making.result()
 
 
-def make_environment(plan: Plan) -> Environment:
+def make_environment(plan: PlayPlan) -> Environment:
     """Make the environment of a plan, in this process.
 
     Raises:
@@ -469,7 +469,7 @@ def make_environment(plan: Plan) -> Environment:
 
 
 def player_of(
-    plan: Plan,
+    plan: PlayPlan,
     environment: Environment,
     policy_of: Callable[[Task], FleetPolicy],
     rewards: WeightedRewards,
