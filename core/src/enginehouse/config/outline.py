@@ -196,8 +196,8 @@ def _evaluation(config: Config, evaluation: RolePlan) -> str:
     checked = "checked each time" if evaluation.effect_check_every else "unchecked"
     engine = _engine(config.evaluation.engine) if config.evaluation.engine else evaluation.backend
     return (
-        f"1 replica of {engine}, in a process of its own; weights by {evaluation.transport} before each "
-        f"validation, their effect {checked}"
+        f"1 replica of {engine}, in a process of its own; weights by {evaluation.transport} before each validation, "
+        f"their effect {checked}; training goes on meanwhile"
     )
 
 
@@ -340,8 +340,7 @@ def _schedule(config: Config) -> str:
 def _validation(config: Config, held_out: Sequence[tuple[str, int]]) -> str:
     every = config.train.validate_every
     often = f", every {_count(every, 'step')}" if every else ""
-    beside = ", each while the next steps train" if config.evaluation.engine else ""
-    return f"prompts: {_answered(config, held_out)} before the first step{often} and after the last{beside}"
+    return f"prompts: {_answered(config, held_out)} before the first step{often} and after the last"
 
 
 def _answered(config: Config, held_out: Sequence[tuple[str, int]]) -> str:
