@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from enginehouse.engines.train import LossSpec, Mean, Outputs, metric_values
 from enginehouse.errors import ConfigError, nearest
 from enginehouse.plugin import plugins
 from enginehouse.plugin.records import resolve
+from enginehouse.rl.episode_rows import EpisodeRows
 from enginehouse.rl.episodes import FOR_PEOPLE, TEXTS, rows_of
 from enginehouse.rl.evaluation import KIND, Evaluator, kind_of
 from enginehouse.rl.feed import Feed
@@ -254,7 +256,8 @@ class Trainer(Loop):
         return batch, {"kl": mean, "kl_coefficient": used}
 
     def with_advantages(self, batch: DistributedBatch) -> DistributedBatch:
-        """Add what the advantage estimator makes of the columns it needs; no other is read here."""
+        """Add what the advantage estimator makes of the columns it needs; no other is read here. It is given a row an
+        episode."""
         needs = self.plan.advantage_needs
         if needs is None:
             given = with_defaults(batch.drop(list(TEXTS)).fetch())
@@ -263,9 +266,9 @@ class Trainer(Loop):
                 lengths = batch.lengths("input_ids")
                 batch = batch.with_columns(token_rewards=Ragged.from_lengths(torch.zeros(int(lengths.sum())), lengths))
             given = batch.fetch(needs)
-        made = self.advantage(given, **self.plan.advantage_arguments)
-        new = [name for name in made.columns if name not in given or made[name] is not given[name]]
-        return batch.with_columns(**{name: made[name] for name in new})
+        estimate = partial(self.advantage, **self.plan.advantage_arguments)
+        made = EpisodeRows(batch["episode"]).made(estimate, given, batch.lengths("input_ids"))
+        return batch.with_columns(**made)
 
     def training_batch(self, batch: DistributedBatch, step: int) -> DistributedBatch:
         """What updates send to the roles: every column of numbers, and which mini-batch each row belongs to."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from enginehouse.controller import Balanced
+from enginehouse.rl.episode_rows import EpisodeRows
 from enginehouse.rl.rewards.pool import RewardError
 from enginehouse.rl.turns import PARAMS
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 def with_model_scores(samples: DistributedBatch, roles: Roles, weight: float) -> DistributedBatch:
     """Add the reward model's score, if there is one, to `reward`, to `rewards` as the last, and to the figures as
-    `model`; a row without a token of the policy's keeps its reward.
+    `model`. An episode's is that of its last row; one without a token of the policy's keeps its reward.
 
     Args:
         samples: as of `rows_of`.
@@ -29,12 +30,16 @@ def with_model_scores(samples: DistributedBatch, roles: Roles, weight: float) ->
     """
     if (group := roles.groups.get("reward_model")) is None or not len(samples):
         return samples
+    last = EpisodeRows(samples["episode"]).last
+    read = samples.select(["input_ids"]).take(last)
     with roles.turns.on_devices(PARAMS):
-        scores = group.score_rows(Balanced(samples.select(["input_ids"]), by="input_ids")).column("score")
+        scores = group.score_rows(Balanced(read, by="input_ids")).column("score")
     if not scores.isfinite().all():
         row = int((~scores.isfinite()).nonzero()[0])
         raise RewardError(f"the reward model's score of sample {row} of the step is {scores[row].item()}")
-    drawn = samples["weight_version"] >= 0
+    drawn = torch.zeros(len(samples), dtype=torch.bool)
+    drawn[last] = samples["weight_version"][last] >= 0
+    scores = torch.zeros(len(samples)).index_copy_(0, last, scores)
     figures = [
         {**figures, "model": score} if there else figures
         for figures, score, there in zip(samples["reward_figures"], scores.tolist(), drawn.tolist(), strict=True)
