@@ -255,8 +255,8 @@ class Evaluation(Section):
 
     engine: Engine | None = Field(
         default=None,
-        description="A rollout backend, in a process of its own that gets the weights, verified, before each "
-        "validation; unset: the rollout",
+        description="A rollout backend, in a process of its own that gets the weights, verified, at each validation "
+        "and answers while the next steps train; unset: the rollout, and training waits",
     )
     sampling: EvaluationSampling = Field(default_factory=EvaluationSampling)
     samples_per_prompt: int = Field(

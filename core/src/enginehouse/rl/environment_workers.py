@@ -57,7 +57,7 @@ from enginehouse.rl.traces import UnderWay
 from enginehouse.rl.watchdog import LoopWatchdog
 
 if TYPE_CHECKING:
-    from enginehouse.config.plan import Plan
+    from enginehouse.config.plan import PlayPlan
     from enginehouse.config.schema import OnFailure
     from enginehouse.controller import DistributedBatch
     from enginehouse.controller.future import Future
@@ -164,7 +164,7 @@ class EnvironmentWorker(Worker):
     _watchdog: LoopWatchdog | None = None
     _watches = False
 
-    def __init__(self, plan: Plan, kinds: Mapping[str, Kind]):
+    def __init__(self, plan: PlayPlan, kinds: Mapping[str, Kind]):
         model = plan.config.model
         self._tokenizer = load_tokenizer(model.path, model.trust_remote_code)
         self._environment = make_environment(plan)
@@ -749,7 +749,7 @@ class WorkersPlayer:
 
 
 @contextmanager
-def environment_workers(plan: Plan, kinds: Mapping[str, Kind]) -> Iterator[EnvironmentWorkers]:
+def environment_workers(plan: PlayPlan, kinds: Mapping[str, Kind]) -> Iterator[EnvironmentWorkers]:
     """Start the environment workers of a plan; end them on the way out. Ray has to be there.
 
     Args:

@@ -7,6 +7,7 @@ Which groups are begun, and which are taken, is `enginehouse.rl.schedule`.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import queue
 import statistics
 from collections import Counter
@@ -226,31 +227,52 @@ class Feed:
         return {"feed/under_way": under_way} | {f"feed/{name}": value for name, value in figures.items()}
 
 
-def played(loop: EventLoop, tasks: Sequence[Task], play: Callable[[Task], Awaitable[Played]]) -> Iterator[Played]:
-    """Play all of some tasks at once; yields each as it ends, and ends what is left where the caller does."""
-    ended: queue.SimpleQueue[Played | BaseException | None] = queue.SimpleQueue()
+class Playing:
+    """Tasks that are played, all at once, from now on. Yields what came of each, as they end.
 
-    async def one(task: Task) -> None:
-        ended.put(await play(task))
+    Args:
+        loop: where.
+        tasks: what.
+        play: how.
+    """
 
-    async def all_of_them() -> None:
+    def __init__(self, loop: EventLoop, tasks: Sequence[Task], play: Callable[[Task], Awaitable[Played]]):
+        self._told: queue.SimpleQueue[Played | BaseException | None] = queue.SimpleQueue()
+        self._all = loop.submit(self._play(tasks, play))
+
+    async def _play(self, tasks: Sequence[Task], play: Callable[[Task], Awaitable[Played]]) -> None:
+        async def one(task: Task) -> None:
+            self._told.put(await play(task))
+
         try:
             async with asyncio.TaskGroup() as group:
                 for task in tasks:
                     group.create_task(one(task))
         except* Exception as errors:
-            ended.put(errors.exceptions[0])
+            self._told.put(errors.exceptions[0])
         else:
-            ended.put(None)
+            self._told.put(None)
 
-    playing = loop.submit(all_of_them())
-    try:
-        while (group := ended.get()) is not None:
-            if isinstance(group, BaseException):
-                raise group
+    def __iter__(self) -> Iterator[Played]:
+        """Those that were not yielded yet; raises what ended the playing."""
+        while (group := self._told.get()) is not None and not isinstance(group, BaseException):
             yield group
-    finally:
-        playing.cancel()
+        self._told.put(group)  # for who asks again
+        if group is not None:
+            raise group
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is played any more."""
+        return self._all.done()
+
+    def ended_within(self, seconds: float) -> bool:
+        """As `ended`, after so many seconds at most."""
+        return bool(concurrent.futures.wait([self._all], seconds).done)
+
+    def cancel(self) -> None:
+        """End what is played; nothing more is to be asked for."""
+        self._all.cancel()
 
 
 def _drawn_in_vain(groups: Sequence[Played], last: BaseException | None) -> DrawnInVain:

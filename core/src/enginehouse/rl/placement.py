@@ -45,7 +45,7 @@ class Roles:
         groups: what plays those that compute.
         fleets: what plays those that generate.
         turns: who has the devices, where roles share some.
-        weights: brings the actor's weights to the rollout; None where nothing generates.
+        weights: brings the actor's weights to the rollout; None where nothing generates, or nothing is trained.
     """
 
     plans: Mapping[str, RolePlan]
@@ -71,7 +71,7 @@ class Roles:
 
     @property
     def sync(self) -> WeightSync:
-        """As `weights`, of a run in which something generates."""
+        """As `weights`, of a run that trains what generates."""
         assert self.weights is not None
         return self.weights
 
@@ -134,7 +134,7 @@ def place(plan: RunPlan, probe: Sequence[Sequence[int]] = ()) -> Iterator[Roles]
             if plan.roles[name].devices_of is None:
                 fleet.launch()
         sync = None
-        if "rollout" in fleets:
+        if "rollout" in fleets and "actor" in started:
             sync = _connected(plan, started["actor"], fleets["rollout"], probe, stack)
             turns.have_part_in(sync)
         yield Roles(plan.roles, started, fleets, turns, sync)

@@ -50,7 +50,7 @@ from enginehouse.rl.router import PoisonousRows
 from enginehouse.rl.traces import Trace, TracedPolicy, Turn, UnderWay
 
 if TYPE_CHECKING:
-    from enginehouse.config.plan import Plan
+    from enginehouse.config.plan import PlayPlan
     from enginehouse.config.schema import OnFailure
     from enginehouse.engines.environment import Environment, Policy, Task
     from enginehouse.engines.rollout import Completion, GenerateResult, SamplingParams
@@ -567,7 +567,7 @@ async def _settled(
     return asyncio.CancelledError("something that it awaited was cancelled") if making.cancelled() else making.result()
 
 
-def make_environment(plan: Plan) -> Environment:
+def make_environment(plan: PlayPlan) -> Environment:
     """Make the environment of a plan, in this process.
 
     Raises:
@@ -583,7 +583,7 @@ def make_environment(plan: Plan) -> Environment:
 
 
 def player_of(
-    plan: Plan,
+    plan: PlayPlan,
     environment: Environment,
     policy_of: Callable[[Task], FleetPolicy],
     rewards: WeightedRewards,
