@@ -6,7 +6,9 @@ from enginehouse.plugin import Environment, hookimpl
 
 enginehouse_protocol = "1.1"
 
-ENVIRONMENTS: dict[str, tuple[str, str]] = {}
+ENVIRONMENTS: dict[str, tuple[str, str]] = {
+    "openai_agent": ("agents:OpenAIAgent", "An agent of yours that asks the policy through an OpenAI endpoint"),
+}
 """By name: `"module:Class"`, and what it is in a line."""
 
 
