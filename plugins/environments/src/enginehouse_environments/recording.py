@@ -309,7 +309,7 @@ class Recording:
         known, found = 0, None
         for number, message in enumerate(messages, 1):
             digest.update(_digested(message))
-            if message["role"] == "assistant" and (answers := self._after.get(digest.digest())):
+            if answers := self._after.get(digest.digest()):
                 known, found = number, answers
         return digest, known, _fitting(found, messages[known - 1]) if found else None
 
