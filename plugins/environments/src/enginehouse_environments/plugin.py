@@ -6,7 +6,10 @@ from enginehouse.plugin import Environment, hookimpl
 
 enginehouse_protocol = "1.1"
 
-ENVIRONMENTS: dict[str, tuple[str, str]] = {}
+ENVIRONMENTS: dict[str, tuple[str, str]] = {
+    "guessing_game": ("games:GuessingGame", "Guess a number in two turns, with a hint between them"),
+    "gym": ("gym:Gym", "A reset/step environment of gymnasium in a chat, an action a turn"),
+}
 """By name: `"module:Class"`, and what it is in a line."""
 
 
