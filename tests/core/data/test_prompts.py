@@ -237,7 +237,8 @@ def test_a_system_message_is_put_before_chats_that_have_none(write: Any, chat_to
     batch = PromptDataset.load(path, chat_tokenizer, chat_template=True, system="be brief").all()
     hi = "system:be brief\nuser:hi\nassistant:"
     assert batch["prompt"] == (hi, RENDERED, hi)
-    assert batch["messages"] == (HI, CHAT, None)
+    assert batch["messages"] == ([{"role": "system", "content": "be brief"}, *HI], CHAT, batch["messages"][0])
+    assert PromptDataset.load(path, chat_tokenizer, chat_template=True).all()["messages"] == (HI, CHAT, HI)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])

@@ -61,7 +61,7 @@ from enginehouse.config.resume import check_resume
 from enginehouse.config.rewards import RewardPlan, is_reserved, key_of
 from enginehouse.config.roles import RolePlan, beside, own_processes
 from enginehouse.config.rows import (
-    check_reward,
+    check_by_its_own,
     check_reward_columns,
     look_at_demonstrations,
     look_at_preferences,
@@ -878,7 +878,7 @@ class _Setting:
             check_reward_columns(function, key, arguments, columns or (), REWARD_GETS)
             if function is not None:
                 arguments = take_values(self.findings, function, given.function, f"{key}.arguments", arguments)
-                check_reward(function, f"{key}.function", arguments, columns)
+                check_by_its_own(function, f"{key}.function", arguments, columns)
         return RewardPlan(name, reference, arguments, given)
 
     def environment(self, config: Config) -> tuple[str, dict[str, Any]]:
@@ -895,6 +895,7 @@ class _Setting:
                 cure = f"arguments meant for another environment are taken away by {key}={{}}" if arguments else ""
                 check_call(found, key, arguments, key, cure=cure, values=arguments)
                 arguments = take_values(self.findings, found, name, key, arguments)
+                check_by_its_own(found, key, arguments, None)
             return reference, dict(arguments)
         return "", {}
 

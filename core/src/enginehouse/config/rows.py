@@ -270,10 +270,10 @@ def check_rewards(rewards: Sequence[RewardPlan], columns: Sequence[Columns], get
         check_reward_columns(resolve(one.function), one.key, one.arguments, columns, gets)
 
 
-def check_reward(
+def check_by_its_own(
     function: Callable[..., Any], key: str, arguments: Mapping[str, Any], columns: Sequence[Columns] | None
 ) -> None:
-    """Have a reward that is marked by `checked_reward` look at its arguments and at the columns of each row.
+    """Have a reward, or an environment, that has a `check` look at its arguments and at the columns of each row.
 
     Raises:
         ConfigError: what it says, after `key`.

@@ -35,8 +35,10 @@ class PromptDataset:
         kept: Sequence[int],
         files: str | Path | Sequence[str | Path] | Mapping[str, float],
         order: Sequence[int] | None,
+        renderer: Renderer,
     ) -> None:
         """Use `load`. `kept` are the rows of the table to use, `order` the ranks of all."""
+        self._renderer = renderer
         self._table = table
         self._prompts = prompts
         self._held = {name: values for name, values in table.needed.items() if values is not prompts}
@@ -94,7 +96,7 @@ class PromptDataset:
         kept = [row for row, length in enumerate(lengths) if length <= limit.tokens]
         if not kept:
             raise all_too_long(len(lengths), min(lengths), limit)
-        return cls(table, table.needed[prompt_column], texts, tokens, kept, path, order)
+        return cls(table, table.needed[prompt_column], texts, tokens, kept, path, order, renderer)
 
     def shapes(self) -> list[Shape]:
         """Which columns the rows have; see `Table.shapes`."""
@@ -113,7 +115,7 @@ class PromptDataset:
 
         Returns:
             A batch with `prompt_ids` (ragged int64), `prompt` (str, as given or as the chat template rendered it),
-            `messages` (the chat messages as in the file; None for a text), `row` (int64 `(rows,)`, the prompt's place
+            `messages` (the chat messages that the template got; None for a text), `row` (int64 `(rows,)`, the prompt's place
             among the files' rows) and `columns` (a dict of the row's other columns).
         """
         index = np.asarray(indices, dtype=np.int64)
@@ -124,9 +126,7 @@ class PromptDataset:
             {
                 "prompt_ids": tokens.like(tokens.values.to(torch.int64)),
                 "prompt": [self._texts[row] for row in numbers],
-                "messages": [
-                    None if isinstance(given := self._prompts[row], str) else given for row in places.tolist()
-                ],
+                "messages": [self._renderer.messages(self._prompts[row]) for row in places.tolist()],
                 "row": torch.from_numpy(places),
                 "columns": self._columns(places.tolist()),
             }

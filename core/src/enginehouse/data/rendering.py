@@ -245,21 +245,33 @@ class Renderer:
             problems.add(f"{said}: the chat template writes the prompt otherwise where a reply follows it")
         return ""
 
+    def chat(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Chat messages as the template gets them."""
+        # Arrow gives every message all keys that any message has; templates take an absent key better than a None.
+        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        if self.system is None or given[0]["role"] in ("system", "developer"):
+            return given
+        return [{"role": "system", "content": self.system}, *given]
+
+    def messages(self, prompt: Any) -> list[dict[str, Any]] | None:
+        """The messages of which the template renders a prompt; None for a string to which it is not applied."""
+        if isinstance(prompt, str):
+            return self.chat([{"role": "user", "content": prompt}]) if self.chat_template else None
+        return self.chat(prompt)
+
     def _templated(
         self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool, tools: list[Any] | None = None
     ) -> str:
-        # Arrow gives every message all keys that any message has; templates take an absent key better than a None.
-        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        system = self.system is not None and given[0]["role"] not in ("system", "developer")
+        chat = self.chat(messages)
         try:
             return self.tokenizer.apply_chat_template(
-                [{"role": "system", "content": self.system}, *given] if system else given,
+                chat,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
             )
         except Exception as error:  # templates raise what they like
-            said = ", the first of which is data.system" if system else ""
+            said = ", the first of which is data.system" if len(chat) > len(messages) else ""
             raise DataError(f"the chat template refuses the messages{said}: {error}") from error
 
     def _rendered(self, prompt: Any, tools: Any, row: int, where: Where, problems: RowProblems) -> str | None:

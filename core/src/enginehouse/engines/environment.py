@@ -23,7 +23,7 @@ class Task:
             were made.
         prompt_ids: the prompt's tokens.
         prompt: the prompt as text, as given or as the chat template rendered it.
-        messages: the chat messages as in the file; None for a text.
+        messages: the chat messages of which the template rendered it, that of `data.system` too; None for a text.
         columns: the row's other columns.
     """
 
@@ -111,9 +111,11 @@ class EpisodeContext(Protocol):
 
     Attributes:
         samples: how many episodes are asked for.
+        most_tokens: how long a row may be, so that the models read it; None where that is not known.
     """
 
     samples: int
+    most_tokens: int | None
 
     async def score(self, rows: Sequence[Mapping[str, Any]]) -> Sequence[Score]:
         """The configured reward of each row, whose values it gets by name; see docs/rewards.md.
@@ -217,7 +219,9 @@ class Group:
 class Environment(Protocol):
     """Makes the episodes of a task, which are judged against each other. Any number of calls run at once.
 
-    A process makes one, `Class(**environment.arguments)`, and plays training and validation by it.
+    A process makes one, `Class(**environment.arguments)`, and plays training and validation by it. It may have a static
+    method `check(arguments, columns)`: `plan` calls it with the arguments, and with None; it raises `ConfigError` where
+    a run could not go well.
 
     What it returns is checked (`enginehouse.rl.episode_checks`): a chosen token has to be one that `policy` drew in
     this call of `run`, after just the tokens that stand before it, with the logprob that it was drawn with, at the

@@ -250,7 +250,8 @@ class Player:
             if self._checks is not None:
                 drawn = Drawn()
                 own = drawn.policy(own)
-            context = Context(self.samples, self, task, own, scoring, deadline)
+            most_tokens = None if self._checks is None else self._checks.most_tokens
+            context = Context(self.samples, most_tokens, self, task, own, scoring, deadline)
             try:
                 episodes = await self._environment.run(task, own, context)
             except Exception:
@@ -343,6 +344,7 @@ class Context:
     """
 
     samples: int
+    most_tokens: int | None
     player: Player
     task: Task
     policy: Policy

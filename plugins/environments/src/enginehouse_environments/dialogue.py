@@ -7,7 +7,9 @@ closes the answer, the new messages, and what begins the next answer.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +33,7 @@ class ChatTemplate:
         arguments: given to the template by name, as `enable_thinking`.
 
     Attributes:
+        begin: the text that begins an answer.
         end: the token that closes an answer, as `<|im_end|>`; None where the template writes nothing after one.
 
     Raises:
@@ -50,32 +53,78 @@ class ChatTemplate:
             )
         self.tokenizer, self.tools = tokenizer, list(tools) if tools else None
         self._arguments = dict(arguments or {})
-        closing = self._encoded(self._after_answer([], False))
+        added = tokenizer.added_tokens_decoder
+        self._special = {*tokenizer.all_special_ids, *(number for number, one in added.items() if one.special)}
+        self.begin = self._rendered([_QUESTION], True).removeprefix(self._rendered([_QUESTION], False))
+        self._closing = self._after(_ANSWER, [], False)
+        closing = self._encoded(self._closing)
         self.end: int | None = closing[0] if closing else None
 
     def opening(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Tokens of the first messages, and of what begins an answer."""
         return self._encoded(self._rendered(messages, True))
 
-    def continuation(self, messages: Sequence[Mapping[str, Any]], before: Sequence[int]) -> list[int]:
+    def continuation(
+        self, messages: Sequence[Mapping[str, Any]], before: Sequence[int], stopped: bool = False
+    ) -> list[int]:
         """Tokens of what follows an answer: what closes it, new messages, and what begins the next answer.
 
         Args:
             messages: the new ones; none of them an answer of the policy's.
             before: tokens so far, the answer the last of them. Where it has closed itself, that is not done again.
+            stopped: whether the answer ended by itself: then any special token at its end has closed it, as
+                `<|eom_id|>` where a template writes `<|eot_id|>`.
         """
-        tokens = self._encoded(self._after_answer(messages, True))
-        return tokens[1:] if tokens and before and tokens[0] == before[-1] else tokens
+        text = self._following(messages)
+        tokens = self._encoded(text)
+        if tokens and before and tokens[0] == before[-1]:
+            return tokens[1:]
+        if self.end is None or not self._closed(before, stopped):
+            return tokens
+        if tokens[0] in (self.end, *self._special):
+            return tokens[1:]
+        return self._encoded(text.removeprefix(self._decoded([self.end])))  # it begins a longer token
 
-    def text(self, answer: Sequence[int]) -> str:
-        """An answer's text, special tokens in it, without what closed it."""
+    def text(self, answer: Sequence[int], stopped: bool = False) -> str:
+        """An answer's text, special tokens in it, without what closed it; arguments as of `continuation`."""
         tokens = list(map(int, answer))
-        closed = tokens and tokens[-1] in (self.end, self.tokenizer.eos_token_id)
-        return self.tokenizer.decode(tokens[:-1] if closed else tokens, skip_special_tokens=False)
+        return self._decoded(tokens[:-1] if self._closed(tokens, stopped) else tokens)
 
-    def _after_answer(self, messages: Sequence[Mapping[str, Any]], begin: bool) -> str:
-        before = ({"role": "user", "content": "."}, {"role": "assistant", "content": MARK})
-        _, mark, after = self._rendered([*before, *messages], begin).partition(MARK)
+    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """The answer that the template writes for a call, without what closes it; empty where it writes none."""
+        try:
+            question = self._rendered([_QUESTION], False)
+            answer = self._rendered([_QUESTION, _calling(name, arguments)], False)
+        except UserError:
+            return ""
+        answer = answer.removeprefix(question).removeprefix(self.begin)
+        end = "" if self.end is None else self._decoded([self.end])
+        return answer.rpartition(end)[0] if end and end in answer else answer
+
+    def _closed(self, tokens: Sequence[int], stopped: bool) -> bool:
+        if not tokens:
+            return False
+        return int(tokens[-1]) in (self.end, self.tokenizer.eos_token_id, *(self._special if stopped else ()))
+
+    def _following(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """What follows an answer. Before what a tool says, the answer is one that calls, if the template writes that.
+
+        Some templates refuse a tool's message else, or write it otherwise. Some take one call only, and some want its
+        arguments as JSON text. What closes an answer is then taken from one that does not call.
+        """
+        results = [message for message in messages if message.get("role") == "tool"]
+        for called in filter(None, (results, results[:1])):
+            for as_text in (False, True):
+                answer = _calling("", {"answer": MARK}, called, as_text)
+                with suppress(UserError):
+                    before, after = self._after(answer, [], False), self._after(answer, messages, True)
+                    if after.startswith(before):
+                        return self._closing + after.removeprefix(before)
+        return self._after(_ANSWER, messages, True)
+
+    def _after(self, answer: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], begin: bool) -> str:
+        """What is written after `MARK` in an answer."""
+        _, mark, after = self._rendered([_QUESTION, answer, *messages], begin).partition(MARK)
         if not mark:
             raise UserError("the chat template of the model's tokenizer leaves out what an assistant says")
         return after
@@ -98,6 +147,34 @@ class ChatTemplate:
     def _encoded(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
+    def _decoded(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+_QUESTION = {"role": "user", "content": "."}
+_ANSWER = {"role": "assistant", "content": MARK}
+
+
+def _calling(
+    name: str, arguments: Mapping[str, Any], results: Sequence[Mapping[str, Any]] = ({},), as_text: bool = False
+) -> dict[str, Any]:
+    """An answer that calls what gave these results; `as_text`: with its arguments as JSON."""
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {
+                "id": result.get("tool_call_id", "call00000"),
+                "type": "function",
+                "function": {
+                    "name": result.get("name", name),
+                    "arguments": json.dumps(arguments) if as_text else dict(arguments),
+                },
+            }
+            for result in results
+        ],
+    }
+
 
 class Dialogue:
     """A chat with the policy.
@@ -118,10 +195,11 @@ class Dialogue:
         self.template = template
         self.transcript = Transcript(template.opening(messages) if tokens is None else tokens)
         self.answers: list[list[int]] = []
+        self._stopped = False
 
     def say(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Add messages after an answer: what tools gave, or the next question."""
-        self.transcript.add_given(self.template.continuation(messages, self.transcript.tokens))
+        self.transcript.add_given(self.template.continuation(messages, self.transcript.tokens, self._stopped))
 
     async def answer(self, policy: Policy, max_tokens: int | None = None) -> Completion:
         """Have the policy answer.
@@ -137,9 +215,10 @@ class Dialogue:
             sampling = replace(sampling, max_tokens=max_tokens)
         completion = await policy.generate(self.transcript.tokens, sampling)
         self.answers.append(self.transcript.add_drawn(completion))
+        self._stopped = completion.finish_reason == "stop"
         return completion
 
     @property
     def last(self) -> str:
         """The last answer's text; see `ChatTemplate.text`."""
-        return self.template.text(self.answers[-1])
+        return self.template.text(self.answers[-1], self._stopped)
