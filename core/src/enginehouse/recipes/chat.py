@@ -175,9 +175,9 @@ def _walks() -> Iterator[dict[str, Any]]:
 
 
 def _guessed(row: Mapping[str, Any], rng: random.Random) -> Messages:
-    """A guessing game in which any number is guessed that may be right, hardly ever as it is written."""
+    """A guessing game in which what is guessed is right to guess, and hardly ever written right."""
     numbers = re.findall(r"\d+", row["prompt"][0]["content"])
-    first = _noisy(rng.choice(numbers), GUESS_NOISE, rng)
+    first = _noisy(numbers[1], GUESS_NOISE, rng)
     is_higher = row["secret"] > int(first)
     left = [one for one in numbers if int(one) != int(first) and (int(one) > int(first)) == is_higher]
     second = _noisy(rng.choice(left or numbers), GUESS_NOISE, rng)

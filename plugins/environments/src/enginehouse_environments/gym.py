@@ -5,15 +5,14 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import gymnasium
 
 from enginehouse.engines.environment import Scored
-from enginehouse.errors import DataError, UserError
-from enginehouse.plugin import resolve
+from enginehouse.errors import ConfigError, DataError
+from enginehouse.plugin import ResolveError, resolve
 from enginehouse_environments.dialogue import ChatTemplate, Dialogue
 from enginehouse_environments.game_processes import GameProcesses, InPlace
 
@@ -26,9 +25,9 @@ class Gym:
 
     Args:
         id: as of `gymnasium.make`, also `"module:id"` of one that the module registers.
-        make: other arguments of `gymnasium.make`, as `{is_slippery: false}`.
-        observation: `"module:function"`, the text of an observation. None: what the environment renders as text
-            (`render_mode: ansi`), else the observation as it prints.
+        make: other arguments of `gymnasium.make`, as `{render_mode: ansi, is_slippery: false}`.
+        observation: `"module:function"`, the text of an observation. None: what the environment renders if that is
+            text (`render_mode: ansi`), else the observation as it prints.
         actions: names of the actions 0, 1, ...; or `"module:function"`, the action of a text, None where there is
             none in it. None: a whole number, or the text itself if the environment takes texts.
         seed: column with the seed that all episodes of a task begin with. None: the task's serial number.
@@ -38,9 +37,6 @@ class Gym:
         token_rewards: reward each answer by itself, beside the score; for advantages that read such.
         processes: steps are taken in so many processes, for environments that take long; 0: in this one.
         step_seconds: a process that takes longer for a step is ended, and its episodes have failed.
-
-    Raises:
-        UserError: gymnasium knows no such environment.
     """
 
     def __init__(
@@ -56,12 +52,25 @@ class Gym:
         processes: int = 0,
         step_seconds: float = 60.0,
     ):
-        rules = Rules(id, {"render_mode": "ansi"} | (make or {}), observation, actions)
-        rules.check()
+        rules = Rules(id, make or {}, observation, actions)
         self._seed, self._max_turns, self._unparsed = seed, max_turns, unparsed
         self._token_rewards = token_rewards
         self._games = GameProcesses(rules.begin, processes, step_seconds) if processes else InPlace(rules.begin)
         self._names = itertools.count()
+
+    @staticmethod
+    def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
+        """Raises `ConfigError` where gymnasium knows no such environment, or a function is not there."""
+        try:
+            gymnasium.spec(arguments["id"])
+        except (gymnasium.error.Error, ImportError) as error:
+            raise ConfigError(f"gymnasium has no environment {arguments['id']!r}: {error}") from error
+        for name in ("observation", "actions"):
+            if isinstance(arguments.get(name), str):
+                try:
+                    resolve(arguments[name])
+                except ResolveError as error:
+                    raise ConfigError(f"{name}: {error}") from error
 
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
         """See the protocol."""
@@ -129,16 +138,6 @@ class Rules:
     make: Mapping[str, Any] = field(default_factory=dict)
     observation: str | None = None
     actions: Sequence[str] | str | None = None
-
-    def check(self) -> None:
-        """Raises `UserError` where gymnasium knows no such environment, or a function is not there."""
-        try:
-            gymnasium.spec(self.id)
-        except (gymnasium.error.Error, ImportError) as error:
-            raise UserError(f"environment.arguments.id: gymnasium has no {self.id!r}: {error}") from error
-        for named in (self.observation, self.actions):
-            if isinstance(named, str):
-                resolve(named)
 
     def begin(self, seed: int) -> Game:
         """A new game, and all that is random in it by the seed."""
