@@ -210,7 +210,8 @@ def _walked(rng: random.Random) -> Messages:
 
 
 def _noisy(digits: str, noise: float, rng: random.Random) -> str:
-    return "".join(rng.choice(string.digits) if rng.random() < noise else digit for digit in digits)
+    """Digits of which some are others; no number begins with a 0 by it."""
+    return "".join(rng.choice(string.digits[1:]) if rng.random() < noise else digit for digit in digits)
 
 
 def _user(content: str) -> Messages:

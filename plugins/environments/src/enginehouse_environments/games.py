@@ -50,7 +50,6 @@ class GuessingGame:
                     break
             right = bool(guesses) and guesses[-1] == secret
             reward = (1.0 if len(guesses) == 1 else self.later) if right else 0.0
-            score = Scored(reward, {"turns": len(dialogue.answers)})
-            return dialogue.transcript.episode(score, task.prompt, " ".join(map(template.text, dialogue.answers)))
+            return dialogue.episode(Scored(reward, {"turns": len(dialogue.answers)}))
 
         return await context.each(play)

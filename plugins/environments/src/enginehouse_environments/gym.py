@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -79,32 +80,36 @@ class Gym:
         async def play(number: int, policy: Policy) -> Episode:
             name = next(self._names)
             try:
-                return await self._play(name, seed, task, template, policy)
+                dialogue = Dialogue(template, _with_text(task, await self._games.begin(name, seed)))
+                return await self._play(name, dialogue, policy, context.most_tokens or math.inf)
             finally:
                 self._games.end(name)
 
         return await context.each(play)
 
-    async def _play(self, name: int, seed: int, task: Task, template: ChatTemplate, policy: Policy) -> Episode:
-        dialogue = Dialogue(template, _with_text(task, await self._games.begin(name, seed)))
-        given = len(dialogue.transcript.tokens)
-        total, finish = 0.0, "turns"
-        for turn in range(self._max_turns):
-            await dialogue.answer(policy)
+    async def _play(self, name: int, dialogue: Dialogue, policy: Policy, most: float) -> Episode:
+        """Play until the game is over, or a limit is reached."""
+        total, finish = 0.0, "length"
+        while (room := most - len(dialogue.transcript.tokens)) > 0:
+            await dialogue.answer(policy, int(min(room, policy.sampling.max_tokens)))
             step: Step = await self._games.step(name, dialogue.last)
             reward = step.reward if step.is_action else self._unparsed or 0.0
             total += reward
             if self._token_rewards:
                 dialogue.transcript.add_reward(reward)
-            if step.is_over or not step.is_action and self._unparsed is None:
-                finish = "stop" if step.is_action else "unparsed"
+            if ended := self._ended(step, len(dialogue.answers)):
+                finish = ended
                 break
-            if turn + 1 < self._max_turns:
-                dialogue.say([{"role": "user", "content": step.text}])
-        said = dialogue.transcript
-        score = Scored(0.0 if self._token_rewards else total, {"return": total, "turns": len(dialogue.answers)})
-        prompt, response = (policy.tokenizer.decode(part) for part in (said.tokens[:given], said.tokens[given:]))
-        return said.episode(score, prompt, response, finish)
+            if not dialogue.say([{"role": "user", "content": step.text}], most - 1):
+                break
+        figures = {"return": total, "turns": len(dialogue.answers)}
+        return dialogue.episode(Scored(0.0 if self._token_rewards else total, figures), finish)
+
+    def _ended(self, step: Step, turns: int) -> str:
+        """Why an episode ends with a step; empty where it does not."""
+        if not step.is_action and self._unparsed is None:
+            return "unparsed"
+        return "stop" if step.is_over else "turns" if turns == self._max_turns else ""
 
     def _seed_of(self, task: Task) -> int:
         seed = task.serial if self._seed is None else task.columns.get(self._seed)
