@@ -1,0 +1,290 @@
+"""Any agent that asks a model at an OpenAI URL: it runs unchanged, and what it asks is recorded.
+
+The agent is told a URL and a key of its own. It asks as often as it likes, in as many conversations as it likes, and
+returns its answer, which the configured reward scores, or a reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from enginehouse.engines.environment import Scored
+from enginehouse.errors import ConfigError, EnginehouseError, UserError
+from enginehouse.plugin import ResolveError, resolve
+from enginehouse_environments.endpoint import MODEL, Endpoint, Served
+from enginehouse_environments.recording import Limits, Recording, Templates
+
+if TYPE_CHECKING:
+    from enginehouse.engines.environment import Episode, EpisodeContext, Policy, Score, Task
+
+LIMIT = "limit"
+"""Why an episode ended whose agent did not go on after a limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentTask:
+    """What an agent is given: plain data, which may be handed to another process.
+
+    Attributes:
+        base_url: of the endpoint, with `/v1`.
+        api_key: of this episode. It is good until the agent returns.
+        model: what the model is called.
+        messages: the prompt as chat messages; of a prompt that is text, one of the user's.
+        prompt: the prompt as text, as given or as the chat template rendered it.
+        columns: the row's other columns, by name.
+    """
+
+    base_url: str
+    api_key: str
+    model: str
+    messages: list[dict[str, Any]]
+    prompt: str
+    columns: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables by which programs and libraries find the endpoint, for a process of its own."""
+        return {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key, "OPENAI_MODEL": self.model}
+
+
+class OpenAIAgent:
+    """An agent of yours that asks the policy through an OpenAI endpoint.
+
+    Args:
+        agent: `module:function`, called with an `AgentTask`; awaited, or if it is a plain function run in a thread.
+        arguments: given to it by name.
+        max_calls: most requests of an episode.
+        max_tokens: most tokens that an episode may draw. Unset: any number.
+        max_row_tokens: most tokens of one conversation. Unset: what the models read.
+        ignored: parameters of requests that are not heeded, as `temperature`.
+        calls: the form in which the model writes tool calls, `auto`: that of its chat template.
+        chat_template: arguments of the chat template by name, as `enable_thinking`.
+    """
+
+    def __init__(
+        self,
+        agent: str,
+        arguments: dict[str, Any] | None = None,
+        max_calls: Annotated[int, Field(gt=0)] = 100,
+        max_tokens: Annotated[int, Field(gt=0)] | None = None,
+        max_row_tokens: Annotated[int, Field(gt=0)] | None = None,
+        ignored: Sequence[str] = (),
+        calls: str = "auto",
+        chat_template: dict[str, Any] | None = None,
+    ):
+        self._agent, self._arguments = found(agent), dict(arguments or {})
+        self._limits = max_calls, max_tokens, max_row_tokens
+        self.recorders = Recorders(ignored, calls, chat_template)
+
+    @staticmethod
+    def check(arguments: Mapping[str, Any], columns: object) -> None:
+        """See `enginehouse.engines.environment.Environment`."""
+        found(arguments["agent"])
+
+    async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
+        """See the protocol."""
+        recorder = self.recorders.here(policy.tokenizer)
+        calls, drawn, row = self._limits
+        limits = Limits(calls, drawn, context.most_tokens if row is None else row)
+
+        async def play(number: int, policy: Policy) -> Episode:
+            return await recorder.play(task, policy, context, limits, self._acted)
+
+        return await context.each(play)
+
+    async def _acted(self, task: AgentTask) -> Any:
+        if inspect.iscoroutinefunction(inspect.unwrap(self._agent)):
+            return await self._agent(task, **self._arguments)
+        returned = await in_thread(lambda: self._agent(task, **self._arguments))
+        return await returned if inspect.isawaitable(returned) else returned
+
+
+def found(agent: str) -> Callable[..., Any]:
+    """The function that a config names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        if callable(function := resolve(agent)):
+            return function
+    except ResolveError as error:
+        raise ConfigError(f"agent: {error}") from error
+    raise ConfigError(f"agent: {agent!r} is {type(function).__name__}, not a function")
+
+
+class Recorders:
+    """A recorder for each event loop: a process has one, tests have many.
+
+    Args:
+        ignored: as of `OpenAIAgent`, as all others.
+        calls: the form of tool calls.
+        chat_template: arguments of the chat template.
+    """
+
+    def __init__(self, ignored: Sequence[str], calls: str, chat_template: Mapping[str, Any] | None):
+        self._given = ignored, calls, chat_template
+        self._here: tuple[Any, Recorder] | None = None
+
+    def here(self, tokenizer: Any) -> Recorder:
+        """That of the running loop, which is served from the first time on."""
+        loop = asyncio.get_running_loop()
+        if self._here is None or self._here[0] is not loop:
+            self._here = loop, Recorder(tokenizer, *self._given)
+        return self._here[1]
+
+
+class Recorder:
+    """Plays episodes of agents, and serves them.
+
+    Args:
+        tokenizer: the model's.
+        ignored: as of `OpenAIAgent`, as all others.
+        calls: the form of tool calls.
+        chat_template: arguments of the chat template.
+
+    Raises:
+        UserError: the tokenizer has no chat template.
+    """
+
+    def __init__(self, tokenizer: Any, ignored: Sequence[str], calls: str, chat_template: Mapping[str, Any] | None):
+        self.templates = Templates(tokenizer, calls, chat_template)
+        self.templates.of((), {})
+        self.endpoint = Endpoint(tokenizer, ignored)
+        self.served = Served(self.endpoint.app)
+
+    async def play(
+        self,
+        task: Task,
+        policy: Policy,
+        context: EpisodeContext,
+        limits: Limits,
+        act: Callable[[AgentTask], Awaitable[Any]],
+    ) -> Episode:
+        """Play an episode.
+
+        Args:
+            task: what to play.
+            policy: of the episode.
+            context: for the configured reward.
+            limits: of the episode.
+            act: the agent; what it returns is as `scored` says.
+
+        Raises:
+            EnginehouseError: it asked nothing; or what the policy raised.
+            Exception: whatever the agent raises, unless a limit was reached before.
+        """
+        recording = Recording(policy, self.templates, limits)
+        with self.endpoint.recorded(recording) as key:
+            messages = [dict(one) for one in task.messages or [{"role": "user", "content": task.prompt}]]
+            told = AgentTask(self.served.url, key, MODEL, messages, task.prompt, dict(task.columns))
+            returned = await _first(act(told), recording)
+        if not (answers := recording.answers):
+            raise EnginehouseError(
+                f"the agent returned {str(returned)[:60]!r}, and asked the policy nothing at its base_url: there is "
+                "nothing to train on"
+            )
+        if isinstance(returned, _Stopped):
+            return recording.episode(Scored(0.0, failure=f"the agent ended at a limit: {returned.limit}"), LIMIT)
+        finish = answers[-1].finish_reason
+        return recording.episode(await scored(returned, task, context, finish), finish)
+
+
+async def scored(returned: Any, task: Task, context: EpisodeContext, finish: str) -> Score:
+    """The score of what an agent returned.
+
+    Args:
+        returned: the answer, a text, which the configured reward scores; or a reward; or a dict of `reward`, figures of
+            its own, and `answer`, a text.
+        task: what was played.
+        context: scores.
+        finish: why the last answer ended.
+
+    Raises:
+        UserError: it returned something else.
+    """
+    if isinstance(returned, str):
+        row = {"prompt": task.prompt, "messages": task.messages, "response": returned, "finish_reason": finish}
+        (score,) = await context.score([{**task.columns, **row}])
+        return score
+    said = dict(returned) if isinstance(returned, Mapping) else {"reward": returned}
+    answer = said.pop("answer", "")
+    numbers = {}
+    for name, value in said.items():
+        with suppress(TypeError, ValueError):
+            numbers[name] = float(value)
+    if "reward" not in numbers or len(numbers) < len(said) or not isinstance(answer, str):
+        raise UserError(
+            f"the agent returned {str(returned)[:80]!r}: a text is wanted, its answer, which the reward of the config "
+            'scores; or a reward, a number; or a dict, {"reward": 1.0, "answer": "text", "figure": 2.0}'
+        )
+    return Scored(numbers.pop("reward"), numbers, "", answer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stopped:
+    """In place of what an agent returns that raised after a limit."""
+
+    limit: str
+
+
+async def _first(acting: Awaitable[Any], recording: Recording) -> Any:
+    """What the agent returns; raises what the policy does, as soon as it does."""
+
+    async def outcome() -> tuple[Any, BaseException | None]:
+        try:
+            return await acting, None
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException as error:  # what is no `Exception` would end the event loop
+            return None, error
+
+    agent = asyncio.create_task(outcome())
+    try:
+        await asyncio.wait((agent, recording.failed), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        agent.cancel()
+    if recording.failed.done():
+        recording.failed.result()
+    returned, error = agent.result()
+    if error is None:
+        return returned
+    if recording.limit and isinstance(error, Exception):
+        return _Stopped(recording.limit)
+    raise error
+
+
+async def in_thread(function: Callable[[], Any]) -> Any:
+    """What a function returns that runs in a thread of its own, which does not keep the process from ending.
+
+    A thread cannot be ended: where nobody waits any more it runs on until it asks the policy again.
+    """
+    loop = asyncio.get_running_loop()
+    came: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+
+    def settle(outcome: tuple[Any, BaseException | None]) -> None:
+        if not came.done():
+            came.set_result(outcome)
+
+    def run() -> None:
+        outcome: tuple[Any, BaseException | None]
+        try:
+            outcome = function(), None
+        except BaseException as error:
+            outcome = None, error
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(settle, outcome)
+
+    threading.Thread(target=run, name="agent", daemon=True).start()
+    returned, error = await came
+    if error is not None:
+        raise error
+    return returned
