@@ -115,7 +115,7 @@ class PromptDataset:
 
         Returns:
             A batch with `prompt_ids` (ragged int64), `prompt` (str, as given or as the chat template rendered it),
-            `messages` (the chat messages that the template got; None for a text), `row` (int64 `(rows,)`, the prompt's place
+            `messages` (the chat messages that the template got; None for a text), `row` (int64 `(rows,)`, its place
             among the files' rows) and `columns` (a dict of the row's other columns).
         """
         index = np.asarray(indices, dtype=np.int64)

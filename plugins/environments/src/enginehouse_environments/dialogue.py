@@ -8,6 +8,8 @@ closes the answer, the new messages, and what begins the next answer.
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -17,7 +19,7 @@ from enginehouse.engines.transcript import Transcript
 from enginehouse.errors import UserError
 
 if TYPE_CHECKING:
-    from enginehouse.engines.environment import Policy
+    from enginehouse.engines.environment import Episode, Policy, Score, Segment
     from enginehouse.engines.rollout import Completion
 
 MARK = "ANSWER-0d7c"
@@ -55,6 +57,8 @@ class ChatTemplate:
         self._arguments = dict(arguments or {})
         added = tokenizer.added_tokens_decoder
         self._special = {*tokenizer.all_special_ids, *(number for number, one in added.items() if one.special)}
+        texts = sorted((one.content for one in added.values() if one.special), key=len, reverse=True)
+        self._special_texts = re.compile("|".join(map(re.escape, texts)) or "(?!)")
         self.begin = self._rendered([_QUESTION], True).removeprefix(self._rendered([_QUESTION], False))
         self._closing = self._after(_ANSWER, [], False)
         closing = self._encoded(self._closing)
@@ -83,12 +87,16 @@ class ChatTemplate:
             return tokens
         if tokens[0] in (self.end, *self._special):
             return tokens[1:]
-        return self._encoded(text.removeprefix(self._decoded([self.end])))  # it begins a longer token
+        return self._encoded(text.removeprefix(self.decoded([self.end])))  # it begins a longer token
 
     def text(self, answer: Sequence[int], stopped: bool = False) -> str:
         """An answer's text, special tokens in it, without what closed it; arguments as of `continuation`."""
         tokens = list(map(int, answer))
-        return self._decoded(tokens[:-1] if self._closed(tokens, stopped) else tokens)
+        return self.decoded(tokens[:-1] if self._closed(tokens, stopped) else tokens)
+
+    def plain(self, text: str) -> str:
+        """A text in which special tokens are broken up, so that they are read as text."""
+        return self._special_texts.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """The answer that the template writes for a call, without what closes it; empty where it writes none."""
@@ -98,7 +106,7 @@ class ChatTemplate:
         except UserError:
             return ""
         answer = answer.removeprefix(question).removeprefix(self.begin)
-        end = "" if self.end is None else self._decoded([self.end])
+        end = "" if self.end is None else self.decoded([self.end])
         return answer.rpartition(end)[0] if end and end in answer else answer
 
     def _closed(self, tokens: Sequence[int], stopped: bool) -> bool:
@@ -147,7 +155,8 @@ class ChatTemplate:
     def _encoded(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def _decoded(self, tokens: Sequence[int]) -> str:
+    def decoded(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, special ones too."""
         return self.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
@@ -195,11 +204,24 @@ class Dialogue:
         self.template = template
         self.transcript = Transcript(template.opening(messages) if tokens is None else tokens)
         self.answers: list[list[int]] = []
+        self._given = len(self.transcript.tokens)
         self._stopped = False
 
-    def say(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        """Add messages after an answer: what tools gave, or the next question."""
-        self.transcript.add_given(self.template.continuation(messages, self.transcript.tokens, self._stopped))
+    def say(self, messages: Sequence[Mapping[str, Any]], most: float = math.inf) -> bool:
+        """Add messages after an answer: what tools gave, or the next question.
+
+        Args:
+            messages: these.
+            most: so many tokens there may be then.
+
+        Returns:
+            Whether they were added; not if there would be more tokens.
+        """
+        new = self.template.continuation(messages, self.transcript.tokens, self._stopped)
+        if len(self.transcript.tokens) + len(new) > most:
+            return False
+        self.transcript.add_given(new)
+        return True
 
     async def answer(self, policy: Policy, max_tokens: int | None = None) -> Completion:
         """Have the policy answer.
@@ -217,6 +239,12 @@ class Dialogue:
         self.answers.append(self.transcript.add_drawn(completion))
         self._stopped = completion.finish_reason == "stop"
         return completion
+
+    def episode(self, score: Score, finish: str = "stop", earlier: Sequence[Segment] = ()) -> Episode:
+        """The episode as it is now, its texts the whole dialogue; arguments as of `Episode`."""
+        tokens, begin = self.transcript.tokens, self._given
+        prompt, response = (self.template.decoded(part) for part in (tokens[:begin], tokens[begin:]))
+        return self.transcript.episode(score, prompt, response, finish, earlier)
 
     @property
     def last(self) -> str:

@@ -1,0 +1,71 @@
+"""A program of the policy's, run in the sandbox of the rewards: it reaches no network and no file."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Annotated
+
+from pydantic import Field
+
+from enginehouse.errors import ConfigError
+from enginehouse.rl.rewards import sandbox
+from enginehouse.rl.rewards.sandbox import Isolation, Sandbox, SandboxError
+
+_running = threading.BoundedSemaphore(2 * (os.cpu_count() or 1))
+"""More programs at once would only make each of them late."""
+
+_RUN = """\
+import ast, sys, traceback
+sys.stderr = sys.stdout
+try:
+    program = ast.parse({source!r}, "program")
+    last = program.body.pop() if program.body and isinstance(program.body[-1], ast.Expr) else None
+    names = {{"__name__": "__main__"}}
+    exec(compile(program, "program", "exec"), names)
+    if last is not None:
+        exec(compile(ast.Interactive([last]), "program", "single"), names)
+except Exception as error:
+    said = traceback.TracebackException.from_exception(error)
+    said.stack = traceback.StackSummary.from_list([one for one in said.stack if one.filename == "program"])
+    print("".join(said.format()), end="")
+"""
+
+
+def make_python(
+    seconds: Annotated[float, Field(gt=0)] = 5.0,
+    memory_mb: Annotated[int, Field(ge=64)] = 1024,
+    isolation: Isolation = "required",
+) -> Callable[[str], str]:
+    """The tool `python`.
+
+    Args:
+        seconds: longest time for a program.
+        memory_mb: its address space.
+        isolation: `required`: nothing is run where the machine cannot restrict it; `best`: as restricted as it can be.
+
+    Raises:
+        ConfigError: this machine cannot isolate a program.
+    """
+    if isolation == "required":
+        try:
+            lacking = sandbox.missing()
+        except SandboxError as error:
+            raise ConfigError(f"tools: python: {error}") from error
+        if lacking:
+            raise ConfigError(f"tools: python: {sandbox.refusal(lacking)}")
+
+    def python(program: str) -> str:
+        """Run a Python program, with the standard library but without network and files, and return what it prints.
+
+        Args:
+            program: The program. Each run begins anew; the value of a last line that is an expression is printed.
+        """
+        with _running, Sandbox(seconds, memory_mb, isolation) as box:
+            ended = box.run(_RUN.format(source=program))
+        if ended.well:
+            return ended.output or "(nothing was printed)"
+        return f"{ended.output}\n(the program was ended: {ended.how})".lstrip()
+
+    return python

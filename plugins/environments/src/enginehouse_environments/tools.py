@@ -1,0 +1,175 @@
+"""A chat in which the policy may call tools: what an answer calls is called, and what that gives is said."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from enginehouse.engines.environment import Episode, Scored
+from enginehouse.errors import ConfigError, EnginehouseError, UserError, nearest
+from enginehouse_environments.calls import FORMATS, Call, CallFormat, Parsed, call_format
+from enginehouse_environments.dialogue import ChatTemplate, Dialogue
+from enginehouse_environments.functions import ToolError, make_tools
+
+if TYPE_CHECKING:
+    from enginehouse.engines.environment import EpisodeContext, Policy, Task
+
+Positive = Annotated[int, Field(ge=1)]
+Message = dict[str, Any]
+
+CHARACTERS_A_TOKEN = 64
+"""So many of a result are looked at for each of its tokens that may be said."""
+
+
+class Tools:
+    """A chat with tools: it ends with an answer that calls none, which the configured reward scores.
+
+    Args:
+        tools: each the name of one that is built in, or `module:function` of your own; or a mapping of its `name` and
+            of arguments for what makes it.
+        max_turns: most answers of an episode.
+        max_tokens: most tokens of an episode beyond its prompt, answers and what tools gave. Unset: as many as the
+            models read.
+        tool_seconds: longest time of a call.
+        max_result_tokens: what a tool gives is cut there.
+        format: how the model writes calls: `auto`: as its chat template does; or the name of a form.
+        template: what the chat template is given by name, as `enable_thinking`.
+    """
+
+    def __init__(
+        self,
+        tools: Annotated[list[str | dict[str, Any]], Field(min_length=1)],
+        max_turns: Positive = 8,
+        max_tokens: Positive | None = None,
+        tool_seconds: Annotated[float, Field(gt=0)] = 30.0,
+        max_result_tokens: Positive = 512,
+        format: str = "auto",
+        template: dict[str, Any] | None = None,
+    ):
+        self._tools = {tool.name: tool for tool in make_tools(tools)}
+        self._max_turns, self._max_tokens = max_turns, max_tokens
+        self._seconds, self._max_result_tokens = tool_seconds, max_result_tokens
+        self._format, self._template_arguments = format, template
+        self._chat: tuple[ChatTemplate, CallFormat] | None = None
+        for tool in self._tools.values():
+            tool.prepare()
+
+    @staticmethod
+    def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
+        """Refuse tools that cannot be made, and a form of calls that there is not."""
+        make_tools(arguments["tools"])
+        if (name := arguments.get("format", "auto")) not in ("auto", *FORMATS):
+            raise ConfigError(f"format: there is none {name!r}: {nearest(name, ['auto', *FORMATS])}")
+
+    async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
+        """See the protocol."""
+        template, form = self._chat_of(policy.tokenizer)
+        messages = task.messages or [{"role": "user", "content": task.prompt}]
+        opening = template.opening(messages)
+
+        async def play(number: int, policy: Policy) -> Episode:
+            chat = Dialogue(template, messages, opening)
+            figures = {"turns": 0.0, "tool_calls": 0.0, "tool_errors": 0.0}
+            finish = await self._converse(chat, form, policy, self._most(len(opening), context), figures)
+            (score,) = await context.score(
+                [
+                    {
+                        **task.columns,
+                        "prompt": task.prompt,
+                        "messages": task.messages,
+                        "response": policy.tokenizer.decode(
+                            chat.answers[-1], skip_special_tokens=True, clean_up_tokenization_spaces=False
+                        ),
+                        "response_tokens": len(chat.answers[-1]),
+                        "finish_reason": finish,
+                    }
+                ]
+            )
+            scored = Scored(score.reward, {**score.figures, **figures}, score.failure, score.answer)
+            return chat.episode(scored, finish)
+
+        return await context.each(play)
+
+    def _chat_of(self, tokenizer: Any) -> tuple[ChatTemplate, CallFormat]:
+        """What renders chats, and what reads calls; a process has one tokenizer."""
+        if self._chat is None or self._chat[0].tokenizer is not tokenizer:
+            schemas = [tool.schema for tool in self._tools.values()]
+            template = ChatTemplate(tokenizer, schemas, self._template_arguments)
+            form = call_format(template, self._format)
+            if "a result" not in tokenizer.decode(template.continuation([_result(_NO_CALL, "a result")], [])):
+                raise UserError("the chat template of the model's tokenizer leaves out what a tool says")
+            self._chat = template, form
+        return self._chat
+
+    def _most(self, prompt_tokens: int, context: EpisodeContext) -> float:
+        """How many tokens an episode may have, with its prompt."""
+        of_episode = None if self._max_tokens is None else prompt_tokens + self._max_tokens
+        known = [limit for limit in (of_episode, context.most_tokens) if limit is not None]
+        most = min(known, default=math.inf)
+        if most <= prompt_tokens:
+            raise EnginehouseError(
+                f"the prompt has {prompt_tokens} tokens with its tools, and the models of this run read {most}, which "
+                "leaves none for an answer"
+            )
+        return most
+
+    async def _converse(
+        self, chat: Dialogue, form: CallFormat, policy: Policy, most: float, figures: dict[str, float]
+    ) -> str:
+        """Have the policy answer until it calls nothing, or a limit is reached; why it ended."""
+        while (room := most - len(chat.transcript.tokens)) > 0:
+            completion = await chat.answer(policy, int(min(room, policy.sampling.max_tokens)))
+            figures["turns"] += 1
+            if completion.finish_reason != "stop":
+                return completion.finish_reason
+            said = form.parse(chat.last, len(chat.answers))
+            figures["tool_calls"] += len(said.calls) + len(said.problems)
+            figures["tool_errors"] += len(said.problems)
+            if not said.calls and not said.problems:
+                return "stop"
+            if len(chat.answers) == self._max_turns:
+                return "turns"
+            results, errors = await self._results(said, chat.template)
+            figures["tool_errors"] += errors
+            if not chat.say(results, most - 1):
+                break
+        return "length"
+
+    async def _results(self, said: Parsed, template: ChatTemplate) -> tuple[list[Message], int]:
+        """What an answer's calls give, all at once, as messages in their order; and how many of them failed."""
+        called = await asyncio.gather(*(self._called(call) for call in said.calls))
+        results = [(call, text) for call, (text, _) in zip(said.calls, called, strict=True)]
+        results += [(_NO_CALL, f"error: {problem}") for problem in said.problems]
+        messages = [_result(call, self._cut(template, text)) for call, text in results]
+        return messages, sum(failed for _, failed in called)
+
+    async def _called(self, call: Call) -> tuple[str, bool]:
+        """What a call gives; and whether it failed, then why."""
+        if (tool := self._tools.get(call.name)) is None:
+            return f"error: there is no tool {call.name!r}: {nearest(call.name, self._tools)}", True
+        try:
+            return await tool.call(call.arguments, self._seconds), False
+        except ToolError as error:
+            return f"error: {error}", True
+
+    def _cut(self, template: ChatTemplate, text: str) -> str:
+        """What is said of a result. Special tokens in it are none, lest a tool speak in the policy's name."""
+        most, tokenizer = self._max_result_tokens, template.tokenizer
+        text = template.plain(text[: (most + 1) * CHARACTERS_A_TOKEN].encode("utf-8", "replace").decode())
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        if len(tokens) <= most:
+            return text
+        kept = tokenizer.decode(tokens[:most], clean_up_tokenization_spaces=False).rstrip("\ufffd")
+        return f"{kept}\n[cut after {most} tokens]"
+
+
+_NO_CALL = Call("000000000", "tool_call", {})
+"""What is answered where a call is not well-formed."""
+
+
+def _result(call: Call, text: str) -> Message:
+    return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text}
