@@ -21,6 +21,10 @@ def called(expression: str) -> str:
     return f'<tool_call>\n{{"name": "calculator", "arguments": {{"expression": "{expression}"}}}}\n</tool_call>'
 
 
+def scored(response, answer, **rest):
+    return Score(float(response == answer), {})
+
+
 def says_what_the_tool_gave(text: str, number: int) -> str:
     results = re.findall(r"<tool_response>\n(.*)\n</tool_response>", text)
     return results[-1] if results else called("12 * 34")
@@ -43,13 +47,19 @@ def test_an_example_plays(name, script, reward, calls, monkeypatch: pytest.Monke
     fleet = Scripted(make_tokenizer(), script)
     messages = [{"role": "user", "content": "What is 12 * 34"}]
     task = Task(0, [1], "What is 12 * 34", messages, {"answer": "408"})
-    (episode,) = play(
-        OpenAIAgent(f"{name}:solve"),
-        fleet,
-        task,
-        score=lambda response, answer, **rest: Score(float(response == answer), {}),
-    )
+    (episode,) = play(OpenAIAgent(f"{name}:solve"), fleet, task, score=scored)
     assert episode.score.reward == reward
     assert calls in (None, episode.score.figures["calls"])
     assert not episode.earlier
     assert_as_drawn([episode], fleet)
+
+
+def test_the_agent_of_the_readme_plays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    readme = (EXAMPLES.parents[1] / "plugins" / "environments" / "README.md").read_text(encoding="utf-8")
+    (source,) = re.findall(r"^```python\n(# my_agent.py\n.*?)^```", readme, re.DOTALL | re.MULTILINE)
+    (tmp_path / "my_agent.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    fleet = Scripted(make_tokenizer(), lambda text, number: "408")
+    task = Task(0, [1], "What is 12 * 34", None, {"answer": "408"})
+    (episode,) = play(OpenAIAgent("my_agent:solve"), fleet, task, score=scored)
+    assert episode.score.reward == 1.0
