@@ -80,6 +80,7 @@ class Asked:
         max_tokens: most tokens of each. None: as the run is configured.
         stop: texts that end an answer, besides the run's.
         changed: other fields of `SamplingParams` that it says.
+        trained: whether who asks is trained; else the answers are in no mask.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -91,6 +92,7 @@ class Asked:
     max_tokens: int | None = None
     stop: Sequence[str] = ()
     changed: Mapping[str, Any] = field(default_factory=dict)
+    trained: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -103,7 +105,8 @@ class Answer:
         completion: what was drawn.
         message: it as the agent is given it.
         finish_reason: as OpenAI's.
-        trained: whether it was drawn as the run trains.
+        trained: whether who asked is trained.
+        fits: whether it was drawn as the run trains.
         length: tokens of its row up to its end.
         begins: why it would be the first of a row that is not the first.
         followed: how many answers follow it.
@@ -115,6 +118,7 @@ class Answer:
     message: Mapping[str, Any]
     finish_reason: str
     trained: bool
+    fits: bool
     length: int
     begins: str
     followed: int = 0
@@ -208,8 +212,8 @@ class Recording:
                 message, finish = self._said(asked, template, form, completion)
                 self._count += 1
                 length = len(tokens) + len(given) + len(completion.token_ids)
-                trained = _same(sampling.temperature, self._policy.sampling.temperature)
-                answer = Answer(before, given, completion, message, finish, trained, length, begins)
+                fits = _same(sampling.temperature, self._policy.sampling.temperature)
+                answer = Answer(before, given, completion, message, finish, asked.trained, fits, length, begins)
                 slot.append(answer)
                 (ended := digest.copy()).update(_digested(normalised(message)))
                 self._after.setdefault(ended.digest(), []).append(answer)
@@ -231,7 +235,7 @@ class Recording:
         return [answer for slot in self._slots for answer in slot]
 
     def episode(self, score: Score, finish: str) -> Episode:
-        """The rows as one episode, whose score has figures of them too. There has to be an answer."""
+        """The rows as one episode, whose score has figures of them too. There has to be an answer that is trained."""
         *earlier, (last, first, begins) = rows = self._rows()
         figures = {"calls": self._count, "segments": len(rows), "edits": self.edits}
         scored = Scored(score.reward, {**figures, **score.figures}, score.failure, score.answer)
@@ -250,8 +254,9 @@ class Recording:
         Each drawn token is chosen in the first row that has it.
         """
         answers = self.answers
-        trains = {id(one) for one in answers if one.trained and len(one.completion.token_ids)}
-        trains = trains or {id(one) for one in answers}  # not as the run trains: whoever checks that says so
+        trained = [one for one in answers if one.trained]
+        trains = {id(one) for one in trained if one.fits and len(one.completion.token_ids)}
+        trains = trains or set(map(id, trained))  # none as the run trains: whoever checks that says so
         rows: list[tuple[Transcript, int, str]] = []
         taken: set[int] = set()
         for leaf in answers:
