@@ -469,6 +469,7 @@ REFUSED = {
     "logit_bias": {"5": 1},
     "top_logprobs": 2,
     "tool_choice": "required",
+    "tools": [{"type": "web_search"}],
     "temperature": -1,
     "n": 0,
     "modalities": ["audio"],

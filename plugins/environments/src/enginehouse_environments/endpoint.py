@@ -93,6 +93,8 @@ class ChatRequest(BaseModel):
             raise Refused(
                 400, "tool_choice is none or auto: nothing forces a call", "unsupported_parameter", "tool_choice"
             )
+        if not all(isinstance(tool.get("function"), dict) for tool in self.tools or ()):
+            raise Refused(400, "tools are functions: the policy knows no others", "unsupported_parameter", "tools")
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         said = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         limits = {"max_tokens": self.max_tokens, "max_completion_tokens": self.max_completion_tokens}
@@ -288,7 +290,7 @@ class Served:
     def __init__(self, app: Any):
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=4096)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
-        options: dict[str, Any] = {"log_config": None, "lifespan": "off", "timeout_keep_alive": 600}
+        options: dict[str, Any] = {"log_config": None, "lifespan": "off", "timeout_keep_alive": 60}
         self._server = _Server(uvicorn.Config(app, access_log=False, **options))
         self._serving = asyncio.get_running_loop().create_task(self._serve())
 
