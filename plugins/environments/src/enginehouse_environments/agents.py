@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from enginehouse.engines.environment import Scored
-from enginehouse.errors import ConfigError, EnginehouseError, UserError
+from enginehouse.errors import ConfigError, EnginehouseError, UserError, nearest
 from enginehouse.plugin import ResolveError, resolve
+from enginehouse_environments.calls import FORMATS
 from enginehouse_environments.endpoint import MODEL, Endpoint, Served
 from enginehouse_environments.recording import Limits, Recording, Templates
 
 if TYPE_CHECKING:
     from enginehouse.engines.environment import Episode, EpisodeContext, Policy, Score, Task
+    from enginehouse_environments.recording import Answer
 
 LIMIT = "limit"
 """Why an episode ended whose agent did not go on after a limit."""
@@ -65,8 +67,8 @@ class OpenAIAgent:
         max_tokens: most tokens that an episode may draw. Unset: any number.
         max_row_tokens: most tokens of one conversation. Unset: what the models read.
         ignored: parameters of requests that are not heeded, as `temperature`.
-        calls: the form in which the model writes tool calls, `auto`: that of its chat template.
-        chat_template: arguments of the chat template by name, as `enable_thinking`.
+        format: how the model writes calls: `auto`: as its chat template does; or the name of a form.
+        template: what the chat template is given by name, as `enable_thinking`.
     """
 
     def __init__(
@@ -77,16 +79,18 @@ class OpenAIAgent:
         max_tokens: Annotated[int, Field(gt=0)] | None = None,
         max_row_tokens: Annotated[int, Field(gt=0)] | None = None,
         ignored: Sequence[str] = (),
-        calls: str = "auto",
-        chat_template: dict[str, Any] | None = None,
+        format: str = "auto",
+        template: dict[str, Any] | None = None,
     ):
-        self._agent, self._arguments = found(agent), dict(arguments or {})
-        self._agents = RecordedAgents(Limits(max_calls, max_tokens, max_row_tokens), ignored, calls, chat_template)
+        self._agent, self._arguments = found(agent, arguments or {}), dict(arguments or {})
+        self._agents = RecordedAgents(Limits(max_calls, max_tokens, max_row_tokens), ignored, format, template)
 
     @staticmethod
     def check(arguments: Mapping[str, Any], columns: object) -> None:
-        """See `enginehouse.engines.environment.Environment`."""
-        found(arguments["agent"])
+        """Refuse an agent that there is not or that cannot be called so, and a form of calls that there is not."""
+        found(arguments["agent"], arguments.get("arguments") or {})
+        if (name := arguments.get("format", "auto")) not in ("auto", *FORMATS):
+            raise ConfigError(f"format: there is none {name!r}: {nearest(name, ['auto', *FORMATS])}")
 
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
         """See the protocol."""
@@ -99,18 +103,23 @@ class OpenAIAgent:
         return await returned if inspect.isawaitable(returned) else returned
 
 
-def found(agent: str) -> Callable[..., Any]:
+def found(agent: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
     """The function that a config names.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or it does not take a task and these arguments.
     """
     try:
-        if callable(function := resolve(agent)):
-            return function
+        function = resolve(agent)
     except ResolveError as error:
         raise ConfigError(f"agent: {error}") from error
-    raise ConfigError(f"agent: {agent!r} is {type(function).__name__}, not a function")
+    if not callable(function):
+        raise ConfigError(f"agent: {agent!r} is {type(function).__name__}, not a function")
+    try:
+        inspect.signature(function).bind(None, **arguments)
+    except TypeError as error:
+        raise ConfigError(f"agent: {agent} is called with a task and arguments.arguments by name: {error}") from error
+    return function
 
 
 class RecordedAgents:
@@ -119,18 +128,18 @@ class RecordedAgents:
     Args:
         limits: of an episode.
         ignored: as of `OpenAIAgent`, as all others.
-        calls: the form of tool calls.
-        chat_template: arguments of the chat template.
+        format: how the model writes calls.
+        template: what the chat template is given.
     """
 
     def __init__(
         self,
         limits: Limits,
         ignored: Sequence[str] = (),
-        calls: str = "auto",
-        chat_template: Mapping[str, Any] | None = None,
+        format: str = "auto",
+        template: Mapping[str, Any] | None = None,
     ):
-        self._limits, self._ignored, self._template = limits, tuple(ignored), (calls, chat_template)
+        self._limits, self._ignored, self._template = limits, tuple(ignored), (format, template)
         self._here: tuple[Any, Templates, Endpoint, Served] | None = None
 
     async def play(
@@ -179,18 +188,18 @@ class RecordedAgents:
 
 async def _episode(returned: Any, recording: Recording, task: Task, context: EpisodeContext) -> Episode:
     """The episode of an agent that returned this."""
-    if not (answers := [one for one in recording.answers if one.trained]):
-        raise EnginehouseError(
-            f"the agent returned {str(returned)[:60]!r}, and asked the policy nothing at its base_url: there is "
-            "nothing to train on"
-        )
+    answers = [one for one in recording.answers if one.trained]
+    if not answers:
+        did = f"returned {str(returned)[:60]!r}, and asked the policy nothing at its base_url"
+        if isinstance(returned, _Stopped):
+            did = f"ended at a limit before anything was drawn: {returned.limit}"
+        raise EnginehouseError(f"the agent {did}: there is nothing to train on")
     if isinstance(returned, _Stopped):
         return recording.episode(Scored(0.0, failure=f"the agent ended at a limit: {returned.limit}"), LIMIT)
-    finish = answers[-1].finish_reason
-    return recording.episode(await scored(returned, task, context, finish), finish)
+    return recording.episode(await scored(returned, task, context, answers[-1]), answers[-1].finish_reason)
 
 
-async def scored(returned: Any, task: Task, context: EpisodeContext, finish: str) -> Score:
+async def scored(returned: Any, task: Task, context: EpisodeContext, last: Answer) -> Score:
     """The score of what an agent returned.
 
     Args:
@@ -198,14 +207,15 @@ async def scored(returned: Any, task: Task, context: EpisodeContext, finish: str
             its own, and `answer`, a text.
         task: what was played.
         context: scores.
-        finish: why the last answer ended.
+        last: the last answer, whose tokens and end stand for the text's.
 
     Raises:
         UserError: it returned something else.
     """
     if isinstance(returned, str):
-        row = {"prompt": task.prompt, "messages": task.messages, "response": returned, "finish_reason": finish}
-        (score,) = await context.score([{**task.columns, **row}])
+        row = {"prompt": task.prompt, "messages": task.messages, "response": returned}
+        ended = {"response_tokens": len(last.completion.token_ids), "finish_reason": last.finish_reason}
+        (score,) = await context.score([{**task.columns, **row, **ended}])
         return score
     said = dict(returned) if isinstance(returned, Mapping) else {"reward": returned}
     answer = said.pop("answer", "")

@@ -140,12 +140,12 @@ class Templates:
 
     Args:
         tokenizer: the model's.
-        calls: name of a form of tool calls, or `"auto"`.
+        format: name of a form of tool calls, or `"auto"`.
         arguments: given to the template by name, but for what a request says.
     """
 
-    def __init__(self, tokenizer: Any, calls: str = "auto", arguments: Mapping[str, Any] | None = None):
-        self._tokenizer, self._calls, self._arguments = tokenizer, calls, dict(arguments or {})
+    def __init__(self, tokenizer: Any, format: str = "auto", arguments: Mapping[str, Any] | None = None):
+        self._tokenizer, self._format, self._arguments = tokenizer, format, dict(arguments or {})
         self._kept: dict[bytes, tuple[ChatTemplate, CallFormat | None]] = {}
 
     def of(self, tools: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> tuple[ChatTemplate, Any]:
@@ -159,7 +159,7 @@ class Templates:
             template = ChatTemplate(self._tokenizer, tools or None, {**self._arguments, **arguments})
             while len(self._kept) >= MOST_TEMPLATES:
                 del self._kept[next(iter(self._kept))]
-            self._kept[key] = template, call_format(template, self._calls) if tools else None
+            self._kept[key] = template, call_format(template, self._format) if tools else None
         return self._kept[key]
 
 
