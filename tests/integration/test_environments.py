@@ -65,10 +65,11 @@ def test_episodes_of_two_rows_are_trained_on_and_validated_wherever_they_are_pla
     (house / "my_readers.py").write_text(block("python", 1))
     write_lines(house / "texts.jsonl", ({"prompt": "s", "text": f"{number}314"} for number in range(8)))
     runs = assert_alike(
-        train, "environment={name: 'my_readers:Reading', arguments: {characters: 2}}", "reward.function=rewards:varied",
-        "data.train=texts.jsonl", "data.validation=texts.jsonl", "train.validate_every=2", "train.steps=2",
-        "train.samples_every=1", "rollout.sampling.max_tokens=3", "algorithm.minibatches=2",
-        "algorithm.advantage.name=gae", "algorithm.kl={coefficient: 0.01, place: reward}", rounding=ROUNDING,
+        train, "environment={name: 'my_readers:Reading', arguments: {characters: 2}}",
+        "reward={function: format, arguments: {pattern: '.*[0-9].*'}}", "data.train=texts.jsonl",
+        "data.validation=texts.jsonl", "train.validate_every=2", "train.steps=2", "train.samples_every=1",
+        "rollout.sampling.max_tokens=3", "algorithm.minibatches=2", "algorithm.advantage.name=gae",
+        "algorithm.kl={coefficient: 0.01, place: reward}", rounding=ROUNDING,
     )  # fmt: skip
     for run in runs:
         assert all(line["response/rows_mean"] == 2.0 and line["grad_norm"] > 0 for line in run.metrics)

@@ -22,6 +22,7 @@ from enginehouse.rl.episode_checks import EpisodeChecks, MalformedEpisode
 from enginehouse.rl.episodes import batch_of
 from enginehouse.rl.player import FleetPolicy, Kind, Player, player_of
 from enginehouse.rl.rewards.program import Score
+from enginehouse.rl.samples import sample_metrics
 
 TASK = Task(7, [3, 4], "a prompt", None, {"secret": "7"})
 CHECKS = EpisodeChecks("mine", vocabulary=100, most_tokens=20)
@@ -325,9 +326,32 @@ def test_each_row_is_checked_and_named(changes, said):
     assert f"episode 0 cannot be trained on: row 0 of its 2: {said}" in refused
 
 
-@pytest.mark.parametrize("earlier", [3, "rows", [[1, 2]], [Episode([1], [True], [0.0], [5], Scored(1.0))]])
-def test_earlier_rows_are_segments(earlier):
-    assert "its earlier rows are" in refusal(edited(earlier=earlier))
+@pytest.mark.parametrize(
+    ("earlier", "said"),
+    [
+        (3, "int"),
+        (None, "NoneType"),
+        ("rows", "a list that holds str"),
+        ([Episode([1], [True], [0.0], [5], Scored(1.0))], "a list that holds Episode"),
+    ],
+)
+def test_earlier_rows_are_segments(earlier, said):
+    assert f"its earlier rows are {said}, not a list of Segments" in refusal(edited(earlier=earlier))
+
+
+def test_an_episode_that_failed_beside_ones_of_several_rows_is_one_row():
+    async def run(task, policy, context):
+        async def one(number, policy):
+            if number == 1:
+                raise ValueError("gone")
+            return (await rows([3, 4], [5])(task, policy, SimpleNamespace(samples=1)))[0]
+
+        return await context.each(one)
+
+    batch = batch_of([SimpleNamespace(episodes=play(run, samples=3, on_failure="mask"), baseline=None)])
+    assert batch["episode"].tolist() == [0, 0, 1, 2, 2]
+    assert batch["finish_reason"] == ("stop", "stop", "failed", "stop", "stop")
+    assert sample_metrics(batch, 6)["response/rows_mean"] == 2.0
 
 
 def again(count, chosen=True):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from enginehouse.config.rewards import RewardPlan
 from enginehouse.config.schema import Reward
 from enginehouse.controller import DistributedBatch
+from enginehouse.data import Batch
 from enginehouse.engines.environment import Episode, Group, Scored, Segment, Task
 from enginehouse.plugin import resolve
 from enginehouse.rl.episode_rows import EpisodeRows
@@ -21,6 +24,7 @@ from enginehouse.rl.plugin import ADVANTAGES
 from enginehouse.rl.rewards.weighted import with_rewards
 from enginehouse.rl.roles import with_defaults
 from enginehouse.rl.samples import sample_metrics, sample_rows
+from enginehouse.rl.trainer import Trainer
 
 TASK = Task(0, [0], "p", None, {})
 JUNK = 9.0
@@ -189,6 +193,24 @@ def test_samples_say_which_row_of_which_episode_they_are_where_there_are_several
     assert [row.get("reward") for row in rows] == [None, 2.0, 1.0, 1.0]
     assert [row.get("finish_reason") for row in rows] == [None, "length", "stop", "stop"]
     assert not {"episode", "segment"} & set(next(sample_rows(batch_of(two_rows()[1:]))))
+
+
+def test_a_reward_model_scores_an_episode_by_its_last_row():
+    class Judge:
+        def score_rows(self, dealt):
+            first = [float(ids[0]) for ids in dealt.batch["input_ids"]]
+            return DistributedBatch.of([Batch({"score": torch.tensor(first)})])
+
+    turns = SimpleNamespace(on_devices=lambda tags: nullcontext())
+    run = SimpleNamespace(
+        roles=SimpleNamespace(groups={"reward_model": Judge()}, turns=turns),
+        config=SimpleNamespace(reward_model=SimpleNamespace(weight=0.5)),
+    )
+    samples = with_rewards(DistributedBatch.of([batch_of(two_rows())]), REWARDS[:0])
+    scored = Trainer.with_model_scores(run, samples)
+    assert scored["reward"].tolist() == [0.0, 2.0 + 2.5, 1.0 + 0.5, 1.0 + 0.5]
+    assert scored["rewards"].tolist() == [[0.0], [5.0], [1.0], [1.0]]
+    assert [figures.get("model") for figures in scored["reward_figures"]] == [None, 5.0, 1.0, 1.0]
 
 
 def test_the_reward_of_an_episode_has_those_of_the_tokens_of_all_its_rows():

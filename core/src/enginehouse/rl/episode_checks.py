@@ -274,8 +274,12 @@ class EpisodeChecks:
         if not isinstance(episode, Episode):
             return f"it is {type(episode).__name__}, not an Episode (enginehouse.engines.environment)"
         earlier = episode.earlier
-        if not isinstance(earlier, Sequence) or not all(isinstance(one, Segment) for one in earlier):
-            return f"its earlier rows are {earlier!r}, not a list of Segments (enginehouse.engines.environment)"
+        others = (
+            [one for one in earlier if not isinstance(one, Segment)] if isinstance(earlier, Sequence) else [earlier]
+        )
+        if others:
+            found = "" if others[0] is earlier else "a list that holds "
+            return f"its earlier rows are {found}{type(others[0]).__name__}, not a list of Segments (Episode.earlier)"
         before: list[tuple[np.ndarray, np.ndarray]] = []
         for number, row in enumerate(episode.rows):
             if problem := self._problem_of_row(row, episode.finish, drawn, before, again):
