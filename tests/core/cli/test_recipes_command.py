@@ -98,7 +98,9 @@ def test_an_unknown_recipe_is_refused_with_the_nearest(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     done = recipes_command(verb, "gppo")
     assert done.exit_code == 2
-    assert done.stderr.startswith("Error: there is no recipe 'gppo'; did you mean 'ppo'? Choices: calculator, dapo, distill")
+    assert done.stderr.startswith(
+        "Error: there is no recipe 'gppo'; did you mean 'ppo'? Choices: calculator, dapo, distill"
+    )
     assert len(done.stderr.splitlines()) == 1
     assert not list(tmp_path.iterdir())
 
