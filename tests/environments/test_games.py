@@ -35,7 +35,7 @@ class Told:
 
     async def generate(self, tokens: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
         self.asked.append(TOKENIZER.decode(tokens))
-        drawn = TOKENIZER.encode(self.says(self.asked[-1])) + [TOKENIZER.eos_token_id]
+        drawn = [*TOKENIZER.encode(self.says(self.asked[-1])), TOKENIZER.eos_token_id]
         return Completion(drawn, [-0.5] * len(drawn), "stop", 1, 1)
 
 
@@ -190,7 +190,7 @@ def test_observations_and_actions_may_be_functions_and_steps_be_rewarded():
 def test_what_cannot_be_made_is_refused_before_a_run():
     with pytest.raises(ConfigError, match=r"gymnasium has no environment 'FrozenLak-v1'.*FrozenLake"):
         Gym.check({"id": "FrozenLak-v1"}, None)
-    with pytest.raises(ConfigError, match="observation: module .* has no 'show'"):
+    with pytest.raises(ConfigError, match=r"observation: module .* has no 'show'"):
         Gym.check({"id": "FrozenLake-v1", "observation": f"{__name__}:show"}, None)
     Gym.check({"id": "FrozenLake-v1", "observation": f"{__name__}:shown"}, None)
 

@@ -58,7 +58,11 @@ TEMPLATE = """\
 
 PIECES = (
     *("<|im_start|>system\n", "<|im_start|>user\n", "<|im_start|>assistant\n", "<tools>\n", "</tools>"),
-    *("calculator(expression)", '<tool_call>\n{"name": "calculator", "arguments": {"expression": "', '"}}\n</tool_call>'),
+    *(
+        "calculator(expression)",
+        '<tool_call>\n{"name": "calculator", "arguments": {"expression": "',
+        '"}}\n</tool_call>',
+    ),
     *("<tool_response>\n", "\n</tool_response>", "What is ", "Which of ", " * ", ", ", "higher", "lower"),
     *("Walk to G.", "left", "down", "right", "up", "(Left)", "(Down)", "(Right)", "(Up)"),
 )
@@ -78,22 +82,31 @@ TURNS = 8
 
 ROWS = 2_048
 VALIDATION_ROWS = 128
-DEMONSTRATIONS = 4_000
-"""Of each game; those of its turns are rows of their own."""
+DEMONSTRATIONS, WALKS = 4_000, 1_000
+"""Games of each kind, and walks; their turns are rows."""
 
 GUESS_NOISE, PRODUCT_NOISE, WALK_NOISE = 0.5, 0.28, 0.75
 """Probability that a digit, or a move, of a demonstrated answer is replaced by a random one."""
 
 
 def make_chat(directory: Path, seed: int = 0) -> None:
-    """Write all of it: prompts, as `NAME.jsonl` and `NAME_validation.jsonl`, `demonstrations.jsonl`, and `model/`."""
+    """Write all of it: the files of `make_data`, and the model in `model/`."""
+    make_data(directory, seed)
+    sorting.make_model(directory / "model", seed, tokenizer=make_tokenizer(), positions=512)
+
+
+def make_data(directory: Path, seed: int = 0) -> None:
+    """Write the data: prompts, as `NAME.jsonl` and `NAME_validation.jsonl`, and `demonstrations.jsonl`.
+
+    Prompts are chat messages. The rows of `guessing_game` have a `secret` beside them, those of `calculator` an
+    `answer`, and those of `gym` a `seed`. A demonstration is a turn, `prompt` and `response`, as the template renders it.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
     for name, rows in (("guessing_game", _guesses(rng)), ("calculator", _products(rng)), ("gym", _walks())):
         write_lines(directory / f"{name}_validation.jsonl", (next(rows) for _ in range(VALIDATION_ROWS)))
         write_lines(directory / f"{name}.jsonl", (next(rows) for _ in range(ROWS)))
-    write_lines(directory / "demonstrations.jsonl", demonstrations(rng))
-    make_model(directory / "model", seed)
+    write_lines(directory / "demonstrations.jsonl", _demonstrations(rng))
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -104,22 +117,20 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def demonstrations(rng: random.Random) -> Iterator[dict[str, str]]:
-    """Each turn of games that were played badly: `prompt`, all before it as the template renders it, and `response`."""
+def _demonstrations(rng: random.Random) -> Iterator[dict[str, str]]:
+    """Each turn of games that were played badly: all before it, and what is said."""
     tokenizer = make_tokenizer()
     guesses, products = _guesses(rng), _products(rng)
-    for _ in range(DEMONSTRATIONS):
-        for tools, chat in (
-            (None, _guessed(next(guesses), rng)),
-            (TOOLS, _multiplied(next(products), rng)),
-            (None, _walked(rng)),
-        ):
-            for turn, message in enumerate(chat):
-                if message["role"] == "assistant":
-                    before = tokenizer.apply_chat_template(
-                        chat[:turn], tools=tools, add_generation_prompt=True, tokenize=False
-                    )
-                    yield {"prompt": before, "response": message["content"]}
+    chats = [(None, _guessed(next(guesses), rng)) for _ in range(DEMONSTRATIONS)]
+    chats += [(TOOLS, _multiplied(next(products), rng)) for _ in range(DEMONSTRATIONS)]
+    chats += [(None, _walked(rng)) for _ in range(WALKS)]
+    for tools, chat in chats:
+        for turn, message in enumerate(chat):
+            if message["role"] == "assistant":
+                before = tokenizer.apply_chat_template(
+                    chat[:turn], tools=tools, add_generation_prompt=True, tokenize=False
+                )
+                yield {"prompt": before, "response": message["content"]}
 
 
 def lake_text(place: tuple[int, int], move: str = "") -> str:
@@ -230,8 +241,3 @@ def _distinct(draw: Callable[[], Any]) -> Iterator[Any]:
         if drawn not in seen:
             seen.add(drawn)
             yield drawn
-
-
-def make_model(directory: Path, seed: int = 0) -> None:
-    """Write a Qwen3 model as of `sorting`, and its tokenizer."""
-    sorting.make_model(directory, seed, tokenizer=make_tokenizer(), positions=512)
