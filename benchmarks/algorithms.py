@@ -1,8 +1,9 @@
 """Every recipe of `enginehouse recipes list`, from nothing to a model that has learned: its curve over several seeds.
 
-All begin from the same warmed-up model, and differ in their samples and the order of their data. Policies are judged
-by one sampler on the held-out prompts (`reward/NAME`), a reward model by held-out pairs (`accuracy/rm`). Two runs go on
-at once, each in one process of one thread, so `seconds/NAME` is of a busy machine, without what a run begins from.
+All on one task begin from the same warmed-up model, and differ in their samples and the order of their data. Policies
+are judged by one sampler on the held-out prompts (`reward/NAME`), those of games by their last validation, a reward
+model by held-out pairs (`accuracy/rm`). Two runs go on at once, each in one process of one thread, so `seconds/NAME` is
+of a busy machine, without what a run begins from.
 """
 
 from __future__ import annotations
@@ -18,19 +19,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from benchmarks.environments import ROOT, draw, plotting, versions
 from benchmarks.runs import execute, read_metrics
 from benchmarks.sides import final_reward
 from enginehouse.config.earlier_run import read_record
-from enginehouse.recipes import DIRECTORY, TASK, recipes
+from enginehouse.recipes import DIRECTORY, recipes
 
 logger = logging.getLogger(__name__)
 
 WORK = ROOT / "benchmarks" / "out" / "algorithms"
-TASK_MADE = WORK / DIRECTORY / TASK
+TASK_MADE = WORK / DIRECTORY / "task"
 PICTURE = WORK.parent / "algorithms.png"
-WARM_UP = "sft"
-"""The recipe that the others begin from: nothing of its own is shown."""
+WARM_UP, OF_GAMES = "sft", "sft_chat"
+"""The recipes that the others begin from: nothing of their own is shown."""
 VALIDATE_EVERY = 10
 AS_IN_TRAINING = ("evaluation.sampling.temperature=1", "evaluation.max_prompts=256")
 """Overrides with which a validation draws answers as training does."""
@@ -48,7 +51,7 @@ class Outcome:
     Attributes:
         seconds: from the first step to the end of the last.
         steps: after which there was a validation.
-        values: what it found.
+        values: what it found; the first, of the model before the first step.
         final: of the trained model, reward or accuracy.
         greedy: reward of its greedy answers; None where it gives none.
     """
@@ -71,12 +74,12 @@ def measure(seeds: int = 3, names: str = "", at_once: int = 2, keep: bool = Fals
 
     Returns:
         `metrics`, `sides`, `picture`, `versions`. Metrics, means over seeds: `reward/NAME` (of rm `accuracy/NAME`) and
-        `seconds/NAME`; and `reward/sft`, of the model that all begin from.
+        `seconds/NAME`; and `reward/sft`, of the model that those begin from which sort.
 
     Raises:
         RuntimeError: a run failed; with what it printed last.
     """
-    chosen = names.split(",") if names else [name for name in recipes() if name != WARM_UP]
+    chosen = names.split(",") if names else [name for name in recipes() if name not in (WARM_UP, OF_GAMES)]
     plot_python, python = plotting(), Path(sys.executable)
     if not keep:
         shutil.rmtree(WORK, ignore_errors=True)
@@ -92,8 +95,10 @@ def measure(seeds: int = 3, names: str = "", at_once: int = 2, keep: bool = Fals
         for name, of in runs.items()
     }
     draw(plot_python, "benchmarks.algorithms_plot", curves=curves, path=str(PICTURE))
+    warmed_up = WORK / DIRECTORY / WARM_UP
+    begun = {f"reward/{WARM_UP}": final_reward(warmed_up / "model", TASK_MADE)} if warmed_up.exists() else {}
     return {
-        "metrics": figures(runs) | {f"reward/{WARM_UP}": _final(WARM_UP, WORK / DIRECTORY / WARM_UP)},
+        "metrics": figures(runs) | begun,
         "sides": {name: row(of) for name, of in runs.items()},
         "picture": str(PICTURE.relative_to(ROOT)),
         "versions": versions(python, "torch", "transformers"),
@@ -112,6 +117,7 @@ def row(runs: Sequence[Outcome]) -> dict[str, float | int]:
     greedy = [one.greedy for one in runs if one.greedy is not None]
     return {
         "steps": runs[0].steps[-1],
+        "before": statistics.mean(one.values[0] for one in runs),
         "final": statistics.mean(final),
         "lowest": min(final),
         "highest": max(final),
@@ -149,20 +155,26 @@ def _outcome(name: str, run: Path) -> Outcome:
     metrics = read_metrics(run)
     validations = run / "validation.jsonl"
     lines = [json.loads(line) for line in validations.open()] if validations.exists() else metrics
-    greedy = final_reward(run / "model", TASK_MADE, greedy=True) if _what(name) == "reward" else None
-    return Outcome(metrics[-1]["elapsed_seconds"], *curve(lines, _figure(name)), _final(name, run), greedy)
+    greedy = final_reward(run / "model", TASK_MADE, greedy=True) if _sorts(name) else None
+    steps, values = curve(lines, _figure(name))
+    return Outcome(metrics[-1]["elapsed_seconds"], steps, values, _final(name, run, values), greedy)
 
 
-def _final(name: str, run: Path) -> float:
+def _final(name: str, run: Path, values: Sequence[float]) -> float:
     """What the model at the end of a run is worth."""
-    if _what(name) == "reward":
+    if _sorts(name):
         return final_reward(run / "model", TASK_MADE)
-    return curve(read_metrics(run), _figure(name))[1][-1]
+    return values[-1]
 
 
 def _figure(name: str) -> str:
     """The figure of its validations that is drawn."""
     return "validation/reward" if recipes()[name].command == "train" else "validation/accuracy"
+
+
+def _sorts(name: str) -> bool:
+    """Whether a recipe makes a policy for the task of the recipes; else that of a game, or no policy."""
+    return _what(name) == "reward" and "environment" not in yaml.safe_load(recipes()[name].text)
 
 
 def _what(name: str) -> str:

@@ -23,5 +23,5 @@ def test_figures_are_means_over_seeds_and_a_reward_model_is_judged_by_its_accura
 def test_a_line_of_the_table_has_the_range_of_the_seeds():
     line = row([outcome(0.9), outcome(0.7)])
     assert line == pytest.approx(
-        {"steps": 20, "final": 0.8, "lowest": 0.7, "highest": 0.9, "greedy": 1, "seconds": 10, "seeds": 2}
+        {"steps": 20, "before": 0, "final": 0.8, "lowest": 0.7, "highest": 0.9, "greedy": 1, "seconds": 10, "seeds": 2}
     )

@@ -21,11 +21,14 @@ from enginehouse.recipes import DIRECTORY, needs, recipe, recipes
 
 COMMANDS = dict.fromkeys(("ppo", "grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp", "distill"), "train")
 COMMANDS |= {"sft": "sft", "dpo": "dpo", "rm": "rm"}
+GAMES = ("guessing_game", "gym", "calculator", "openai_agent")
+COMMANDS |= {"sft_chat": "sft"} | dict.fromkeys(GAMES, "train")
 ROWS = {
     "train": {"prompt": "s10=", "answer": "01"},
     "demonstrations": {"prompt": "s10=", "response": "01"},
     "pairs": {"prompt": "s10=", "chosen": "01", "rejected": "10"},
 }
+ASKED = {"prompt": "What is 6 * 7", "answer": "42", "secret": 42, "seed": 1}
 every_recipe = pytest.mark.parametrize("name", COMMANDS)
 
 
@@ -40,13 +43,17 @@ def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     root = tmp_path / DIRECTORY
     root.mkdir(parents=True)
     project = Project(root)
-    for name in ("task", "sft", "grpo"):
+    for name in ("task", "sft", "grpo", "chat", "sft_chat"):
         (root / name).mkdir()
         project.make_model(f"{name}/model")
     for name, row in ROWS.items():
         project.write_rows(f"task/{name}.jsonl", [row] * 256)
     project.write_rows("task/validation.jsonl", [ROWS["train"]])
     project.write_rows("task/validation_pairs.jsonl", [ROWS["pairs"]])
+    project.write_rows("chat/demonstrations.jsonl", [ROWS["demonstrations"]] * 256)
+    for name in ("guessing_game", "gym", "calculator"):
+        project.write_rows(f"chat/{name}.jsonl", [ASKED] * 256)
+        project.write_rows(f"chat/{name}_validation.jsonl", [ASKED])
     return tmp_path
 
 
@@ -61,7 +68,7 @@ def test_the_list_has_every_recipe_with_its_command_and_source():
 def test_a_header_names_the_source_the_differences_and_the_command(name: str):
     header = recipes_command("show", name).stdout.partition("\n\n")[0]
     assert re.match(r"# [^\n]+ \([A-Z][^\n]+ 20\d\d[^\n]*\)", header)
-    assert re.search(r"# Differs: .+", header) or name == "sft"
+    assert re.search(r"# Differs: .+", header) or name.startswith("sft")
     assert f"#   enginehouse recipes prepare {name} " in header
     assert f"#   enginehouse {COMMANDS[name]} {name}.yaml" in header
 
@@ -71,7 +78,7 @@ def test_what_is_shown_can_be_kept_and_is_planned(prepared: Path, name: str):
     kept = prepared / f"{name}.yaml"
     kept.write_text(recipes_command("show", name).stdout)
     config = load_config(kept, ["run.directory=runs/mine"], SCHEMAS[COMMANDS[name]])
-    assert PLANS[COMMANDS[name]](config, load_plugins(enabled=("torch",)), kept).roles["actor"]
+    assert PLANS[COMMANDS[name]](config, load_plugins(enabled=("torch", "environments")), kept).roles["actor"]
 
 
 def test_a_recipe_begins_from_what_its_paths_name():
@@ -82,6 +89,7 @@ def test_a_recipe_begins_from_what_its_paths_name():
     assert needed("sft") == ["task"]
     assert needed("ppo") == ["sft", "task"]
     assert needed("distill") == ["sft", "task", "grpo"]
+    assert needed("gym") == ["sft_chat", "chat"]
     assert needed("distill", "reference.path=elsewhere", "run.directory=runs/recipes/mine") == ["sft", "task"]
 
 
@@ -90,7 +98,9 @@ def test_an_unknown_recipe_is_refused_with_the_nearest(tmp_path: Path, monkeypat
     monkeypatch.chdir(tmp_path)
     done = recipes_command(verb, "gppo")
     assert done.exit_code == 2
-    assert done.stderr.startswith("Error: there is no recipe 'gppo'; did you mean 'ppo'? Choices: dapo, distill")
+    assert done.stderr.startswith(
+        "Error: there is no recipe 'gppo'; did you mean 'ppo'? Choices: calculator, dapo, distill"
+    )
     assert len(done.stderr.splitlines()) == 1
     assert not list(tmp_path.iterdir())
 
@@ -100,6 +110,17 @@ def test_a_mistake_in_an_override_is_said_before_anything_is_made(tmp_path: Path
     done = recipes_command("run", "ppo", "train.stepps=3")
     assert done.exit_code == 2
     assert "unknown key 'train.stepps'" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_recipe_whose_environment_is_not_installed_is_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("enginehouse.plugin.plugins", lambda: load_plugins(entry_points=[]))
+    done = recipes_command("run", "gym")
+    assert done.exit_code == 2
+    assert re.search(r"no environment 'gym'.* Not installed: environments \(pip install \S+environments", done.stderr)
     assert not list(tmp_path.iterdir())
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from enginehouse.recipes import DIRECTORY, TASK, needs, recipe
+from enginehouse.recipes import DIRECTORY, TASKS, needs, recipe
 from enginehouse.recipes import recipes as all_recipes
 
 if TYPE_CHECKING:
@@ -83,13 +83,16 @@ def _prepare(wanted: Recipe, overrides: Sequence[str], quiet: bool = True) -> No
     """Make what a recipe begins from, and before that what this begins from."""
     from enginehouse.config.earlier_run import can_go_on
     from enginehouse.config.load import load_config
-    from enginehouse.config.schema import SCHEMAS
+    from enginehouse.config.schema import SCHEMAS, Config
+    from enginehouse.plugin import Environment, plugins
 
     config = load_config(wanted.path, overrides, SCHEMAS[wanted.command])
+    if isinstance(config, Config) and plugins().is_name(config.environment.name):
+        plugins().get(Environment, config.environment.name)  # before minutes are spent on what it begins from
     for name in needs(config.model_dump()):
         directory = DIRECTORY / name
-        if name == TASK:
-            _make_task(directory)
+        if name in TASKS:
+            _make_task(directory, *TASKS[name])
         elif name in all_recipes() and (can_go_on(directory) or not (directory / "model").exists()):
             needed = recipe(name)
             _prepare(needed, (), quiet)
@@ -97,14 +100,14 @@ def _prepare(wanted: Recipe, overrides: Sequence[str], quiet: bool = True) -> No
             _run(needed, (), can_go_on(directory), quiet)
 
 
-def _make_task(directory: Path) -> None:
+def _make_task(directory: Path, make: str, what: str) -> None:
     if directory.exists():
         return
-    from enginehouse.recipes.sorting import make_task
+    from enginehouse.plugin import resolve
 
-    click.echo(f"Making the task, to sort six digits, and its model in {directory}.")
+    click.echo(f"Making {what}, and its model in {directory}.")
     making = directory.with_name(f"{directory.name}.partial")
-    make_task(making)
+    resolve(make)(making)
     making.rename(directory)
 
 

@@ -19,8 +19,13 @@ TOOLS = {"environments": (), "testing": ("certify", "matrix", "new-plugin", "par
 """Core's extras that bring no backend, and the commands that they bring."""
 
 
-def not_installed(known: Iterable[Plugin]) -> list[str]:
-    """Core's extras that bring a backend and whose plugin is not installed; core's metadata alone names them."""
+def not_installed(known: Iterable[Plugin], kind: str | None = None) -> list[str]:
+    """Core's extras whose plugin is not installed; core's metadata alone names them.
+
+    Args:
+        known: plugins there are.
+        kind: `"environment"`: those that bring environments; else those that bring a backend.
+    """
     from packaging.requirements import Requirement
 
     try:
@@ -32,7 +37,7 @@ def not_installed(known: Iterable[Plugin]) -> list[str]:
         extra
         for extra in metadata.metadata(CORE).get_all("Provides-Extra") or ()
         for requirement in requirements
-        if extra not in TOOLS
+        if (extra == "environments" if kind == "environment" else extra not in TOOLS)
         and requirement.name.startswith(f"{CORE}-")
         and requirement.marker
         and requirement.marker.evaluate({"extra": extra})

@@ -63,7 +63,7 @@ def not_found(
     for plugin in known:
         if plugin.status != "ok" and _may_provide(plugin, kind, distribution, name):
             return _not_loaded(kind, asked, plugin)
-    installable = not_installed(known) if kind in (None, "train", "rollout") else []
+    installable = not_installed(known, kind) if kind in (None, "train", "rollout", "environment") else []
     if name in installable:
         return PluginLookupError(f"{label(kind)} {asked!r} is not installed. Try: {pip_line(name)}", "not installed")
     choices = {one.record.name for one in provided if one.record.kind == kind}

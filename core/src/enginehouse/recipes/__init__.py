@@ -1,8 +1,8 @@
-"""Ready configs: an algorithm each, on a task that two CPU cores learn in a minute or two.
+"""Ready configs: an algorithm or an environment each, on a task that two CPU cores learn in a few minutes.
 
 A recipe is a YAML file of this folder. Its header says whose setting it is, in what it differs and which command runs
-it; its paths say what it begins from, below `runs/recipes/`: `task/` is what `sorting` makes, `NAME/` the run of the
-recipe of that name. Read light: neither torch nor pydantic is imported.
+it; its paths say what it begins from, below `runs/recipes/`: `task/` is what `sorting` makes and `chat/` what `chat`
+does, `NAME/` is the run of the recipe of that name. Read light: neither torch nor pydantic is imported.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from enginehouse.errors import UserError, nearest
 DIRECTORY = Path("runs", "recipes")
 """Where recipes run and find what they begin from, relative to the current directory."""
 
-TASK = "task"
-"""The folder there with the task and its model."""
+TASKS = {
+    "task": ("enginehouse.recipes.sorting:make_task", "the task, to sort six digits"),
+    "chat": ("enginehouse.recipes.chat:make_chat", "games of several turns"),
+}
+"""The folders there with a task and its model: what makes one, and what it is."""
 
 _COMMAND = re.compile(r"^#   enginehouse (\w+) \S+\.yaml$", re.MULTILINE)
 
@@ -67,7 +70,7 @@ def recipe(name: str) -> Recipe:
 
 
 def needs(config: Mapping[str, Any]) -> list[str]:
-    """What a config begins from, in the order of its keys: `"task"`, or names of recipes."""
+    """What a config begins from, in the order of its keys: of `TASKS`, or names of recipes."""
     paths = (Path(text) for section, held in config.items() if section != "run" for text in _texts(held))
     inside = [path.relative_to(DIRECTORY).parts[0] for path in paths if path.is_relative_to(DIRECTORY)]
     return list(dict.fromkeys(inside))

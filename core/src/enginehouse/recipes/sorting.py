@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,25 +66,40 @@ def prompt(digits: str) -> str:
     return f"s{digits}="
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of one token a character."""
+def make_tokenizer(
+    vocabulary: Sequence[str] = VOCABULARY, pieces: str = ".", eos: str = "<eos>"
+) -> PreTrainedTokenizerFast:
+    """A tokenizer of one token a character.
+
+    Args:
+        vocabulary: its tokens; `<pad>` and `<unk>` are among them.
+        pieces: regular expression of what is one.
+        eos: the one that ends a text.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pieces), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
-        eos_token="<eos>",
+        eos_token=eos,
         unk_token="<unk>",
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
 
 
-def make_model(directory: Path, seed: int = 0, *, tied: bool = False) -> None:
+def make_model(
+    directory: Path,
+    seed: int = 0,
+    *,
+    tied: bool = False,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    positions: int = 64,
+) -> None:
     """Write a Qwen3 model of 126,912 random parameters, and its tokenizer, as a Hugging Face directory.
 
     Args:
@@ -92,24 +107,26 @@ def make_model(directory: Path, seed: int = 0, *, tied: bool = False) -> None:
         seed: seed of the weights.
         tied: one matrix for the embedding and the head. The task is learned either way; engines disagree on how to
             reload a tied head, so the quickstart's model has two.
+        tokenizer: of another task, whose tokens the model has parameters for; None: this one's.
+        positions: most tokens of a text.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    tokenizer = make_tokenizer()
+    tokenizer = tokenizer or make_tokenizer()
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(
         Qwen3Config(
-            vocab_size=len(VOCABULARY),
+            vocab_size=len(tokenizer),
             hidden_size=64,
             intermediate_size=192,
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=32,  # the smallest for which vLLM has CPU kernels
-            max_position_embeddings=64,
+            max_position_embeddings=positions,
             initializer_range=0.05,
             tie_word_embeddings=tied,
             bos_token_id=None,

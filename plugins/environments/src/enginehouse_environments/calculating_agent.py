@@ -1,0 +1,52 @@
+"""An agent to learn from, which knows of `openai` alone: it asks a model with a tool, calls that, and asks again."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from enginehouse_environments.builtin_tools.calculator import calculator
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+    from enginehouse_environments.agents import AgentTask
+
+EXPRESSION = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "calculator", "parameters": EXPRESSION}}]
+
+
+async def calculate(task: AgentTask, most_calls: int = 2) -> str:
+    """Answer a question with a calculator.
+
+    Args:
+        task: the question, and where the model is.
+        most_calls: the model is asked so often at most.
+    """
+    client = _client(task.base_url).with_options(api_key=task.api_key)
+    messages: list[Any] = list(task.messages)
+    for _ in range(most_calls):
+        asked = await client.chat.completions.create(model=task.model, messages=messages, tools=TOOLS)
+        answer = asked.choices[0].message
+        if not answer.tool_calls:
+            return answer.content or ""
+        messages.append(answer.model_dump(exclude_none=True))
+        for call in answer.tool_calls:
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": _called(call.function.arguments)})
+    return ""
+
+
+def _called(arguments: str) -> str:
+    try:
+        return calculator(json.loads(arguments)["expression"])
+    except (ValueError, KeyError, TypeError, ArithmeticError) as error:
+        return f"error: {error}"
+
+
+@lru_cache(maxsize=1)
+def _client(base_url: str) -> AsyncOpenAI:
+    """One for all episodes: connections are kept, and certificates read once."""
+    from openai import AsyncOpenAI
+
+    return AsyncOpenAI(base_url=base_url, api_key="given by each task")

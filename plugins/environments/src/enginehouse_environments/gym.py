@@ -1,0 +1,222 @@
+"""Environments of `reset` and `step`: those of gymnasium, played in a chat, an action a turn."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import gymnasium
+
+from enginehouse.engines.environment import Scored
+from enginehouse.errors import ConfigError, DataError
+from enginehouse.plugin import ResolveError, resolve
+from enginehouse_environments.dialogue import ChatTemplate, Dialogue
+from enginehouse_environments.game_processes import GameProcesses, InPlace
+
+if TYPE_CHECKING:
+    from enginehouse.engines.environment import Episode, EpisodeContext, Policy, Task
+
+
+class Gym:
+    """A `gymnasium` environment in a chat: what is observed is said, and an answer is an action.
+
+    Args:
+        id: as of `gymnasium.make`, also `"module:id"` of one that the module registers.
+        make: other arguments of `gymnasium.make`, as `{render_mode: ansi, is_slippery: false}`.
+        observation: `"module:function"`, the text of an observation. None: what the environment renders if that is
+            text (`render_mode: ansi`), else the observation as it prints.
+        actions: names of the actions 0, 1, ...; or `"module:function"`, the action of a text, None where there is
+            none in it. None: a whole number, or the text itself if the environment takes texts.
+        seed: column with the seed that all episodes of a task begin with. None: the task's serial number.
+        max_turns: most answers of an episode.
+        unparsed: added to the reward for an answer without an action, after which it may be tried again. None: such
+            an answer ends the episode.
+        token_rewards: reward each answer by itself, beside the score; for advantages that read such.
+        processes: steps are taken in so many processes, for environments that take long; 0: in this one.
+        step_seconds: a process that takes longer for a step is ended, and its episodes have failed.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        make: dict[str, Any] | None = None,
+        observation: str | None = None,
+        actions: list[str] | str | None = None,
+        seed: str | None = None,
+        max_turns: int = 50,
+        unparsed: float | None = None,
+        token_rewards: bool = False,
+        processes: int = 0,
+        step_seconds: float = 60.0,
+    ):
+        rules = Rules(id, make or {}, observation, actions)
+        self._seed, self._max_turns, self._unparsed = seed, max_turns, unparsed
+        self._token_rewards = token_rewards
+        self._games = GameProcesses(rules.begin, processes, step_seconds) if processes else InPlace(rules.begin)
+        self._names = itertools.count()
+
+    @staticmethod
+    def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
+        """Raises `ConfigError` where gymnasium knows no such environment, or a function is not there."""
+        try:
+            gymnasium.spec(arguments["id"])
+        except (gymnasium.error.Error, ImportError) as error:
+            raise ConfigError(f"gymnasium has no environment {arguments['id']!r}: {error}") from error
+        for name in ("observation", "actions"):
+            if isinstance(arguments.get(name), str):
+                try:
+                    resolve(arguments[name])
+                except ResolveError as error:
+                    raise ConfigError(f"{name}: {error}") from error
+
+    async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
+        """See the protocol."""
+        template, seed = ChatTemplate(policy.tokenizer), self._seed_of(task)
+
+        async def play(number: int, policy: Policy) -> Episode:
+            name = next(self._names)
+            try:
+                dialogue = Dialogue(template, _with_text(task, await self._games.begin(name, seed)))
+                return await self._play(name, dialogue, policy, context.most_tokens or math.inf)
+            finally:
+                self._games.end(name)
+
+        return await context.each(play)
+
+    async def _play(self, name: int, dialogue: Dialogue, policy: Policy, most: float) -> Episode:
+        """Play until the game is over, or a limit is reached."""
+        total, finish = 0.0, "length"
+        while (room := most - len(dialogue.transcript.tokens)) > 0:
+            await dialogue.answer(policy, int(min(room, policy.sampling.max_tokens)))
+            step: Step = await self._games.step(name, dialogue.last)
+            reward = step.reward if step.is_action else self._unparsed or 0.0
+            total += reward
+            if self._token_rewards:
+                dialogue.transcript.add_reward(reward)
+            if ended := self._ended(step, len(dialogue.answers)):
+                finish = ended
+                break
+            if not dialogue.say([{"role": "user", "content": step.text}], most - 1):
+                break
+        figures = {"return": total, "turns": len(dialogue.answers)}
+        return dialogue.episode(Scored(0.0 if self._token_rewards else total, figures), finish)
+
+    def _ended(self, step: Step, turns: int) -> str:
+        """Why an episode ends with a step; empty where it does not."""
+        if not step.is_action and self._unparsed is None:
+            return "unparsed"
+        return "stop" if step.is_over else "turns" if turns == self._max_turns else ""
+
+    def _seed_of(self, task: Task) -> int:
+        seed = task.serial if self._seed is None else task.columns.get(self._seed)
+        if not isinstance(seed, int):
+            raise DataError(f"environment.arguments.seed names the column {self._seed!r}: a whole number, not {seed!r}")
+        return seed
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What came of an answer.
+
+    Attributes:
+        text: what is observed then.
+        reward: of the step.
+        is_over: whether the game is.
+        is_action: whether the answer had an action in it; else nothing was done.
+    """
+
+    text: str
+    reward: float = 0.0
+    is_over: bool = False
+    is_action: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Which game is played, and how it is spoken of; as of `Gym`. Goes to other processes."""
+
+    id: str
+    make: Mapping[str, Any] = field(default_factory=dict)
+    observation: str | None = None
+    actions: Sequence[str] | str | None = None
+
+    def begin(self, seed: int) -> Game:
+        """A new game, and all that is random in it by the seed."""
+        return Game(self, seed)
+
+
+class Game:
+    """A game under way: answers go in, texts come out.
+
+    Attributes:
+        text: what is observed at first.
+    """
+
+    def __init__(self, rules: Rules, seed: int):
+        self._rules = rules
+        self._shown: Callable[[Any], str] | None = resolve(rules.observation) if rules.observation else None
+        self._game = gymnasium.make(rules.id, **rules.make)
+        observation, _ = self._game.reset(seed=seed)
+        self._game.action_space.seed(seed)
+        self.text = self._text(observation)
+
+    def step(self, answer: str) -> Step:
+        """Take the action that an answer has in it."""
+        action = self._action(answer)
+        if action is None:
+            return Step(f"no action: {self._expected()}", is_action=False)
+        observation, reward, terminated, truncated, _ = self._game.step(action)
+        return Step(self._text(observation), float(reward), bool(terminated or truncated))
+
+    def end(self) -> None:
+        """Give back what it holds."""
+        self._game.close()
+
+    def _text(self, observation: Any) -> str:
+        if self._shown is not None:
+            return self._shown(observation)
+        if self._game.render_mode == "ansi":
+            return plain(self._game.render())
+        return str(observation)
+
+    def _action(self, answer: str) -> Any:
+        """The action of an answer; None where there is none that the game knows. The last one said is meant."""
+        actions, space = self._rules.actions, self._game.action_space
+        if isinstance(actions, str):
+            return resolve(actions)(answer)
+        if actions is not None:
+            names = "|".join(re.escape(name) for name in sorted(actions, key=len, reverse=True))
+            found = re.findall(rf"(?<!\w)(?:{names})(?!\w)", answer, re.IGNORECASE)
+            return [name.lower() for name in actions].index(found[-1].lower()) if found else None
+        if isinstance(space, gymnasium.spaces.Text):
+            return answer
+        found = re.findall(r"-?\d+", answer)
+        return int(found[-1]) if found and space.contains(int(found[-1])) else None
+
+    def _expected(self) -> str:
+        actions = self._rules.actions
+        if isinstance(actions, str) or actions is None:
+            return f"an answer of {self._game.action_space}"
+        return f"one of {', '.join(actions)}"
+
+
+def plain(rendered: str) -> str:
+    r"""A text without a terminal's codes: what they set off is in brackets, as who walks in FrozenLake.
+
+    >>> plain("\n\x1b[41mS\x1b[0mFFF")
+    '[S]FFF'
+    """
+    brackets = re.sub(r"\x1b\[[1-9][0-9;]*m(.*?)\x1b\[0m", r"[\1]", rendered, flags=re.DOTALL)
+    return re.sub(r"\x1b\[[0-9;]*m", "", brackets).strip()
+
+
+def _with_text(task: Task, text: str) -> list[Mapping[str, Any]]:
+    """The task's messages, and what is observed at first as the end of what the user says."""
+    messages: list[Mapping[str, Any]] = list(task.messages or [{"role": "user", "content": task.prompt}])
+    if messages[-1]["role"] != "user":
+        return [*messages, {"role": "user", "content": text}]
+    return [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}\n{text}".strip()}]
