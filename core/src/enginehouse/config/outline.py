@@ -100,7 +100,7 @@ def outline_eval(
         ("runtimes", _runtimes(roles)),
         ("weights", f"each replica loads the model's files; {read}"),
         *([("reward", _reward(config))] if config.reward.named() else []),
-        *([("environment", environment)] if (environment := _environment(config, is_single_turn)) else []),
+        *([("environment", environment)] if (environment := _environment(config, is_single_turn, "")) else []),
         ("prompts", _answered(config, held_out)),
     ]
 
@@ -238,14 +238,13 @@ def _beside(section: Beside, role: RolePlan, config: AnyConfig) -> str:
     return f"{path}: {_count(role.processes, 'process')} of {engine}, apart from the actor's"
 
 
-def _environment(config: Config, is_single_turn: bool) -> str:
+def _environment(config: Config, is_single_turn: bool, validated: str = "; validation plays it too") -> str:
     """What makes the samples where that is not core's own, and where; empty where nothing is to be said."""
     name, arguments, processes = config.environment.name, config.environment.arguments, config.environment.processes
     said = []
     if not is_single_turn:
         given = ", ".join(f"{argument}={value}" for argument, value in arguments.items())
-        validated = "; validation plays it too" if config.data.validation else ""
-        said.append(f"{name}{f' ({given})' if given else ''}{validated}")
+        said.append(f"{name}{f' ({given})' if given else ''}{validated if config.data.validation else ''}")
     if processes:
         said.append(
             f"in {_count(processes, 'process')}, each with reward processes of its own; tokens and texts do not pass "
