@@ -63,7 +63,7 @@ PIECES = (
         '<tool_call>\n{"name": "calculator", "arguments": {"expression": "',
         '"}}\n</tool_call>',
     ),
-    *("<tool_response>\n", "\n</tool_response>", "What is ", "Which of ", " * ", ", ", "higher", "lower"),
+    *("<tool_response>\n", "\n</tool_response>", "What is ", "Is it ", ", ", " or ", " * ", "higher", "lower"),
     *("Walk to G.", "left", "down", "right", "up", "(Left)", "(Down)", "(Right)", "(Up)"),
 )
 """What is one token though it is several characters."""
@@ -99,7 +99,7 @@ def make_data(directory: Path, seed: int = 0) -> None:
     """Write the data: prompts, as `NAME.jsonl` and `NAME_validation.jsonl`, and `demonstrations.jsonl`.
 
     Prompts are chat messages. The rows of `guessing_game` have a `secret` beside them, those of `calculator` an
-    `answer`, and those of `gym` a `seed`. A demonstration is a turn, `prompt` and `response`, as the template renders it.
+    `answer`, those of `gym` a `seed`. A demonstration is a turn, `prompt` and `response`, as the template renders it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
@@ -170,7 +170,7 @@ def best_moves() -> dict[tuple[int, int], list[str]]:
 def _guesses(rng: random.Random) -> Iterator[dict[str, Any]]:
     """Prompts of the guessing game, none twice."""
     for numbers in _distinct(lambda: tuple(sorted(rng.sample(range(10, 100), 3)))):
-        yield {"prompt": _user(f"Which of {', '.join(map(str, numbers))}"), "secret": rng.choice(numbers)}
+        yield {"prompt": _user("Is it {}, {} or {}".format(*numbers)), "secret": rng.choice(numbers)}
 
 
 def _products(rng: random.Random) -> Iterator[dict[str, Any]]:
