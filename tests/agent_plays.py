@@ -84,7 +84,7 @@ def play(
 
 def rows(episode: Episode) -> list[Any]:
     """All rows of an episode, the one drawn last the last of them."""
-    return [*episode.earlier, episode]
+    return list(episode.rows)
 
 
 def assert_as_drawn(episodes: Sequence[Episode], fleet: Scripted, temperature: float = 1.0) -> None:

@@ -6,7 +6,8 @@ import asyncio
 import time
 from dataclasses import replace
 
-from enginehouse.engines.environment import Episode
+from enginehouse.engines.environment import Episode, Scored
+from enginehouse.engines.transcript import Transcript
 
 
 class TwoTurns:
@@ -70,6 +71,45 @@ class LosesALogprob(TwoTurns):
     async def play(self, task, policy, context):
         made = await super().play(task, policy, context)
         return replace(made, logprobs=[*made.logprobs, 0.0])
+
+
+class ForgetsItsFirstTurn(TwoTurns):
+    """Right: the second turn is a row of its own, which begins with what the first said."""
+
+    counts_twice = False
+
+    async def play(self, task, policy, context):
+        said, rows = Transcript(task.prompt_ids), []
+        for _ in range(2):
+            given = len(said.tokens)
+            said.add_drawn(await policy.generate(said.tokens))
+            rows.append(said.segment())
+            if not self.counts_twice:
+                said = Transcript(said.tokens[given:])
+        (score,) = await context.score([{"response": policy.tokenizer.decode(rows[1].tokens)}])
+        last = rows[1]
+        return Episode(last.tokens, last.mask, last.logprobs, last.versions, score, earlier=rows[:1])
+
+
+class CountsItsFirstTurnTwice(ForgetsItsFirstTurn):
+    counts_twice = True
+
+
+class OrdersItsRowsByTime(ForgetsItsFirstTurn):
+    """Two branches, of which the one that ends first is the first row."""
+
+    async def play(self, task, policy, context):
+        rows = []
+
+        async def branch(number):
+            said = Transcript([*task.prompt_ids, *policy.tokenizer(str(number), add_special_tokens=False)["input_ids"]])
+            said.add_drawn(await policy.branch(f"branch-{number}").generate(said.tokens))
+            rows.append(said.segment())
+
+        await asyncio.gather(branch(0), branch(1))
+        said = Transcript(task.prompt_ids)
+        said.add_drawn(await policy.generate(said.tokens))
+        return said.episode(Scored(1.0), earlier=rows)
 
 
 class FirstComeFirst(TwoTurns):

@@ -1,4 +1,4 @@
-"""Environments of several turns, and broken ones; the first is that of docs/plugins/environment.md."""
+"""Environments of several turns, and broken ones; the first are those of docs/plugins/environment.md."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def block(language: str, number: int = 0) -> str:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)[number]
 
 
-def page_environment() -> Any:
-    """The class on the page."""
+def page_environment(name: str = "Guessing", number: int = 0) -> Any:
+    """A class on the page, in this one of its blocks."""
     found: dict[str, Any] = {}
-    exec(block("python"), found)
-    return found["Guessing"]
+    exec(block("python", number), found)
+    return found[name]
 
 
 class Counting:

@@ -1,4 +1,5 @@
-"""docs/plugins/environment.md: its game is planned, its plugin is one; `core/rl/test_episode_checks.py` plays it."""
+"""docs/plugins/environment.md: its environments are planned, its plugin is one; `core/rl/test_episode_checks.py` plays
+them."""
 
 from __future__ import annotations
 
@@ -39,8 +40,14 @@ def test_the_game_on_the_page_is_planned_and_its_arguments_are_checked(written: 
         planned(written, "environment.arguments.second=much")
 
 
+def test_the_reader_of_several_rows_on_the_page_is_planned(written: Project):
+    (written.root / "my_readers.py").write_text(block("python", 1))
+    given = "environment={name: 'my_readers:Reading', arguments: {characters: 5}}"
+    assert planned(written, given).environment_arguments == {"characters": 5}
+
+
 def test_the_plugin_on_the_page_declares_an_environment_that_is_one(written: Project, monkeypatch: pytest.MonkeyPatch):
-    (written.root / "guessing_plugin.py").write_text(block("python", 1))
+    (written.root / "guessing_plugin.py").write_text(block("python", 2))
     monkeypatch.syspath_prepend(str(written.root))
     plugins = load_plugins(entry_points=[EntryPoint("guessing", "guessing_plugin", "enginehouse")])
     record = plugins.get(Environment, "guessing")

@@ -38,7 +38,7 @@ def named(parsed):
 
 
 TEMPLATES = {QWEN: "hermes", CHATML: "hermes", QWEN_CODER: "qwen3_coder", LLAMA: "llama", MISTRAL: "mistral"}
-TRICKY = {"a": -3, "said": 'a "q" \\ </tool_call> <parameter=x> [TOOL_CALLS]\n{};', "list": [1, {"k": None}]}
+TRICKY = {"a": -3, "said": 'a "q" \\ </think> </tool_call> <parameter=x> [TOOL_CALLS]\n{};', "list": [1, {"k": None}]}
 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=TEMPLATES.values())
@@ -130,8 +130,10 @@ def test_an_answer_without_a_call_is_content_as_it_is(name, text):
 @pytest.mark.parametrize("name", SAID)
 def test_what_is_thought_is_no_call(name):
     call = SAID[name] % 1
-    for thought in (f"<think>{call}</think>", f"{call}</think>"):  # a template may have begun it
-        assert named(form(name=name).parse(thought + SAID[name] % 2)) == [("add", {"a": 2})]
+    assert named(form(name=name).parse(f"<think>{call}</think>{SAID[name] % 2}")) == [("add", {"a": 2})]
+    begins = QWEN.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>\n'")
+    assert named(form(begins, name).parse(f"{call}</think>{SAID[name] % 2}")) == [("add", {"a": 2})]
+    assert not form(begins, name).parse(call).calls
     assert form(name=name).parse(f"<think>{call}") == (f"<think>{call}", [], [])
 
 

@@ -83,7 +83,8 @@ def test_an_agent_answers_by_the_client_and_the_configured_reward_scores_it():
         return answer.choices[0].message.content
 
     def score(response, answer, prompt, finish_reason, **rest):
-        assert (prompt, finish_reason, rest) == (TASK.prompt, "stop", {"messages": None})
+        assert (prompt, finish_reason) == (TASK.prompt, "stop")
+        assert rest == {"messages": None, "response_tokens": 5}
         return Score(float(response == answer), {"tidy": 1.0})
 
     (episode,), fleet = acted(solve, "five", score=score)
@@ -162,17 +163,19 @@ def test_an_agent_that_ends_its_process_ends_the_run_as_any_environment_would(na
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("arguments", "said"),
     [
-        ("my_missing_agents:solve", "cannot import 'my_missing_agents'"),
-        (f"{__name__}:nothing", "has no 'nothing'"),
-        (f"{__name__}:TASK", "is Task, not a function"),
-        ("solve", "not of the form 'module:attribute'"),
+        ({"agent": "my_missing_agents:solve"}, "cannot import 'my_missing_agents'"),
+        ({"agent": f"{__name__}:nothing"}, "has no 'nothing'"),
+        ({"agent": f"{__name__}:TASK"}, "is Task, not a function"),
+        ({"agent": "solve"}, "not of the form 'module:attribute'"),
+        ({"agent": f"{__name__}:leaving", "arguments": {"who": 1}}, "unexpected keyword argument 'who'"),
+        ({"agent": f"{__name__}:leaving", "format": "herms"}, "format: there is none 'herms'.*hermes"),
     ],
 )
-def test_plan_refuses_an_agent_that_is_none(name, said):
+def test_plan_refuses_an_agent_that_cannot_be_called(arguments, said):
     with pytest.raises(ConfigError, match=said):
-        OpenAIAgent.check({"agent": name}, None)
+        OpenAIAgent.check(arguments, None)
 
 
 # Conversations
@@ -469,6 +472,7 @@ REFUSED = {
     "logit_bias": {"5": 1},
     "top_logprobs": 2,
     "tool_choice": "required",
+    "tools": [{"type": "web_search"}],
     "temperature": -1,
     "n": 0,
     "modalities": ["audio"],
@@ -609,6 +613,14 @@ def test_an_agent_that_ends_at_a_limit_is_an_episode_of_reward_0_unless_it_goes_
     (episode,), _ = acted(solve, "five", arguments=arguments)
     assert (episode.score.reward, episode.finish, episode.score.failure) == (0.5, episode.finish, "")
     assert codes == [code] * 2
+
+
+def test_an_agent_that_reaches_a_limit_before_anything_is_drawn_has_failed():
+    async def solve(task):
+        await ask(task, [{"role": "user", "content": "x" * MOST_TOKENS}])
+
+    with pytest.raises(EpisodeFailed, match="ended at a limit before anything was drawn: the conversation has 4"):
+        acted(solve, "five")
 
 
 def test_an_agent_that_raises_is_an_episode_that_failed():

@@ -1,13 +1,11 @@
-"""The tools environment: what it says, calls, counts and refuses. What it trains on is shown in test_drawn_tokens.py."""
+"""The tools environment: what it says, calls, counts and refuses. What is trained on: test_drawn_tokens.py."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import threading
-import time
 
 import pytest
+import tool_functions
 from chat_fleets import ChatFleet, play
 from chat_templates import GEMMA, LLAMA, QWEN, make_tokenizer
 
@@ -16,125 +14,13 @@ from enginehouse.errors import ConfigError, UserError
 from enginehouse.rl.player import EpisodeFailed
 from enginehouse_environments.tools import Tools
 
-HERE = __name__
-
 
 def call(name, **arguments):
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def add(a: int, b: int = 1) -> int:
-    """Add two numbers.
-
-    Args:
-        a: One.
-        b: The other.
-    """
-    return a + b
-
-
-async def say(text: str) -> str:
-    """Say a text.
-
-    Args:
-        text: What to say.
-    """
-    await asyncio.sleep(0)
-    return text
-
-
-def fail(how: str) -> None:
-    """Fail.
-
-    Args:
-        how: In which way.
-    """
-    raise {"key": KeyError("gone"), "exit": SystemExit(3), "cancel": asyncio.CancelledError()}[how]
-
-
-def give(what: str) -> object:
-    """Give something.
-
-    Args:
-        what: That.
-    """
-    return {
-        "dict": {"ä": [1, None]},
-        "object": threading,
-        "nothing": None,
-        "surrogate": "\ud800!",
-        "much": "äx" * 10**5,
-    }[what]
-
-
-released = threading.Event()
-started = threading.Barrier(2)
-
-
-def hang() -> None:
-    """Hang."""
-    released.wait(60)
-
-
-async def resist() -> None:
-    """Hang, and go on when cancelled."""
-    try:
-        await asyncio.get_running_loop().create_future()
-    except asyncio.CancelledError:
-        await asyncio.get_running_loop().create_future()
-
-
-def meet() -> str:
-    """Wait for another call."""
-    started.wait(20)
-    return "met"
-
-
-def untyped(a):
-    """Do it.
-
-    Args:
-        a: One.
-    """
-
-
-def undescribed(a: int) -> int:
-    return a
-
-
-def starred(*a: int) -> int:
-    """Do it.
-
-    Args:
-        a: Some.
-    """
-    return len(a)
-
-
-def make_adder(by: int):
-    """Makes `add_some`."""
-
-    def add_some(a: int) -> int:
-        """Add some.
-
-        Args:
-            a: To this.
-        """
-        return a + by
-
-    return add_some
-
-
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch):
-    """As a user's module lies beside a config."""
-    import sys
-
-    monkeypatch.setitem(sys.modules, "my_tools", sys.modules[HERE])
-
-
 def tools(*names, **options):
-    return Tools([f"my_tools:{name}" if name in globals() else name for name in names], **options)
+    return Tools([f"tool_functions:{name}" for name in names], **options)
 
 
 def played(environment, *answers, template=QWEN, **options):
@@ -181,6 +67,7 @@ def test_what_is_called_is_said_and_the_last_answer_is_scored():
 
 
 def test_calls_of_one_answer_run_at_once_and_are_said_in_their_order():
+    tool_functions.start_of(2)
     first = call("meet") + call("add", a=1) + call("say", text="so") + call("meet")
     episode, _ = played(tools("meet", "add", "say"), first, "Done.")
     assert said_by_tools(episode) == ["met", "2", "so", "met"]
@@ -217,12 +104,8 @@ def test_what_a_call_gives_or_why_it_failed_is_said(asked, said):
 
 @pytest.mark.parametrize("name", ["hang", "resist"])
 def test_a_call_that_takes_too_long_is_not_waited_for(name):
-    released.clear()
-    try:
-        episode, _ = played(tools(name, "add", tool_seconds=0.05), call(name) + call("add", a=1), "So.")
-        assert said_by_tools(episode) == ["error: it took more than 0.05 s", "2"]
-    finally:
-        released.set()
+    episode, _ = played(tools(name, "add", tool_seconds=0.05), call(name) + call("add", a=1), "So.")
+    assert said_by_tools(episode) == ["error: it took more than 0.05 s", "2"]
 
 
 def test_a_result_is_cut_at_a_number_of_tokens():
@@ -291,13 +174,16 @@ def test_a_model_that_cannot_be_told_of_tools_ends_the_run():
     [
         (["calculater"], "there is no tool 'calculater': did you mean 'calculator'"),
         ([{"k": 3}], "has no name"),
-        (["my_tools:gone"], "has no 'gone'"),
-        (["my_tools:untyped"], "'untyped' cannot be described to the model: Argument a is missing a type hint"),
-        (["my_tools:undescribed"], "'undescribed' cannot be described to the model: .*docstring"),
-        (["my_tools:starred"], r"the arguments of 'starred' cannot be checked: it takes any arguments \(\*a\)"),
-        (["my_tools:add", "my_tools:add"], "two are called 'add'"),
-        (["my_tools:HERE"], "'my_tools:HERE' is str, not a function"),
-        ([{"name": "my_tools:make_adder", "buy": 3}], "make_adder: the argument 'by' is missing; there is no argument"),
+        (["tool_functions:gone"], "has no 'gone'"),
+        (["tool_functions:untyped"], "'untyped' cannot be described to the model: Argument a is missing a type hint"),
+        (["tool_functions:undescribed"], "'undescribed' cannot be described to the model: .*docstring"),
+        (["tool_functions:starred"], r"the arguments of 'starred' cannot be checked: it takes any arguments \(\*a\)"),
+        (["tool_functions:add", "tool_functions:add"], "two are called 'add'"),
+        (["tool_functions:WORD"], "'tool_functions:WORD' is str, not a function"),
+        (
+            [{"name": "tool_functions:make_adder", "buy": 3}],
+            "make_adder: the argument 'by' is missing; there is no argument",
+        ),
         ([{"name": "search", "corpus": "gone.jsonl"}], "the corpus gone.jsonl cannot be read: No such file"),
         ([{"name": "search", "corpus": "gone.jsonl", "k": 0}], "search: k: Input should be greater than or equal to 1"),
     ],
@@ -310,7 +196,7 @@ def test_tools_that_cannot_be_made_are_refused(given, said):
 
 
 def test_what_makes_a_tool_gets_the_arguments_of_the_config():
-    given = [{"name": "my_tools:make_adder", "by": 3}]
+    given = [{"name": "tool_functions:make_adder", "by": 3}]
     Tools.check({"tools": given}, None)
     episode, _ = played(Tools(given), call("add_some", a=2), "So.")
     assert said_by_tools(episode) == ["5"]
@@ -323,10 +209,7 @@ def test_an_unknown_form_of_calls_is_refused():
 
 def test_episodes_do_not_wait_for_each_others_tools():
     """Each of eight calls blocks its thread until all are there."""
-    global started
-    started = threading.Barrier(8)
-    began = time.monotonic()
+    tool_functions.start_of(8)
     fleet = ChatFleet(make_tokenizer(), lambda before: "Done." if "met" in before else call("meet"))
     episodes = play(tools("meet"), fleet, samples=8)
     assert [one.finish for one in episodes] == ["stop"] * 8
-    assert time.monotonic() - began < 20

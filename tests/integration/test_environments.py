@@ -60,6 +60,27 @@ def test_rewards_of_steps_and_a_greedy_episode_reach_remax_from_wherever_it_is_p
     assert len(runs[1].metrics) == 2
 
 
+def test_episodes_of_two_rows_are_trained_on_and_validated_wherever_they_are_played(train: Start, house: Path):
+    """In mini-batches, with a KL term taken off the reward and values of a critic that go on from row to row."""
+    (house / "my_readers.py").write_text(block("python", 1))
+    write_lines(house / "texts.jsonl", ({"prompt": "s", "text": f"{number}314"} for number in range(8)))
+    runs = assert_alike(
+        train, "environment={name: 'my_readers:Reading', arguments: {characters: 2}}",
+        "reward={function: format, arguments: {pattern: '.*[0-9].*'}}", "data.train=texts.jsonl",
+        "data.validation=texts.jsonl", "train.validate_every=2", "train.steps=2", "train.samples_every=1",
+        "rollout.sampling.max_tokens=3", "algorithm.minibatches=2", "algorithm.advantage.name=gae",
+        "algorithm.kl={coefficient: 0.01, place: reward}", rounding=ROUNDING,
+    )  # fmt: skip
+    for run in runs:
+        assert all(line["response/rows_mean"] == 2.0 and line["grad_norm"] > 0 for line in run.metrics)
+    inline, apart = ((run.directory / "samples/step-000002.jsonl").read_text() for run in runs)
+    assert apart == inline
+    rows = [json.loads(line) for line in inline.splitlines()]
+    assert [(row["episode"], row["segment"], "reward" in row) for row in rows] == [
+        (episode, segment, segment == 1) for episode in range(16) for segment in range(2)
+    ]
+
+
 def test_an_environment_that_encodes_text_again_ends_the_run_whatever_on_failure_says(
     train: Start, game: tuple[str, ...]
 ):

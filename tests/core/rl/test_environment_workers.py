@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from enginehouse.controller import DistributedBatch, RemoteError, WorkerGroup, WorkerSpec
-from enginehouse.engines.environment import Episode, Task
+from enginehouse.engines.environment import Episode, Segment, Task
 from enginehouse.engines.rollout import Completion, GenerateResult, SamplingParams
 from enginehouse.rl import environment_workers
 from enginehouse.rl.columns import Answer
@@ -34,7 +34,8 @@ def named(task):
 
 
 class Turns:
-    """Asks twice, one after another; the reward is a sum of what was drawn. Of task 3 nothing is kept."""
+    """Asks twice, one after another; the reward is a sum of what was drawn. Of task 3 nothing is kept. The episodes of
+    odd tasks have two rows."""
 
     async def run(self, task, policy, context):
         first = await policy.samples(task.prompt_ids, SAMPLES)
@@ -49,9 +50,13 @@ class Turns:
         given, versions = len(task.prompt_ids), [one.first_version] * len(drawn)
         tokens = [*task.prompt_ids, *drawn]
         mask = [False] * given + [True] * len(drawn)
-        return Episode(
-            tokens, mask, [0.0] * given + logprobs, [0] * given + versions, score, task.prompt, f"said {drawn}"
-        )
+        logprobs, versions = [0.0] * given + logprobs, [0] * given + versions
+        earlier = []
+        if task.serial % 2:
+            end = given + len(one.token_ids)
+            earlier = [Segment(tokens[:end], mask[:end], logprobs[:end], versions[:end], task.prompt, "at first")]
+            mask[:end], logprobs[:end] = [False] * end, [0.0] * end
+        return Episode(tokens, mask, logprobs, versions, score, task.prompt, f"said {drawn}", earlier=earlier)
 
 
 async def score(rows):
@@ -178,6 +183,7 @@ def test_whatever_ends_when_the_groups_are_those_of_the_controllers_own_player(r
     kept, wanted = [one for one in found if one.kept], [one for one in right if one.kept]
     assert [one.task.serial for one in kept] == [0, 1, 2, 4]
     rows, own = rows_of(kept), rows_of(wanted)
+    assert own["episode"].tolist() == [0, 1, 2, 2, 3, 3, 4, 5, 6, 7]
     assert list(sample_rows(rows)) == list(sample_rows(own))
     numbers = [name for name in own.columns if not own.is_objects(name)]
     assert rows.fetch(numbers).equal(own.fetch(numbers))

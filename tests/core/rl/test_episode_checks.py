@@ -22,6 +22,7 @@ from enginehouse.rl.episode_checks import EpisodeChecks, MalformedEpisode
 from enginehouse.rl.episodes import batch_of
 from enginehouse.rl.player import FleetPolicy, Kind, Player, player_of
 from enginehouse.rl.rewards.program import Score
+from enginehouse.rl.samples import sample_metrics
 
 TASK = Task(7, [3, 4], "a prompt", None, {"secret": "7"})
 CHECKS = EpisodeChecks("mine", vocabulary=100, most_tokens=20)
@@ -283,6 +284,114 @@ def test_the_first_episode_that_is_wrong_is_named():
     assert "episode 1 cannot be trained on: its token 4, 1," in refusal(run, samples=2)
 
 
+# Several rows
+
+
+def rows(*others, changes=None):
+    """An environment whose episodes have a row for each list of tokens in `others`, after which three are drawn; those
+    before the last are right but for `changes`."""
+
+    async def run(task, policy, context):
+        episodes = []
+        for _ in range(context.samples):
+            said = [Transcript(one) for one in others]
+            for one in said:
+                one.add_drawn(await policy.generate(one.tokens))
+            *earlier, last = said
+            segments = [replace(one.segment("p", "r"), **(changes or {})) for one in earlier]
+            episodes.append(last.episode(Scored(1.0), earlier=segments))
+        return episodes
+
+    return run
+
+
+def test_rows_that_are_as_they_were_drawn_are_taken_and_have_the_same_columns():
+    episode, other = play(rows([3, 4], [5], changes={"token_rewards": [0, 0, 1.0, 0, 0]}), samples=2)
+    assert [list(row.tokens) for row in episode.rows] == [[3, 4, 12, 13, 14], [5, 11, 12, 13]]
+    assert [list(row.token_rewards) for row in other.rows] == [[0, 0, 1.0, 0, 0], [0.0] * 4]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tokens": [3, 4, 12, 50, 14]}, "its token 3, 50, is marked as chosen, and the policy did not draw it"),
+        ({"mask": [False] * 5}, "none of its tokens is marked as chosen"),
+        ({"mask": [False] * 4}, "it has 5 tokens, 4 mask, 5 logprobs, 5 versions"),
+        ({"token_rewards": [1.0] * 5}, "the reward of its token 0 is 1.0, and the policy did not choose it"),
+        ({"response": 3}, "its response is 3, not text"),
+    ],
+)
+def test_each_row_is_checked_and_named(changes, said):
+    refused = refusal(rows([3, 4], [5], changes=changes), samples=2)
+    assert f"episode 0 cannot be trained on: row 0 of its 2: {said}" in refused
+
+
+@pytest.mark.parametrize(
+    ("earlier", "said"),
+    [
+        (3, "int"),
+        (None, "NoneType"),
+        ("rows", "a list that holds str"),
+        ([Episode([1], [True], [0.0], [5], Scored(1.0))], "a list that holds Episode"),
+    ],
+)
+def test_earlier_rows_are_segments(earlier, said):
+    assert f"its earlier rows are {said}, not a list of Segments" in refusal(edited(earlier=earlier))
+
+
+def test_an_episode_that_failed_beside_ones_of_several_rows_is_one_row():
+    async def run(task, policy, context):
+        async def one(number, policy):
+            if number == 1:
+                raise ValueError("gone")
+            return (await rows([3, 4], [5])(task, policy, SimpleNamespace(samples=1)))[0]
+
+        return await context.each(one)
+
+    batch = batch_of([SimpleNamespace(episodes=play(run, samples=3, on_failure="mask"), baseline=None)])
+    assert batch["episode"].tolist() == [0, 0, 1, 2, 2]
+    assert batch["finish_reason"] == ("stop", "stop", "failed", "stop", "stop")
+    assert sample_metrics(batch, 6)["response/rows_mean"] == 2.0
+
+
+def again(count, chosen=True):
+    """An environment whose second rows go on from the first ones, whose tokens were drawn `count` times; `chosen`:
+    whether they count in both."""
+
+    async def run(task, policy, context):
+        episodes = []
+        for _ in range(context.samples):
+            said = Transcript(task.prompt_ids)
+            for _ in range(count):
+                drawn = await policy.generate(task.prompt_ids)
+            said.add_drawn(drawn)
+            first = said.segment()
+            said.add_drawn(await policy.generate(said.tokens))
+            episode = said.episode(Scored(1.0), earlier=[first])
+            mask = [False] * 2 + [chosen] * 3 + [True] * 3
+            episodes.append(replace(episode, mask=mask))
+        return episodes
+
+    return run
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_a_token_that_was_drawn_once_is_chosen_in_one_of_the_rows_that_begin_alike(samples):
+    """However many episodes of the group have drawn the same."""
+    said = refusal(again(1), samples=samples)
+    assert "row 1 of its 2: its token 2, 12, is marked as chosen in another row of the episode, too" in said
+    assert len(play(again(1, chosen=False), samples=samples)) == samples
+
+
+def test_branches_may_draw_the_same_and_episodes_may_share_rows():
+    assert len(play(again(2), samples=3)) == 3
+
+    async def shared(task, policy, context):
+        return (await rows([3, 4], [5])(task, policy, SimpleNamespace(samples=1))) * context.samples
+
+    assert len(play(shared, samples=3)) == 3
+
+
 # Environments as users write them, on a real engine
 
 
@@ -296,7 +405,7 @@ def model(tmp_path_factory):
 def played_by_an_engine(model, environment, samples=4, **sampling):
     """Episodes of a model of random weights, checked."""
     tokenizer = make_tokenizer()
-    task = Task(0, tokenizer.encode("s?="), "s?=", None, {"secret": "7"})
+    task = Task(0, tokenizer.encode("s?="), "s?=", None, {"secret": "7", "text": "31415"})
     checks = EpisodeChecks("mine", len(VOCABULARY), 64)
 
     async def scored(rows):
@@ -323,6 +432,17 @@ def test_the_game_on_the_page_is_played_in_two_turns(model):
     assert len({tuple(one.tokens) for one in episodes}) > 8
     batch = batch_of([SimpleNamespace(episodes=episodes, baseline=None)])
     assert batch["response_tokens"].tolist() == turns
+
+
+def test_the_reader_on_the_page_has_a_row_for_each_part_and_is_given_its_notes_of_those_before(model):
+    episodes = played_by_an_engine(model, page_environment("Reading", 1)(characters=2), max_tokens=3)
+    for episode in episodes:
+        rows = episode.rows
+        assert [row.prompt for row in rows] == ["31", rows[0].response + "41", rows[1].response + "5"]
+        assert episode.score.reward == len(rows[2].response)
+    batch = batch_of([SimpleNamespace(episodes=episodes, baseline=None)])
+    assert batch["episode"].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert batch["token_rewards"].values.tolist() == [0.0] * batch["input_ids"].tokens
 
 
 def test_a_tool_between_two_answers_of_a_group(model):

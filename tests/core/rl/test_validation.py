@@ -45,6 +45,7 @@ def answered(rewards: list[float], tokens: list[int], reasons: list[str], answer
         {
             "response_tokens": torch.tensor(tokens),
             "reward": torch.tensor(rewards),
+            "episode": torch.arange(len(rewards)),
             "finish_reason": reasons,
             "prompt": ["p"] * len(rewards),
             "response": ["r"] * len(rewards),
@@ -193,6 +194,21 @@ def test_figures_are_of_the_prompts_that_were_answered_and_the_others_are_named(
     validation.warn_of_dropped(3, [0, 2])
     assert "step 3: 2 of 4 prompts are left out" in caplog.text
     assert "row 1 of a.jsonl, row 0 of b.jsonl" in caplog.text
+
+
+def test_an_episode_of_several_rows_is_one_sample(tmp_path):
+    write(tmp_path, "v.jsonl", [{}, {}])
+    validation = made(tmp_path, "v.jsonl", {"samples_per_prompt": 2, "pass_threshold": 1.0})
+    assert validation is not None
+    plain = answered([1.0, 0.0, 1.0, 1.0], [3, 1, 2, 2], ["length", "stop", "stop", "stop"], ["a", "b", "a", "a"])
+    rows = answered([0.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0], [1, 1, 1, 1, 2, 1, 1], ["length"] * 3 + ["stop"] * 4,
+                    ["", "", "a", "b", "a", "", "a"])  # fmt: skip
+    rows = rows.with_columns(episode=torch.tensor([0, 0, 0, 1, 2, 3, 3]))
+    assert validation.figures(rows, [0, 1]) == validation.figures(plain, [0, 1])
+    assert validation.figures(as_bytes(rows), [0, 1]) == validation.figures(plain, [0, 1])
+    written = validation.rows(rows, [0, 1])
+    assert [row["row"] for row in written] == [0, 0, 0, 0, 1, 1, 1]
+    assert [row["segment"] for row in written] == [0, 1, 2, 0, 0, 0, 1]
 
 
 def test_a_validation_of_which_nothing_was_answered_says_so(tmp_path):

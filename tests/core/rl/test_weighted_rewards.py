@@ -90,6 +90,7 @@ def samples(*figures, group=(0, 0, 1, 1), rewards=None):
         {
             "reward": torch.tensor(rewards or [0.0] * len(figures)),
             "group": torch.tensor(group),
+            "episode": torch.arange(len(figures)),
             "reward_figures": list(figures),
         }
     )

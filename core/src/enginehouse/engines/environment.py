@@ -200,6 +200,11 @@ class Episode:
     token_rewards: Sequence[float] | np.ndarray | None = None
     earlier: Sequence[Segment] = ()
 
+    @property
+    def rows(self) -> Sequence[Episode | Segment]:
+        """All its rows: `earlier` and itself."""
+        return *self.earlier, self
+
 
 @dataclass(frozen=True, slots=True)
 class Group:

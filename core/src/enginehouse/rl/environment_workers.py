@@ -22,6 +22,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from enginehouse.config.secrets import from_environment, literal
 from enginehouse.controller import ResourcePool, Worker, WorkerGroup, WorkerSpec, register
 from enginehouse.data import Batch
@@ -491,9 +493,10 @@ class EnvironmentWorkers:
             if (playing := self._plays[rank].get(number)) is not None:
                 playing.scoring()
         rows = rows.with_columns(**report.notes)
-        end = 0
+        of_episode, episodes, end = rows["episode"], 0, 0
         for number, rewards, kept in report.ended:
-            begin, end = end, end + len(rewards) * kept
+            episodes += len(rewards) * kept
+            begin, end = end, int(torch.searchsorted(of_episode, episodes))
             if (playing := self._plays[rank].pop(number, None)) is not None and not playing.played.done():
                 own = rows.slice(begin, end) if kept else None
                 playing.played.set_result(Played(playing.task, rewards, kept, rows=own))

@@ -2,13 +2,15 @@
 
 A chosen token has to be one that the policy drew, in this play, after just the tokens that stand before it in the
 episode, with the logprob that it was drawn with. An environment that decodes a response and encodes it again, or edits
-what was said, breaks that without a sign: the loss would be that of tokens that nobody drew.
+what was said, breaks that without a sign: the loss would be that of tokens that nobody drew. So does one of several
+rows an episode that marks what they begin with as chosen in each: it would count several times.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from enginehouse.config.rewards import is_reserved
-from enginehouse.engines.environment import Episode
+from enginehouse.engines.environment import Episode, Segment
 from enginehouse.errors import EnginehouseError
 
 if TYPE_CHECKING:
@@ -136,6 +138,43 @@ class Drawn:
             "`sampling` away, or leave it out of Episode.mask"
         )
 
+    def chosen_again(
+        self,
+        tokens: np.ndarray,
+        mask: np.ndarray,
+        before: Sequence[tuple[np.ndarray, np.ndarray]],
+        again: Counter[bytes],
+    ) -> str:
+        """What is wrong with the first chosen token of a row that other rows of its episode, which begin alike, have
+        chosen already; empty if each is one more that was drawn, as two branches may draw the same.
+
+        Args:
+            tokens: int64 `(tokens,)`.
+            mask: bool, alike: which are chosen.
+            before: tokens and mask of the episode's rows before it.
+            again: by the digest of all up to it, how often a token of this play was chosen by a row that was not its
+                episode's first to do so. Episodes may share what was drawn, so that one draw is the first of each.
+        """
+        times = np.zeros(len(tokens), np.int64)
+        for others, chosen in before:
+            count = _common(tokens, others)
+            times[:count] += chosen[:count]
+        places = np.flatnonzero(mask & (times > 0))
+        if not len(places):
+            return ""
+        count_of = np.zeros(len(tokens), np.int64)
+        for start, draw in self._drawn_after_its_tokens(tokens):
+            count_of[start : _alike(draw, tokens, start)[0]] += 1
+        for place in places.tolist():
+            drawn_here = _digest(tokens[: place + 1]).digest()
+            again[drawn_here] += 1
+            if again[drawn_here] >= count_of[place]:
+                return (
+                    f"its token {place}, {self._named(tokens[place])}, is marked as chosen in another row of the "
+                    "episode, too, which begins alike, and would count twice: mark it in one of them (Segment.mask)"
+                )
+        return ""
+
     def _drawn_after_its_tokens(self, tokens: np.ndarray) -> Iterator[tuple[int, _Draw]]:
         """What was drawn after the first tokens of a row, and how many these are."""
         digest, hashed = _digest(tokens[:0]), 0
@@ -219,9 +258,10 @@ class EpisodeChecks:
                 f"environment {self.environment!r}, {task}: it returned {len(episodes)} episode(s), and {count} were "
                 "asked for (EpisodeContext.samples)"
             )
+        again: Counter[bytes] = Counter()
         for number, episode in enumerate(episodes):
             try:
-                problem = self._problem(episode, drawn)
+                problem = self._problem(episode, drawn, again)
             except Exception as error:  # in the environment's own classes: its mistake, whatever it is
                 problem = f"looking at it raised {type(error).__name__}: {error}"
             if problem:
@@ -229,14 +269,37 @@ class EpisodeChecks:
                     f"environment {self.environment!r}, {task}: episode {number} cannot be trained on: {problem}"
                 )
 
-    def _problem(self, episode: Episode, drawn: Drawn | None) -> str:
+    def _problem(self, episode: Episode, drawn: Drawn | None, again: Counter[bytes]) -> str:
         """What is wrong with an episode; empty if nothing is."""
         if not isinstance(episode, Episode):
             return f"it is {type(episode).__name__}, not an Episode (enginehouse.engines.environment)"
+        earlier = episode.earlier
+        others = (
+            [one for one in earlier if not isinstance(one, Segment)] if isinstance(earlier, Sequence) else [earlier]
+        )
+        if others:
+            found = "" if others[0] is earlier else "a list that holds "
+            return f"its earlier rows are {found}{type(others[0]).__name__}, not a list of Segments (Episode.earlier)"
+        before: list[tuple[np.ndarray, np.ndarray]] = []
+        for number, row in enumerate(episode.rows):
+            if problem := self._problem_of_row(row, episode.finish, drawn, before, again):
+                return f"row {number} of its {len(episode.rows)}: {problem}" if earlier else problem
+        return _problem_of_score(episode.score) or _problem_of_text("its finish", episode.finish)
+
+    def _problem_of_row(
+        self,
+        row: Episode | Segment,
+        finish: str,
+        drawn: Drawn | None,
+        before: list[tuple[np.ndarray, np.ndarray]],
+        again: Counter[bytes],
+    ) -> str:
+        """What is wrong with a row of an episode that ended so; it joins those `before` it. Arguments as of
+        `Drawn.chosen_again`."""
         columns = {}
         for name, kinds, what in _COLUMNS:
             try:
-                column = np.asarray(getattr(episode, name))
+                column = np.asarray(getattr(row, name))
             except Exception as error:
                 return f"its {name} are no row of numbers: {type(error).__name__}: {error}"
             if column.ndim != 1 or (len(column) and column.dtype.kind not in kinds):
@@ -248,15 +311,17 @@ class EpisodeChecks:
             return f"it has {said}: one of each a token is wanted"
         tokens, mask = columns["tokens"].astype(np.int64), columns["mask"].astype(np.bool_)
         logprobs, versions = columns["logprobs"].astype(np.float32), columns["versions"].astype(np.int64)
-        return (
+        problem = (
             self._problem_of_tokens(tokens)
-            or _problem_of_choice(mask, episode.finish)
+            or _problem_of_choice(mask, finish)
             or _problem_of_logprobs(logprobs)
             or (drawn.problem(tokens, mask, logprobs, versions, self.temperature) if drawn else "")
-            or _problem_of_score(episode.score)
-            or self._problem_of_token_rewards(episode.token_rewards, mask)
-            or next((said for name in _TEXTS if (said := _problem_of_text(f"its {name}", getattr(episode, name)))), "")
+            or (drawn.chosen_again(tokens, mask, before, again) if drawn and before else "")
+            or self._problem_of_token_rewards(row.token_rewards, mask)
+            or next((said for name in _TEXTS if (said := _problem_of_text(f"its {name}", getattr(row, name)))), "")
         )
+        before.append((tokens, mask))
+        return problem
 
     def _problem_of_token_rewards(self, token_rewards: Any, mask: np.ndarray) -> str:
         if token_rewards is None:
@@ -306,7 +371,7 @@ _COLUMNS = (
 )
 """What an episode has a token, of which kinds of numpy's that may be, and what it is."""
 
-_TEXTS = ("prompt", "response", "finish")
+_TEXTS = ("prompt", "response")
 
 
 def _at(draw: _Draw, temperature: float | None) -> bool:
@@ -360,6 +425,13 @@ def _alike(draw: _Draw, tokens: np.ndarray, start: int) -> tuple[int, bool]:
     same = draw.tokens[: len(tokens) - start] == tokens[start : start + len(draw.tokens)]
     count = len(same) if same.all() else int(same.argmin())
     return start + count, count < len(draw.tokens)
+
+
+def _common(tokens: np.ndarray, others: np.ndarray) -> int:
+    """How many tokens two rows begin alike with."""
+    count = min(len(tokens), len(others))
+    same = tokens[:count] == others[:count]
+    return count if same.all() else int(same.argmin())
 
 
 def _digest(tokens: np.ndarray) -> Any:

@@ -12,12 +12,14 @@ import torch
 
 from enginehouse.controller import DistributedBatch
 from enginehouse.data import Batch, Ragged
-from enginehouse.engines.environment import Episode, Group, Task
+from enginehouse.engines.environment import Episode, Group, Scored, Segment, Task
 
 NOTES = ("finish_reason", "reward_figures", "reward_failure")
 TEXTS = ("prompt", "response", "answer")
 FOR_PEOPLE = (*NOTES, *TEXTS)
 """Columns of samples that nothing is trained on: objects, and texts."""
+OF_THE_EPISODE = Scored(0.0)
+"""The score of a row that is not its episode's last: that has the episode's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class Played:
 
     Attributes:
         task: which it is.
-        rewards: of the episodes that are left.
+        rewards: of the episodes that are left, one each however many rows they have.
         kept: whether they are trained on: there are some, and no filter refused them.
         group: the episodes, where they are here.
         rows: else their rows, as of `batch_of`, where they were made; of texts, their bytes.
@@ -44,14 +46,17 @@ def rows_of(played: Sequence[Played]) -> DistributedBatch:
     here = [one.group for one in played if one.group is not None]
     if here or not played:
         return DistributedBatch.of([batch_of(here)])
-    sizes = [len(one.rewards) for one in played]
-    rows = DistributedBatch.concat([one.rows for one in played if one.rows is not None])
-    return rows.with_columns(group=torch.from_numpy(np.repeat(np.arange(len(played)), sizes)))
+    parts = [one.rows for one in played if one.rows is not None]
+    group = np.repeat(np.arange(len(played)), [len(part) for part in parts])
+    firsts = itertools.accumulate((len(one.rewards) for one in played), initial=0)
+    episode = [part["episode"] - part["episode"][0] + first for part, first in zip(parts, firsts, strict=False)]
+    return DistributedBatch.concat(parts).with_columns(group=torch.from_numpy(group), episode=torch.cat(episode))
 
 
 def total_reward(episode: Episode) -> float:
-    """The reward of an episode, with those of its tokens."""
-    return episode.score.reward + float(sum(episode.token_rewards if episode.token_rewards is not None else ()))
+    """The reward of an episode, with those of the tokens of all its rows."""
+    by_token = [row.token_rewards for row in episode.rows if row.token_rewards is not None]
+    return episode.score.reward + sum(float(sum(rewards)) for rewards in by_token)
 
 
 def tasks_of(prompts: Batch, serials: Sequence[int]) -> list[Task]:
@@ -68,55 +73,63 @@ def tasks_of(prompts: Batch, serials: Sequence[int]) -> list[Task]:
 
 
 def batch_of(groups: Sequence[Group]) -> Batch:
-    """Episodes as a batch, a row each: groups one after another, and the episodes of a group in their order.
+    """Episodes as a batch, their rows: groups one after another, the episodes of a group in their order, and of an
+    episode that has several rows the `earlier` ones before its own.
 
     Returns:
         `input_ids` ragged int64, `loss_mask` ragged bool (true on what the policy chose), `rollout_logprobs` ragged
-        float32 (0 on the rest); `reward` float32, `group` int64 (0 for the first group), `response_tokens` int64 (how
-        many the policy chose), `first_version` and `weight_version` int64 (the oldest and the newest that one of these
-        is of; -1 where there is none), each `(rows,)`; and the objects `finish_reason`, `prompt`, `response`,
-        `answer` (what it answers, as its reward says; empty where that says nothing), `reward_figures` (other figures
-        of the reward, by name) and `reward_failure` (why a row has no reward and counts as 0; empty where it has one).
-        Where groups have one, `baseline` float32 `(rows,)`; where all episodes have some, `token_rewards` ragged
-        float32.
+        float32 (0 on the rest); `reward` float32, `group` and `episode` int64 (0 for the first one), `response_tokens`
+        int64 (how many the policy chose), `first_version` and `weight_version` int64 (the oldest and the newest that
+        one of these is of; -1 where there is none), each `(rows,)`; and the objects `finish_reason`, `prompt`,
+        `response`, `answer` (what it answers, as its reward says; empty where that says nothing), `reward_figures`
+        (other figures of the reward, by name) and `reward_failure` (why an episode has no reward and counts as 0; empty
+        where it has one). Where groups have one, `baseline` float32 `(rows,)`; where all rows have some,
+        `token_rewards` ragged float32.
+
+        What comes of the score stands in an episode's last row: the others have a `reward` of 0, so that a sum over an
+        episode's rows is the episode's, and nothing else. `finish_reason` and `baseline` are in each.
     """
     episodes = [episode for group in groups for episode in group.episodes]
-    lengths = torch.tensor([len(episode.tokens) for episode in episodes], dtype=torch.int64)
-    sizes = np.array([len(group.episodes) for group in groups], np.int64)
-    mask = Ragged.from_lengths(torch.from_numpy(_flat([one.mask for one in episodes], np.bool_)), lengths)
-    oldest, newest = _versions(episodes, mask)
-    tokens = mask.like(torch.from_numpy(_flat([one.tokens for one in episodes], np.int64)))
+    rows = [row for one in episodes for row in one.rows]
+    counts = np.array([1 + len(one.earlier) for one in episodes], np.int64)
+    sizes = np.array([sum(1 + len(one.earlier) for one in group.episodes) for group in groups], np.int64)
+    scores = [row.score if isinstance(row, Episode) else OF_THE_EPISODE for row in rows]
+    lengths = torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64)
+    mask = Ragged.from_lengths(torch.from_numpy(_flat([row.mask for row in rows], np.bool_)), lengths)
+    oldest, newest = _versions(rows, mask)
+    tokens = mask.like(torch.from_numpy(_flat([row.tokens for row in rows], np.int64)))
     baselines = [group.baseline for group in groups if group.baseline is not None]
     compared: dict[str, torch.Tensor | Ragged] = {}
     if groups and len(baselines) == len(groups):
         compared["baseline"] = torch.from_numpy(np.repeat(np.array(baselines, np.float32), sizes))
-    rewards = [one.token_rewards for one in episodes if one.token_rewards is not None]
-    if episodes and len(rewards) == len(episodes):
+    rewards = [row.token_rewards for row in rows if row.token_rewards is not None]
+    if rows and len(rewards) == len(rows):
         compared["token_rewards"] = tokens.like(torch.from_numpy(_flat(rewards, np.float32)))
     return Batch(
         {
             **compared,
             "input_ids": tokens,
             "loss_mask": mask,
-            "rollout_logprobs": tokens.like(torch.from_numpy(_flat([one.logprobs for one in episodes], np.float32))),
-            "reward": torch.tensor([one.score.reward for one in episodes], dtype=torch.float32),
+            "rollout_logprobs": tokens.like(torch.from_numpy(_flat([row.logprobs for row in rows], np.float32))),
+            "reward": torch.tensor([score.reward for score in scores], dtype=torch.float32),
             "group": torch.from_numpy(np.repeat(np.arange(len(groups)), sizes)),
+            "episode": torch.from_numpy(np.repeat(np.arange(len(episodes)), counts)),
             "response_tokens": mask.reduced(np.add),
             "first_version": oldest,
             "weight_version": newest,
-            "finish_reason": [one.finish for one in episodes],
-            "prompt": [one.prompt for one in episodes],
-            "response": [one.response for one in episodes],
-            "answer": [one.score.answer for one in episodes],
-            "reward_figures": [one.score.figures for one in episodes],
-            "reward_failure": [one.score.failure for one in episodes],
+            "finish_reason": [one.finish for one in episodes for _ in one.rows],
+            "prompt": [row.prompt for row in rows],
+            "response": [row.response for row in rows],
+            "answer": [score.answer for score in scores],
+            "reward_figures": [score.figures for score in scores],
+            "reward_failure": [score.failure for score in scores],
         }
     )
 
 
-def _versions(episodes: Sequence[Episode], mask: Ragged) -> tuple[torch.Tensor, torch.Tensor]:
+def _versions(rows: Sequence[Episode | Segment], mask: Ragged) -> tuple[torch.Tensor, torch.Tensor]:
     """The oldest and the newest version of each row's chosen tokens; -1 where it has none."""
-    versions = _flat([one.versions for one in episodes], np.int64)
+    versions = _flat([row.versions for row in rows], np.int64)
     chosen, given = mask.like(torch.from_numpy(versions)), ~mask.values.numpy()
     versions[given] = -1
     newest = chosen.reduced(np.maximum, empty=-1)

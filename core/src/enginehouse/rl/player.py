@@ -35,7 +35,7 @@ import numpy as np
 
 from enginehouse.config.secrets import from_environment
 from enginehouse.controller.errors import ControllerError, RemoteError, behind
-from enginehouse.engines.environment import Episode, Group, Score
+from enginehouse.engines.environment import Episode, Group, Score, Segment
 from enginehouse.engines.rollout import GenerateRequest
 from enginehouse.errors import ConfigError, EnginehouseError, UserError
 from enginehouse.plugin.records import resolve
@@ -59,6 +59,7 @@ REASONS = ("error", "time", "replica")
 """Why an episode fails: the environment raised; it took too long; what it asked for took replicas with it."""
 
 T = TypeVar("T")
+Row = TypeVar("Row", Episode, Segment)
 Scores = Callable[[Sequence[Mapping[str, Any]]], Awaitable[Sequence[Score]]]
 """Scores rows, as `WeightedRewards.scorer` does."""
 
@@ -504,8 +505,11 @@ def player_of(
 
 def _with_token_rewards(episode: Episode) -> Episode:
     """All rows of a step have the same columns."""
-    rewards = episode.token_rewards
-    return replace(episode, token_rewards=np.zeros(len(episode.tokens), np.float32)) if rewards is None else episode
+
+    def of(row: Row) -> Row:
+        return replace(row, token_rewards=np.zeros(len(row.tokens), np.float32)) if row.token_rewards is None else row
+
+    return of(replace(episode, earlier=[*map(of, episode.earlier)]) if episode.earlier else episode)
 
 
 def failed_metrics(counts: Mapping[str, int]) -> dict[str, float]:

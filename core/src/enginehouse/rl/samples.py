@@ -14,6 +14,7 @@ import torch
 from enginehouse.config.rewards import is_reserved
 from enginehouse.data import Batch, Ragged
 from enginehouse.errors import ConfigError
+from enginehouse.rl.episode_rows import EpisodeRows
 from enginehouse.rl.episodes import TEXTS
 
 if TYPE_CHECKING:
@@ -27,7 +28,22 @@ ROWS_READ_AT_ONCE = 64
 
 
 def sample_rows(samples: Batch | DistributedBatch) -> Iterator[dict[str, Any]]:
-    """What the model said and what it got for it, a plain row a sample, for `samples/`. A few are read at a time."""
+    """What the model said and what it got for it, a plain row a sample, for `samples/`. A few are read at a time.
+
+    Where an episode has several rows, each says which one of which episode it is, `segment` and `episode`, and what is
+    the episode's stands in the last one alone.
+    """
+    of = EpisodeRows(samples["episode"])
+    ends, places = set(of.last.tolist()), zip(of.index.tolist(), of.segment.tolist(), strict=True)
+    for number, (row, (episode, segment)) in enumerate(zip(_plain_rows_of(samples), places, strict=True)):
+        if not of.are_single:
+            row |= {"episode": episode, "segment": segment}
+        if number not in ends:
+            del row["reward"], row["finish_reason"]
+        yield row
+
+
+def _plain_rows_of(samples: Batch | DistributedBatch) -> Iterator[dict[str, Any]]:
     for begin in range(0, len(samples), ROWS_READ_AT_ONCE):
         part = samples.slice(begin, begin + ROWS_READ_AT_ONCE)
         yield from _plain_rows(part if isinstance(part, Batch) else part.fetch(WRITTEN))
@@ -104,13 +120,16 @@ def reward_figures(samples: Batch | DistributedBatch, prefix: str) -> dict[str, 
 def sample_metrics(samples: Batch | DistributedBatch, version: int) -> dict[str, float]:
     """Figures of a step's samples: rewards, lengths in tokens, share that ended by itself, weight versions.
 
-    Rows without a token of the policy's, as of an episode that failed, count in `reward/...` alone.
+    `reward/...` and `response/stopped` count episodes; lengths and versions count rows, of which an episode may have
+    several, `response/rows_mean` then. Rows without a token of the policy's, as of an episode that failed, count in
+    `reward/...` alone.
 
     Args:
         version: of the trainer's weights: `staleness/...` is how many versions a sample's first token is behind.
     """
-    reward, drawn = samples["reward"], samples["weight_version"] >= 0
-    _, group = samples["group"].unique(return_inverse=True)
+    rows, drawn = EpisodeRows(samples["episode"]), samples["weight_version"] >= 0
+    reward, ended = samples["reward"][rows.last], drawn[rows.last]
+    _, group = samples["group"][rows.last].unique(return_inverse=True)
     best = torch.full((int(group.max()) + 1,), -torch.inf).scatter_reduce_(0, group, reward, "amax")
     worst = torch.full_like(best, torch.inf).scatter_reduce_(0, group, reward, "amin")
     figures = {
@@ -124,8 +143,10 @@ def sample_metrics(samples: Batch | DistributedBatch, version: int) -> dict[str,
     if not drawn.any():
         return figures
     lengths = samples["response_tokens"][drawn].float()
-    stopped = torch.tensor([reason == "stop" for reason in samples["finish_reason"]])[drawn]
+    stopped = torch.tensor([reason == "stop" for reason in samples["finish_reason"]])[rows.last][ended]
     behind = (version - samples["first_version"][drawn]).float()
+    if not rows.are_single:
+        figures["response/rows_mean"] = len(lengths) / int(ended.sum())
     return figures | {
         "response/tokens_mean": lengths.mean().item(),
         "response/tokens_max": lengths.max().item(),

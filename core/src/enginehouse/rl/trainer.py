@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ from enginehouse.errors import ConfigError, nearest
 from enginehouse.plugin import plugins
 from enginehouse.plugin.records import resolve
 from enginehouse.rl.environment_workers import environment_workers
+from enginehouse.rl.episode_rows import EpisodeRows
 from enginehouse.rl.episodes import FOR_PEOPLE, TEXTS, rows_of, tasks_of
 from enginehouse.rl.feed import Feed, played
 from enginehouse.rl.generation import outputs_as_sampled, row_seed, sampling_params, step_seed
@@ -214,19 +216,23 @@ class Trainer(Loop):
 
     def with_model_scores(self, samples: DistributedBatch) -> DistributedBatch:
         """Add the reward model's score, if there is one, to `reward`, to `rewards` as the last, and to the figures as
-        `model`; a row without a token of the policy's keeps its reward.
+        `model`. An episode's is that of its last row; one without a token of the policy's keeps its reward.
 
         Raises:
             RewardError: a score is not finite.
         """
         if (group := self.roles.groups.get("reward_model")) is None or not len(samples):
             return samples
+        last = EpisodeRows(samples["episode"]).last
+        read = samples.select(["input_ids"]).take(last)
         with self.roles.turns.on_devices(PARAMS):
-            scores = group.score_rows(Balanced(samples.select(["input_ids"]), by="input_ids")).column("score")
+            scores = group.score_rows(Balanced(read, by="input_ids")).column("score")
         if not scores.isfinite().all():
             row = int((~scores.isfinite()).nonzero()[0])
             raise RewardError(f"the reward model's score of sample {row} of the step is {scores[row].item()}")
-        drawn = samples["weight_version"] >= 0
+        drawn = torch.zeros(len(samples), dtype=torch.bool)
+        drawn[last] = samples["weight_version"][last] >= 0
+        scores = torch.zeros(len(samples)).index_copy_(0, last, scores)
         figures = [
             {**figures, "model": score} if there else figures
             for figures, score, there in zip(samples["reward_figures"], scores.tolist(), drawn.tolist(), strict=True)
@@ -284,7 +290,8 @@ class Trainer(Loop):
         return batch, {"kl": mean, "kl_coefficient": used}
 
     def with_advantages(self, batch: DistributedBatch) -> DistributedBatch:
-        """Add what the advantage estimator makes of the columns it needs; no other is read here."""
+        """Add what the advantage estimator makes of the columns it needs; no other is read here. It is given a row an
+        episode."""
         needs = self.plan.advantage_needs
         if needs is None:
             given = with_defaults(batch.drop(list(TEXTS)).fetch())
@@ -293,9 +300,9 @@ class Trainer(Loop):
                 lengths = batch.lengths("input_ids")
                 batch = batch.with_columns(token_rewards=Ragged.from_lengths(torch.zeros(int(lengths.sum())), lengths))
             given = batch.fetch(needs)
-        made = self.advantage(given, **self.plan.advantage_arguments)
-        new = [name for name in made.columns if name not in given or made[name] is not given[name]]
-        return batch.with_columns(**{name: made[name] for name in new})
+        estimate = partial(self.advantage, **self.plan.advantage_arguments)
+        made = EpisodeRows(batch["episode"]).made(estimate, given, batch.lengths("input_ids"))
+        return batch.with_columns(**made)
 
     def training_batch(self, batch: DistributedBatch, step: int) -> DistributedBatch:
         """What updates send to the roles: every column of numbers, and which mini-batch each row belongs to."""

@@ -7,7 +7,7 @@
 | `mean@K` | the same as `reward`, by the name it has for K samples a prompt |
 | `pass@k`, k = 1, 2, 4, ... K | chance that one of k responses passes: Chen et al. 2021 (Codex), equation 1 |
 | `majority@K` | share of prompts whose responses agree on a right answer; where the reward says what they answer |
-| `tokens_mean` | length of a response |
+| `tokens_mean` | tokens of a response, of all rows of its episode |
 | `truncated` | share of responses that were cut at `max_tokens` |
 | `dropped` | prompts that the others are not of, as responses could not be made (`rollout.on_failure`) |
 
@@ -29,6 +29,7 @@ import torch
 
 from enginehouse.data import Batch
 from enginehouse.errors import DataError, listed
+from enginehouse.rl.episode_rows import EpisodeRows
 from enginehouse.rl.generation import sampling_params
 from enginehouse.rl.samples import reward_figures, sample_rows, texts
 
@@ -100,10 +101,10 @@ class Validation:
         """The metrics of a validation.
 
         Args:
-            samples: `sampling.n` adjacent rows a prompt, as of `batch_of`.
+            samples: `sampling.n` adjacent episodes a prompt, as of `batch_of`.
             answered: the numbers of their prompts, ascending.
         """
-        each = self.sampling.n
+        each, samples = self.sampling.n, EpisodeRows(samples["episode"]).joined(samples)
         rewards = samples["reward"].double().view(-1, each)
         lengths = samples["response_tokens"].double().view(-1, each)
         cut = torch.tensor([reason == "length" for reason in samples["finish_reason"]]).double().view(-1, each)
@@ -148,7 +149,8 @@ class Validation:
         """What the model said, a plain row a sample, with the file and the row of its prompt. Arguments as of
         `figures`."""
         paths, numbers = self._paths(), self.prompts["row"].tolist()
-        prompts = [number for number in answered for _ in range(self.sampling.n)]
+        episodes = EpisodeRows(samples["episode"]).index.tolist()
+        prompts = [answered[episode // self.sampling.n] for episode in episodes]
         return [
             {"file": paths[prompt], "row": numbers[prompt], **row}
             for prompt, row in zip(prompts, sample_rows(samples), strict=True)

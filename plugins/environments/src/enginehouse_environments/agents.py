@@ -11,19 +11,21 @@ import inspect
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
 from enginehouse.engines.environment import Scored
-from enginehouse.errors import ConfigError, EnginehouseError, UserError
+from enginehouse.errors import ConfigError, EnginehouseError, UserError, nearest
 from enginehouse.plugin import ResolveError, resolve
+from enginehouse_environments.calls import FORMATS
 from enginehouse_environments.endpoint import MODEL, Endpoint, Served
 from enginehouse_environments.recording import Limits, Recording, Templates
 
 if TYPE_CHECKING:
     from enginehouse.engines.environment import Episode, EpisodeContext, Policy, Score, Task
+    from enginehouse_environments.recording import Answer
 
 LIMIT = "limit"
 """Why an episode ended whose agent did not go on after a limit."""
@@ -65,8 +67,8 @@ class OpenAIAgent:
         max_tokens: most tokens that an episode may draw. Unset: any number.
         max_row_tokens: most tokens of one conversation. Unset: what the models read.
         ignored: parameters of requests that are not heeded, as `temperature`.
-        calls: the form in which the model writes tool calls, `auto`: that of its chat template.
-        chat_template: arguments of the chat template by name, as `enable_thinking`.
+        format: how the model writes calls: `auto`: as its chat template does; or the name of a form.
+        template: what the chat template is given by name, as `enable_thinking`.
     """
 
     def __init__(
@@ -77,28 +79,22 @@ class OpenAIAgent:
         max_tokens: Annotated[int, Field(gt=0)] | None = None,
         max_row_tokens: Annotated[int, Field(gt=0)] | None = None,
         ignored: Sequence[str] = (),
-        calls: str = "auto",
-        chat_template: dict[str, Any] | None = None,
+        format: str = "auto",
+        template: dict[str, Any] | None = None,
     ):
-        self._agent, self._arguments = found(agent), dict(arguments or {})
-        self._limits = max_calls, max_tokens, max_row_tokens
-        self.recorders = Recorders(ignored, calls, chat_template)
+        self._agent, self._arguments = found(agent, arguments or {}), dict(arguments or {})
+        self._agents = RecordedAgents(Limits(max_calls, max_tokens, max_row_tokens), ignored, format, template)
 
     @staticmethod
     def check(arguments: Mapping[str, Any], columns: object) -> None:
-        """See `enginehouse.engines.environment.Environment`."""
-        found(arguments["agent"])
+        """Refuse an agent that there is not or that cannot be called so, and a form of calls that there is not."""
+        found(arguments["agent"], arguments.get("arguments") or {})
+        if (name := arguments.get("format", "auto")) not in ("auto", *FORMATS):
+            raise ConfigError(f"format: there is none {name!r}: {nearest(name, ['auto', *FORMATS])}")
 
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
         """See the protocol."""
-        recorder = self.recorders.here(policy.tokenizer)
-        calls, drawn, row = self._limits
-        limits = Limits(calls, drawn, context.most_tokens if row is None else row)
-
-        async def play(number: int, policy: Policy) -> Episode:
-            return await recorder.play(task, policy, context, limits, self._acted)
-
-        return await context.each(play)
+        return await self._agents.play(task, policy, context, self._acted)
 
     async def _acted(self, task: AgentTask) -> Any:
         if inspect.iscoroutinefunction(inspect.unwrap(self._agent)):
@@ -107,98 +103,103 @@ class OpenAIAgent:
         return await returned if inspect.isawaitable(returned) else returned
 
 
-def found(agent: str) -> Callable[..., Any]:
+def found(agent: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
     """The function that a config names.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or it does not take a task and these arguments.
     """
     try:
-        if callable(function := resolve(agent)):
-            return function
+        function = resolve(agent)
     except ResolveError as error:
         raise ConfigError(f"agent: {error}") from error
-    raise ConfigError(f"agent: {agent!r} is {type(function).__name__}, not a function")
+    if not callable(function):
+        raise ConfigError(f"agent: {agent!r} is {type(function).__name__}, not a function")
+    try:
+        inspect.signature(function).bind(None, **arguments)
+    except TypeError as error:
+        raise ConfigError(f"agent: {agent} is called with a task and arguments.arguments by name: {error}") from error
+    return function
 
 
-class Recorders:
-    """A recorder for each event loop: a process has one, tests have many.
-
-    Args:
-        ignored: as of `OpenAIAgent`, as all others.
-        calls: the form of tool calls.
-        chat_template: arguments of the chat template.
-    """
-
-    def __init__(self, ignored: Sequence[str], calls: str, chat_template: Mapping[str, Any] | None):
-        self._given = ignored, calls, chat_template
-        self._here: tuple[Any, Recorder] | None = None
-
-    def here(self, tokenizer: Any) -> Recorder:
-        """That of the running loop, which is served from the first time on."""
-        loop = asyncio.get_running_loop()
-        if self._here is None or self._here[0] is not loop:
-            self._here = loop, Recorder(tokenizer, *self._given)
-        return self._here[1]
-
-
-class Recorder:
-    """Plays episodes of agents, and serves them.
+class RecordedAgents:
+    """Plays tasks by agents, at an endpoint that is served from the first time on, on the loop that plays.
 
     Args:
-        tokenizer: the model's.
+        limits: of an episode.
         ignored: as of `OpenAIAgent`, as all others.
-        calls: the form of tool calls.
-        chat_template: arguments of the chat template.
-
-    Raises:
-        UserError: the tokenizer has no chat template.
+        format: how the model writes calls.
+        template: what the chat template is given.
     """
 
-    def __init__(self, tokenizer: Any, ignored: Sequence[str], calls: str, chat_template: Mapping[str, Any] | None):
-        self.templates = Templates(tokenizer, calls, chat_template)
-        self.templates.of((), {})
-        self.endpoint = Endpoint(tokenizer, ignored)
-        self.served = Served(self.endpoint.app)
+    def __init__(
+        self,
+        limits: Limits,
+        ignored: Sequence[str] = (),
+        format: str = "auto",
+        template: Mapping[str, Any] | None = None,
+    ):
+        self._limits, self._ignored, self._template = limits, tuple(ignored), (format, template)
+        self._here: tuple[Any, Templates, Endpoint, Served] | None = None
 
     async def play(
-        self,
-        task: Task,
-        policy: Policy,
-        context: EpisodeContext,
-        limits: Limits,
-        act: Callable[[AgentTask], Awaitable[Any]],
-    ) -> Episode:
-        """Play an episode.
+        self, task: Task, policy: Policy, context: EpisodeContext, act: Callable[[AgentTask], Awaitable[Any]]
+    ) -> Sequence[Episode]:
+        """The episodes of a task.
 
         Args:
             task: what to play.
-            policy: of the episode.
-            context: for the configured reward.
-            limits: of the episode.
+            policy: of the task.
+            context: of the task.
             act: the agent; what it returns is as `scored` says.
 
         Raises:
-            EnginehouseError: it asked nothing; or what the policy raised.
-            Exception: whatever the agent raises, unless a limit was reached before.
+            UserError: the tokenizer has no chat template, or the agent returned what is no answer.
         """
-        recording = Recording(policy, self.templates, limits)
-        with self.endpoint.recorded(recording) as key:
-            messages = [dict(one) for one in task.messages or [{"role": "user", "content": task.prompt}]]
-            told = AgentTask(self.served.url, key, MODEL, messages, task.prompt, dict(task.columns))
-            returned = await _first(act(told), recording)
-        if not (answers := recording.answers):
-            raise EnginehouseError(
-                f"the agent returned {str(returned)[:60]!r}, and asked the policy nothing at its base_url: there is "
-                "nothing to train on"
-            )
+        templates, endpoint, served = self._served(policy.tokenizer)
+        row = self._limits.row_tokens
+        limits = replace(self._limits, row_tokens=context.most_tokens if row is None else row)
+
+        async def play(number: int, policy: Policy) -> Episode:
+            recording = Recording(policy, templates, limits)
+            with endpoint.recorded(recording) as key:
+                messages = [dict(one) for one in task.messages or [{"role": "user", "content": task.prompt}]]
+                told = AgentTask(served.url, key, MODEL, messages, task.prompt, dict(task.columns))
+                returned = await _first(act(told), recording)
+            return await _episode(returned, recording, task, context)
+
+        return await context.each(play)
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The endpoint, while something is played."""
+        assert self._here is not None
+        return self._here[2]
+
+    def _served(self, tokenizer: Any) -> tuple[Templates, Endpoint, Served]:
+        loop = asyncio.get_running_loop()
+        if self._here is None or self._here[0] is not loop:  # a run has one loop, tests have many
+            templates = Templates(tokenizer, *self._template)
+            templates.of((), {})
+            endpoint = Endpoint(tokenizer, self._ignored)
+            self._here = loop, templates, endpoint, Served(endpoint.app)
+        return self._here[1:]
+
+
+async def _episode(returned: Any, recording: Recording, task: Task, context: EpisodeContext) -> Episode:
+    """The episode of an agent that returned this."""
+    answers = [one for one in recording.answers if one.trained]
+    if not answers:
+        did = f"returned {str(returned)[:60]!r}, and asked the policy nothing at its base_url"
         if isinstance(returned, _Stopped):
-            return recording.episode(Scored(0.0, failure=f"the agent ended at a limit: {returned.limit}"), LIMIT)
-        finish = answers[-1].finish_reason
-        return recording.episode(await scored(returned, task, context, finish), finish)
+            did = f"ended at a limit before anything was drawn: {returned.limit}"
+        raise EnginehouseError(f"the agent {did}: there is nothing to train on")
+    if isinstance(returned, _Stopped):
+        return recording.episode(Scored(0.0, failure=f"the agent ended at a limit: {returned.limit}"), LIMIT)
+    return recording.episode(await scored(returned, task, context, answers[-1]), answers[-1].finish_reason)
 
 
-async def scored(returned: Any, task: Task, context: EpisodeContext, finish: str) -> Score:
+async def scored(returned: Any, task: Task, context: EpisodeContext, last: Answer) -> Score:
     """The score of what an agent returned.
 
     Args:
@@ -206,14 +207,15 @@ async def scored(returned: Any, task: Task, context: EpisodeContext, finish: str
             its own, and `answer`, a text.
         task: what was played.
         context: scores.
-        finish: why the last answer ended.
+        last: the last answer, whose tokens and end stand for the text's.
 
     Raises:
         UserError: it returned something else.
     """
     if isinstance(returned, str):
-        row = {"prompt": task.prompt, "messages": task.messages, "response": returned, "finish_reason": finish}
-        (score,) = await context.score([{**task.columns, **row}])
+        row = {"prompt": task.prompt, "messages": task.messages, "response": returned}
+        ended = {"response_tokens": len(last.completion.token_ids), "finish_reason": last.finish_reason}
+        (score,) = await context.score([{**task.columns, **row, **ended}])
         return score
     said = dict(returned) if isinstance(returned, Mapping) else {"reward": returned}
     answer = said.pop("answer", "")

@@ -98,18 +98,18 @@ def call_format(template: ChatTemplate, name: str = "auto") -> CallFormat:
     Raises:
         UserError: there is no such form, or the template writes calls in none that is known.
     """
-    schemas = template.tools or ()
+    begun = template.begin.rstrip().endswith("<think>")
     if name != "auto":
         if name not in FORMATS:
             raise UserError(f"there is no form of tool calls {name!r}: {nearest(name, ['auto', *FORMATS])}")
-        return _form(name, schemas)
+        return _form(name, template.tools or (), begun)
     if getattr(template.tokenizer, "response_template", None):
         form = CallFormat("declared", partial(_declared, template))
         if problems := form.parse(".").problems:
             raise UserError(f"the response_template of the model's tokenizer cannot be used: {problems[0]}")
         return form
     for name in FORMATS:
-        form = _form(name, schemas)
+        form = _form(name, template.tools or (), begun)
         if [(call.name, call.arguments) for call in form.parse(template.call(*_PROBE)).calls] == [_PROBE]:
             return form
     raise UserError(
@@ -127,11 +127,12 @@ _Found = tuple[int, int, "Named | str"]
 """Where a call begins and ends in a text, and it, or what is wrong with it."""
 
 
-def _form(name: str, schemas: Schemas) -> CallFormat:
+def _form(name: str, schemas: Schemas, begun: bool) -> CallFormat:
+    """One of `FORMATS`; `begun`: the template has begun a thought where an answer begins."""
     find = FORMATS[name]
 
     def read(text: str) -> tuple[str, list[Named], list[str]]:
-        end = _end_of_thoughts(text)
+        end = _end_of_thoughts(text) if begun or text.lstrip().startswith("<think>") else 0
         rest, text = [text[:end]], text[end:]
         named: list[Named] = []
         problems: list[str] = []
@@ -159,11 +160,8 @@ def _declared(template: ChatTemplate, text: str) -> tuple[str, list[Named], list
 
 
 def _end_of_thoughts(text: str) -> int:
-    """Where a thought ends that an answer begins with; a template may have begun it. One without an end is all."""
-    end = text.find("</think>")
-    if end >= 0:
-        return end + len("</think>")
-    return len(text) if text.lstrip().startswith("<think>") else 0
+    """Where the thought ends that an answer begins with. One without an end is all of it."""
+    return _past(text, 0, "</think>")
 
 
 # Forms

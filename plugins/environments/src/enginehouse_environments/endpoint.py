@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import uvicorn
@@ -92,6 +93,8 @@ class ChatRequest(BaseModel):
             raise Refused(
                 400, "tool_choice is none or auto: nothing forces a call", "unsupported_parameter", "tool_choice"
             )
+        if not all(isinstance(tool.get("function"), dict) for tool in self.tools or ()):
+            raise Refused(400, "tools are functions: the policy knows no others", "unsupported_parameter", "tools")
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         said = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         limits = {"max_tokens": self.max_tokens, "max_completion_tokens": self.max_completion_tokens}
@@ -121,7 +124,7 @@ class Endpoint:
 
     def __init__(self, tokenizer: Any, ignored: Sequence[str] = ()):
         self._tokenizer, self._ignored = tokenizer, tuple(ignored)
-        self._recordings: dict[str, Recording] = {}
+        self._recordings: dict[str, tuple[Recording, bool]] = {}  # and whether who asks is trained
         self.app = FastAPI(openapi_url=None)
         self.app.add_api_route("/v1/models", self._models, methods=["GET"])
         self.app.add_api_route("/v1/models/{name:path}", self._model, methods=["GET"])
@@ -133,19 +136,31 @@ class Endpoint:
     def recorded(self, recording: Recording) -> Iterator[str]:
         """Have the requests of an episode recorded; gives its key. On the way out its requests are given up."""
         key = f"sk-episode-{secrets.token_urlsafe(24)}"
-        self._recordings[key] = recording
+        self._recordings[key] = recording, True
         try:
             yield key
         finally:
-            del self._recordings[key]
+            for name in [name for name, (one, _) in self._recordings.items() if one is recording]:
+                del self._recordings[name]
             recording.end()
 
-    def _of(self, request: Request) -> Recording:
+    def also(self, name: str, key: str, trained: bool) -> None:
+        """Have `name` be known as the key, where a client sends it as `X-Session-ID`; it is to be as hard to guess.
+
+        Args:
+            name: of who asks.
+            key: of an episode.
+            trained: whether what is drawn for it is trained on.
+        """
+        self._recordings[name] = self._recordings[key][0], trained
+
+    def _of(self, request: Request) -> tuple[Recording, bool]:
         _, _, key = request.headers.get("authorization", "").partition(" ")
-        if (recording := self._recordings.get(key.strip())) is None:
-            said = "this key is of no episode that is under way: it has ended, or is not of this run"
-            raise Refused(401, said, "invalid_api_key")
-        return recording
+        for name in (key.strip(), request.headers.get("x-session-id", "")):
+            if name in self._recordings:
+                return self._recordings[name]
+        said = "this key is of no episode that is under way: it has ended, or is not of this run"
+        raise Refused(401, said, "invalid_api_key")
 
     async def _models(self, request: Request) -> Mapping[str, Any]:
         self._of(request)
@@ -156,8 +171,9 @@ class Endpoint:
         return _model(name)
 
     async def _completions(self, request: Request, chat: ChatRequest) -> Response:
-        recording = self._of(request)
-        answers = await _while_connected(request, recording, chat.asked(self._ignored))
+        recording, trained = self._of(request)
+        asked = replace(chat.asked(self._ignored), trained=trained)
+        answers = await _while_connected(request, recording, asked)
         head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": chat.model}
         if chat.stream:
             with_usage = bool((chat.stream_options or {}).get("include_usage"))
@@ -274,7 +290,7 @@ class Served:
     def __init__(self, app: Any):
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=4096)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
-        options: dict[str, Any] = {"log_config": None, "lifespan": "off", "timeout_keep_alive": 600}
+        options: dict[str, Any] = {"log_config": None, "lifespan": "off", "timeout_keep_alive": 60}
         self._server = _Server(uvicorn.Config(app, access_log=False, **options))
         self._serving = asyncio.get_running_loop().create_task(self._serve())
 

@@ -80,6 +80,7 @@ class Asked:
         max_tokens: most tokens of each. None: as the run is configured.
         stop: texts that end an answer, besides the run's.
         changed: other fields of `SamplingParams` that it says.
+        trained: whether who asks is trained; else the answers are in no mask.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -91,6 +92,7 @@ class Asked:
     max_tokens: int | None = None
     stop: Sequence[str] = ()
     changed: Mapping[str, Any] = field(default_factory=dict)
+    trained: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -103,7 +105,8 @@ class Answer:
         completion: what was drawn.
         message: it as the agent is given it.
         finish_reason: as OpenAI's.
-        trained: whether it was drawn as the run trains.
+        trained: whether who asked is trained.
+        fits: whether it was drawn as the run trains.
         length: tokens of its row up to its end.
         begins: why it would be the first of a row that is not the first.
         followed: how many answers follow it.
@@ -115,6 +118,7 @@ class Answer:
     message: Mapping[str, Any]
     finish_reason: str
     trained: bool
+    fits: bool
     length: int
     begins: str
     followed: int = 0
@@ -136,12 +140,12 @@ class Templates:
 
     Args:
         tokenizer: the model's.
-        calls: name of a form of tool calls, or `"auto"`.
+        format: name of a form of tool calls, or `"auto"`.
         arguments: given to the template by name, but for what a request says.
     """
 
-    def __init__(self, tokenizer: Any, calls: str = "auto", arguments: Mapping[str, Any] | None = None):
-        self._tokenizer, self._calls, self._arguments = tokenizer, calls, dict(arguments or {})
+    def __init__(self, tokenizer: Any, format: str = "auto", arguments: Mapping[str, Any] | None = None):
+        self._tokenizer, self._format, self._arguments = tokenizer, format, dict(arguments or {})
         self._kept: dict[bytes, tuple[ChatTemplate, CallFormat | None]] = {}
 
     def of(self, tools: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> tuple[ChatTemplate, Any]:
@@ -155,7 +159,7 @@ class Templates:
             template = ChatTemplate(self._tokenizer, tools or None, {**self._arguments, **arguments})
             while len(self._kept) >= MOST_TEMPLATES:
                 del self._kept[next(iter(self._kept))]
-            self._kept[key] = template, call_format(template, self._calls) if tools else None
+            self._kept[key] = template, call_format(template, self._format) if tools else None
         return self._kept[key]
 
 
@@ -208,8 +212,8 @@ class Recording:
                 message, finish = self._said(asked, template, form, completion)
                 self._count += 1
                 length = len(tokens) + len(given) + len(completion.token_ids)
-                trained = _same(sampling.temperature, self._policy.sampling.temperature)
-                answer = Answer(before, given, completion, message, finish, trained, length, begins)
+                fits = _same(sampling.temperature, self._policy.sampling.temperature)
+                answer = Answer(before, given, completion, message, finish, asked.trained, fits, length, begins)
                 slot.append(answer)
                 (ended := digest.copy()).update(_digested(normalised(message)))
                 self._after.setdefault(ended.digest(), []).append(answer)
@@ -231,7 +235,7 @@ class Recording:
         return [answer for slot in self._slots for answer in slot]
 
     def episode(self, score: Score, finish: str) -> Episode:
-        """The rows as one episode, whose score has figures of them too. There has to be an answer."""
+        """The rows as one episode, whose score has figures of them too. There has to be an answer that is trained."""
         *earlier, (last, first, begins) = rows = self._rows()
         figures = {"calls": self._count, "segments": len(rows), "edits": self.edits}
         scored = Scored(score.reward, {**figures, **score.figures}, score.failure, score.answer)
@@ -250,8 +254,9 @@ class Recording:
         Each drawn token is chosen in the first row that has it.
         """
         answers = self.answers
-        trains = {id(one) for one in answers if one.trained and len(one.completion.token_ids)}
-        trains = trains or {id(one) for one in answers}  # not as the run trains: whoever checks that says so
+        trained = [one for one in answers if one.trained]
+        trains = {id(one) for one in trained if one.fits and len(one.completion.token_ids)}
+        trains = trains or set(map(id, trained))  # none as the run trains: whoever checks that says so
         rows: list[tuple[Transcript, int, str]] = []
         taken: set[int] = set()
         for leaf in answers:
@@ -309,7 +314,7 @@ class Recording:
         known, found = 0, None
         for number, message in enumerate(messages, 1):
             digest.update(_digested(message))
-            if message["role"] == "assistant" and (answers := self._after.get(digest.digest())):
+            if answers := self._after.get(digest.digest()):
                 known, found = number, answers
         return digest, known, _fitting(found, messages[known - 1]) if found else None
 

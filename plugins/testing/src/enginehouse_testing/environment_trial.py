@@ -78,7 +78,8 @@ class Context:
     """Scores rows by their length. Implements `enginehouse.engines.environment.EpisodeContext`."""
 
     def __init__(self, policy: Policy):
-        self.samples, self.most_tokens = SAMPLES, None
+        self.samples = SAMPLES
+        self.most_tokens: int | None = None
         self._policy = policy
 
     async def score(self, rows: Sequence[Mapping[str, Any]]) -> Sequence[Score]:

@@ -11,6 +11,7 @@ import torch
 
 from enginehouse.errors import ConfigError
 from enginehouse.rl.advantages.groups import group_statistics
+from enginehouse.rl.episode_rows import EpisodeRows
 from enginehouse.rl.rewards.pool import RewardPool
 from enginehouse.rl.rewards.program import Score
 from enginehouse.rl.rewards.scorer import Scorer
@@ -85,7 +86,7 @@ class WeightedRewards:
 
 def with_rewards(samples: DistributedBatch, rewards: Sequence[RewardPlan]) -> DistributedBatch:
     """Add `rewards` float32 `(rows, k)`, each clipped, in the order of the config; and where one is to be normalised
-    over its group or the batch, make `reward` anew of them.
+    over its group or the batch, make `reward` anew of them. As `reward`, they are 0 but in an episode's last row.
 
     Args:
         samples: all of a step, their groups whole, as of `rows_of`.
@@ -101,11 +102,12 @@ def with_rewards(samples: DistributedBatch, rewards: Sequence[RewardPlan]) -> Di
     samples = samples.with_columns(rewards=each.float())
     if all(one.given.normalize == "none" for one in rewards):
         return samples
-    groups = {"group": samples["group"], "batch": torch.zeros(len(samples), dtype=torch.int64)}
-    total = torch.zeros(len(samples), dtype=torch.float64)
-    for one, values in zip(rewards, each.unbind(1), strict=True):
+    last = EpisodeRows(samples["episode"]).last
+    groups = {"group": samples["group"][last], "batch": torch.zeros(len(last), dtype=torch.int64)}
+    total = torch.zeros(len(last), dtype=torch.float64)
+    for one, values in zip(rewards, each[last].unbind(1), strict=True):
         if one.given.normalize != "none":
             _, distances, deviations = group_statistics(values, groups[one.given.normalize])
             values = distances / (deviations + EPSILON)
         total += one.given.weight * values
-    return samples.with_columns(reward=total.float())
+    return samples.with_columns(reward=torch.zeros(len(samples)).index_copy_(0, last, total.float()))

@@ -50,6 +50,8 @@ def calculator(expression: str) -> str:
         raise ValueError(f"this is no expression: {error.msg}") from None
     except (RecursionError, MemoryError):
         raise ValueError("the expression is nested too deeply") from None
+    except OverflowError:
+        raise ValueError("the result is no finite number") from None
     except TypeError as error:
         raise ValueError(str(error)) from None
     if isinstance(value, int):

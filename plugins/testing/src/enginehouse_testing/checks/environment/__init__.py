@@ -48,7 +48,7 @@ def _order(trial: EnvironmentTrial) -> Measured:
     for task in trial.tasks():
         ways = [asyncio.run(trial.play(trial.environment(), task, None, partial(_delay, seed))) for seed in range(3)]
         for other in ways[1:]:
-            if [list(one.tokens) for one in other] != [list(one.tokens) for one in ways[0]]:
+            if _rows(other) != _rows(ways[0]):
                 return wrong(f"task {task.serial}: episodes depend on which request ends first")
     return Measured(0.0)
 
@@ -61,7 +61,7 @@ def _at_once(trial: EnvironmentTrial) -> Measured:
             *(trial.play(environment, task, None, partial(_delay, 1)) for task in trial.tasks())
         )
         for task, one, other in zip(trial.tasks(), alone, together, strict=True):
-            if [list(episode.tokens) for episode in one] != [list(episode.tokens) for episode in other]:
+            if _rows(one) != _rows(other):
                 return f"task {task.serial} is played otherwise beside others"
         return ""
 
@@ -114,6 +114,11 @@ def _errors(trial: EnvironmentTrial) -> Measured:
     except Exception:
         return Measured(0.0)
     return wrong("what the policy raised did not leave it: the run would never know")
+
+
+def _rows(episodes: Sequence[Episode]) -> list[list[list[int]]]:
+    """The tokens of each row of each episode."""
+    return [[list(row.tokens) for row in episode.rows] for episode in episodes]
 
 
 def _delay(seed: int, name: str) -> float:

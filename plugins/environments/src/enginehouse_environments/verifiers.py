@@ -1,0 +1,134 @@
+"""Environments of the package `verifiers`: their own tasks, harnesses and rewards, by the policy that is trained.
+
+A harness of theirs is any program that asks a model; what it asks comes here by the session of its trace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from enginehouse.errors import ConfigError, EnginehouseError, UserError
+from enginehouse_environments.agents import RecordedAgents
+from enginehouse_environments.recording import Limits
+
+if TYPE_CHECKING:
+    from enginehouse.engines.environment import Episode, EpisodeContext, Policy, Task
+    from enginehouse_environments.agents import AgentTask
+
+NO_KEY = "ENGINEHOUSE_NO_KEY"
+"""A variable that is not set: requests are known by their session."""
+
+
+class Verifiers:
+    """Tasks of a taskset of `verifiers`, played by its own harness and scored by itself.
+
+    Args:
+        taskset: its id.
+        config: other keys of its `[env]` block, as `{agent: {harness: {id: "null"}, runtime: {type: subprocess}}}`.
+        column: of the data: which task a row is, counted from 0 in the order of the taskset.
+        max_calls: most requests of an episode.
+        max_tokens: most tokens that an episode may draw. Unset: any number.
+        max_row_tokens: most tokens of one conversation. Unset: what the models read.
+        ignored: parameters of requests that are not heeded, as `temperature`.
+    """
+
+    def __init__(
+        self,
+        taskset: str,
+        config: dict[str, Any] | None = None,
+        column: str = "task",
+        max_calls: Annotated[int, Field(gt=0)] = 100,
+        max_tokens: Annotated[int, Field(gt=0)] | None = None,
+        max_row_tokens: Annotated[int, Field(gt=0)] | None = None,
+        ignored: Sequence[str] = (),
+    ):
+        self._v1, self._environment = loaded(taskset, config)
+        self._tasks = list(self._environment.taskset)
+        self._column = column
+        self._agents = RecordedAgents(Limits(max_calls, max_tokens, max_row_tokens), ignored)
+        self._serving: tuple[Any, asyncio.Future[None]] | None = None
+
+    @staticmethod
+    def check(arguments: Mapping[str, Any], columns: object) -> None:
+        """See `enginehouse.engines.environment.Environment`."""
+        loaded(arguments["taskset"], arguments.get("config"))
+
+    async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
+        """See the protocol."""
+        number = task.columns.get(self._column)
+        if not isinstance(number, int) or not 0 <= number < len(self._tasks):
+            raise UserError(
+                f"the column {self._column!r} of the data is {number!r}: a task of the taskset, 0 to "
+                f"{len(self._tasks) - 1}, is wanted (environment.arguments.column)"
+            )
+        await self._served()
+
+        async def act(told: AgentTask) -> Any:
+            client = self._v1.EvalClientConfig(base_url=told.base_url, api_key_var=NO_KEY)
+            model = self._v1.ModelContext(model=told.model, client=client)
+
+            def known(trace: Any) -> None:
+                self._agents.endpoint.also(trace.id, told.api_key, trace.agent is None or trace.agent.trainable)
+
+            return outcome(await self._environment.run_episode(self._tasks[number], model, on_trace=known))
+
+        return await self._agents.play(task, policy, context, act)
+
+    async def _served(self) -> None:
+        """Have what episodes share be there, from the first time on."""
+        loop = asyncio.get_running_loop()
+        if self._serving is None or self._serving[0] is not loop:
+            ready = loop.create_future()
+            self._serving = loop, ready
+            self._held = loop.create_task(self._serve(ready))
+        await asyncio.shield(self._serving[1])
+
+    async def _serve(self, ready: asyncio.Future[None]) -> None:
+        try:
+            async with self._environment.serving():
+                ready.set_result(None)
+                await asyncio.Event().wait()  # until the loop ends
+        except Exception as error:
+            if ready.done():
+                raise
+            ready.set_exception(error)
+
+
+def loaded(taskset: str, config: Mapping[str, Any] | None) -> tuple[Any, Any]:
+    """The package, and the environment of a taskset.
+
+    Raises:
+        ConfigError: there is none such.
+    """
+    try:
+        v1 = importlib.import_module("verifiers.v1")
+        loaders = importlib.import_module("verifiers.v1.utils.loaders")
+    except ImportError as error:
+        raise ConfigError(f"verifiers is not installed. Try: pip install 'verifiers>=0.4,<0.5' ({error})") from error
+    try:
+        own = dict((config or {}).get("taskset", {}), id=taskset)
+        return v1, loaders.load_environment(loaders.resolve_env_config({**(config or {}), "taskset": own}))
+    except Exception as error:  # somebody's module
+        raise ConfigError(f"taskset: {taskset!r} of verifiers cannot be loaded: {error}") from error
+
+
+def outcome(episode: Any) -> dict[str, float]:
+    """The reward of an episode of verifiers, the mean of its trainable traces, with their metrics.
+
+    Raises:
+        EnginehouseError: it failed.
+    """
+    if not episode.ok:
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        said = "; ".join(f"{error.type}: {error.message}" for error in errors)
+        raise EnginehouseError(f"an episode of verifiers failed: {said or 'it does not say why'}")
+    traces = [trace for trace in episode.traces if trace.agent is None or trace.agent.trainable]
+    if not traces:
+        raise EnginehouseError("an episode of verifiers has no agent that is trained")
+    figures = {name: float(value) for trace in traces for name, value in trace.metrics.items() if value is not None}
+    return {**figures, "reward": sum(trace.reward for trace in traces) / len(traces)}

@@ -1,0 +1,89 @@
+"""plugins/environments/README.md: its examples are planned and played."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+from chat_fleets import ChatFleet, play
+from chat_templates import QWEN, make_tokenizer
+from projects import Project
+
+from enginehouse.config.load import load_config
+from enginehouse.config.plan import Plan, plan
+from enginehouse.engines.environment import Task
+from enginehouse.errors import ConfigError
+from enginehouse.plugin import load_plugins
+from enginehouse_environments.tools import Tools
+
+PAGE = (Path(__file__).parents[2] / "plugins" / "environments" / "README.md").read_text(encoding="utf-8")
+
+
+def block(section: str, language: str) -> str:
+    """The first block of a section in a language."""
+    begin = PAGE.index(f"\n## {section}\n")
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE[begin:], re.DOTALL | re.MULTILINE)[0]
+
+
+@pytest.fixture
+def tools(project: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
+    """The project of the section on tools, but for the model."""
+    module = ModuleType("my_tools")
+    exec(block("Tools", "python"), module.__dict__)
+    monkeypatch.setitem(sys.modules, "my_tools", module)
+    project.write_rows("fruit.jsonl", [json.loads(block("Tools", "json"))] * 40)
+    project.config = yaml.safe_load(block("Tools", "yaml"))
+    tokenizer = make_tokenizer(QWEN)
+    project.config["model"]["path"] = "small"
+    tokenizer.save_pretrained(project.make_model("small", vocab_size=len(tokenizer), max_position_embeddings=2048))
+    return project
+
+
+def planned(project: Project, *overrides: str) -> Plan:
+    path = project.save("run.yaml")
+    return plan(load_config(path, overrides), load_plugins(enabled=("torch", "environments")), path)
+
+
+def test_the_example_of_tools_is_planned(tools: Project):
+    made = planned(tools)
+    assert made.environment == "enginehouse_environments.tools:Tools"
+    assert made.environment_arguments["tools"] == ["calculator", "my_tools:price"]
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("tools=[calculater]", r"environment\.arguments: tools: there is no tool 'calculater': did you mean"),
+        ("tools=[]", r"environment\.arguments\.tools"),
+        ("tools=[\"my_tools:prize\"]", r"environment\.arguments: tools: module 'my_tools' has no 'prize'"),
+        ("tools=[{name: search, corpus: gone.jsonl}]", "the corpus gone.jsonl cannot be read"),
+        ("max_turns=0", r"environment\.arguments\.max_turns"),
+        ("format=herms", "format: there is none 'herms'"),
+    ],
+)  # fmt: skip
+def test_arguments_that_will_not_do_are_refused_by_the_plan(tools: Project, override: str, said: str):
+    with pytest.raises(ConfigError, match=said):
+        planned(tools, f"environment.arguments.{override}")
+
+
+def test_the_example_of_tools_is_played(tools: Project):
+    made = planned(tools)
+    row = json.loads(block("Tools", "json"))
+
+    def called(name: str, **arguments: str) -> str:
+        return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+    answers = [
+        called("price", fruit="apple") + called("price", fruit="pear"),
+        called("calculator", expression="4 * 3 + 3 * 4"),
+        "24",
+    ]
+    fleet = ChatFleet(make_tokenizer(QWEN), answers)
+    (episode,) = play(Tools(**made.environment_arguments), fleet, Task(1, [1], "", row["prompt"], {}))
+    assert [part.split("\n")[1] for part in episode.response.split("<tool_response>")[1:]] == ["3", "4", "24"]
+    assert episode.score.figures["tool_errors"] == 0
