@@ -62,6 +62,8 @@ def test_the_example_of_tools_is_planned(tools: Project):
         ("tools=[]", r"environment\.arguments\.tools"),
         ("tools=[\"my_tools:prize\"]", r"environment\.arguments: tools: module 'my_tools' has no 'prize'"),
         ("tools=[{name: search, corpus: gone.jsonl}]", "the corpus gone.jsonl cannot be read"),
+        ("tools=calculator", r"environment\.arguments\.tools: expected a list"),
+        ("tools=[3]", r"environment\.arguments\.tools: expected a string"),
         ("max_turns=0", r"environment\.arguments\.max_turns"),
         ("format=herms", "format: there is none 'herms'"),
     ],

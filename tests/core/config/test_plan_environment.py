@@ -23,6 +23,8 @@ from typing import Annotated
 
 from pydantic import Field
 
+from enginehouse.errors import ConfigError
+
 
 class Game:
     def __init__(self, rounds: Annotated[int, Field(gt=0)] = 2, key: str = ""):
@@ -39,6 +41,17 @@ class Picky:
 
 
 class Sure:
+    async def run(self, task, policy, context): ...
+
+
+class Careful:
+    def __init__(self, pieces: list[str]): ...
+
+    @staticmethod
+    def check(arguments, columns):
+        if "queen" not in [piece.lower() for piece in arguments["pieces"]]:
+            raise ConfigError("there is no queen")
+
     async def run(self, task, policy, context): ...
 
 
@@ -112,6 +125,9 @@ def test_what_a_sample_may_be_is_the_models_to_say(make: Callable[..., Plan], pr
             "does not take 'round' (of environment.arguments); did you mean 'rounds'?",
         ),
         ("games:Game, arguments: {rounds: 0}", "environment.arguments.rounds: expected more than 0, got the number 0"),
+        ("games:Careful, arguments: {pieces: [king]}", "environment.arguments: there is no queen"),
+        ("games:Careful, arguments: {pieces: [3]}", "environment.arguments.pieces: expected a string"),
+        ("games:Careful", "pieces"),
         ("games:Sure, arguments: {rounds: 1}", "arguments meant for another environment are taken away by"),
         ("single_turn, arguments: {rounds: 1}", "does not take 'rounds' (of environment.arguments)"),
         ("games:Game, arguments: {api_key: x}", "environment.arguments.api_key holds a secret"),

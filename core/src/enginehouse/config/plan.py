@@ -894,8 +894,10 @@ class _Setting:
                 check_environment(found, name)
                 cure = f"arguments meant for another environment are taken away by {key}={{}}" if arguments else ""
                 check_call(found, key, arguments, key, cure=cure, values=arguments)
+                before = len(self.findings.problems)
                 arguments = take_values(self.findings, found, name, key, arguments)
-                check_by_its_own(found, key, arguments, None)
+                if len(self.findings.problems) == before:
+                    check_by_its_own(found, key, arguments, None)
             return reference, dict(arguments)
         return "", {}
 
