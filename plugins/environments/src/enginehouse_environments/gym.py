@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 import re
@@ -62,16 +63,19 @@ class Gym:
     @staticmethod
     def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
         """Raises `ConfigError` where gymnasium knows no such environment, or a function is not there."""
+        module, _, name = arguments["id"].rpartition(":")
         try:
-            gymnasium.spec(arguments["id"])
+            if module:
+                importlib.import_module(module)
+            gymnasium.spec(name)
         except (gymnasium.error.Error, ImportError) as error:
             raise ConfigError(f"gymnasium has no environment {arguments['id']!r}: {error}") from error
-        for name in ("observation", "actions"):
-            if isinstance(arguments.get(name), str):
+        for key in ("observation", "actions"):
+            if isinstance(arguments.get(key), str):
                 try:
-                    resolve(arguments[name])
+                    resolve(arguments[key])
                 except ResolveError as error:
-                    raise ConfigError(f"{name}: {error}") from error
+                    raise ConfigError(f"{key}: {error}") from error
 
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
         """See the protocol."""
