@@ -85,7 +85,7 @@ VALIDATION_ROWS = 128
 DEMONSTRATIONS, WALKS = 4_000, 1_000
 """Games of each kind, and walks; their turns are rows."""
 
-GUESS_NOISE, PRODUCT_NOISE, WALK_NOISE = 0.5, 0.28, 0.75
+GUESS_NOISE, PRODUCT_NOISE, WALK_NOISE = 0.58, 0.28, 0.75
 """Probability that a digit, or a move, of a demonstrated answer is replaced by a random one."""
 
 
