@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -178,6 +179,8 @@ def test_a_terminals_colours_become_brackets():
 def die(answer: str) -> int:
     if answer == "up":
         os._exit(3)
+    if answer == "left":
+        threading.Event().wait()
     return MOVES.index(answer)
 
 
@@ -193,6 +196,14 @@ def test_games_in_processes_end_as_here_and_one_that_dies_takes_its_own_along():
     assert one(apart, walker, {})[0].score.reward == 1.0  # another has taken its place
     with pytest.raises(EpisodeFailed, match="the process that held the game died"):
         one(apart, lambda text: "up", {})
+
+
+@pytest.mark.slow
+def test_a_step_that_hangs_ends_its_process():
+    apart = Gym("FrozenLake-v1", FRESH, actions=f"{__name__}:die", processes=1, step_seconds=15.0)
+    with pytest.raises(EpisodeFailed, match="took longer than step_seconds=15 for a step"):
+        one(apart, lambda text: "left", {})
+    assert one(apart, walker, {})[0].score.reward == 1.0
 
 
 class Stepping:

@@ -121,13 +121,13 @@ def _demonstrations(rng: random.Random) -> Iterator[dict[str, str]]:
     """Each turn of games that were played badly: all before it, and what is said."""
     tokenizer = make_tokenizer()
     guesses, products = _guesses(rng), _products(rng)
-    chats = [(None, _guessed(next(guesses), rng)) for _ in range(DEMONSTRATIONS)]
+    chats: list[tuple[Any, Messages]] = [(None, _guessed(next(guesses), rng)) for _ in range(DEMONSTRATIONS)]
     chats += [(TOOLS, _multiplied(next(products), rng)) for _ in range(DEMONSTRATIONS)]
     chats += [(None, _walked(rng)) for _ in range(WALKS)]
     for tools, chat in chats:
         for turn, message in enumerate(chat):
             if message["role"] == "assistant":
-                before = tokenizer.apply_chat_template(
+                before: Any = tokenizer.apply_chat_template(
                     chat[:turn], tools=tools, add_generation_prompt=True, tokenize=False
                 )
                 yield {"prompt": before, "response": message["content"]}

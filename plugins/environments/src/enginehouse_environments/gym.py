@@ -184,7 +184,7 @@ class Game:
         if self._shown is not None:
             return self._shown(observation)
         if self._game.render_mode == "ansi":
-            return plain(self._game.render())
+            return plain(str(self._game.render()))
         return str(observation)
 
     def _action(self, answer: str) -> Any:
