@@ -174,8 +174,8 @@ def _guesses(rng: random.Random) -> Iterator[dict[str, Any]]:
 
 
 def _products(rng: random.Random) -> Iterator[dict[str, Any]]:
-    """Prompts of the calculator, none twice."""
-    for first, second in _distinct(lambda: (rng.randrange(10, 100), rng.randrange(10, 100))):
+    """Prompts of the calculator, none twice; all results have four digits."""
+    for first, second in _distinct(lambda: (rng.randrange(32, 100), rng.randrange(32, 100))):
         yield {"prompt": _user(f"What is {first} * {second}"), "answer": str(first * second)}
 
 

@@ -8,9 +8,10 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import gymnasium
+from pydantic import Field
 
 from enginehouse.engines.environment import Scored
 from enginehouse.errors import ConfigError, DataError
@@ -48,11 +49,11 @@ class Gym:
         observation: str | None = None,
         actions: list[str] | str | None = None,
         seed: str | None = None,
-        max_turns: int = 50,
+        max_turns: Annotated[int, Field(ge=1)] = 50,
         unparsed: float | None = None,
         token_rewards: bool = False,
-        processes: int = 0,
-        step_seconds: float = 60.0,
+        processes: Annotated[int, Field(ge=0)] = 0,
+        step_seconds: Annotated[float, Field(gt=0)] = 60.0,
     ):
         rules = Rules(id, make or {}, observation, actions)
         self._seed, self._max_turns, self._unparsed = seed, max_turns, unparsed
