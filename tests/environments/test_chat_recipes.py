@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
+from chat_fleets import ChatFleet, play
 
+from enginehouse.engines.environment import Scored, Task
 from enginehouse.recipes import chat
+from enginehouse_environments.agents import OpenAIAgent
 from enginehouse_environments.calls import call_format
 from enginehouse_environments.dialogue import ChatTemplate, Dialogue
 from enginehouse_environments.functions import make_tools
@@ -42,7 +46,7 @@ def test_no_question_is_asked_twice_nor_held_out_and_trained_on(made: Path):
 
 def test_every_game_can_be_won(made: Path):
     for row in rows(made, "guessing_game"):
-        numbers = [int(one) for one in row["prompt"][0]["content"].removeprefix("Which of ").split(", ")]
+        numbers = [int(one) for one in re.findall(r"\d+", row["prompt"][0]["content"])]
         assert numbers == sorted(numbers)
         assert row["secret"] in numbers
     for row in rows(made, "calculator"):
@@ -90,6 +94,28 @@ def rendered(messages: list[dict], tools: list) -> list[int]:
     return TOKENIZER.encode(
         TOKENIZER.apply_chat_template(messages, tools=given, add_generation_prompt=True, tokenize=False)
     )
+
+
+def test_the_agent_of_the_recipe_asks_with_its_tool_and_answers_by_it():
+    """What the model is asked are the tokens that the demonstrations begin with."""
+    messages = [{"role": "user", "content": "What is 12 * 34"}]
+    calls = {"expression": "12 * 34"}
+    said = [ChatTemplate(TOKENIZER, chat.TOOLS).call("calculator", calls), "408"]
+    fleet = ChatFleet(TOKENIZER, said)
+    task = Task(3, rendered(messages, []), "What is 12 * 34", messages, {"answer": "408"})
+    answered = []
+    agent = OpenAIAgent("enginehouse_environments.calculating_agent:calculate")
+
+    async def right(rows: list) -> list[Scored]:
+        answered.extend(row["response"] for row in rows)
+        return [Scored(1.0)]
+
+    (episode,) = play(agent, fleet, task, scorer=right)
+    assert answered == ["408"]
+    first, second = (list(request.prompt_ids) for request in fleet.requests)
+    assert first == rendered(messages, ["a tool"])
+    assert second == rendered([*messages, chat._said(said[0]), {"role": "tool", "content": "408"}], ["a tool"])
+    assert sum(episode.mask) == sum(len(TOKENIZER.encode(one)) + 1 for one in said)
 
 
 def test_calls_are_written_as_hermes_writes_them_and_read_so():

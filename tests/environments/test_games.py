@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import re
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
+from chat_fleets import ChatFleet, play
 
 from enginehouse.engines.environment import Episode, Scored, Task
-from enginehouse.engines.rollout import Completion, SamplingParams
 from enginehouse.errors import ConfigError, DataError
 from enginehouse.recipes import chat
-from enginehouse_environments.game_processes import GameLost
+from enginehouse.rl.player import EpisodeFailed
 from enginehouse_environments.games import GuessingGame
 from enginehouse_environments.gym import Game, Gym, Rules, plain
 
@@ -24,56 +28,32 @@ MOVES = list(chat.MOVES)
 TOKENIZER = chat.make_tokenizer()
 
 
-class Told:
-    """A policy that says what `says` makes of the text so far; implements `Policy`."""
-
-    tokenizer = TOKENIZER
-    sampling = SamplingParams(max_tokens=8)
-
-    def __init__(self, says: Callable[[str], str]):
-        self.says, self.asked = says, []
-
-    async def generate(self, tokens: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
-        self.asked.append(TOKENIZER.decode(tokens))
-        drawn = [*TOKENIZER.encode(self.says(self.asked[-1])), TOKENIZER.eos_token_id]
-        return Completion(drawn, [-0.5] * len(drawn), "stop", 1, 1)
+Says = Callable[[str], str]
 
 
-@dataclass
-class Each:
-    """Plays episodes one by one, and keeps what they raise; implements `EpisodeContext`."""
-
-    policy: Told
-    samples: int = 1
-    most_tokens: int | None = None
-
-    async def each(self, play: Callable[[int, Any], Any]) -> Sequence[Any]:
-        playing = (play(number, self.policy) for number in range(self.samples))
-        return await asyncio.gather(*playing, return_exceptions=True)
-
-
-def played(environment: Any, policy: Told, columns: Mapping[str, Any], prompt: str = "Go", samples: int = 1) -> Any:
-    """The episodes of a task."""
+def played(
+    environment: Any, says: Says, columns: Mapping[str, Any], prompt: str = "Go", samples: int = 1, **player: Any
+):
+    """The episodes of a task as a run plays them, and all that was said before each answer."""
     messages = [{"role": "user", "content": prompt}]
     text = TOKENIZER.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    task = Task(3, TOKENIZER.encode(text), text, messages, columns)
-    return asyncio.run(environment.run(task, policy, Each(policy, samples)))
+    fleet = ChatFleet(TOKENIZER, says)
+    episodes = play(environment, fleet, Task(3, TOKENIZER.encode(text), text, messages, columns), samples, **player)
+    return episodes, [TOKENIZER.decode(request.prompt_ids) for request in fleet.requests]
 
 
-def one(*given: Any, **named: Any) -> Episode:
-    (episode,) = played(*given, **named)
-    if isinstance(episode, Exception):
-        raise episode
-    return episode
+def one(environment: Any, says: Says, columns: Mapping[str, Any], prompt: str = "Go") -> tuple[Episode, list[str]]:
+    (episode,), asked = played(environment, says, columns, prompt)
+    return episode, asked
 
 
 def last_line(text: str) -> str:
     return text.removesuffix("<|im_end|>\n<|im_start|>assistant\n").rpartition("\n")[2]
 
 
-def answers(*said: str) -> Told:
+def answers(*said: str) -> Says:
     remaining = list(said)
-    return Told(lambda text: remaining.pop(0))
+    return lambda text: remaining.pop(0)
 
 
 def walker(text: str) -> str:
@@ -92,10 +72,9 @@ def walker(text: str) -> str:
      (["17", "80"], 0.0, 2, "higher"), (["right"], 0.0, 1, None)],
 )  # fmt: skip
 def test_a_guess_is_hinted_at_and_rewarded_by_its_turn(guesses: list[str], reward: float, turns: int, hint: str | None):
-    policy = answers(*guesses)
-    episode = one(GuessingGame(later=0.5), policy, {"secret": 41})
+    episode, asked = one(GuessingGame(later=0.5), answers(*guesses), {"secret": 41})
     assert episode.score == Scored(reward, {"turns": turns})
-    assert [last_line(text) for text in policy.asked[1:]] == ([] if hint is None else [hint])
+    assert [last_line(text) for text in asked[1:]] == ([] if hint is None else [hint])
     assert sum(episode.mask) == sum(len(TOKENIZER.encode(guess)) + 1 for guess in guesses)
 
 
@@ -108,11 +87,10 @@ def test_a_row_without_a_secret_is_named():
 
 
 def test_a_walk_over_a_frozen_lake_is_seen_and_rewarded():
-    policy = Told(walker)
-    episode = one(Gym("FrozenLake-v1", FRESH, actions=MOVES), policy, {}, prompt="Walk.")
-    assert policy.asked[0].startswith("<|im_start|>user\nWalk.\n[S]FFF\nFHFH\nFFFH\nHFFG<|im_end|>")
-    assert last_line(policy.asked[1]) == "HFFG"
-    assert "(Down)\nSFFF\n[F]HFH\nFFFH\nHFFG<|im_end|>" in policy.asked[1]
+    episode, asked = one(Gym("FrozenLake-v1", FRESH, actions=MOVES), walker, {}, "Walk.")
+    assert asked[0].startswith("<|im_start|>user\nWalk.\n[S]FFF\nFHFH\nFFFH\nHFFG<|im_end|>")
+    assert last_line(asked[1]) == "HFFG"
+    assert "(Down)\nSFFF\n[F]HFH\nFFFH\nHFFG<|im_end|>" in asked[1]
     assert (episode.score, episode.finish) == (Scored(1.0, {"return": 1.0, "turns": 6}), "stop")
     assert episode.response.startswith("down<|im_end|>\n<|im_start|>user\n(Down)\n")
     assert sum(episode.mask) == 2 * 6
@@ -137,34 +115,31 @@ def test_the_recipe_shows_the_lake_as_the_adapter_does():
 
 def test_all_episodes_of_a_task_begin_alike_and_tasks_by_their_seeds():
     def first(columns: Mapping[str, Any], **arguments: Any) -> list[str]:
-        policy = Told(lambda text: "left")
-        played(Gym("FrozenLake-v1", LAKE, actions=MOVES, max_turns=1, **arguments), policy, columns, samples=3)
-        return policy.asked
+        environment = Gym("FrozenLake-v1", LAKE, actions=MOVES, max_turns=1, **arguments)
+        return played(environment, lambda text: "left", columns, samples=3)[1]
 
     alike = [first({"start": seed}, seed="start") for seed in range(8)]
     assert all(len(set(asked)) == 1 for asked in alike)
     assert len({asked[0] for asked in alike}) > 1
     assert first({}) == first({"start": 3}, seed="start")  # the task's serial number is 3
-    assert isinstance(played(Gym("FrozenLake-v1", LAKE), Told(str), {}, samples=0), list)
     with pytest.raises(DataError, match="'start'"):
         first({}, seed="start")
 
 
 def test_an_answer_without_an_action_ends_the_episode_or_costs():
-    ended = one(Gym("FrozenLake-v1", FRESH, actions=MOVES), answers("hm"), {})
+    ended, _ = one(Gym("FrozenLake-v1", FRESH, actions=MOVES), answers("hm"), {})
     assert (ended.score.reward, ended.finish) == (0.0, "unparsed")
-    policy = answers("hm", "DOWN, not upward", "9 or so")
-    cost = one(Gym("FrozenLake-v1", FRESH, actions=MOVES, unparsed=-0.25, max_turns=3), policy, {})
+    said = answers("hm", "DOWN, not upward", "9 or so")
+    cost, asked = one(Gym("FrozenLake-v1", FRESH, actions=MOVES, unparsed=-0.25, max_turns=3), said, {})
     assert (cost.score, cost.finish) == (Scored(-0.5, {"return": -0.5, "turns": 3}), "turns")
-    assert last_line(policy.asked[1]) == "no action: one of left, down, right, up"
-    assert "(Down)" in policy.asked[2]
+    assert last_line(asked[1]) == "no action: one of left, down, right, up"
+    assert "(Down)" in asked[2]
 
 
 def test_the_last_action_that_an_answer_names_is_meant():
-    policy = answers("7 is too many: 1", "1", "77")
-    episode = one(Gym("FrozenLake-v1", FRESH), policy, {})
-    assert "(Down)" in policy.asked[1]
-    assert (len(policy.asked), episode.finish) == (3, "unparsed")
+    episode, asked = one(Gym("FrozenLake-v1", FRESH), answers("7 is too many: 1", "1", "77"), {})
+    assert "(Down)" in asked[1]
+    assert (len(asked), episode.finish) == (3, "unparsed")
 
 
 def shown(observation: Any) -> str:
@@ -176,11 +151,10 @@ def stick_or_hit(answer: str) -> int | None:
 
 
 def test_observations_and_actions_may_be_functions_and_steps_be_rewarded():
-    policy = answers("hit", "stick")
     here = __name__
     environment = Gym("Blackjack-v1", observation=f"{here}:shown", actions=f"{here}:stick_or_hit", token_rewards=True)
-    episode = one(environment, policy, {})
-    assert last_line(policy.asked[0]).startswith("hand of ")
+    episode, asked = one(environment, answers("hit", "stick"), {})
+    assert last_line(asked[0]).startswith("hand of ")
     assert episode.score.reward == 0.0
     assert sum(episode.token_rewards) == episode.score.figures["return"] != 0.0
     (at,) = [place for place, reward in enumerate(episode.token_rewards) if reward]
@@ -205,20 +179,65 @@ def test_a_terminals_colours_become_brackets():
 def die(answer: str) -> int:
     if answer == "up":
         os._exit(3)
+    if answer == "left":
+        threading.Event().wait()
     return MOVES.index(answer)
 
 
 @pytest.mark.slow
 def test_games_in_processes_end_as_here_and_one_that_dies_takes_its_own_along():
     apart = Gym("FrozenLake-v1", FRESH, actions=f"{__name__}:die", processes=2)
-    episodes = played(apart, Told(walker), {}, samples=3)
-    here = one(Gym("FrozenLake-v1", FRESH, actions=MOVES), Told(walker), {})
+    episodes, _ = played(apart, walker, {}, samples=3)
+    here, _ = one(Gym("FrozenLake-v1", FRESH, actions=MOVES), walker, {})
     assert [episode.tokens for episode in episodes] == [here.tokens] * 3
-
     first = iter(["up"])
-    ended = played(apart, Told(lambda text: next(first, "") or walker(text)), {}, samples=2)
-    (died,) = [one for one in ended if isinstance(one, Exception)]
-    assert isinstance(died, GameLost)
-    assert "died" in str(died)
-    assert [one.score.reward for one in ended if one is not died] == [1.0]
-    assert one(apart, Told(walker), {}).score.reward == 1.0  # another has taken its place
+    left, _ = played(apart, lambda text: next(first, "") or walker(text), {}, samples=2, on_failure="drop")
+    assert [episode.score.reward for episode in left] == [1.0]
+    assert one(apart, walker, {})[0].score.reward == 1.0  # another has taken its place
+    with pytest.raises(EpisodeFailed, match="the process that held the game died"):
+        one(apart, lambda text: "up", {})
+
+
+@pytest.mark.slow
+def test_a_step_that_hangs_ends_its_process():
+    apart = Gym("FrozenLake-v1", FRESH, actions=f"{__name__}:die", processes=1, step_seconds=15.0)
+    with pytest.raises(EpisodeFailed, match="took longer than step_seconds=15 for a step"):
+        one(apart, lambda text: "left", {})
+    assert one(apart, walker, {})[0].score.reward == 1.0
+
+
+class Stepping:
+    """Stands for the module of textarena: a game of two steps, as its ids that end in `-raw` play."""
+
+    def reset(self, num_players: int, seed: int | None = None) -> None:
+        self.said, self.left = [(-1, f"{num_players} {seed}", SimpleNamespace(name="PROMPT"))], 2
+
+    def get_observation(self) -> tuple[int, list[Any]]:
+        said, self.said = self.said, []
+        return 0, said
+
+    def step(self, action: str) -> tuple[bool, dict[str, Any]]:
+        self.left -= 1
+        self.said = [(0, action, SimpleNamespace(name="PLAYER_ACTION")), (-1, "so be it", SimpleNamespace(name="GAME"))]
+        return self.left == 0, {}
+
+    def close(self) -> tuple[dict[int, float], dict[str, Any]]:
+        return {0: 0.75}, {}
+
+
+def test_a_game_of_textarena_is_one_of_gymnasium(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "textarena", SimpleNamespace(make=lambda game: Stepping()))
+    arguments = {"id": "enginehouse_environments.textarena:TextArena-v0", "make": {"game": "any"}}
+    Gym.check(arguments, None)
+    episode, asked = one(Gym(**arguments), answers("a", "b"), {})
+    assert [last_line(text) for text in asked] == ["1 3", "so be it"]
+    assert episode.score == Scored(0.75, {"return": 0.75, "turns": 2})
+    assert "so be it" in asked[1]
+    assert "\na\n" not in asked[1]
+
+
+def test_the_example_of_the_page_plays():
+    page = (Path(__file__).parents[2] / "plugins/environments/README.md").read_text(encoding="utf-8")
+    example = yaml.safe_load(re.findall(r"^```yaml\n(.*?)^```", page[page.index("## Gym") :], re.S | re.M)[0])
+    assert example["environment"]["name"] == "gym"
+    assert one(Gym(**example["environment"]["arguments"]), walker, {})[0].score.reward == 1.0

@@ -17,7 +17,7 @@ from enginehouse.config.load import load_config
 from enginehouse.config.plan import PLANS
 from enginehouse.config.schema import SCHEMAS
 from enginehouse.plugin import load_plugins
-from enginehouse.recipes import DIRECTORY, needs, recipe, recipes
+from enginehouse.recipes import DIRECTORY, chat, needs, recipe, recipes
 
 COMMANDS = dict.fromkeys(("ppo", "grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp", "distill"), "train")
 COMMANDS |= {"sft": "sft", "dpo": "dpo", "rm": "rm"}
@@ -141,7 +141,7 @@ def test_recipes_are_listed_without_torch():
 def test_every_recipe_runs_and_makes_first_what_it_begins_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     inline = ("cluster.launcher=inline", "cluster.device=cpu")
-    others = [name for name in COMMANDS if name != "sft"]
+    others = [name for name in COMMANDS if name not in ("sft", "sft_chat", *GAMES)]
     for name in (*others, "sft"):
         overrides = [] if name == "sft" else ["data.validation=null", "train.validate_every=0"]
         overrides += ["reference.path=runs/recipes/sft/model"] if name == "distill" else []
@@ -154,3 +154,18 @@ def test_every_recipe_runs_and_makes_first_what_it_begins_from(tmp_path: Path, m
         assert [line["step"] for line in lines] == [1, 2]
         assert all(line["grad_norm"] > 0 for line in lines)
         assert (tmp_path / "runs" / name / "model").exists()
+
+
+@pytest.mark.slow
+def test_every_game_runs_and_is_rewarded_by_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """From a model that has hardly seen a demonstration, so that nothing here is learned."""
+    monkeypatch.chdir(tmp_path)
+    for name, count in {"ROWS": 64, "VALIDATION_ROWS": 4, "DEMONSTRATIONS": 200, "WALKS": 50}.items():
+        monkeypatch.setattr(chat, name, count)
+    shortly = ("train.steps=2", "cluster.launcher=inline", "cluster.device=cpu")
+    assert recipes_command("run", "sft_chat", *shortly).exit_code == 0
+    for name in GAMES:
+        done = recipes_command("run", name, "train.prompts_per_step=2", "rollout.samples_per_prompt=2", *shortly)
+        assert done.exit_code == 0, done.output
+        (*_, last) = [json.loads(line) for line in (tmp_path / DIRECTORY / name / "validation.jsonl").open()]
+        assert 0.0 <= last["validation/reward"] <= 1.0

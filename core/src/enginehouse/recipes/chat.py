@@ -63,7 +63,7 @@ PIECES = (
         '<tool_call>\n{"name": "calculator", "arguments": {"expression": "',
         '"}}\n</tool_call>',
     ),
-    *("<tool_response>\n", "\n</tool_response>", "What is ", "Which of ", " * ", ", ", "higher", "lower"),
+    *("<tool_response>\n", "\n</tool_response>", "What is ", "Is it ", ", ", " or ", " * ", "higher", "lower"),
     *("Walk to G.", "left", "down", "right", "up", "(Left)", "(Down)", "(Right)", "(Up)"),
 )
 """What is one token though it is several characters."""
@@ -85,7 +85,7 @@ VALIDATION_ROWS = 128
 DEMONSTRATIONS, WALKS = 4_000, 1_000
 """Games of each kind, and walks; their turns are rows."""
 
-GUESS_NOISE, PRODUCT_NOISE, WALK_NOISE = 0.5, 0.28, 0.75
+GUESS_NOISE, PRODUCT_NOISE, WALK_NOISE = 0.58, 0.28, 0.75
 """Probability that a digit, or a move, of a demonstrated answer is replaced by a random one."""
 
 
@@ -99,7 +99,7 @@ def make_data(directory: Path, seed: int = 0) -> None:
     """Write the data: prompts, as `NAME.jsonl` and `NAME_validation.jsonl`, and `demonstrations.jsonl`.
 
     Prompts are chat messages. The rows of `guessing_game` have a `secret` beside them, those of `calculator` an
-    `answer`, and those of `gym` a `seed`. A demonstration is a turn, `prompt` and `response`, as the template renders it.
+    `answer`, those of `gym` a `seed`. A demonstration is a turn, `prompt` and `response`, as the template renders it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
@@ -121,13 +121,13 @@ def _demonstrations(rng: random.Random) -> Iterator[dict[str, str]]:
     """Each turn of games that were played badly: all before it, and what is said."""
     tokenizer = make_tokenizer()
     guesses, products = _guesses(rng), _products(rng)
-    chats = [(None, _guessed(next(guesses), rng)) for _ in range(DEMONSTRATIONS)]
+    chats: list[tuple[Any, Messages]] = [(None, _guessed(next(guesses), rng)) for _ in range(DEMONSTRATIONS)]
     chats += [(TOOLS, _multiplied(next(products), rng)) for _ in range(DEMONSTRATIONS)]
     chats += [(None, _walked(rng)) for _ in range(WALKS)]
     for tools, chat in chats:
         for turn, message in enumerate(chat):
             if message["role"] == "assistant":
-                before = tokenizer.apply_chat_template(
+                before: Any = tokenizer.apply_chat_template(
                     chat[:turn], tools=tools, add_generation_prompt=True, tokenize=False
                 )
                 yield {"prompt": before, "response": message["content"]}
@@ -170,12 +170,12 @@ def best_moves() -> dict[tuple[int, int], list[str]]:
 def _guesses(rng: random.Random) -> Iterator[dict[str, Any]]:
     """Prompts of the guessing game, none twice."""
     for numbers in _distinct(lambda: tuple(sorted(rng.sample(range(10, 100), 3)))):
-        yield {"prompt": _user(f"Which of {', '.join(map(str, numbers))}"), "secret": rng.choice(numbers)}
+        yield {"prompt": _user("Is it {}, {} or {}".format(*numbers)), "secret": rng.choice(numbers)}
 
 
 def _products(rng: random.Random) -> Iterator[dict[str, Any]]:
-    """Prompts of the calculator, none twice."""
-    for first, second in _distinct(lambda: (rng.randrange(10, 100), rng.randrange(10, 100))):
+    """Prompts of the calculator, none twice; all results have four digits."""
+    for first, second in _distinct(lambda: (rng.randrange(32, 100), rng.randrange(32, 100))):
         yield {"prompt": _user(f"What is {first} * {second}"), "answer": str(first * second)}
 
 

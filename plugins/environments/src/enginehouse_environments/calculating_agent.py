@@ -33,7 +33,8 @@ async def calculate(task: AgentTask, most_calls: int = 2) -> str:
             return answer.content or ""
         messages.append(answer.model_dump(exclude_none=True))
         for call in answer.tool_calls:
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": _called(call.function.arguments)})
+            given = _called(call.function.arguments) if call.type == "function" else "there is no such tool"
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": given})
     return ""
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
 
 from enginehouse.engines.environment import Scored
 from enginehouse.errors import DataError
@@ -24,7 +26,7 @@ class GuessingGame:
         later: reward of a guess that is right at a later turn than the first; at the first it is 1.
     """
 
-    def __init__(self, turns: int = 2, later: float = 1.0):
+    def __init__(self, turns: Annotated[int, Field(ge=1)] = 2, later: float = 1.0):
         self.turns, self.later = turns, later
 
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:

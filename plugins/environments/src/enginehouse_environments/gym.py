@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import gymnasium
+from pydantic import Field
 
 from enginehouse.engines.environment import Scored
 from enginehouse.errors import ConfigError, DataError
@@ -47,11 +49,11 @@ class Gym:
         observation: str | None = None,
         actions: list[str] | str | None = None,
         seed: str | None = None,
-        max_turns: int = 50,
+        max_turns: Annotated[int, Field(ge=1)] = 50,
         unparsed: float | None = None,
         token_rewards: bool = False,
-        processes: int = 0,
-        step_seconds: float = 60.0,
+        processes: Annotated[int, Field(ge=0)] = 0,
+        step_seconds: Annotated[float, Field(gt=0)] = 60.0,
     ):
         rules = Rules(id, make or {}, observation, actions)
         self._seed, self._max_turns, self._unparsed = seed, max_turns, unparsed
@@ -62,16 +64,19 @@ class Gym:
     @staticmethod
     def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
         """Raises `ConfigError` where gymnasium knows no such environment, or a function is not there."""
+        module, _, name = arguments["id"].rpartition(":")
         try:
-            gymnasium.spec(arguments["id"])
+            if module:
+                importlib.import_module(module)
+            gymnasium.spec(name)
         except (gymnasium.error.Error, ImportError) as error:
             raise ConfigError(f"gymnasium has no environment {arguments['id']!r}: {error}") from error
-        for name in ("observation", "actions"):
-            if isinstance(arguments.get(name), str):
+        for key in ("observation", "actions"):
+            if isinstance(arguments.get(key), str):
                 try:
-                    resolve(arguments[name])
+                    resolve(arguments[key])
                 except ResolveError as error:
-                    raise ConfigError(f"{name}: {error}") from error
+                    raise ConfigError(f"{key}: {error}") from error
 
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
         """See the protocol."""
@@ -180,7 +185,7 @@ class Game:
         if self._shown is not None:
             return self._shown(observation)
         if self._game.render_mode == "ansi":
-            return plain(self._game.render())
+            return plain(str(self._game.render()))
         return str(observation)
 
     def _action(self, answer: str) -> Any:
