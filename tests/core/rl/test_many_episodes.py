@@ -20,7 +20,7 @@ from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.rollout import Completion, GenerateResult, SamplingParams
 from enginehouse.engines.transcript import Transcript
 from enginehouse.rl.episode_checks import EpisodeChecks
-from enginehouse.rl.feed import played
+from enginehouse.rl.feed import Playing
 from enginehouse.rl.fleet import RolloutFleet
 from enginehouse.rl.player import FleetPolicy, Player
 from enginehouse.rl.roles import RolloutWorker
@@ -84,7 +84,7 @@ def play(loop, fleet, environment, tasks, **how):
         **how,
     )
     asked = [Task(serial, [1, serial % 50], "", None, {}) for serial in range(tasks)]
-    return [group.task.serial for group in played(loop, asked, player.played)]
+    return [group.task.serial for group in Playing(loop, asked, player.played)]
 
 
 @pytest.mark.slow
