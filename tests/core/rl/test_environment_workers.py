@@ -387,3 +387,19 @@ def test_a_worker_that_does_not_come_back_is_left_out_and_without_one_the_run_en
             await player.played(TASKS[0])
 
     with_workers(test, "drop")
+
+
+def test_a_worker_that_is_not_started_again_leaves_nobody_waiting():
+    """As of a validation beside training, whose failure is heard of only after the next step."""
+
+    async def test(player, fleet, groups):
+        first = asyncio.ensure_future(player.played(TASKS[0]))
+        await until(lambda: fleet.flights)
+        groups[0].kill()
+        with pytest.raises(EpisodeFailed):
+            await first
+        async with asyncio.timeout(5.0):
+            with pytest.raises(WorkersLost, match=r"(?s)no environment worker is left to play task 1 .*the process died"):
+                await player.played(TASKS[1])
+
+    with_workers(test, "fail", count=1)

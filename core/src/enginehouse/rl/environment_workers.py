@@ -664,7 +664,7 @@ class EnvironmentWorkers:
         beside = f" and {others} other{'s' * (others > 1)}" if others > 0 else ""
         why = error.reason if isinstance(error, GroupClosed) else str(error)
         _fail(process, WorkerLost(f"the environment worker that played it{beside} is lost: {why}"), unsent)
-        seat.state, seat.death = "lost", why.splitlines()[0]
+        seat.state, seat.death = "lost" if self._goes_on else "out", why.splitlines()[0]
         if not self._goes_on or self.closed:
             return
         log.warning("%s is lost and is started again: %s", seat.group.name, _shortened(why))
