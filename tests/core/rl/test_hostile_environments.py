@@ -6,13 +6,15 @@ import asyncio
 import functools
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hostile_environments import Hostile
 
 from enginehouse.controller.launchers.event_loop import event_loop
-from enginehouse.engines.environment import Task
+from enginehouse.engines.environment import Scored, Task
 from enginehouse.engines.rollout import Completion, GenerateResult, SamplingParams
 from enginehouse.errors import EnginehouseError
 from enginehouse.rl.episode_checks import EpisodeChecks, MalformedEpisode
@@ -120,9 +122,16 @@ def test_what_it_leaves_behind_changes_nothing(way):
     assert rows(groups).equal(rows(calm()))
 
 
-def test_an_episode_is_trained_on_as_it_was_checked():
+@pytest.mark.parametrize("column", [list, torch.tensor])
+def test_an_episode_is_trained_on_as_it_was_checked(column):
     environment, kept = Hostile("changes_what_it_returned"), []
-    environment.edited = lambda episode: kept.append(episode) or episode
+
+    def edited(episode):
+        columns = {name: column(getattr(episode, name)) for name in ("tokens", "mask", "logprobs", "versions")}
+        kept.append(replace(episode, score=Scored(1.0, {"turns": 2.0}), **columns))
+        return kept[-1]
+
+    environment.edited = edited
 
     async def played():
         player = Player(
@@ -133,9 +142,11 @@ def test_an_episode_is_trained_on_as_it_was_checked():
     group = asyncio.run(played())
     before = rows([group])
     for episode in kept:
-        episode.tokens.reverse()
-        episode.logprobs[:] = [float("nan")] * len(episode.logprobs)
+        for place in range(len(episode.tokens)):
+            episode.tokens[place], episode.logprobs[place] = 7, float("nan")
+        episode.score.figures["turns"] = 3.0
     assert rows([group]).equal(before)
+    assert [one.score.figures for one in group.group.episodes] == [{"turns": 2.0}] * 2
 
 
 def test_what_blocks_the_loop_is_named_once_by_its_line(caplog):

@@ -38,7 +38,7 @@ import numpy as np
 
 from enginehouse.config.secrets import from_environment
 from enginehouse.controller.errors import ControllerError, RemoteError, behind
-from enginehouse.engines.environment import Episode, Group, Score, Segment
+from enginehouse.engines.environment import Episode, Group, Score, Scored, Segment
 from enginehouse.engines.rollout import GenerateRequest
 from enginehouse.errors import ConfigError, EnginehouseError, UserError
 from enginehouse.plugin.records import resolve
@@ -631,14 +631,21 @@ def _fixed(episode: Episode) -> Episode:
     def of(row: Row) -> Row:
         return replace(
             row,
-            tokens=copy.copy(row.tokens),
-            mask=copy.copy(row.mask),
-            logprobs=copy.copy(row.logprobs),
-            versions=copy.copy(row.versions),
-            token_rewards=copy.copy(row.token_rewards),
+            tokens=_own(row.tokens),
+            mask=_own(row.mask),
+            logprobs=_own(row.logprobs),
+            versions=_own(row.versions),
+            token_rewards=None if row.token_rewards is None else _own(row.token_rewards),
         )
 
-    return of(replace(episode, earlier=tuple(map(of, episode.earlier))))
+    given = episode.score
+    score = Scored(given.reward, dict(given.figures), given.failure, given.answer)
+    return of(replace(episode, score=score, earlier=tuple(map(of, episode.earlier))))
+
+
+def _own(column: Any) -> Any:
+    """A copy: of a list or an array as such, of all else that is read as one, as a tensor's, as an array."""
+    return copy.copy(column) if isinstance(column, list | np.ndarray) else np.array(np.asarray(column))
 
 
 def _with_token_rewards(episode: Episode) -> Episode:
