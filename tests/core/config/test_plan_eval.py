@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from game_environments import Counting
 from projects import Project
 
 from enginehouse.config.load import load_config
 from enginehouse.config.plan import EvalPlan, plan_eval
+from enginehouse.engines.environment import Scored, Task
+from enginehouse.engines.rollout import Completion, SamplingParams
 from enginehouse.errors import ConfigError, ModelError, UserError
 from enginehouse.plugin import load_plugins
+from enginehouse.rl.player import FleetPolicy, Kind, player_of
+from enginehouse.rl.traces import UnderWay
 
 
 @pytest.fixture
@@ -114,3 +121,23 @@ def test_a_run_without_a_model_is_refused(make, project: Project):
 def test_mistakes_are_refused_before_anything_starts(make, overrides: list[str], said: str):
     with pytest.raises(UserError, match=said):
         make(*overrides)
+
+
+def test_an_environment_that_rewards_tokens_is_evaluated_though_no_advantage_reads_them(make):
+    planned = make("environment.name=game_environments:Counting", "environment.arguments={step: 0.5}")
+    tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [4], decode=str)
+
+    async def generate(request):
+        return SimpleNamespace(completions=[Completion([5], [-0.5], "stop", 1, 1)] * request.sampling.n)
+
+    async def score(rows):
+        return [Scored(1.0) for _ in rows]
+
+    async def played():
+        sampling = SamplingParams(n=2)
+        policy = FleetPolicy(SimpleNamespace(generate=generate), tokenizer, sampling, "task", 1)
+        rewards = SimpleNamespace(scorer=lambda count: score)
+        made = player_of(planned, Counting(0.5), lambda task: policy, rewards, Kind(sampling, 1), UnderWay())
+        return await made.play(Task(0, [1, 2], "1+1=", None, {}))
+
+    assert [list(one.token_rewards) for one in asyncio.run(played())] == [[0.0, 0.0, 0.5, 0.0, 0.0]] * 2

@@ -181,7 +181,7 @@ class PlayPlan(RunPlan):
     environment_arguments: dict[str, Any]
     vocabulary: int | None
     most_tokens: int | None
-    advantage_needs: tuple[str, ...] | None = ()
+    advantage_needs: tuple[str, ...] | None = None
     keep: str | None = None
     keep_arguments: dict[str, Any] = field(default_factory=dict)
     prompt_limit: TokenLimit
