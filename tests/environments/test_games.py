@@ -136,6 +136,12 @@ def test_an_answer_without_an_action_ends_the_episode_or_costs():
     assert "(Down)" in asked[2]
 
 
+def test_a_first_observation_that_leaves_no_room_for_an_answer_fails_by_the_policy():
+    task = Task(3, [1], "Go", None, {})
+    with pytest.raises(EpisodeFailed, match=r"the first observation .* tokens, and the models of this run read 20"):
+        play(Gym("FrozenLake-v1", FRESH), ChatFleet(TOKENIZER, []), task, most_tokens=20)
+
+
 def test_the_last_action_that_an_answer_names_is_meant():
     episode, asked = one(Gym("FrozenLake-v1", FRESH), answers("7 is too many: 1", "1", "77"), {})
     assert "(Down)" in asked[1]

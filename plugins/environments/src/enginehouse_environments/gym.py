@@ -14,7 +14,7 @@ import gymnasium
 from pydantic import Field
 
 from enginehouse.engines.environment import Scored
-from enginehouse.errors import ConfigError, DataError
+from enginehouse.errors import ConfigError, DataError, EnginehouseError
 from enginehouse.plugin import ResolveError, resolve
 from enginehouse_environments.dialogue import ChatTemplate, Dialogue
 from enginehouse_environments.game_processes import GameProcesses, InPlace
@@ -86,7 +86,13 @@ class Gym:
             name = next(self._names)
             try:
                 dialogue = Dialogue(template, _with_text(task, await self._games.begin(name, seed)))
-                return await self._play(name, dialogue, policy, context.most_tokens or math.inf)
+                most = context.most_tokens or math.inf
+                if (given := len(dialogue.transcript.tokens)) >= most:
+                    raise EnginehouseError(
+                        f"the prompt with the first observation has {given} tokens, and the models of this run read "
+                        f"{most}, which leaves none for an answer"
+                    )
+                return await self._play(name, dialogue, policy, most)
             finally:
                 self._games.end(name)
 
