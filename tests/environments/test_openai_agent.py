@@ -499,6 +499,25 @@ def test_what_the_policy_does_not_do_is_refused_by_name_and_changes_nothing():
     assert fleet.drawn[0][0].sampling.seed != 5
 
 
+def test_a_message_that_is_none_is_the_agents_mistake_and_half_a_character_is_none():
+    def calling(id):
+        call = {"id": id, "type": "function", "function": {"name": "look", "arguments": '{"at": "\\ud800"}'}}
+        return {"role": "assistant", "tool_calls": [call]}
+
+    async def solve(task):
+        for message, name in (
+            (calling(["a"]), "tool_calls"),
+            ({"role": "tool", "content": "x", "tool_call_id": {"a": 1}}, "tool_call_id"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=rf"messages\[1\] has {name} with an id that is no text"):
+                await ask(task, [*task.messages, message, *task.messages])
+        await ask(task, [*task.messages, calling("a"), *task.messages])
+        return 1
+
+    (episode,), fleet = acted(solve, "five")
+    assert '"at": "?"' in text_of(fleet, episode)
+
+
 def test_parameters_may_be_ignored():
     async def solve(task):
         await ask(task, temperature=0.0, response_format={"type": "json_object"}, tool_choice="required", max_tokens=1)

@@ -155,7 +155,8 @@ class ChatTemplate:
             ) from error
 
     def _encoded(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        whole = text.encode("utf-8", "replace").decode()  # of half a character no tokenizer makes anything
+        return self.tokenizer.encode(whole, add_special_tokens=False)
 
     def decoded(self, tokens: Sequence[int]) -> str:
         """The text of tokens, special ones too."""

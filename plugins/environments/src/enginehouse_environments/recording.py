@@ -408,8 +408,14 @@ def normalised(message: Mapping[str, Any], number: int = 0) -> dict[str, Any]:
             rest["tool_calls"] = [{**one, "function": _with_object(one["function"])} for one in calls]
         except (TypeError, KeyError) as error:
             raise Refused(400, f"{where} has tool_calls that are none", None, where) from error
-    text = (content or "").encode("utf-8", "replace").decode()  # of half a character no tokenizer makes anything
-    return {"role": role, "content": text, **rest}
+    ids = {
+        "tool_calls": [one.get("id") for one in rest.get("tool_calls", ())],
+        "tool_call_id": [rest.get("tool_call_id")],
+    }
+    for name, given in ids.items():
+        if not all(isinstance(one, str | None) for one in given):
+            raise Refused(400, f"{where} has {name} with an id that is no text", None, where)
+    return {"role": role, "content": content or "", **rest}
 
 
 def _with_names(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -426,7 +432,7 @@ def _with_names(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
 def _with_object(function: Mapping[str, Any]) -> dict[str, Any]:
     try:
         arguments = json.loads(function["arguments"])
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         arguments = function["arguments"]
     return {**function, "arguments": arguments}
 
