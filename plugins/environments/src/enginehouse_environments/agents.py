@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -22,6 +21,7 @@ from enginehouse.plugin import ResolveError, resolve
 from enginehouse_environments.calls import FORMATS
 from enginehouse_environments.endpoint import MODEL, Endpoint, Served
 from enginehouse_environments.recording import Limits, Recording, Templates
+from enginehouse_environments.threads import in_thread
 
 if TYPE_CHECKING:
     from enginehouse.engines.environment import Episode, EpisodeContext, Policy, Score, Task
@@ -99,7 +99,7 @@ class OpenAIAgent:
     async def _acted(self, task: AgentTask) -> Any:
         if inspect.iscoroutinefunction(inspect.unwrap(self._agent)):
             return await self._agent(task, **self._arguments)
-        returned = await in_thread(lambda: self._agent(task, **self._arguments))
+        returned = await in_thread(lambda: self._agent(task, **self._arguments), "agent")
         return await returned if inspect.isawaitable(returned) else returned
 
 
@@ -262,31 +262,3 @@ async def _first(acting: Awaitable[Any], recording: Recording) -> Any:
     if recording.limit and isinstance(error, Exception):
         return _Stopped(recording.limit)
     raise error
-
-
-async def in_thread(function: Callable[[], Any]) -> Any:
-    """What a function returns that runs in a thread of its own, which does not keep the process from ending.
-
-    A thread cannot be ended: where nobody waits any more it runs on until it asks the policy again.
-    """
-    loop = asyncio.get_running_loop()
-    came: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
-
-    def settle(outcome: tuple[Any, BaseException | None]) -> None:
-        if not came.done():
-            came.set_result(outcome)
-
-    def run() -> None:
-        outcome: tuple[Any, BaseException | None]
-        try:
-            outcome = function(), None
-        except BaseException as error:
-            outcome = None, error
-        with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(settle, outcome)
-
-    threading.Thread(target=run, name="agent", daemon=True).start()
-    returned, error = await came
-    if error is not None:
-        raise error
-    return returned

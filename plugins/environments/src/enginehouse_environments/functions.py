@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, NotRequired, get_type_hints
 
 from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
@@ -16,6 +14,7 @@ from typing_extensions import TypedDict
 
 from enginehouse.errors import ConfigError, nearest
 from enginehouse.plugin import ResolveError, resolve
+from enginehouse_environments.threads import in_thread
 
 BUILT_IN = {
     name: f"enginehouse_environments.builtin_tools.{name}:make_{name}" for name in ("calculator", "python", "search")
@@ -81,7 +80,7 @@ class Tool:
         try:
             if inspect.iscoroutinefunction(self._function):
                 return _text(await self._function(**given)), None
-            return await _in_thread(lambda: _text(self._function(**given))), None
+            return await in_thread(lambda: _text(self._function(**given)), "tool"), None
         except (asyncio.CancelledError, GeneratorExit):
             raise
         except BaseException as error:
@@ -179,27 +178,3 @@ def _text(result: Any) -> str:
     if isinstance(result, str):
         return result
     return json.dumps(to_jsonable_python(result, fallback=str), ensure_ascii=False)
-
-
-async def _in_thread(call: Callable[[], str]) -> str:
-    """What a call gives that would hold up the event loop. Its thread never holds up the end of the process."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[tuple[str, BaseException | None]] = loop.create_future()
-
-    def settle(outcome: tuple[str, BaseException | None]) -> None:
-        if not done.done():
-            done.set_result(outcome)
-
-    def run() -> None:
-        try:
-            outcome: tuple[str, BaseException | None] = call(), None
-        except BaseException as error:
-            outcome = "", error
-        with suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(settle, outcome)
-
-    threading.Thread(target=run, daemon=True, name="tool").start()
-    result, error = await done
-    if error is not None:
-        raise error
-    return result
