@@ -55,6 +55,13 @@ class Careful:
     async def run(self, task, policy, context): ...
 
 
+class Judging:
+    def check(self, guess):
+        return guess == self.secret
+
+    async def run(self, task, policy, context): ...
+
+
 class Mute:
     def talk(self): ...
 
@@ -172,6 +179,10 @@ def test_a_reward_that_is_asked_for_and_not_there_is_said(make: Callable[..., Pl
     rewards = WeightedRewards(make("environment.name=games:Game"))
     with pytest.raises(ConfigError, match=r"asks for the reward, and the config has none: set reward\.function"):
         asyncio.run(rewards.scorer(1)([{"response": "x"}]))
+
+
+def test_a_check_that_is_of_instances_is_the_environments_own(make: Callable[..., Plan]):
+    assert make("environment.name=games:Judging").environment == "games:Judging"
 
 
 def test_what_a_plugin_declares_has_to_be_an_environment(project: Project, monkeypatch):

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import getattr_static
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.config.arguments import check_call
@@ -306,6 +307,8 @@ def check_by_its_own(
     """
     if any(isinstance(value, str) and "${" in value for value in arguments.values()):
         return  # it is read where the reward runs
+    if isinstance(function, type) and not isinstance(getattr_static(function, "check", None), staticmethod):
+        return  # an instance's is its own matter
     check = getattr(function, "check", lambda arguments, columns: None)
     shapes: list[tuple[str, ...] | None] = [one.names for one in columns or ()]
     for names in shapes or [None]:
