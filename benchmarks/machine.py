@@ -28,6 +28,23 @@ def busy_cores(seconds: float = 1.0) -> float:
     return psutil.cpu_percent(seconds) / 100 * (os.cpu_count() or 1)
 
 
+def cpu_seconds(pid: int) -> float:
+    """CPU time that a process has used."""
+    return sum(psutil.Process(pid).cpu_times()[:2])
+
+
+def wanted_seconds_below(pid: int) -> tuple[float, float]:
+    """What the main threads of the processes below a process have had of a core, and how long they waited for one, as
+    others had it; seconds of those that live. The rest of the time they had nothing to do."""
+    found = [_schedule(child.pid) for child in psutil.Process(pid).children(recursive=True)]
+    return sum(had for had, _ in found), sum(waited for _, waited in found)
+
+
+def _schedule(pid: int) -> tuple[float, float]:
+    had, waited, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
+    return int(had) / 1e9, int(waited) / 1e9
+
+
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

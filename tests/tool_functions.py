@@ -37,6 +37,11 @@ def fail(how: str) -> None:
     raise {"key": KeyError("gone"), "exit": SystemExit(3), "cancel": asyncio.CancelledError()}[how]
 
 
+def promise() -> object:
+    """Promise something."""
+    return say("so")
+
+
 def give(what: str) -> object:
     """Give something.
 

@@ -77,7 +77,7 @@ def test_calls_of_one_answer_run_at_once_and_are_said_in_their_order():
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (call("ad", a=1), "error: there is no tool 'ad': did you mean 'add'? Choices: add, fail, give, say"),
+        (call("ad", a=1), "error: there is no tool 'ad': did you mean 'add'? Choices: add, fail, give, promise, say"),
         (call("add"), "error: the argument 'a' is missing"),
         (call("add", a=1, c=2), "error: there is no argument 'c'"),
         (call("add", a="x"), "error: a: Input should be a valid integer, unable to parse string as an integer"),
@@ -85,6 +85,7 @@ def test_calls_of_one_answer_run_at_once_and_are_said_in_their_order():
         (call("fail", how="key"), "error: KeyError: 'gone'"),
         (call("fail", how="exit"), "error: SystemExit: 3"),
         (call("fail", how="cancel"), "error: it was cancelled"),
+        (call("promise"), "error: TypeError: it gave what has to be awaited: define it by `async def`"),
         (call("give", what="dict"), '{"ä": [1, null]}'),
         (call("give", what="nothing"), "null"),
         (call("give", what="object"), "\"<module 'threading'"),
@@ -94,7 +95,7 @@ def test_calls_of_one_answer_run_at_once_and_are_said_in_their_order():
     ],
 )
 def test_what_a_call_gives_or_why_it_failed_is_said(asked, said):
-    episode, _ = played(tools("add", "fail", "give", "say"), asked, "So.")
+    episode, _ = played(tools("add", "fail", "give", "promise", "say"), asked, "So.")
     (text,) = said_by_tools(episode)
     assert text.startswith(said)
     assert episode.score.figures["tool_calls"] == 1

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from enginehouse.recipes.chat import make_model
-from enginehouse.recipes.sorting import write_lines
+from enginehouse.recipes.chat import make_tokenizer
+from enginehouse.recipes.sorting import make_model, write_lines
 
 from .conftest import REPOSITORY, Start
 
@@ -29,7 +29,7 @@ def user(content: str) -> dict[str, str]:
 def test_an_agent_of_the_examples_is_trained(house: Path, start: Start, agent: str, processes: int):
     shutil.copytree(REPOSITORY / CONFIG.parent, house / CONFIG.parent, dirs_exist_ok=True)
     task = house / "runs/recipes/chat"
-    make_model(task / "model")
+    make_model(task / "model", tokenizer=make_tokenizer(), positions=512)
     products = ((first, second) for first in range(10, 14) for second in range(20, 24))
     rows = ({"prompt": [user(f"What is {a} * {b}")], "answer": str(a * b)} for a, b in products)
     write_lines(task / "calculator.jsonl", rows)

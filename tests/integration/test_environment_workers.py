@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from enginehouse.recipes.sorting import write_lines
+
 from .conftest import Start, installed
 from .run_process import RunProcess
 
@@ -31,7 +33,11 @@ def refuse(*shard):
 def enginehouse_run_started(run):
     assembly._read = refuse
 """
-OF_TIME = ("time/", "rollout/", "busy/", "elapsed_seconds", "tokens_per_second")
+TESTS = str(Path(__file__).parents[1])
+OF_TIME = (
+    "time/", "rollout/", "busy/", "episode/seconds", "episode/in_tools", "feed/worker_restarts", "elapsed_seconds",
+    "tokens_per_second",
+)  # fmt: skip
 
 
 def assert_alike(
@@ -105,8 +111,8 @@ def test_a_reward_that_fails_for_all_rows_ends_the_step_however_many_workers_sco
 
 @pytest.mark.fault(
     area="processes",
-    what="an environment worker is killed",
-    happens="the run ends, and names role, rank, node and pid",
+    what="an environment worker is killed, `rollout.on_failure` is `fail`",
+    happens="the run ends, and names the task, role, rank, node and pid",
     exit_code="1",
     kept="state and model of the last update",
     noticed="at once, in the error",
@@ -116,8 +122,44 @@ def test_a_worker_that_dies_ends_the_run_and_is_named(train: Start, house: Path)
     env = {"PYTHONPATH": str(installed(house, "no_rows", NO_ROWS))}
     run = train("train.samples_every=0", "train.steps=400", "environment.processes=2", env=env)
     run.until_step(3)
-    os.kill(run.pid("environment"), signal.SIGKILL)
+    os.kill(run.pid("environment", 1), signal.SIGKILL)
     ended = run.finish()
     assert ended.code == 1
-    assert re.search(r"environment.*rank 0.*pid \d+", ended.err, re.DOTALL)
+    assert re.search(r"task \d+ .*environment-1 rank 0 \(node \S+, pid \d+\): the process died", ended.err, re.DOTALL)
+    assert "rollout.on_failure says what is done about such ones" in ended.err
     assert run.record["status"] == "failed"
+
+
+@pytest.mark.fault(
+    area="processes",
+    what="an environment ends its worker's process, crashes it or blocks it, `rollout.on_failure` is not `fail`",
+    happens="the episodes that this worker had under way are dropped, or made again with `retry`; it is started again, "
+    "up to 3 times without having ended a task in between; other workers go on",
+    exit_code="0",
+    kept="everything",
+    noticed="at once: feed/failed_worker, feed/worker_restarts; one that blocks after cluster.call_timeout_seconds",
+)
+@pytest.mark.parametrize("way", ["ends_its_process", "blocks"])
+def test_a_worker_that_its_environment_ends_costs_the_episodes_that_it_had_under_way(
+    train: Start, house: Path, way: str
+):
+    rows = [{"prompt": f"s{number}=", "hostile": not number} for number in range(8)]
+    write_lines(house / "hostile.jsonl", rows)
+    game = f"environment={{name: 'hostile_environments:Hostile', arguments: {{way: {way}}}, processes: 2}}"
+    run = train(
+        game, "data.train=hostile.jsonl", "data.validation=null", "reward.function=null", "train.steps=3",
+        "train.prompts_per_step=4", "rollout.samples_per_prompt=4", "rollout.sampling.max_tokens=1",
+        "rollout.on_failure=drop", "cluster.call_timeout_seconds=20", "train.samples_every=1",
+        env={"PYTHONPATH": TESTS},
+    )  # fmt: skip
+    ended = run.finish()
+    assert ended.code == 0, ended.err
+    assert sum(line["feed/failed_worker"] for line in run.metrics) >= 4
+    assert sum(line["feed/worker_restarts"] for line in run.metrics) >= 1
+    assert "is lost and is started again" in ended.err
+    assert ("time.sleep(3600)" in ended.err) == (way == "blocks")
+    written = [row for step in (1, 2, 3) for row in run.samples(step)]
+    assert len(written) == 3 * 16
+    assert not any(row["prompt"] == "s0=" for row in written)
+    assert all(len(row["turns"]) == 2 and row["turns"][0]["tokens"] == 1 for row in written)
+    assert any(span["name"] == "in tools" for span in run.spans)

@@ -988,7 +988,7 @@ def test_a_plan_of_every_role_is_said_line_by_line(make: Callable[..., Plan], pr
         "actor       1 process of torch",
         "rollout     2 replicas of torch, in processes of their own (rollout.placement says so)",
         "evaluation  1 replica of torch, in a process of its own; weights by collective before each validation, their "
-        "effect checked each time",
+        "effect checked each time; training goes on meanwhile",
         "reference   model, in the actor's processes; 0.1 times the k3 divergence in the loss",
         f"runtimes    actor {HERE}; rollout {HERE}; evaluation {HERE}",
         "weights     by collective (weights.transport names it); their effect checked every 50 updates",

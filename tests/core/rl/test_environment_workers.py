@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -12,13 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from enginehouse.controller import DistributedBatch, RemoteError, WorkerGroup, WorkerSpec
+from enginehouse.controller.errors import ControllerError, GroupClosed, WorkerDied
 from enginehouse.engines.environment import Episode, Segment, Task
 from enginehouse.engines.rollout import Completion, GenerateResult, SamplingParams
 from enginehouse.rl import environment_workers
 from enginehouse.rl.columns import Answer
-from enginehouse.rl.environment_workers import EnvironmentWorker, EnvironmentWorkers, Orders, Play
+from enginehouse.rl.environment_workers import EnvironmentWorker, EnvironmentWorkers, Orders, Play, WorkersLost
 from enginehouse.rl.episodes import rows_of
-from enginehouse.rl.player import FleetPolicy, Kind, Player
+from enginehouse.rl.fleet import RESTARTS
+from enginehouse.rl.player import MOST_RETRIES, EpisodeFailed, FleetPolicy, Kind, Player
 from enginehouse.rl.replica import ReplicasLost
 from enginehouse.rl.rewards.program import Score
 from enginehouse.rl.router import Flight, PoisonousRows
@@ -142,7 +145,7 @@ def staged(test, **how):
 
     async def run():
         with WorkerGroup(None, WorkerSpec(Quick, **how), name="environment", launcher="inline") as group:
-            workers, fleet = EnvironmentWorkers(group, KINDS), Fleet()
+            workers, fleet = EnvironmentWorkers([group], KINDS), Fleet()
             await test(workers.player("training", fleet, named), fleet)
             workers.closed = True
 
@@ -259,3 +262,128 @@ def test_failures_that_a_run_goes_on_after_are_told_here_once_a_step(caplog):
     told = [record.getMessage() for record in caplog.records if record.name == environment_workers.__name__]
     assert [line.split(" (")[0] for line in told] == ["task 0", "task 2"]
     assert all("its replicas died" in line for line in told)
+
+
+class Breaking:
+    """A group of one worker in this process that a test breaks; a restart makes another, or fails."""
+
+    def __init__(self, name, **how):
+        self.name, self.how, self.restarts, self.fails, self.lost = name, how, 0, False, None
+        self.group, self.broken = self.made(), None
+
+    def made(self):
+        return WorkerGroup(None, WorkerSpec(Quick, **self.how), name=self.name, launcher="inline")
+
+    def execute_rank_async(self, *call):
+        if self.broken:
+            raise GroupClosed(self.broken, self.broken)
+        self.lost = asyncio.get_running_loop().create_future()
+        return self.either(asyncio.ensure_future(self.awaited(self.group.execute_rank_async(*call))), self.lost)
+
+    async def awaited(self, call):
+        return await call
+
+    async def either(self, call, lost):
+        await asyncio.wait((call, lost), return_when=asyncio.FIRST_COMPLETED)
+        return lost.result() if lost.done() else call.result()
+
+    def kill(self):
+        self.broken = f"{self.name} rank 0 (node n, pid 7): the process died during 'exchange'"
+        self.lost.set_exception(WorkerDied(self.broken))
+
+    def restart(self):
+        self.restarts += 1
+        if self.fails:
+            raise ControllerError("no room")
+        self.group.shutdown()
+        self.group, self.broken = self.made(), None
+
+    def shutdown(self):
+        self.group.shutdown()
+
+
+def with_workers(test, on_failure, count=2):
+    async def run():
+        groups, fleet = [Breaking(f"environment-{number}") for number in range(count)], Fleet()
+        workers = EnvironmentWorkers(groups, KINDS, on_failure)
+        try:
+            await test(workers.player("training", fleet, named), fleet, groups)
+        finally:
+            workers.shutdown()
+
+    asyncio.run(run())
+
+
+async def drawn_to_the_end(playing, fleet):
+    while not all(one.done() for one in playing):
+        await until(lambda: fleet.flights or all(one.done() for one in playing))
+        if fleet.flights:
+            fleet.draw(range(len(fleet.flights)))
+    return await asyncio.gather(*playing, return_exceptions=True)
+
+
+@pytest.mark.parametrize("on_failure", ["fail", "retry", "drop", "drop_group", "mask"])
+def test_what_a_lost_worker_had_under_way_follows_the_policy_and_the_others_are_as_ever(on_failure):
+    """Tasks 0 and 2 are played by the first worker, 1 and 4 by the second."""
+    right = expected()
+
+    async def test(player, fleet, groups):
+        playing = [asyncio.ensure_future(player.played(TASKS[serial])) for serial in (0, 1, 2, 4)]
+        await until(lambda: len(fleet.flights) == 4)
+        groups[0].kill()
+        await until(lambda: {"task-0-0", "task-2-0"} <= set(fleet.forgotten))
+        found = await drawn_to_the_end(playing, fleet)
+        alike = (0, 1, 2, 3) if on_failure == "retry" else (1, 3)
+        for place in alike:
+            mine, own = (rows_of([one]).fetch() for one in (found[place], right[(0, 1, 2, 4)[place]]))
+            assert list(sample_rows(mine)) == list(sample_rows(own))
+        metrics = player.metrics()
+        assert metrics["failed_worker"] == 2 * SAMPLES
+        if on_failure == "fail":
+            assert all(isinstance(found[place], EpisodeFailed) for place in (0, 2))
+            said = "task 0 .*environment-0 rank 0 .node n, pid 7.: the process died"
+            assert re.match(said, str(found[0]), re.DOTALL)
+            assert (groups[0].restarts, metrics["worker_restarts"]) == (0, 0)
+            return
+        if on_failure != "retry":
+            assert all((found[place].kept, found[place].rewards) == (False, ()) for place in (0, 2))
+            assert "environment-0" in str(player.last)
+        await until(lambda: groups[0].restarts == 1 and not groups[0].broken)
+        assert metrics["worker_restarts"] == 1
+        (again,) = await drawn_to_the_end([asyncio.ensure_future(player.played(TASKS[0]))], fleet)
+        assert again.rewards == right[0].rewards
+
+    with_workers(test, on_failure)
+
+
+def test_retry_gives_up_a_task_that_every_worker_dies_of():
+    async def test(player, fleet, groups):
+        playing = asyncio.ensure_future(player.played(TASKS[0]))
+        for number in range(1 + MOST_RETRIES):
+            await until(lambda number=number: len(fleet.names) == number + 1)
+            next(one for one in groups if one.lost is not None and not one.lost.done() and not one.broken).kill()
+        with pytest.raises(EpisodeFailed, match=r"task 0 .* failed 3 times, at last: the environment worker"):
+            await playing
+
+    with_workers(test, "retry", count=1)
+
+
+def test_a_worker_that_does_not_come_back_is_left_out_and_without_one_the_run_ends():
+    async def test(player, fleet, groups):
+        for group in groups:
+            group.fails = True
+        first = [asyncio.ensure_future(player.played(task)) for task in TASKS[:2]]
+        await until(lambda: len(fleet.flights) == 2)
+        groups[0].kill()
+        await until(lambda: groups[0].restarts == RESTARTS)
+        second = asyncio.ensure_future(player.played(TASKS[2]))
+        found = await drawn_to_the_end([*first, second], fleet)
+        assert [one.kept for one in found] == [False, True, True]
+        third = asyncio.ensure_future(player.played(TASKS[4]))
+        await until(lambda: fleet.flights)
+        groups[1].kill()
+        assert not (await third).kept
+        with pytest.raises(WorkersLost, match=r"started again 3 times .* at last: its restart failed: no room"):
+            await player.played(TASKS[0])
+
+    with_workers(test, "drop")

@@ -23,6 +23,7 @@ from enginehouse.rl.episodes import batch_of
 from enginehouse.rl.player import FleetPolicy, Kind, Player, player_of
 from enginehouse.rl.rewards.program import Score
 from enginehouse.rl.samples import sample_metrics
+from enginehouse.rl.traces import UnderWay
 
 TASK = Task(7, [3, 4], "a prompt", None, {"secret": "7"})
 CHECKS = EpisodeChecks("mine", vocabulary=100, most_tokens=20)
@@ -239,7 +240,7 @@ def test_a_run_asks_for_its_own_temperature_in_what_it_trains_on_alone(filtered)
 
     async def played():
         rewards, kind = SimpleNamespace(scorer=lambda rows: None), Kind(sampling, 1, filtered)
-        return await player_of(plan, Playing(hot(0.1)), policy_of, rewards, kind).play(TASK)
+        return await player_of(plan, Playing(hot(0.1)), policy_of, rewards, kind, UnderWay()).play(TASK)
 
     if filtered:
         with pytest.raises(MalformedEpisode, match=r"at temperature 0\.1, and the run trains at 0\.7"):

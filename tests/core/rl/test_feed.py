@@ -18,9 +18,9 @@ from enginehouse.data import Batch, Ragged
 from enginehouse.data.sampler import Sampler
 from enginehouse.data.sources import Source
 from enginehouse.engines.environment import Episode, Group
-from enginehouse.errors import DataError
+from enginehouse.errors import DataError, EnginehouseError
 from enginehouse.rl.episodes import batch_of, tasks_of
-from enginehouse.rl.feed import MOST_REFUSED, REASONS, DrawnInVain, Feed, played
+from enginehouse.rl.feed import MOST_REFUSED, REASONS, DrawnInVain, Feed, Playing
 from enginehouse.rl.filters.mixed_rewards import mixed_rewards
 from enginehouse.rl.player import MOST_RETRIES, EpisodeFailed, Player
 from enginehouse.rl.rewards.program import Score
@@ -134,7 +134,7 @@ class Stage:
 
     def may_fail(self, keys):
         """Whether these may fail once more without ending the run; they are taken to do so."""
-        allowed = self.player.on_failure != "retry" or all(self.failures[key] < MOST_RETRIES for key in keys)
+        allowed = self.player.failures.policy != "retry" or all(self.failures[key] < MOST_RETRIES for key in keys)
         self.failures.update(keys if allowed else ())
         return allowed
 
@@ -412,11 +412,26 @@ def test_all_of_some_tasks_are_played_as_they_end():
     with Stage(1) as stage:
         tasks = tasks_of(Rows().rows(range(3)), range(3))
 
-        groups = played(stage.loop, tasks, stage.player.played)
+        playing = Playing(stage.loop, tasks, stage.player.played)
+        assert not playing.ended_within(0.0)
         ended = threading.Thread(target=lambda: [stage.end(serial) for serial in (2, 0, 1)])
         ended.start()
-        assert [group.task.serial for group in groups] == [2, 0, 1]
+        assert [group.task.serial for group in playing] == [2, 0, 1]
         ended.join()
+        assert playing.ended_within(10.0)
+        assert list(playing) == []  # who was interrupted at the end, and asks again, is not left waiting
+
+
+def test_tasks_whose_playing_failed_say_so_to_whoever_asks():
+    async def broken(task):
+        raise EnginehouseError("it broke")
+
+    with Stage(1) as stage:
+        playing = Playing(stage.loop, tasks_of(Rows().rows(range(3)), range(3)), broken)
+        for _ in range(2):
+            with pytest.raises(EnginehouseError, match="it broke"):
+                list(playing)
+        assert playing.ended_within(10.0)
 
 
 def rows_of(ragged):
@@ -436,3 +451,12 @@ def test_a_batch_says_of_each_episode_its_oldest_and_newest_version():
     assert rows_of(batch["rollout_logprobs"]) == [[0, -1, 0, -2], [0], [0, -1, 0, -2]]
     assert batch["reward_failure"] == ("", "it broke", "")
     assert batch["finish_reason"] == ("stop", "length", "stop")
+
+
+def test_who_waits_hears_now_and_then_that_nothing_came(monkeypatch):
+    monkeypatch.setattr("enginehouse.rl.feed.QUIET_SECONDS", 0.01)
+    with Stage(groups=1) as stage:
+        drawn = stage.feed.draw(1, 1)
+        assert [next(drawn), next(drawn)] == [0, 0]
+        stage.end(0)
+        assert sum(drawn) == 2

@@ -159,6 +159,45 @@ def test_where_only_some_roles_begin_an_update_no_state_is_called_an_earlier_ste
     assert whole(loop) == ["checkpoints/step-000002"]
 
 
+def test_what_is_under_way_beside_the_steps_ends_before_a_later_state_is_saved_and_after_all_else_at_the_end(
+    loop: OneActor, monkeypatch: pytest.MonkeyPatch
+):
+    calls = loop_calls(loop, monkeypatch)
+    loop.checkpoint_every = 2
+    loop.run()
+    assert calls == [*["update"] * 2, ("beside", 2, None), "save", "update", ("beside", 3, None), "save", "export_hf",
+                     ("beside", None, None)]  # fmt: skip
+
+
+def test_a_run_that_is_interrupted_saves_first_and_gives_what_is_beside_it_the_time_that_is_left(
+    loop: OneActor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    calls = loop_calls(loop, monkeypatch, EnginehouseError("it broke"))
+    loop.trouble = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        loop.run()
+    (*first, (_, before, seconds)) = calls
+    assert first == [*["update"] * 3, "save", "export_hf"]
+    assert before == 3
+    assert 0 < seconds <= loop._grace
+    assert "what was under way beside the steps is lost: it broke" in caplog.text
+
+
+def loop_calls(loop: OneActor, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> list[Any]:
+    """The list, which grows, of what the actor is asked for and of calls of `finish_beside`, which raise `error`."""
+    calls: list[Any] = []
+    monkeypatch.setattr(Actor, "call", lambda actor, method, *given, _call=Actor.call, **named: (
+        calls.append(method), _call(actor, method, *given, **named))[1])  # fmt: skip
+
+    def finish_beside(before: int | None = None, seconds: float | None = None) -> None:
+        calls.append(("beside", before, seconds))
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(loop, "finish_beside", finish_beside)
+    return calls
+
+
 @pytest.mark.parametrize("lost", [True, False])
 def test_saving_is_hurried_and_unwatched_only_where_ray_is_lost(
     loop: OneActor, monkeypatch: pytest.MonkeyPatch, lost: bool

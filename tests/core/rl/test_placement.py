@@ -194,10 +194,10 @@ def test_a_run_planned_on_a_cpu_head_node_does_not_leave_the_clusters_gpus_idle(
     begin(True, 8)  # Ray counts what this machine has, and this torch cannot use it
 
 
-def test_a_replica_is_given_as_many_completions_as_its_engine_generates_at_once(make: Make, started: Started):
-    with placement.place(make("rollout.placement=separate", "rollout.engine.options.max_running=77")):
+def test_a_replica_is_given_an_eighth_more_completions_than_its_engine_generates_at_once(make: Make, started: Started):
+    with placement.place(make("rollout.placement=separate", "rollout.engine.options.max_running=80")):
         pass
-    assert started.options["rollout"]["samples_in_flight"] == 77
+    assert started.options["rollout"]["samples_in_flight"] == 90
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from enginehouse.controller.errors import ClusterLost, RemoteError, WorkerDied
 from enginehouse.engines.environment import Episode, Task
 from enginehouse.engines.rollout import Completion, SamplingParams
 from enginehouse.errors import ConfigError, EnginehouseError
-from enginehouse.rl.player import MOST_RETRIES, EpisodeFailed, FleetPolicy, Player
+from enginehouse.rl.player import MOST_RETRIES, REASONS, EpisodeFailed, FleetPolicy, Player
 from enginehouse.rl.replica import ReplicasLost
 from enginehouse.rl.rewards.batch import RewardError
 from enginehouse.rl.rewards.program import Score
@@ -114,7 +114,7 @@ def play(environment, on_failure, *, seconds=None, samples=3, fleet=None):
 
 
 def failed(**counts):
-    return {f"failed_{reason}": float(counts.get(reason, 0)) for reason in ("error", "time", "replica")}
+    return {f"failed_{reason}": float(counts.get(reason, 0)) for reason in REASONS}
 
 
 def rewards(episodes):

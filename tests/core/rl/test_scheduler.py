@@ -40,6 +40,7 @@ def test_whatever_replicas_do_every_request_is_counted_once_and_none_is_lost(dat
             assert scheduler.load(replica) == sum(attempt.entry.samples for attempt in mine)
             assert len(mine) <= 1 or scheduler.load(replica) <= limit
         assert not scheduler.waiting or not serving or all(held.values())  # nobody is idle while requests wait
+        assert scheduler.waiting_samples == samples * scheduler.waiting
         moves = ["come"] * bool(coming) + ["answer"] * bool(flying) + ["die"] * bool(serving) + ["late"] * bool(stale)
         move = data.draw(st.sampled_from([*moves, "join", "drop"]))
         if move == "come":
@@ -125,6 +126,21 @@ def test_a_prompt_goes_where_its_beginning_was_seen(shared):
     assert where[0] == where[3]
     assert where[1] == where[2]
     assert where[0] != where[1]
+
+
+def test_a_later_turn_goes_where_its_episode_is_though_all_have_the_same_instructions():
+    instructions = list(range(2000))
+    first = [[*instructions, *[3000 + episode] * 200] for episode in range(4)]
+    scheduler = scheduler_of(prompts(*first), 512, 0, 1)
+    attempts = scheduler.assign()
+    where = [attempt.replica for attempt in attempts]
+    assert sorted(where) == [0, 0, 1, 1]
+    for attempt in attempts:
+        scheduler.finish(attempt)
+    order = sorted(range(4), key=where.__getitem__)
+    for entry in prompts(*[[*first[episode], *range(5000, 5100)] for episode in order]):
+        scheduler.add(entry)
+    assert [attempt.replica for attempt in scheduler.assign()] == [where[episode] for episode in order]
 
 
 def test_what_was_seen_is_remembered_over_calls_until_caches_are_dropped(shared):

@@ -52,6 +52,7 @@ def answered(rewards: list[float], tokens: list[int], reasons: list[str], answer
             "answer": answers or [""] * len(rewards),
             "reward_figures": [{}] * len(rewards),
             "reward_failure": [""] * len(rewards),
+            "trace": [None] * len(rewards),
         }
     )
 

@@ -229,3 +229,19 @@ def test_a_resumed_run_shows_all_its_steps_and_the_speed_of_its_own(tmp_path: Pa
     assert "reward: 0.100 -> 0.500 (means of the first and the last 4 steps)" in said
     assert "speed: 0.5 steps/s (2 steps in 0:00:04; starting workers is not counted)" in said
     assert "step 6/" not in stream.getvalue()
+
+
+def test_what_is_under_way_is_said_beside_what_is_counted(monkeypatch: pytest.MonkeyPatch):
+    times = iter(range(0, 100_000, 61))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(times)))
+    progress, stream = on_pipe()
+    progress.state = lambda: "episodes 812 under way, 40 in tools"
+    with progress:
+        assert list(progress.counted([1, 0], "samples", 4, int)) == [1, 0]
+    assert "1 of 4 samples, episodes 812 under way, 40 in tools" in stream.getvalue()
+    shown, stream = on_terminal()
+    shown.state = progress.state
+    with shown:
+        shown.start(3)
+        shown.console.print(shown._render())
+    assert "episodes 812 under way, 40 in tools" in stream.getvalue()

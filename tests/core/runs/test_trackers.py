@@ -27,15 +27,19 @@ VALIDATION = "validation/a (b)+c//../reward"
 """As the names of `evaluation.by` may be: any text."""
 
 
-def take_steps(path: Path, name: str, *steps: int, loss: float, after: int | None = None, outcome="finished", **given):
-    """A process of a run that logs steps and a validation, to the registered tracker of this name."""
+def take_steps(
+    path: Path, name: str, *steps: int, loss: float, after: int | None = None, outcome="finished",
+    validated: int | None = None, **given,
+):  # fmt: skip
+    """A process of a run that logs steps and a validation, of the last if not of another, to the registered tracker of
+    this name."""
     tracker = load_plugins(enabled=[]).get("tracker", name)
     former = None if after is None else Checkpoint(path, after, 0.0, {}, {}, "train", record=read_record(path))
     plans = [TrackerPlan(name, tracker.tracker, given)]
     run = RunDirectory.create(path, CONFIG, trackers=plans, resumed=former)
     for step in steps:
         run.log(step, {"loss": loss * step, "reward/mean": 0.5, "norm": math.nan})
-    run.log_validation(steps[-1], {VALIDATION: 0.75})
+    run.log_validation(steps[-1] if validated is None else validated, {VALIDATION: 0.75})
     run.finish(outcome)
 
 
@@ -89,18 +93,21 @@ def wandb_service():
 
 @pytest.mark.usefixtures("wandb_service")
 def test_weights_and_biases_offline_gets_all_and_a_resumed_run_is_the_same_run(tmp_path: Path, monkeypatch, caplog):
+    import wandb
+
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     path = tmp_path / "mine"
-    take_steps(path, "wandb", 1, 2, loss=1.0, project="sorting", tags=["a", "b"])
+    take_steps(path, "wandb", 1, 2, loss=1.0, validated=1, project="sorting", tags=["a", "b"])
     take_steps(path, "wandb", 3, loss=10.0, after=2, outcome="failed")
+    wandb.teardown()  # what writes the files is a process of its own, and has not ended by then
     assert not [one for one in caplog.records if "raised" in one.getMessage()]
     first, second = (list(records_of(one)) for one in sorted(path.glob("wandb/offline-run-*/*.wandb")))
     rows = [row for records in (first, second) for row in history_of(records)]
     assert [row["loss"] for row in rows] == [1.0, 2.0, 30.0]
     assert [row["_step"] for row in rows] == [1, 2, 3]
     assert VALIDATION not in rows[0]
-    assert rows[1][VALIDATION] == 0.75
+    assert (rows[1][VALIDATION], rows[1]["validation/step"]) == (0.75, 1)  # made beside a later step
     (mine,), (again,) = (
         [one.run for one in records if one.WhichOneof("record_type") == "run"] for records in (first, second)
     )

@@ -30,6 +30,7 @@ COMMANDS: dict[str, Lazy] = {
     "sft": Lazy("enginehouse.cli.sft:sft", "Train a model on demonstrations."),
     "dpo": Lazy("enginehouse.cli.dpo:dpo", "Train a policy on preferences, by DPO or KTO."),
     "rm": Lazy("enginehouse.cli.rm:rm", "Train a reward model on preferences."),
+    "eval": Lazy("enginehouse.cli.evaluate:evaluate", "Evaluate a model on held-out prompts, without training it."),
     "recipes": Lazy("enginehouse.cli.recipes:recipes", "Show and run ready configs, one an algorithm."),
     "plan": Lazy("enginehouse.cli.plan:plan", "Check a config and say what it would do, without starting anything."),
     "keys": Lazy("enginehouse.cli.keys:keys", "List the keys of a config, with types and defaults."),

@@ -1,4 +1,4 @@
-"""What `train`, `sft`, `dpo` and `rm` share: a run from its plan to its last words, however it ends."""
+"""What `train`, `sft`, `dpo`, `rm` and `eval` share: a run from its plan to its last words, however it ends."""
 
 from __future__ import annotations
 

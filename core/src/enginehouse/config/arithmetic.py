@@ -127,12 +127,7 @@ def check_placement(
             "evaluation.engine wants a process of its own, and an inline run has one for all roles; leave it unset, or "
             "set cluster.launcher=ray"
         )
-    environments = config.environment.processes
-    if environments and config.cluster.launcher == "inline":
-        findings.refuse(
-            f"environment.processes is {environments}, and an inline run has one process for everything; leave it "
-            "unset, or set cluster.launcher=ray"
-        )
+    check_environments(findings, config)
     if evaluation and not config.data.validation:
         findings.refuse("evaluation.engine is set, but there is no file to validate on (data.validation)")
     if "rollout" not in apart and actor != rollout and config.cluster.launcher != "inline":
@@ -142,6 +137,16 @@ def check_placement(
         )
     check_cluster(findings, config.cluster, max(actor, rollout), gpus_needed(roles), device, not_shared)
     check_cores(findings, config.cluster, sum(role.processes for role in apart.values()), device)
+
+
+def check_environments(findings: Findings, config: Config) -> None:
+    """Check that environments have processes of their own only where there can be some."""
+    environments = config.environment.processes
+    if environments and config.cluster.launcher == "inline":
+        findings.refuse(
+            f"environment.processes is {environments}, and an inline run has one process for everything; leave it "
+            "unset, or set cluster.launcher=ray"
+        )
 
 
 def check_cluster(

@@ -440,15 +440,7 @@ def check_capabilities(
     if rollout is None:
         return every
     name, able = rollout.name, rollout.capabilities
-    stops = {"rollout.sampling.stop": config.rollout.sampling.stop} if role == "rollout" else {}
-    if role == "evaluation" or (config.evaluation.engine is None and config.data.validation_files()):
-        given = config.evaluation.sampling.stop is not None
-        stop = config.evaluation.sampling.beside(config.rollout.sampling).stop
-        if given or role == "evaluation":
-            stops["evaluation.sampling.stop" + ("" if given else ", unset and so rollout.sampling.stop")] = stop
-    for key, stop in stops.items():
-        if stop and STOP_STRINGS not in able:
-            findings.refuse(f"{key}: backend {name!r} cannot stop at strings (capability {STOP_STRINGS!r})")
+    check_stops(findings, config, rollout, role)
     if SEED not in able:
         findings.note(f"backend {name!r} does not seed its samples: two runs with the same train.seed will differ")
     if WEIGHT_CHECKSUMS not in able:
@@ -467,6 +459,19 @@ def check_capabilities(
         )
         return 0
     return every
+
+
+def check_stops(findings: Findings, config: Config, rollout: RolloutBackend | None, role: str) -> None:
+    """Check that a backend can stop at the strings that the config asks for; arguments as of `check_capabilities`."""
+    stops = {"rollout.sampling.stop": config.rollout.sampling.stop} if role == "rollout" else {}
+    if role == "evaluation" or (config.evaluation.engine is None and config.data.validation_files()):
+        given = config.evaluation.sampling.stop is not None
+        stop = config.evaluation.sampling.beside(config.rollout.sampling).stop
+        if given or role == "evaluation":
+            stops["evaluation.sampling.stop" + ("" if given else ", unset and so rollout.sampling.stop")] = stop
+    for key, stop in stops.items():
+        if stop and rollout is not None and STOP_STRINGS not in rollout.capabilities:
+            findings.refuse(f"{key}: backend {rollout.name!r} cannot stop at strings (capability {STOP_STRINGS!r})")
 
 
 def choose_transport(

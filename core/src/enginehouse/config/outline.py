@@ -70,6 +70,41 @@ def outline_rl(
     ]
 
 
+def outline_eval(
+    config: Config,
+    model: Mapping[str, Any],
+    step: int,
+    held_out: Sequence[tuple[str, int]],
+    roles: Mapping[str, RolePlan],
+    is_single_turn: bool,
+    reads_back: bool,
+) -> Facts:
+    """An evaluation without a run.
+
+    Args:
+        model: the model's `config.json`.
+        step: of the run that trained it; 0 where that is not known.
+        held_out: of each file of prompts what messages call it, and how many of it are used.
+        roles: by name.
+        is_single_turn: whether the environment is core's own.
+        reads_back: whether the engine says checksums of what it serves.
+    """
+    rollout = roles["rollout"]
+    engine = _engine(config.evaluation.engine or config.rollout.engine)
+    read = "what it serves is read back and compared with them" if reads_back else "what it serves is not read back"
+    trained = f"; of step {step}" if step else ""
+    return [
+        ("model", _model(config.model, model, rollout) + trained),
+        ("rollout", f"{_count(rollout.processes, 'replica')} of {engine}"),
+        *([("reward model", _reward_model(config, roles["reward_model"]))] if "reward_model" in roles else []),
+        ("runtimes", _runtimes(roles)),
+        ("weights", f"each replica loads the model's files; {read}"),
+        *([("reward", _reward(config))] if config.reward.named() else []),
+        *([("environment", environment)] if (environment := _environment(config, is_single_turn, "")) else []),
+        ("prompts", _answered(config, held_out)),
+    ]
+
+
 def outline_sft(
     config: SFTConfig, model: Mapping[str, Any], sources: Sequence[Source], roles: Mapping[str, RolePlan]
 ) -> Facts:
@@ -161,8 +196,8 @@ def _evaluation(config: Config, evaluation: RolePlan) -> str:
     checked = "checked each time" if evaluation.effect_check_every else "unchecked"
     engine = _engine(config.evaluation.engine) if config.evaluation.engine else evaluation.backend
     return (
-        f"1 replica of {engine}, in a process of its own; weights by {evaluation.transport} before each "
-        f"validation, their effect {checked}"
+        f"1 replica of {engine}, in a process of its own; weights by {evaluation.transport} before each validation, "
+        f"their effect {checked}; training goes on meanwhile"
     )
 
 
@@ -203,14 +238,13 @@ def _beside(section: Beside, role: RolePlan, config: AnyConfig) -> str:
     return f"{path}: {_count(role.processes, 'process')} of {engine}, apart from the actor's"
 
 
-def _environment(config: Config, is_single_turn: bool) -> str:
+def _environment(config: Config, is_single_turn: bool, validated: str = "; validation plays it too") -> str:
     """What makes the samples where that is not core's own, and where; empty where nothing is to be said."""
     name, arguments, processes = config.environment.name, config.environment.arguments, config.environment.processes
     said = []
     if not is_single_turn:
         given = ", ".join(f"{argument}={value}" for argument, value in arguments.items())
-        validated = "; validation plays it too" if config.data.validation else ""
-        said.append(f"{name}{f' ({given})' if given else ''}{validated}")
+        said.append(f"{name}{f' ({given})' if given else ''}{validated if config.data.validation else ''}")
     if processes:
         said.append(
             f"in {_count(processes, 'process')}, each with reward processes of its own; tokens and texts do not pass "
@@ -303,13 +337,17 @@ def _schedule(config: Config) -> str:
 
 
 def _validation(config: Config, held_out: Sequence[tuple[str, int]]) -> str:
-    evaluation, every = config.evaluation, config.train.validate_every
-    files = ", ".join(f"{count:,} of {path}" for path, count in held_out)
-    temperature, each = evaluation.sampling.temperature, evaluation.samples_per_prompt
-    how = f"{_count(each, 'sample')} each at temperature {temperature:g}" if temperature else "greedily"
+    every = config.train.validate_every
     often = f", every {_count(every, 'step')}" if every else ""
-    answers = each * sum(count for _, count in held_out)
-    return f"prompts: {files}, answered {how}: {answers:,} answers before the first step{often} and after the last"
+    return f"prompts: {_answered(config, held_out)} before the first step{often} and after the last"
+
+
+def _answered(config: Config, held_out: Sequence[tuple[str, int]]) -> str:
+    """Which held-out prompts are answered, and how."""
+    files = ", ".join(f"{count:,} of {path}" for path, count in held_out)
+    temperature, each = config.evaluation.sampling.temperature, config.evaluation.samples_per_prompt
+    how = f"{_count(each, 'sample')} each at temperature {temperature:g}" if temperature else "greedily"
+    return f"{files}, answered {how}: {each * sum(count for _, count in held_out):,} answers"
 
 
 def _run(config: Config) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -23,6 +23,7 @@ from enginehouse.config.arithmetic import (
     check_cluster,
     check_cores,
     check_dpo,
+    check_environments,
     check_evaluation,
     check_inline,
     check_lengths,
@@ -39,6 +40,7 @@ from enginehouse.config.backends import (
     check_processes,
     check_sampling,
     check_servers,
+    check_stops,
     check_targets,
     check_value_head,
     choose_interpreter,
@@ -51,10 +53,11 @@ from enginehouse.config.backends import (
     typed_options,
 )
 from enginehouse.config.device import gpu_here, pick_device, pick_dtype
+from enginehouse.config.evaluated import Evaluated, free_directory, holds_training
 from enginehouse.config.findings import Findings
 from enginehouse.config.functions import check_environment, extend_path, find_function
 from enginehouse.config.memory import check_memory, table
-from enginehouse.config.outline import Facts, outline_preferences, outline_rl, outline_sft
+from enginehouse.config.outline import Facts, outline_eval, outline_preferences, outline_rl, outline_sft
 from enginehouse.config.paths import check_run_directory, has_chat_template, read_model
 from enginehouse.config.placement import check_turns, choose_placement, gpus_needed
 from enginehouse.config.resume import check_resume
@@ -64,6 +67,7 @@ from enginehouse.config.rows import (
     check_by_its_own,
     check_reward_columns,
     look_at_demonstrations,
+    look_at_held_out,
     look_at_preferences,
     look_at_prompts,
     named,
@@ -156,10 +160,8 @@ class RunPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(RunPlan):
-    """A reinforcement-learning run, checked. Its roles are `"actor"`, `"rollout"`, for an advantage that needs values
-    `"critic"`, where a model of its own is the reference `"reference"`, where one scores samples `"reward_model"`, and
-    where an engine of its own answers validation prompts `"evaluation"`.
+class PlayPlan(RunPlan):
+    """What plays prompts, checked: those of a reinforcement-learning run, or of an evaluation without one.
 
     Attributes:
         rewards: what the samples are scored by.
@@ -167,17 +169,9 @@ class Plan(RunPlan):
         environment_arguments: as it takes them.
         vocabulary: how many tokens the model knows; None where that is not known.
         most_tokens: how long a sample may be, for every model that reads it; None where that is not known.
-        advantage: `"module:function"`.
-        advantage_arguments: as the advantage takes them.
-        advantage_needs: the columns that it is given; None: all but texts.
-        uses_reference: whether a KL term or the advantage compares with a reference: the role of that name, else the
-            actor without its adapters.
+        advantage_needs: the columns that the advantage is given; None: all but texts.
         keep: `"module:function"` of the filter of groups; None: all are trained on.
         keep_arguments: as it takes them.
-        old_logprobs: whose logprobs the ratio divides by, `"rollout"` or `"actor"`.
-        loss_arguments: as the loss takes them, with those that are taken from elsewhere in the config; without the KL
-            term's.
-        critic_loss_arguments: as the critic's loss takes them, alike.
         prompt_limit: how long prompts may be.
     """
 
@@ -187,15 +181,9 @@ class Plan(RunPlan):
     environment_arguments: dict[str, Any]
     vocabulary: int | None
     most_tokens: int | None
-    advantage: str
-    advantage_arguments: dict[str, Any]
-    advantage_needs: tuple[str, ...] | None
-    uses_reference: bool
-    keep: str | None
-    keep_arguments: dict[str, Any]
-    old_logprobs: Literal["rollout", "actor"]
-    loss_arguments: dict[str, Any]
-    critic_loss_arguments: dict[str, Any]
+    advantage_needs: tuple[str, ...] | None = ()
+    keep: str | None = None
+    keep_arguments: dict[str, Any] = field(default_factory=dict)
     prompt_limit: TokenLimit
 
     @property
@@ -203,11 +191,49 @@ class Plan(RunPlan):
         """Whether the environment is core's own."""
         return self.environment == SINGLE_TURN
 
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(PlayPlan):
+    """A reinforcement-learning run, checked. Its roles are `"actor"`, `"rollout"`, for an advantage that needs values
+    `"critic"`, where a model of its own is the reference `"reference"`, where one scores samples `"reward_model"`, and
+    where an engine of its own answers validation prompts `"evaluation"`.
+
+    Attributes:
+        advantage: `"module:function"`.
+        advantage_arguments: as the advantage takes them.
+        uses_reference: whether a KL term or the advantage compares with a reference: the role of that name, else the
+            actor without its adapters.
+        old_logprobs: whose logprobs the ratio divides by, `"rollout"` or `"actor"`.
+        loss_arguments: as the loss takes them, with those that are taken from elsewhere in the config; without the KL
+            term's.
+        critic_loss_arguments: as the critic's loss takes them, alike.
+    """
+
+    advantage: str
+    advantage_arguments: dict[str, Any]
+    uses_reference: bool
+    old_logprobs: Literal["rollout", "actor"]
+    loss_arguments: dict[str, Any]
+    critic_loss_arguments: dict[str, Any]
+
     @property
     def effect_tolerance(self) -> float:
         """`weights.effect_tolerance`, in nats."""
         given = self.config.weights.effect_tolerance
         return TOLERANCES[self.roles["actor"].model.dtype] if given is None else given
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalPlan(PlayPlan):
+    """An evaluation without a run, checked. Its roles are `"rollout"`, and where one scores samples `"reward_model"`.
+
+    Attributes:
+        step: of the run that trained the model; 0 where that is not known.
+        reads_back: whether replicas say checksums of what they serve.
+    """
+
+    step: int
+    reads_back: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -414,6 +440,114 @@ def plan(
     )
 
 
+def plan_eval(
+    config: Config,
+    plugins: PluginManager | None = None,
+    config_path: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    model: str | None = None,
+) -> EvalPlan:
+    """Check an evaluation without a run; as `plan`.
+
+    Args:
+        config: of a reinforcement-learning run, of which what trains is not looked at.
+        plugins: as of `plan`.
+        config_path: as of `plan`.
+        overrides: what of the config was given on the command line; only there `run.directory` is that of the
+            evaluation.
+        model: the directory of a model, or of a run; None: `model.path`.
+    """
+    evaluated = Evaluated.at(model or config.model.path)
+    place = free_directory(config.run.directory, evaluated.name, overrides)
+    config = config.model_copy(
+        update={
+            "model": config.model.model_copy(update={"path": evaluated.path}),
+            "run": config.run.model_copy(update={"directory": place}),
+        }
+    )
+    setting = _Setting(config, plugins, config_path, False, overrides)
+    findings = setting.findings
+    key = "evaluation" if config.evaluation.engine else "rollout"
+    engine, replicas = config.evaluation.engine or config.rollout.engine, config.rollout.replicas
+    rollout = find_backend(findings, setting.plugins, RolloutBackend, engine, key, setting.device)
+    options = typed_options(findings, setting.plugins, rollout, engine, key, replicas, setting.runs_on)
+    check_stops(findings, config, rollout, "evaluation")
+    roles = {
+        "rollout": RolePlan(
+            kind="rollout",
+            backend=engine.backend,
+            options=options,
+            model=setting.model_spec(config.model.path),
+            processes=replicas,
+            gpus=gpus_of(rollout, options),
+            interpreter=setting.interpreter(rollout, engine, options, key),
+            env=engine.env,
+        )
+    }
+    scoring = setting.reward_model_alone(config)
+    if scoring:
+        roles["reward_model"] = scoring.role
+    unread = {name: type(section)() for name, section in beside(config).items() if name not in roles}
+    read = setting.model(config.model_copy(update=unread))
+    check_model(findings, rollout, options, read, key)
+    check_sampling(findings, config, rollout, roles["rollout"], setting.device, "evaluation")
+    if scoring:
+        setting.check_models(config, {"reward_model": scoring}, read)
+    check_environments(findings, config)
+    check_agreement(findings, roles)
+    processes = [role.processes for role in roles.values()]
+    check_cluster(findings, config.cluster, max(processes), gpus_needed(roles), setting.device)
+    check_cores(findings, config.cluster, sum(processes), setting.device)
+    check_evaluation(findings, config)
+    limit = check_lengths(findings, config, roles, read)
+    if not config.data.validation_files():
+        findings.refuse(
+            "there are no held-out prompts to evaluate on (data.validation): name a file, as in "
+            "data.validation=held_out.jsonl, or several by name, data.validation='{aime: a.jsonl, gsm: b.jsonl}'"
+        )
+    rows = look_at_held_out(findings, config, limit, bool(read))
+    environment, environment_arguments = setting.environment(config)
+    is_single_turn = environment == SINGLE_TURN
+    if is_single_turn and not config.reward.named() and not config.reward_model.path:
+        findings.refuse("reward.function is wanted, several under reward.functions, or reward_model.path")
+    columns = rows.columns if is_single_turn else None
+    rewards = tuple(setting.reward(name, one, columns) for name, one in config.reward.named().items())
+    directory = Path(place).absolute()
+    if holds_training(directory):
+        findings.refuse(
+            f"run.directory: {directory} holds a run that trained, with its models or checkpoints, and an evaluation "
+            "never writes there: name another, or leave run.directory unset"
+        )
+    else:
+        files = config.data.validation_files()
+        needed = {f"data.validation.{name}".rstrip("."): path for name, path in files.items()}
+        setting.run_directory({"model.path": config.model.path, **needed}, roles)
+    answers = config.evaluation.samples_per_prompt * sum(count for _, count in rows.held_out)
+    backends = {"rollout": rollout, "reward_model": scoring.backend if scoring else None}
+    longest = limit.tokens + config.evaluation.sampling.beside(config.rollout.sampling).max_tokens
+    setting.memory(roles, backends, read, dict.fromkeys(roles, answers), longest)
+    findings.raise_problems(setting.source)
+    reads_back = rollout is not None and capabilities.WEIGHT_CHECKSUMS in rollout.capabilities
+    return EvalPlan(
+        config=config,
+        roles=roles,
+        rewards=rewards,
+        environment=environment,
+        environment_arguments=environment_arguments,
+        vocabulary=_vocabulary(read),
+        most_tokens=_most_tokens(config, roles, [read, *setting.models.values()]),
+        prompt_limit=limit,
+        step=evaluated.step,
+        reads_back=reads_back,
+        **setting.common(
+            outline_eval(config, read, evaluated.step, rows.held_out, roles, is_single_turn, reads_back),
+            directory,
+            list(backends.values()),
+            resumable=False,
+        ),
+    )
+
+
 def plan_sft(
     config: SFTConfig,
     plugins: PluginManager | None = None,
@@ -539,7 +673,9 @@ class _Setting:
         self.models: dict[str, Mapping[str, Any]] = {}
         self.trackers = check_trackers(self.findings, self.plugins, config.run.trackers, self.python_path)
 
-    def common(self, facts: Facts, directory: Path, backends: Sequence[Backend | None]) -> dict[str, Any]:
+    def common(
+        self, facts: Facts, directory: Path, backends: Sequence[Backend | None], resumable: bool = True
+    ) -> dict[str, Any]:
         """Fields that every plan has."""
         used = {id(backend) for backend in backends}  # records of two distributions may be equal
         owners = [one.plugin.distribution for one in self.plugins.providers() if id(one.record) in used]
@@ -551,7 +687,7 @@ class _Setting:
         facts = [*facts, *zip(("memory", *[""] * len(self.memory_lines)), self.memory_lines, strict=False)]
         if self.trackers:
             facts = [*facts, ("trackers", ", ".join(one.name for one in self.trackers))]
-        if not self.config.train.checkpoint_every:
+        if resumable and not self.config.train.checkpoint_every:
             self.findings.note(
                 "train.checkpoint_every is 0: state to --resume from is saved when the run is interrupted or fails, "
                 "but not if it is killed outright"
@@ -682,6 +818,22 @@ class _Setting:
             self.findings.refuse(
                 "reward_model is set, but has no path: set reward_model.path to a directory with a sequence classifier"
             )
+
+    def reward_model_alone(self, config: Config) -> _Placed | None:
+        """The reward model where there is no actor, in processes of its own; None if there is none."""
+        findings, section = self.findings, config.reward_model
+        if not section.path:
+            return None
+        if section.shares:  # whatever else would be there: it is as the actor
+            section = section.model_copy(update={"shares": None if section.engine else "actor"})
+        engine, number = config.actor.engine, config.actor.processes
+        train = find_backend(findings, self.plugins, TrainBackend, engine, "actor", self.device)
+        options = typed_options(findings, self.plugins, train, engine, "actor", number, self.runs_on)
+        like = self.trained_role(config, options, self.interpreter(train, engine, options, "actor"))
+        placed = {"actor": _Placed(train, like)}
+        self.place("reward_model", section, config, placed, config.train.steps, head="value")
+        found = placed["reward_model"]
+        return found._replace(role=replace(found.role, shares=None))
 
     def place(
         self,

@@ -133,12 +133,38 @@ def look_at_prompts(findings: Findings, config: Config, limit: TokenLimit, model
         if table is not None
         for one in columns_of(table.shapes(), name, data.prompt, table.where)
     ]
-    if (by := config.evaluation.by) is not None:
-        for one in columns[len(train.shapes()) if train is not None else 0 :]:
-            if by not in one.names:
-                lacks = f"evaluation.by: {one.where} has no column {by!r} to measure figures by; "
-                findings.refuse(lacks + nearest(by, one.names))
+    _check_by(findings, config, columns[len(train.shapes()) if train is not None else 0 :])
     return Rows(sources, len(dropped), sampled, tuple(columns), held_out)
+
+
+def look_at_held_out(findings: Findings, config: Config, limit: TokenLimit, model_found: bool) -> Rows:
+    """As `look_at_prompts`, for an evaluation, which reads the files of held-out prompts alone."""
+    data, until = config.data, time.monotonic() + READ_SECONDS
+    tokenizer = _Tokenizer(findings, config) if model_found else None
+    held_out, columns = list[tuple[str, int]](), list[Columns]()
+    for name, paths in validation_files(config):
+        table = _open(findings, paths, [data.prompt, *([data.tools] if data.tools else [])], until)
+        if table is None:
+            return Rows()
+        dropped: list[int] = []
+        if tokenizer:
+            with findings.collecting():
+                dropped, _ = _look_at_prompt_lengths(findings, config, table, name, limit, tokenizer)
+        used = len(table) + table.unread - len(dropped)
+        held_out.append((name, min(used, config.evaluation.max_prompts or used)))
+        columns += columns_of(table.shapes(), name, data.prompt, table.where)
+    _check_by(findings, config, columns)
+    return Rows(columns=tuple(columns), held_out=held_out)
+
+
+def _check_by(findings: Findings, config: Config, held_out: Sequence[Columns]) -> None:
+    """Check that held-out prompts have the column by which figures are measured."""
+    if (by := config.evaluation.by) is None:
+        return
+    for one in held_out:
+        if by not in one.names:
+            lacks = f"evaluation.by: {one.where} has no column {by!r} to measure figures by; "
+            findings.refuse(lacks + nearest(by, one.names))
 
 
 def _sources(data: Data | SFTData, table: Table, dropped: Sequence[int]) -> list[Source]:

@@ -199,9 +199,9 @@ class Rollout(Section):
     )
     on_failure: OnFailure = Field(
         default="fail",
-        description="What an episode does that raises, takes too long or is lost with its replicas: end the run; be "
-        "made again (twice, then end the run); be left out; be left out with its whole group; or stay as its prompt, "
-        "with reward 0 and not trained on. A group without an episode left is dropped and another prompt drawn",
+        description="What an episode does that raises, takes too long or is lost with its replicas or worker: end the "
+        "run; be made again (twice, then end the run); be left out; be left out with its whole group; or stay as its "
+        "prompt, with reward 0 and not trained on. A group without an episode left is dropped and another prompt drawn",
     )
     episode_seconds: float | None = Field(
         default=None,
@@ -255,8 +255,8 @@ class Evaluation(Section):
 
     engine: Engine | None = Field(
         default=None,
-        description="A rollout backend, in a process of its own that gets the weights, verified, before each "
-        "validation; unset: the rollout",
+        description="A rollout backend, in a process of its own that gets the weights, verified, at each validation "
+        "and answers while the next steps train; unset: the rollout, and training waits",
     )
     sampling: EvaluationSampling = Field(default_factory=EvaluationSampling)
     samples_per_prompt: int = Field(

@@ -52,7 +52,8 @@ class Tracker(Protocol):
         """Take metrics by name.
 
         Args:
-            step: of the run, counted from 1; a validation before the first step has 0.
+            step: of the run, counted from 1; a validation before the first step has 0. One that was made beside later
+                steps comes after them.
             metrics: may have numbers that are not finite.
             kind: what they are of. A step and its validation are two calls.
         """

@@ -122,7 +122,8 @@ def enginehouse_step_finished(run: Any, step: int, metrics: Mapping[str, float])
 
 @hookspec
 def enginehouse_validated(run: Any, step: int, metrics: Mapping[str, float]) -> None:
-    """Called after each validation, once its metrics are written; `step` 0 is before the first step. Since 1.0."""
+    """Called after each validation, once its metrics are written; `step` 0 is before the first step. One that an engine
+    of its own made beside later steps comes after them. Since 1.0."""
 
 
 @hookspec

@@ -6,6 +6,9 @@ that come of it from the worker to whoever trains on them. The controller learns
 `DistributedBatch` hold.
 
 Both sides talk by calls of one method: each brings what is new for the worker, and ends once there is something to say.
+
+A worker whose process dies or is stuck takes with it the episodes that it had under way: `rollout.on_failure` says what
+becomes of them (`Failures`), the others go on, and it is started again. What was played before stays.
 """
 
 from __future__ import annotations
@@ -15,32 +18,50 @@ import itertools
 import logging
 import math
 import os
+import threading
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from enginehouse.config.secrets import from_environment, literal
 from enginehouse.controller import ResourcePool, Worker, WorkerGroup, WorkerSpec, register
+from enginehouse.controller.errors import ClusterLost, ControllerError, GroupClosed
 from enginehouse.data import Batch
 from enginehouse.data.rendering import load_tokenizer
-from enginehouse.errors import EnginehouseError
+from enginehouse.errors import EnginehouseError, first_line
 from enginehouse.rl.columns import Requests
-from enginehouse.rl.episodes import NOTES, Played, batch_of
+from enginehouse.rl.episodes import NOTES, Played, rows_here
+from enginehouse.rl.fleet import RESTART_END_SECONDS, RESTARTS, at_once
 from enginehouse.rl.placement import start_seconds
-from enginehouse.rl.player import FleetPolicy, Kind, failed_metrics, in_words, make_environment, player_of
+from enginehouse.rl.player import (
+    Failures,
+    FleetPolicy,
+    GivenUp,
+    Kind,
+    WorkerLost,
+    failed_metrics,
+    in_short,
+    in_words,
+    make_environment,
+    player_of,
+)
 from enginehouse.rl.rewards.weighted import WeightedRewards
 from enginehouse.rl.samples import as_bytes
+from enginehouse.rl.traces import UnderWay
+from enginehouse.rl.watchdog import LoopWatchdog
 
 if TYPE_CHECKING:
-    from enginehouse.config.plan import Plan
+    from enginehouse.config.plan import PlayPlan
+    from enginehouse.config.schema import OnFailure
     from enginehouse.controller import DistributedBatch
     from enginehouse.controller.future import Future
-    from enginehouse.engines.environment import Group, Task
+    from enginehouse.engines.environment import Task
     from enginehouse.engines.rollout import GenerateRequest, GenerateResult
     from enginehouse.rl.columns import Answer
     from enginehouse.rl.fleet import RolloutFleet
@@ -54,6 +75,9 @@ GATHERED_SECONDS = 0.01
 SILENT_SECONDS = 10.0
 """A worker that has nothing to say for so long, or for half of what a call may take, says that: one that says nothing
 for longer than a call may take is stuck."""
+
+MOST_LINES = 20
+"""Of what is known of a worker that is lost, so many lines are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +136,8 @@ class Report:
         failed: episodes that failed, by kind of play and reason; see `Player.counted`.
         last: what failed last, in words, by kind of play.
         warnings: what was logged for people, each with its level: nobody reads a worker's own log.
+        under_way: what its episodes are at.
+        now: when this was said, by its clock, which times in the notes are of.
     """
 
     asked: dict[str, Requests]
@@ -122,6 +148,8 @@ class Report:
     failed: Mapping[str, Counter[str]]
     last: Mapping[str, str]
     warnings: list[tuple[int, str]]
+    under_way: UnderWay
+    now: float
 
 
 class EnvironmentWorker(Worker):
@@ -133,18 +161,22 @@ class EnvironmentWorker(Worker):
     """
 
     _tokenizer: Any = None
+    _watchdog: LoopWatchdog | None = None
+    _watches = False
 
-    def __init__(self, plan: Plan, kinds: Mapping[str, Kind]):
+    def __init__(self, plan: PlayPlan, kinds: Mapping[str, Kind]):
         model = plan.config.model
         self._tokenizer = load_tokenizer(model.path, model.trust_remote_code)
         self._environment = make_environment(plan)
         self._rewards = WeightedRewards(plan)
         self._plan = plan
+        self._watches = not plan.is_single_turn
         self._begin(kinds, plan.config.cluster.call_timeout_seconds)
 
     def _begin(self, kinds: Mapping[str, Kind], call_seconds: float) -> None:
         self._kinds = kinds
         self._silent_seconds = min(SILENT_SECONDS, call_seconds / 2)
+        self._under_way = UnderWay()
         self._warnings = _Warnings()
         logging.getLogger("enginehouse").addHandler(self._warnings)
         self._came: dict[int, tuple[Orders, Sequence[Batch]]] = {}  # before their turn
@@ -170,6 +202,8 @@ class EnvironmentWorker(Worker):
             orders: what is new.
             drawn: tokens and logprobs of each of its answers.
         """
+        if self._watches and self._watchdog is None:
+            self._watchdog = LoopWatchdog(asyncio.get_running_loop(), self._plan.config.environment.name)
         self._release()
         self._came[orders.number] = orders, drawn
         while (next_ones := self._came.pop(self._taken_up, None)) is not None:
@@ -194,6 +228,8 @@ class EnvironmentWorker(Worker):
     def shutdown(self) -> None:
         """End the processes of the reward."""
         logging.getLogger("enginehouse").removeHandler(self._warnings)
+        if self._watchdog is not None:
+            self._watchdog.close()
         self._rewards.close()
 
     # What comes
@@ -209,7 +245,7 @@ class EnvironmentWorker(Worker):
                 waiting.set_exception(error)
         for kind in orders.counted:
             if (player := self._players.get(kind)) is not None:
-                player.warn_again()
+                player.failures.warn_again()
         for play in orders.plays:
             self._plays[play.kind, play.task.serial] = play
             playing = self._playing[play.number] = asyncio.get_running_loop().create_task(self._play(play))
@@ -240,7 +276,7 @@ class EnvironmentWorker(Worker):
 
     def _player(self, kind: str) -> Player:
         policy_of = partial(self._policy_of, kind)
-        return player_of(self._plan, self._environment, policy_of, self._rewards, self._kinds[kind])
+        return player_of(self._plan, self._environment, policy_of, self._rewards, self._kinds[kind], self._under_way)
 
     def _policy_of(self, kind: str, task: Task) -> FleetPolicy:
         play = self._plays[kind, task.serial]
@@ -290,8 +326,7 @@ class EnvironmentWorker(Worker):
             for kind, requests in self._asked.items()
             if requests
         }
-        groups = [played.group for _, played in self._ended if played.kept and played.group is not None]
-        rows, notes = _rows_and_notes(groups)
+        rows, notes = _rows_and_notes([played for _, played in self._ended if played.kept])
         report = Report(
             asked=asked,
             forgotten=self._forgotten,
@@ -301,6 +336,8 @@ class EnvironmentWorker(Worker):
             failed={kind: player.counted() for kind, player in self._players.items()},
             last={kind: in_words(player.last) for kind, player in self._players.items() if player.last is not None},
             warnings=self._warnings.taken(),
+            under_way=self._under_way,
+            now=time.monotonic(),
         )
         self._asked = {name: [] for name in self._kinds}
         self._forgotten, self._scoring, self._ended = [], [], []
@@ -334,9 +371,9 @@ class _Asking:
         return await self._worker.draw(self._kind, request)
 
 
-def _rows_and_notes(groups: Sequence[Group]) -> tuple[Batch, dict[str, Sequence[Any]]]:
-    """Rows of groups, with texts as bytes, and what is told beside them."""
-    batch = as_bytes(batch_of(groups)).drop(["group"])
+def _rows_and_notes(played: Sequence[Played]) -> tuple[Batch, dict[str, Sequence[Any]]]:
+    """Rows of tasks, with texts as bytes, and what is told beside them."""
+    batch = as_bytes(rows_here(played)).drop(["group"])
     return batch.drop(NOTES), {name: batch[name] for name in NOTES}
 
 
@@ -354,33 +391,95 @@ class _Playing:
     played: asyncio.Future[Played]
 
 
-class EnvironmentWorkers:
-    """Has tasks played by the workers of a group. Everything but `player` runs on one event loop.
+class WorkersLost(ControllerError):
+    """Nobody is left to play tasks."""
 
-    Args:
-        group: of `EnvironmentWorker`s.
-        kinds: as the workers know them.
+
+class _NotBegun(Exception):
+    """A task waited for a worker that does not come back: another may play it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Exchange:
+    """What is under way with a worker's process, as long as it lives.
+
+    Attributes:
+        orders: what it is to be told.
+        came: what was drawn for it, by its numbers.
+        plays: what it plays, or is to play.
+        flights: what is drawn for it, by its numbers.
+        calls: how many are in flight.
+        sent: how many were.
+        under_way: what its episodes are at, as it said last.
     """
 
-    def __init__(self, group: WorkerGroup, kinds: Mapping[str, Kind]):
-        self._group, self._kinds = group, kinds
-        self._orders = [Orders() for _ in range(group.world_size)]
-        self._came: list[list[tuple[int, Flight]]] = [[] for _ in range(group.world_size)]
-        self._calls = [0] * group.world_size  # in flight
-        self._sent = [0] * group.world_size
+    orders: Orders = field(default_factory=Orders)
+    came: list[tuple[int, Flight]] = field(default_factory=list)
+    plays: dict[int, _Playing] = field(default_factory=dict)
+    flights: dict[int, tuple[RolloutFleet, Flight]] = field(default_factory=dict)
+    calls: int = 0
+    sent: int = 0
+    under_way: UnderWay = field(default_factory=UnderWay)
+
+
+@dataclass(slots=True, eq=False)
+class _Seat:
+    """A worker, whichever process it is.
+
+    Attributes:
+        group: its own: what breaks it breaks no other.
+        process: what is under way with it; of one that is being started again, what waits.
+        state: whether it plays, is being started again, or stays away.
+        restarts: begun since it last ended a play.
+        death: why it went, the last time.
+        restarting: starts it again, or did.
+    """
+
+    group: WorkerGroup
+    process: _Exchange = field(default_factory=_Exchange)
+    state: Literal["serving", "lost", "out"] = "serving"
+    restarts: int = 0
+    death: str = ""
+    restarting: threading.Thread | None = None
+
+
+class EnvironmentWorkers:
+    """Has tasks played by workers. Everything but `player` and what ends it runs on one event loop.
+
+    Args:
+        groups: one an `EnvironmentWorker`, of one process.
+        kinds: as the workers know them.
+        on_failure: what is done about the episodes of a worker that is lost.
+        restarts: how often a worker is started again without having ended a play in between; then it is out.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[WorkerGroup],
+        kinds: Mapping[str, Kind],
+        on_failure: OnFailure = "fail",
+        restarts: int = RESTARTS,
+    ):
+        self._seats, self._kinds = [_Seat(group) for group in groups], kinds
+        self._failures = {kind: Failures(on_failure) for kind in kinds}
+        self._goes_on, self._most_restarts, self._restarted = on_failure != "fail", restarts, 0
         self._numbers = itertools.count()
-        self._plays: list[dict[int, _Playing]] = [{} for _ in range(group.world_size)]
-        self._flights: dict[tuple[int, int], tuple[RolloutFleet, Flight]] = {}  # by rank and the worker's number
         self._tasks: set[asyncio.Task[None]] = set()
         self._scheduled = False
         self._fleets: dict[str, RolloutFleet] = {}
         self._failed: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
-        self.last: dict[str, str] = {}
+        self._last: dict[str, BaseException] = {}
         self.closed = False
+
+    @property
+    def under_way(self) -> UnderWay:
+        """What episodes are at, as the workers said last."""
+        return UnderWay.sum(seat.process.under_way for seat in self._seats)
 
     def describe(self) -> list[dict[str, Any]]:
         """Each worker's process, for reports."""
-        return self._group.call("describe")
+        described = [seat.group.call("describe")[0] for seat in self._seats]
+        return [{**one, "rank": number} for number, one in enumerate(described)]
 
     def player(self, kind: str, fleet: RolloutFleet, named: Callable[[Task], tuple[str, int]]) -> WorkersPlayer:
         """What plays tasks of a kind.
@@ -394,29 +493,59 @@ class EnvironmentWorkers:
         return WorkersPlayer(self, kind, self._kinds[kind].sampling.n, named)
 
     async def play(self, kind: str, task: Task, name: str, seed: int, scoring: Callable[[], None]) -> Played:
-        """Have a task played by the worker with the fewest.
+        """Have a task played by the worker with the fewest. What a worker that is lost had under way is played again
+        from the same seeds, where `retry` says so: it need not be what the worker died of.
 
         Raises:
-            WorkerError: the worker died, or something in it ended the run.
+            EpisodeFailed: the worker was lost, and the run is to end for it.
+            WorkersLost: there is no worker any more.
+            WorkerError: something in the worker ended the run.
         """
-        rank = min(range(self._group.world_size), key=lambda rank: len(self._plays[rank]))
-        number, played = next(self._numbers), asyncio.get_running_loop().create_future()
-        self._plays[rank][number] = _Playing(task, scoring, played)
-        self._orders[rank].plays.append(Play(number, kind, task, name, seed))
+        failures, lost = self._failures[kind], 0
+        while True:
+            try:
+                return await self._play_once(Play(next(self._numbers), kind, task, name, seed), scoring)
+            except WorkerLost as error:
+                self._last[kind] = error
+                try:
+                    failures.add(in_short(task), self._kinds[kind].sampling.n, lost, error)
+                except GivenUp:
+                    return Played(task, (), False)
+                lost += 1
+            except _NotBegun:
+                continue
+
+    async def _play_once(self, play: Play, scoring: Callable[[], None]) -> Played:
+        living = [seat for seat in self._seats if seat.state != "out"]
+        if not living:
+            deaths = "\n".join(f"- {seat.death}" for seat in self._seats)
+            raise WorkersLost(f"no environment worker is left to play {in_short(play.task)}:\n{deaths}")
+        process = min(living, key=lambda seat: (seat.state != "serving", len(seat.process.plays))).process
+        played = asyncio.get_running_loop().create_future()
+        process.plays[play.number] = _Playing(play.task, scoring, played)
+        process.orders.plays.append(play)
         self._soon()
         try:
             return await played
         finally:
-            if self._plays[rank].pop(number, None) is not None:
-                self._orders[rank].cancelled.append(number)
+            if process.plays.pop(play.number, None) is not None:
+                process.orders.cancelled.append(play.number)
                 self._soon()
 
-    def counted(self, kind: str) -> Counter[str]:
-        """Episodes of a kind that failed since this was asked for last, by reason; workers warn of later ones again."""
-        for orders in self._orders:
-            orders.counted.append(kind)
+    def metrics(self, kind: str) -> dict[str, float]:
+        """Episodes of a kind that failed since this was asked for last, by reason, of which workers warn again; and how
+        often a worker was begun to be started again, whatever it played."""
+        for seat in self._seats:
+            seat.process.orders.counted.append(kind)
         counts, self._failed[kind] = self._failed[kind], Counter()
-        return counts
+        failures = self._failures[kind]
+        failures.warn_again()
+        restarted, self._restarted = self._restarted, 0
+        return {**failed_metrics(counts + failures.counted()), "worker_restarts": float(restarted)}
+
+    def last(self, kind: str) -> BaseException | None:
+        """What failed last."""
+        return self._last.get(kind)
 
     # What is sent
 
@@ -429,14 +558,17 @@ class EnvironmentWorkers:
         self._scheduled = False
         if self.closed:
             return
-        for rank, orders in enumerate(self._orders):
-            came, self._came[rank] = self._came[rank], []
-            if came or orders.plays or orders.cancelled or (self._plays[rank] and not self._calls[rank]):
-                self._orders[rank] = Orders()
-                self._send(rank, orders, came)
+        for seat in self._seats:
+            process = seat.process
+            new = process.came or process.orders.plays or process.orders.cancelled
+            if seat.state == "serving" and (new or (process.plays and not process.calls)):
+                self._send(seat)
 
-    def _send(self, rank: int, orders: Orders, came: Sequence[tuple[int, Flight]]) -> None:
-        orders.number, self._sent[rank] = self._sent[rank], self._sent[rank] + 1
+    def _send(self, seat: _Seat) -> None:
+        process = seat.process
+        came, process.came = process.came, []
+        orders, process.orders = process.orders, Orders()
+        orders.number, process.sent = process.sent, process.sent + 1
         places: dict[int, dict[int, int]] = {}  # of each answer
         drawn: list[DistributedBatch] = []
         for number, flight in came:
@@ -453,64 +585,146 @@ class EnvironmentWorkers:
             places[id(answer)][number] = place
         call: Future | Exception
         try:
-            call = self._group.execute_rank_async(rank, "exchange", orders, *drawn)
+            call = seat.group.execute_rank_async(0, "exchange", orders, *drawn)
         except Exception as error:
             call = error
-        self._calls[rank] += 1
-        self._tasks.add(task := asyncio.get_running_loop().create_task(self._collect(rank, call)))
+        process.calls += 1
+        self._tasks.add(task := asyncio.get_running_loop().create_task(self._collect(seat, process, call)))
         task.add_done_callback(self._tasks.discard)
 
     # What comes back
 
-    async def _collect(self, rank: int, call: Future | Exception) -> None:
+    async def _collect(self, seat: _Seat, process: _Exchange, call: Future | Exception) -> None:
         try:
             if isinstance(call, Exception):
                 raise call
             report, rows = await call
-            self._take(rank, report, rows)
+            self._take(seat, process, report, rows)
         except Exception as error:
-            for playing in self._plays[rank].values():
-                if not playing.played.done():
-                    playing.played.set_exception(error)
+            if seat.process is not process:  # its loss is known
+                return
+            if seat.group.broken is None or self.closed or isinstance(error, ClusterLost):
+                _fail(process, error)
+            else:
+                self._lose(seat, error)
         finally:
-            self._calls[rank] -= 1
+            process.calls -= 1
             self._soon()
 
-    def _take(self, rank: int, report: Report, rows: DistributedBatch) -> None:
+    def _take(self, seat: _Seat, process: _Exchange, report: Report, rows: DistributedBatch) -> None:
+        process.under_way = report.under_way
+        ahead = time.monotonic() - report.now
         for kind, counts in report.failed.items():
             self._failed[kind].update(counts)
-        self.last.update(report.last)
+        self._last.update({kind: EnginehouseError(said) for kind, said in report.last.items()})
         for level, said in report.warnings:
             log.log(level, "%s", said)
         for kind, requests in report.asked.items():
             for request in requests.unpack():
-                self._submit(rank, kind, request)
+                self._submit(process, kind, request)
         for number in report.forgotten:
-            if (flying := self._flights.pop((rank, number), None)) is not None:
+            if (flying := process.flights.pop(number, None)) is not None:
                 fleet, flight = flying
                 fleet.forget(flight)
         for number in report.scoring:
-            if (playing := self._plays[rank].get(number)) is not None:
+            if (playing := process.plays.get(number)) is not None:
                 playing.scoring()
-        rows = rows.with_columns(**report.notes)
+        traces = [None if trace is None else trace.shifted(ahead) for trace in report.notes["trace"]]
+        rows = rows.with_columns(**{**report.notes, "trace": traces})
+        if report.ended:
+            seat.restarts = 0
         of_episode, episodes, end = rows["episode"], 0, 0
         for number, rewards, kept in report.ended:
             episodes += len(rewards) * kept
             begin, end = end, int(torch.searchsorted(of_episode, episodes))
-            if (playing := self._plays[rank].pop(number, None)) is not None and not playing.played.done():
+            if (playing := process.plays.pop(number, None)) is not None and not playing.played.done():
                 own = rows.slice(begin, end) if kept else None
                 playing.played.set_result(Played(playing.task, rewards, kept, rows=own))
 
-    def _submit(self, rank: int, kind: str, request: GenerateRequest) -> None:
+    def _submit(self, process: _Exchange, kind: str, request: GenerateRequest) -> None:
         said, _, name = request.id.partition(" ")
         number, fleet = int(said), self._fleets[kind]
 
         def ended(flight: Flight) -> None:
-            self._flights.pop((rank, number), None)
-            self._came[rank].append((number, flight))
+            process.flights.pop(number, None)
+            process.came.append((number, flight))
             self._soon()
 
-        self._flights[rank, number] = fleet, fleet.submit(replace(request, id=name), ended)
+        process.flights[number] = fleet, fleet.submit(replace(request, id=name), ended)
+
+    # Life and death
+
+    def _lose(self, seat: _Seat, error: Exception) -> None:
+        """A worker's process died, or is stuck: what it had under way has failed, and it is started again."""
+        process, seat.process = seat.process, _Exchange()
+        for fleet, flight in process.flights.values():
+            fleet.forget(flight)
+        unsent = {play.number for play in process.orders.plays}
+        others = len(process.plays) - len(unsent) - 1
+        beside = f" and {others} other{'s' * (others > 1)}" if others > 0 else ""
+        why = error.reason if isinstance(error, GroupClosed) else str(error)
+        _fail(process, WorkerLost(f"the environment worker that played it{beside} is lost: {why}"), unsent)
+        seat.state, seat.death = "lost", why.splitlines()[0]
+        if not self._goes_on or self.closed:
+            return
+        log.warning("%s is lost and is started again: %s", seat.group.name, _shortened(why))
+        loop = asyncio.get_running_loop()
+        seat.restarting = threading.Thread(
+            target=self._restart, args=(seat, loop), name=f"{seat.group.name}-restart", daemon=True
+        )
+        seat.restarting.start()
+
+    def _restart(self, seat: _Seat, loop: asyncio.AbstractEventLoop) -> None:
+        """Start a worker again, as often as it may be; in a thread of its own."""
+
+        def settle(state: Literal["serving", "out"]) -> None:
+            seat.state = state
+            if state == "out":
+                _fail(seat.process, _NotBegun())
+            self._soon()
+
+        while not self.closed and seat.restarts < self._most_restarts:
+            seat.restarts, self._restarted = seat.restarts + 1, self._restarted + 1
+            begun = time.perf_counter()
+            try:
+                seat.group.restart()
+            except Exception as error:
+                seat.death = f"its restart failed: {first_line(error)}"
+                if not self.closed:
+                    log.warning("%s: %s", seat.group.name, seat.death)
+                continue
+            log.info("%s is back after %.1f s", seat.group.name, time.perf_counter() - begun)
+            loop.call_soon_threadsafe(settle, "serving")
+            return
+        if not self.closed:
+            seat.death = (
+                f"{seat.group.name} was started again {seat.restarts} times without having played anything in between; "
+                f"at last: {seat.death}"
+            )
+            log.error("%s is left out from now on: %s", seat.group.name, seat.death)
+            loop.call_soon_threadsafe(settle, "out")
+
+    def shutdown(self) -> None:
+        """End every worker."""
+        self.closed = True
+        at_once([seat.group.shutdown for seat in self._seats])
+        until = time.monotonic() + RESTART_END_SECONDS
+        for seat in self._seats:  # none may still call Ray when that is shut down
+            if seat.restarting is not None:
+                seat.restarting.join(max(until - time.monotonic(), 0.0))
+
+
+def _fail(process: _Exchange, error: Exception, unsent: Collection[int] = ()) -> None:
+    """Tell who waits for what a process plays; of `unsent` that it was not begun."""
+    for number, playing in process.plays.items():
+        if not playing.played.done():
+            playing.played.set_exception(_NotBegun() if number in unsent else error)
+
+
+def _shortened(text: str) -> str:
+    """The first line of an error, and the last ones: what the worker logged, where it was."""
+    first, *others = text.splitlines()
+    return "\n".join([first, *others[-MOST_LINES:]])
 
 
 class WorkersPlayer:
@@ -526,17 +740,16 @@ class WorkersPlayer:
 
     def metrics(self) -> dict[str, float]:
         """See `Player.metrics`."""
-        return failed_metrics(self._workers.counted(self._kind))
+        return self._workers.metrics(self._kind)
 
     @property
     def last(self) -> BaseException | None:
         """What failed last."""
-        said = self._workers.last.get(self._kind)
-        return None if said is None else EnginehouseError(said)
+        return self._workers.last(self._kind)
 
 
 @contextmanager
-def environment_workers(plan: Plan, kinds: Mapping[str, Kind]) -> Iterator[EnvironmentWorkers]:
+def environment_workers(plan: PlayPlan, kinds: Mapping[str, Kind]) -> Iterator[EnvironmentWorkers]:
     """Start the environment workers of a plan; end them on the way out. Ray has to be there.
 
     Args:
@@ -550,21 +763,31 @@ def environment_workers(plan: Plan, kinds: Mapping[str, Kind]) -> Iterator[Envir
     arguments = literal(from_environment(plan.environment_arguments))
     plan = replace(plan, rewards=rewards, environment_arguments=arguments)  # nodes may lack the variables
     pool = ResourcePool([processes], timeout=start_seconds(cluster), name="environment")
-    try:
+    started: list[WorkerGroup] = []
+
+    def start(number: int, place: ResourcePool) -> WorkerGroup:
         group = WorkerGroup(
-            pool,
+            place,
             WorkerSpec(EnvironmentWorker, plan, kinds).options(distributed=False),
-            name="environment",
+            name=f"environment-{number}",
             timeout=cluster.call_timeout_seconds,
             start_timeout=start_seconds(cluster),
             seed=plan.config.train.seed,
             threads=cluster.threads_per_process or 1,
         )
-        workers = EnvironmentWorkers(group, kinds)
+        started.append(group)
+        return group
+
+    try:
+        try:
+            groups = at_once([partial(start, number, place) for number, place in enumerate(pool.split(processes))])
+        except BaseException:
+            at_once([group.shutdown for group in started])
+            raise
+        workers = EnvironmentWorkers(groups, kinds, plan.config.rollout.on_failure)
         try:
             yield workers
         finally:
-            workers.closed = True
-            group.shutdown()
+            workers.shutdown()
     finally:
         pool.shutdown()

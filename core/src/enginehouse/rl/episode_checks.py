@@ -208,9 +208,9 @@ class _Remembered:
         self, tokens: Sequence[int], n: int, sampling: SamplingParams | None = None
     ) -> Sequence[Completion]:
         """See the protocol."""
-        tokens = np.array(tokens, dtype=np.int64).tolist()  # it may change while these are drawn
-        completions = await self._policy.samples(tokens, n, sampling)
-        self._drawn.add(tokens, completions, sampling)
+        before: Any = np.array(tokens, dtype=np.int64)  # they may change while these are drawn
+        completions = await self._policy.samples(before, n, sampling)
+        self._drawn.add(before, completions, sampling)
         return completions
 
     def branch(self, name: str) -> Policy:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,7 +14,10 @@ from enginehouse.controller import DistributedBatch
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.environment import Episode, Group, Scored, Segment, Task
 
-NOTES = ("finish_reason", "reward_figures", "reward_failure")
+if TYPE_CHECKING:
+    from enginehouse.rl.traces import Trace
+
+NOTES = ("finish_reason", "reward_figures", "reward_failure", "trace")
 TEXTS = ("prompt", "response", "answer")
 FOR_PEOPLE = (*NOTES, *TEXTS)
 """Columns of samples that nothing is trained on: objects, and texts."""
@@ -32,6 +35,8 @@ class Played:
         kept: whether they are trained on: there are some, and no filter refused them.
         group: the episodes, where they are here.
         rows: else their rows, as of `batch_of`, where they were made; of texts, their bytes.
+        traces: of the episodes, where they are here: what those of several turns spent their time on. Empty: nobody
+            knows.
     """
 
     task: Task
@@ -39,18 +44,26 @@ class Played:
     kept: bool
     group: Group | None = None
     rows: DistributedBatch | None = None
+    traces: Sequence[Trace | None] = ()
 
 
 def rows_of(played: Sequence[Played]) -> DistributedBatch:
     """The episodes of tasks, at least one, as rows wherever they are; as of `batch_of`, the groups in this order."""
-    here = [one.group for one in played if one.group is not None]
+    here = [one for one in played if one.group is not None]
     if here or not played:
-        return DistributedBatch.of([batch_of(here)])
+        return DistributedBatch.of([rows_here(here)])
     parts = [one.rows for one in played if one.rows is not None]
     group = np.repeat(np.arange(len(played)), [len(part) for part in parts])
     firsts = itertools.accumulate((len(one.rewards) for one in played), initial=0)
     episode = [part["episode"] - part["episode"][0] + first for part, first in zip(parts, firsts, strict=False)]
     return DistributedBatch.concat(parts).with_columns(group=torch.from_numpy(group), episode=torch.cat(episode))
+
+
+def rows_here(played: Sequence[Played]) -> Batch:
+    """As of `batch_of`, the episodes of tasks whose groups are here."""
+    here = [(one.group, one.traces) for one in played if one.group is not None]
+    traces = [(*traces, *[None] * (len(group.episodes) - len(traces))) for group, traces in here]
+    return batch_of([group for group, _ in here], list(itertools.chain(*traces)))
 
 
 def total_reward(episode: Episode) -> float:
@@ -72,9 +85,13 @@ def tasks_of(prompts: Batch, serials: Sequence[int]) -> list[Task]:
     ]
 
 
-def batch_of(groups: Sequence[Group]) -> Batch:
+def batch_of(groups: Sequence[Group], traces: Sequence[Trace | None] = ()) -> Batch:
     """Episodes as a batch, their rows: groups one after another, the episodes of a group in their order, and of an
     episode that has several rows the `earlier` ones before its own.
+
+    Args:
+        groups: their episodes.
+        traces: of each episode, what it spent its time on. Empty: nobody knows of any.
 
     Returns:
         `input_ids` ragged int64, `loss_mask` ragged bool (true on what the policy chose), `rollout_logprobs` ragged
@@ -82,12 +99,12 @@ def batch_of(groups: Sequence[Group]) -> Batch:
         int64 (how many the policy chose), `first_version` and `weight_version` int64 (the oldest and the newest that
         one of these is of; -1 where there is none), each `(rows,)`; and the objects `finish_reason`, `prompt`,
         `response`, `answer` (what it answers, as its reward says; empty where that says nothing), `reward_figures`
-        (other figures of the reward, by name) and `reward_failure` (why an episode has no reward and counts as 0; empty
-        where it has one). Where groups have one, `baseline` float32 `(rows,)`; where all rows have some,
-        `token_rewards` ragged float32.
+        (other figures of the reward, by name), `reward_failure` (why an episode has no reward and counts as 0; empty
+        where it has one) and `trace` (None where there is none). Where groups have one, `baseline` float32 `(rows,)`;
+        where all rows have some, `token_rewards` ragged float32.
 
-        What comes of the score stands in an episode's last row: the others have a `reward` of 0, so that a sum over an
-        episode's rows is the episode's, and nothing else. `finish_reason` and `baseline` are in each.
+        What comes of the score, and the trace, stands in an episode's last row: the others have a `reward` of 0, so
+        that a sum over its rows is the episode's, and nothing else. `finish_reason` and `baseline` are in each.
     """
     episodes = [episode for group in groups for episode in group.episodes]
     rows = [row for one in episodes for row in one.rows]
@@ -123,6 +140,11 @@ def batch_of(groups: Sequence[Group]) -> Batch:
             "answer": [score.answer for score in scores],
             "reward_figures": [score.figures for score in scores],
             "reward_failure": [score.failure for score in scores],
+            "trace": [
+                trace
+                for one, of_it in zip(episodes, traces or [None] * len(episodes), strict=True)
+                for trace in (*[None] * len(one.earlier), of_it)
+            ],
         }
     )
 

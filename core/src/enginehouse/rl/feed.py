@@ -7,6 +7,7 @@ Which groups are begun, and which are taken, is `enginehouse.rl.schedule`.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import queue
 import statistics
 from collections import Counter
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 MOST_REFUSED = 10
 """So many times the groups of a step may be refused by a filter or dropped, one after another, before the feed gives
 up."""
+QUIET_SECONDS = 10.0
+"""Who waits for episodes hears so often that there are none yet, and may say so."""
 REASONS = ("refused", "dropped", "stale", "left_over")
 """Why a group is not trained on: a filter refused it; no episode of it was left, by the failure policy; it grew too
 old; it was one more than needed."""
@@ -77,8 +80,8 @@ class Feed:
         """Wait for a step's groups, which are begun here if they were not. Arguments as of `begin`.
 
         Yields:
-            How many of the step's episodes were drawn since the last time. It ends when all that it waits for are,
-            scored or not.
+            How many of the step's episodes were drawn since the last time; 0 now and then while none is. It ends when
+            all that it waits for are, scored or not.
 
         Raises:
             DrawnInVain: the filter refuses group after group, or they fail.
@@ -87,12 +90,18 @@ class Feed:
         if self._begun is None:
             self.begin(version, left)
         missing, self._begun = self._begun or 0, None
-        while (told := self._told.get()) is not None:
+        while (told := self._next()) is not None:
             if isinstance(told, BaseException):
                 raise told
             if isinstance(told, int):  # more may be drawn than the step takes
                 missing, told = missing - told, min(told, missing)
                 yield max(told, 0)
+
+    def _next(self) -> int | list[Played] | BaseException | None:
+        try:
+            return self._told.get(timeout=QUIET_SECONDS)
+        except queue.Empty:
+            return 0
 
     def take(self) -> list[Played]:
         """The step's groups, in the order of their tasks, once they are scored. Raises as `draw`."""
@@ -218,31 +227,52 @@ class Feed:
         return {"feed/under_way": under_way} | {f"feed/{name}": value for name, value in figures.items()}
 
 
-def played(loop: EventLoop, tasks: Sequence[Task], play: Callable[[Task], Awaitable[Played]]) -> Iterator[Played]:
-    """Play all of some tasks at once; yields each as it ends, and ends what is left where the caller does."""
-    ended: queue.SimpleQueue[Played | BaseException | None] = queue.SimpleQueue()
+class Playing:
+    """Tasks that are played, all at once, from now on. Yields what came of each, as they end.
 
-    async def one(task: Task) -> None:
-        ended.put(await play(task))
+    Args:
+        loop: where.
+        tasks: what.
+        play: how.
+    """
 
-    async def all_of_them() -> None:
+    def __init__(self, loop: EventLoop, tasks: Sequence[Task], play: Callable[[Task], Awaitable[Played]]):
+        self._told: queue.SimpleQueue[Played | BaseException | None] = queue.SimpleQueue()
+        self._all = loop.submit(self._play(tasks, play))
+
+    async def _play(self, tasks: Sequence[Task], play: Callable[[Task], Awaitable[Played]]) -> None:
+        async def one(task: Task) -> None:
+            self._told.put(await play(task))
+
         try:
             async with asyncio.TaskGroup() as group:
                 for task in tasks:
                     group.create_task(one(task))
         except* Exception as errors:
-            ended.put(errors.exceptions[0])
+            self._told.put(errors.exceptions[0])
         else:
-            ended.put(None)
+            self._told.put(None)
 
-    playing = loop.submit(all_of_them())
-    try:
-        while (group := ended.get()) is not None:
-            if isinstance(group, BaseException):
-                raise group
+    def __iter__(self) -> Iterator[Played]:
+        """Those that were not yielded yet; raises what ended the playing."""
+        while (group := self._told.get()) is not None and not isinstance(group, BaseException):
             yield group
-    finally:
-        playing.cancel()
+        self._told.put(group)  # for who asks again
+        if group is not None:
+            raise group
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is played any more."""
+        return self._all.done()
+
+    def ended_within(self, seconds: float) -> bool:
+        """As `ended`, after so many seconds at most."""
+        return bool(concurrent.futures.wait([self._all], seconds).done)
+
+    def cancel(self) -> None:
+        """End what is played; nothing more is to be asked for."""
+        self._all.cancel()
 
 
 def _drawn_in_vain(groups: Sequence[Played], last: BaseException | None) -> DrawnInVain:

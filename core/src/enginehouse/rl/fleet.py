@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 SAMPLES_IN_FLIGHT = 512
 """Most completions a replica is given at once, where its engine does not say how many it generates (`max_running`); the
 rest goes to who is free first."""
+SPARE = 8
+"""Where it does, it is given one more for every so many."""
 ALL_IN_FLIGHT = 2**31
 """For ranks that share a fate: nothing is gained by holding back."""
 RESTARTS = 3
@@ -140,7 +142,7 @@ class RolloutFleet:
             return replica
 
         try:
-            _at_once([partial(start, number, pool) for number, pool in enumerate(places)])
+            at_once([partial(start, number, pool) for number, pool in enumerate(places)])
         except BaseException:
             self.shutdown()
             raise
@@ -658,7 +660,7 @@ class RolloutFleet:
         with self._lock:
             replicas = list(self._replicas)
         try:
-            _at_once([partial(replica.group.shutdown, timeout) for replica in replicas])
+            at_once([partial(replica.group.shutdown, timeout) for replica in replicas])
             self._wait_for_restarts(replicas, RESTART_END_SECONDS)
         finally:
             if self._pool is not None:
@@ -673,8 +675,14 @@ class RolloutFleet:
                 thread.join(max(until - time.monotonic(), 0.0))
 
 
-def _at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Do things in threads of their own and wait for all; then raise the first error.
+def samples_in_flight(max_running: int | None) -> int:
+    """Most completions a replica is given at once, whose engine generates `max_running`, if it says so: a few more, so
+    that a place in the engine is taken again before the controller has heard that it is free."""
+    return SAMPLES_IN_FLIGHT if max_running is None else max_running + max_running // SPARE
+
+
+def at_once(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Do things in threads of their own and wait for all; then raise the first error. Returns what each returned.
 
     Not with an executor: its threads hold up the end of the program.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -97,6 +98,7 @@ class Loop(ABC):
         self.resumed = plan.resumed
         self.stalls = Stalls()
         self.trained_step = plan.resumed.step if plan.resumed else 0
+        self._candidate: Path | None = None  # for `models/best`
         self._loop_state: LoopState | None = None
         self._update: tuple[Mapping[str, Future], Mapping[str, float]] | None = None
 
@@ -117,6 +119,15 @@ class Loop(ABC):
 
     def after_step(self, step: int) -> None:  # noqa: B027 - a loop may leave it out
         """Called once a step's metrics are written."""
+
+    def finish_beside(self, before: int | None = None, seconds: float | None = None) -> None:  # noqa: B027 - likewise
+        """End what is under way beside the steps: no later state is saved before it, as a run that goes on from there
+        could not do it again.
+
+        Args:
+            before: only what is of an earlier step than this one.
+            seconds: for so long, at most, and what takes longer is lost; None: any.
+        """
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
@@ -186,20 +197,33 @@ class Loop(ABC):
 
     def save(self, step: int, timeout: float | None = None) -> None:
         """Export the actor's model as a Hugging Face directory; whole or not at all."""
-        self._export(step, lambda staged: self.run_directory.model_saved(step, staged), timeout)
+        staged = self._exported(step, self.run_directory.model_path(step), timeout)
+        with writing(f"the model of step {step}", staged):
+            place = self.run_directory.model_saved(step, staged)
+        self._saved(step, place, "model")
 
     def save_best(self, step: int, metric: str, value: float) -> None:
-        """As `save`, to `models/best`; if the validation of `step` measured more than that of the model there."""
-        if self.run_directory.is_best(metric, value):
-            self._export(step, lambda staged: self.run_directory.best_saved(step, staged, metric, value))
-
-    def _export(self, step: int, saved: Callable[[Path], Path], timeout: float | None = None) -> None:
-        staged = self.run_directory.model_path(step)
+        """As `save`, to `models/best`; if the validation of `step` measured more than that of the model there. A model
+        that was kept for it (`keep_best_candidate`) is taken, or deleted."""
+        staged, self._candidate = self._candidate, None
+        if not self.run_directory.is_best(metric, value):
+            if staged is not None:
+                shutil.rmtree(staged, ignore_errors=True)
+            return
+        if staged is None:
+            staged = self._exported(step, self.run_directory.best_path())
         with writing(f"the model of step {step}", staged):
-            with self.roles.turns.on_devices(PARAMS):
-                self.roles.actor.call("export_hf", str(staged), timeout=timeout)
-            place = saved(staged)
+            place = self.run_directory.best_saved(step, staged, metric, value)
         self._saved(step, place, "model")
+
+    def keep_best_candidate(self, step: int) -> None:
+        """Export the actor's model for `save_best`, which is called once later steps have trained the actor."""
+        self._candidate = self._exported(step, self.run_directory.best_path())
+
+    def _exported(self, step: int, staged: Path, timeout: float | None = None) -> Path:
+        with writing(f"the model of step {step}", staged), self.roles.turns.on_devices(PARAMS):
+            self.roles.actor.call("export_hf", str(staged), timeout=timeout)
+        return staged
 
     def _run_steps(self) -> None:
         self.run_directory.describe(self.describe())
@@ -229,6 +253,7 @@ class Loop(ABC):
             self._save_where_due(step)
         if self.run_directory.saved_step != self.steps:
             self.save(self.steps)
+        self.finish_beside()
         self.checkpoint_writer.finish()
 
     def _load(self, checkpoint: Checkpoint) -> None:
@@ -257,6 +282,7 @@ class Loop(ABC):
             if state is None or state.step != step:
                 log.warning("no checkpoint of step %d: it did not train the actor by `Loop.update`", step)
                 return
+            self.finish_beside(step)
             with self.clock.phase("checkpoint"), self.roles.turns.on_devices():
                 self.checkpoint_writer.begin(state)
         self.checkpoint_writer.publish_if_written()
@@ -273,12 +299,24 @@ class Loop(ABC):
             until = None if seconds is None else time.monotonic() + seconds
             self.roles.turns.end(until)
             save(seconds_left(until), error)
+            self._finish_before_leaving(until)
 
         try:
             end_within(seconds)
         except KeyboardInterrupt:  # of a run that failed: what is left to save is saved all the same
             end_within(self._grace if seconds is None else seconds)
             raise
+
+    def _finish_before_leaving(self, until: float | None) -> None:
+        """As `finish_beside`, in the time that is left; a run that failed takes no more of it than one that was
+        interrupted."""
+        if (state := self._loop_state) is None:  # nothing goes on from here
+            return
+        left = seconds_left(until)
+        try:
+            self.finish_beside(state.step, self._grace if left is None else left)
+        except Exception as error:
+            log.warning("what was under way beside the steps is lost: %s", first_line(error))
 
     def _save_under_way(self, seconds: float | None, ended_by: BaseException) -> None:
         """Have the checkpoint under way, if there is one: it is of an earlier update than the one that is at fault."""

@@ -16,7 +16,7 @@ from enginehouse.config.secrets import from_environment
 from enginehouse.controller import Balanced, ResourcePool, WorkerGroup, WorkerSpec, colocate, start_ray
 from enginehouse.controller.errors import PlacementError
 from enginehouse.controller.placement_group import Room, cores_per_gpu, gpus_of_cluster
-from enginehouse.rl.fleet import SAMPLES_IN_FLIGHT, RolloutFleet
+from enginehouse.rl.fleet import RolloutFleet, samples_in_flight
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
 from enginehouse.rl.turns import PARAMS, Turns
 from enginehouse.weights.buckets import BUCKET_BYTES
@@ -45,7 +45,7 @@ class Roles:
         groups: what plays those that compute.
         fleets: what plays those that generate.
         turns: who has the devices, where roles share some.
-        weights: brings the actor's weights to the rollout; None where nothing generates.
+        weights: brings the actor's weights to the rollout; None where nothing generates, or nothing is trained.
     """
 
     plans: Mapping[str, RolePlan]
@@ -71,7 +71,7 @@ class Roles:
 
     @property
     def sync(self) -> WeightSync:
-        """As `weights`, of a run in which something generates."""
+        """As `weights`, of a run that trains what generates."""
         assert self.weights is not None
         return self.weights
 
@@ -134,7 +134,7 @@ def place(plan: RunPlan, probe: Sequence[Sequence[int]] = ()) -> Iterator[Roles]
             if plan.roles[name].devices_of is None:
                 fleet.launch()
         sync = None
-        if "rollout" in fleets:
+        if "rollout" in fleets and "actor" in started:
             sync = _connected(plan, started["actor"], fleets["rollout"], probe, stack)
             turns.have_part_in(sync)
         yield Roles(plan.roles, started, fleets, turns, sync)
@@ -236,7 +236,7 @@ def _fleet(plan: RunPlan, name: str, pools: Mapping[str, ResourcePool], room: Ro
         seed=plan.config.train.seed,
         device="cuda" if gpus else "cpu",  # servers that run already, somewhere, need none here
         threads=_threads(plan),
-        samples_in_flight=role.options.get("max_running", SAMPLES_IN_FLIGHT),
+        samples_in_flight=samples_in_flight(role.options.get("max_running")),
     )
 
 

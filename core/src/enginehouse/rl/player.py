@@ -20,13 +20,16 @@ What ends the run under any policy would not be mended by other tasks (`_beyond_
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
 import logging
 import textwrap
+import time
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -44,9 +47,10 @@ from enginehouse.rl.episodes import Played, total_reward
 from enginehouse.rl.rewards import program
 from enginehouse.rl.rewards.batch import RewardError
 from enginehouse.rl.router import PoisonousRows
+from enginehouse.rl.traces import Trace, TracedPolicy, Turn, UnderWay
 
 if TYPE_CHECKING:
-    from enginehouse.config.plan import Plan
+    from enginehouse.config.plan import PlayPlan
     from enginehouse.config.schema import OnFailure
     from enginehouse.engines.environment import Environment, Policy, Task
     from enginehouse.engines.rollout import Completion, GenerateResult, SamplingParams
@@ -55,8 +59,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_RETRIES = 2
-REASONS = ("error", "time", "replica")
-"""Why an episode fails: the environment raised; it took too long; what it asked for took replicas with it."""
+REASONS = ("error", "time", "replica", "worker")
+"""Why an episode fails: the environment raised; it took too long; what it asked for took replicas with it; the
+worker that played it was lost."""
 
 T = TypeVar("T")
 Row = TypeVar("Row", Episode, Segment)
@@ -72,7 +77,11 @@ class Late(EnginehouseError):
     """An episode took longer than it may."""
 
 
-class _GivenUp(Exception):
+class WorkerLost(EnginehouseError):
+    """The process that played an episode is gone."""
+
+
+class GivenUp(Exception):
     """An episode, or a group, that the run goes on without; what happened is its `__cause__`."""
 
 
@@ -175,6 +184,14 @@ class Kind:
     filtered: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """Episodes, and the traces of those that have several turns."""
+
+    episodes: Sequence[Episode]
+    traces: tuple[Trace | None, ...] = ()
+
+
 class Player:
     """Plays tasks. All on one event loop.
 
@@ -183,15 +200,13 @@ class Player:
         policy_of: what a task's episodes are drawn from.
         scorer: scores them.
         samples: how many episodes are asked for.
-        on_failure: what is done about one that fails.
+        on_failure: what is done about one that fails (`Failures`).
         seconds: longest time for making one, or all of a group where the environment does not play each by itself;
             waiting for replicas and rewards is part of it. None: any.
         keep: which groups are trained on. None: all.
         baseline: plays the one episode of a task whose reward the others' are compared with. None: nothing does.
         checks: what the environment's episodes have to be. None: it is known to make such.
-
-    Attributes:
-        last: what failed last.
+        under_way: told what episodes are at, of which traces are kept then. None: nothing is.
     """
 
     def __init__(
@@ -205,31 +220,31 @@ class Player:
         keep: Callable[[Group], bool] | None = None,
         baseline: Player | None = None,
         checks: EpisodeChecks | None = None,
+        under_way: UnderWay | None = None,
     ):
         self._checks = checks
         self._keep, self._baseline = keep, baseline
-        self.scorer, self.samples, self.on_failure = scorer, samples, on_failure
+        self.scorer, self.samples, self.failures = scorer, samples, Failures(on_failure)
+        self.under_way = under_way
         self._environment, self._policy_of, self._seconds = environment, policy_of, seconds
-        self.last: BaseException | None = None
-        self._counts: Counter[str] = Counter()
-        self._warned: set[str] = set()  # of which reasons, since `warn_again`
-        self._traced: set[str] = set()  # of which reasons, ever
 
     async def played(self, task: Task, scoring: Callable[[], None] = lambda: None) -> Played:
         """As `play`, and whether its episodes are trained on."""
         if self._baseline is None:
-            group = Group(task, await self.play(task, scoring))
+            made = await self._made(task, scoring)
+            group = Group(task, made.episodes)
         else:
             alone = asyncio.create_task(self._baseline.play(task))
             alone.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # this fails first, maybe
             try:
-                episodes = await self.play(task, scoring)
+                made = await self._made(task, scoring)
                 compared = await alone
             finally:
                 alone.cancel()
-            group = Group(task, episodes if compared else (), total_reward(compared[0]) if compared else None)
+            group = Group(task, made.episodes if compared else (), total_reward(compared[0]) if compared else None)
         kept = len(group.episodes) > 0 and (self._keep is None or self._keep(group))
-        return Played(task, tuple(episode.score.reward for episode in group.episodes), kept, group)
+        rewards = tuple(episode.score.reward for episode in group.episodes)
+        return Played(task, rewards, kept, group, traces=made.traces)
 
     async def play(self, task: Task, scoring: Callable[[], None] = lambda: None) -> Sequence[Episode]:
         """The episodes of a task. Fewer than were asked for, or none, where the policy leaves some out.
@@ -243,33 +258,49 @@ class Player:
             MalformedEpisode: one is not what it has to be.
             EnginehouseError: what ends the run under any policy.
         """
-        policy = self._policy_of(task)
-        what = f"task {task.serial} ({_shown(task)})"
+        return (await self._made(task, scoring)).episodes
 
-        async def make(number: int, deadline: Deadline) -> Sequence[Episode]:
+    async def _made(self, task: Task, scoring: Callable[[], None]) -> _Made:
+        policy = self._policy_of(task)
+        what = in_short(task)
+
+        async def make(number: int, deadline: Deadline) -> _Made:
             own: Policy = policy.branch(f"try-{number}") if number else policy
-            if self._checks is not None:
-                drawn = Drawn()
-                own = drawn.policy(own)
-            most_tokens = None if self._checks is None else self._checks.most_tokens
-            context = Context(self.samples, most_tokens, self, task, own, scoring, deadline)
-            try:
-                episodes = await self._environment.run(task, own, context)
-            except Exception:
-                if context.verdict is None:
-                    raise
-            if context.verdict is not None:  # whatever the environment made of it
-                raise context.verdict
-            if self._checks is not None:
-                self._checks.check(episodes, self.samples - context.left_out, drawn, what)
-                if self._checks.token_rewards:
-                    return [_with_token_rewards(one) for one in episodes]
-            return episodes
+            if self._checks is None:
+                return _Made(
+                    await self._run(task, own, Context(self.samples, None, self, task, own, scoring, deadline))
+                )
+            drawn, mine = Drawn(), _copied(task)
+            own = drawn.policy(own)
+            most_tokens = self._checks.most_tokens
+            context = Context(self.samples, most_tokens, self, mine, own, scoring, deadline, self.under_way)
+            with context.counted():
+                episodes = await self._run(mine, context.seen(own), context)
+            if mine != task:
+                raise MalformedEpisode(
+                    f"environment {self._checks.environment!r}, {what}: it changed the task, which all its episodes "
+                    "share: prompt_ids, messages or columns. Change a copy, list(task.prompt_ids)"
+                )
+            self._checks.check(episodes, self.samples - context.left_out, drawn, what)
+            kept = [_fixed(one) for one in episodes]
+            if self._checks.token_rewards:
+                kept = [_with_token_rewards(one) for one in kept]
+            return _Made(kept, tuple(map(context.trace_of, episodes)))
 
         try:
             return await self.attempt(what, self.samples, make)
-        except _GivenUp:
-            return []
+        except GivenUp:
+            return _Made([])
+
+    async def _run(self, task: Task, policy: Policy, context: Context) -> Sequence[Episode]:
+        try:
+            episodes = await self._environment.run(task, policy, context)
+        except Exception:
+            if context.verdict is None:
+                raise
+        if context.verdict is not None:  # whatever the environment made of it
+            raise context.verdict
+        return episodes
 
     async def attempt(self, what: str, episodes: int, make: Callable[[int, Deadline], Awaitable[T]]) -> T:
         """Make something, as the policy says again.
@@ -280,10 +311,9 @@ class Player:
             make: makes it, by the number of the try and with a deadline.
 
         Raises:
-            _GivenUp: it failed, and the run goes on without it.
+            GivenUp: it failed, and the run goes on without it.
             EnginehouseError: as `play`.
         """
-        retries = MOST_RETRIES if self.on_failure == "retry" else 0
         number = 0
         while True:
             made = await _settled(make, number, Deadline(self._seconds))
@@ -291,30 +321,74 @@ class Player:
                 return made[0]
             if (beyond := _beyond_policy(made)) is not None:
                 raise beyond
-            if not isinstance(made, Exception | asyncio.CancelledError):
-                raise EpisodeFailed(f"{what} failed: {in_words(made)}") from made
-            self.last = made
-            self._counts[_reason(made)] += episodes
-            if self.on_failure == "fail" or 0 < retries == number:
-                tries = f" {number + 1} times, at last" if number else ""
-                raise EpisodeFailed(
-                    f"{what} failed{tries}: {in_words(made)}\nrollout.on_failure says what is done about such ones; it "
-                    f"is {self.on_failure!r}"
-                ) from made
-            self._warn(what, made)
-            if not retries:
-                raise _GivenUp from made
+            self.failures.add(what, episodes, number, made)
             number += 1
+
+    @property
+    def last(self) -> BaseException | None:
+        """What failed last."""
+        return self.failures.last
 
     def metrics(self) -> dict[str, float]:
         """How many episodes failed since this was asked for last, each try counted, by reason."""
-        self.warn_again()
+        self.failures.warn_again()
         return failed_metrics(self.counted())
 
     def counted(self) -> Counter[str]:
         """How many episodes failed since this or `metrics` was asked for last, by reason."""
-        counts, self._counts = self._counts, Counter()
+        counts = self.failures.counted()
         return counts if self._baseline is None else counts + self._baseline.counted()
+
+
+class Failures:
+    """What failed, and what becomes of it.
+
+    Args:
+        policy: `rollout.on_failure`.
+
+    Attributes:
+        last: what failed last.
+    """
+
+    def __init__(self, policy: OnFailure):
+        self.policy = policy
+        self.last: BaseException | None = None
+        self._counts: Counter[str] = Counter()
+        self._warned: set[str] = set()  # of which reasons, since `warn_again`
+        self._traced: set[str] = set()  # of which reasons, ever
+
+    def add(self, what: str, episodes: int, number: int, error: BaseException) -> None:
+        """Something failed. It is to be made again if this returns.
+
+        Args:
+            what: it is, for messages.
+            episodes: how many failed with it.
+            number: how often it had failed before.
+            error: what happened.
+
+        Raises:
+            GivenUp: the run goes on without it.
+            EpisodeFailed: the run ends.
+        """
+        if not isinstance(error, Exception | asyncio.CancelledError):
+            raise EpisodeFailed(f"{what} failed: {in_words(error)}") from error
+        self.last = error
+        self._counts[_reason(error)] += episodes
+        retries = MOST_RETRIES if self.policy == "retry" else 0
+        if self.policy == "fail" or 0 < retries == number:
+            tries = f" {number + 1} times, at last" if number else ""
+            raise EpisodeFailed(
+                f"{what} failed{tries}: {in_words(error)}\nrollout.on_failure says what is done about such ones; it "
+                f"is {self.policy!r}"
+            ) from error
+        self._warn(what, error)
+        if not retries:
+            raise GivenUp from error
+
+    def counted(self) -> Counter[str]:
+        """How many episodes failed since this was asked for last, by reason."""
+        counts, self._counts = self._counts, Counter()
+        return counts
 
     def warn_again(self) -> None:
         """Warn of the next failure of each reason, though one was warned of."""
@@ -329,7 +403,7 @@ class Player:
         log.warning(
             "%s failed (rollout.on_failure=%s): %s. Later ones of this step are counted only",
             what,
-            self.on_failure,
+            self.policy,
             in_words(error).splitlines()[0],
             exc_info=None if traced or isinstance(error, EnginehouseError) else error,
         )
@@ -342,6 +416,9 @@ class Context:
     Attributes:
         verdict: what one of `each` means for all.
         left_out: how many of `each` the run goes on without.
+        under_way: told what its episodes are at. None: nothing is.
+        unended: of its episodes, those that have not ended, as `under_way` knows them.
+        traces: of its episodes, by the identity of their tokens: an environment may give them another score or order.
     """
 
     samples: int
@@ -351,13 +428,40 @@ class Context:
     policy: Policy
     scoring: Callable[[], None]
     deadline: Deadline
+    under_way: UnderWay | None = None
     verdict: Exception | None = None
     left_out: int = 0
+    unended: int = 0
+    traces: dict[int, tuple[object, Trace]] = field(default_factory=dict)
 
     async def score(self, rows: Sequence[Mapping[str, Any]]) -> Sequence[Score]:
         """See the protocol."""
         self.scoring()
-        return await self.player.scorer(rows)
+        with self.under_way.scored(len(rows)) if self.under_way is not None else nullcontext():
+            return await self.player.scorer(rows)
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Its episodes are under way, each until it ends, or until all do."""
+        self._end(-self.samples)
+        try:
+            yield
+        finally:
+            self._end(self.unended)
+
+    def _end(self, episodes: int) -> None:
+        if self.under_way is not None:
+            self.unended -= episodes
+            self.under_way.episodes -= episodes
+
+    def seen(self, policy: Policy, turns: list[Turn] | None = None) -> Policy:
+        """A policy that tells when it draws, if anybody asks."""
+        return policy if self.under_way is None else TracedPolicy(policy, self.under_way, turns)
+
+    def trace_of(self, episode: Episode) -> Trace | None:
+        """What an episode spent its time on, where that is known: it was one of `each`, and has several turns."""
+        _, trace = self.traces.get(id(episode.tokens), (None, None))
+        return trace
 
     async def each(self, play: Callable[[int, Policy], Awaitable[Episode]]) -> Sequence[Episode]:
         """See the protocol."""
@@ -365,8 +469,8 @@ class Context:
         playing = [asyncio.create_task(self._one(play, index)) for index in range(self.samples)]
         try:
             made = await asyncio.gather(*playing)
-            if all(isinstance(one, _GivenUp) for one in made):
-                raise _GivenUp from self.player.last
+            if all(isinstance(one, GivenUp) for one in made):
+                raise GivenUp from self.player.failures.last
         except Exception as error:
             self.verdict = self.verdict or error
             raise
@@ -374,23 +478,30 @@ class Context:
             for one in playing:
                 one.cancel()
             self.deadline.go_on()
-        if self.player.on_failure == "mask":
-            return [self._masked() if isinstance(one, _GivenUp) else one for one in made]
-        left = [one for one in made if not isinstance(one, _GivenUp)]
+        if self.player.failures.policy == "mask":
+            return [self._masked() if isinstance(one, GivenUp) else one for one in made]
+        left = [one for one in made if not isinstance(one, GivenUp)]
         self.left_out += len(made) - len(left)
         return left
 
-    async def _one(self, play: Callable[[int, Policy], Awaitable[Episode]], index: int) -> Episode | _GivenUp:
+    async def _one(self, play: Callable[[int, Policy], Awaitable[Episode]], index: int) -> Episode | GivenUp:
         async def make(number: int, deadline: Deadline) -> Episode:
-            return await play(index, self.policy.branch(f"episode-{index}" + (f"-try-{number}" if number else "")))
+            own = self.policy.branch(f"episode-{index}" + (f"-try-{number}" if number else ""))
+            begun, turns = time.monotonic(), list[Turn]()
+            episode = await play(index, self.seen(own, turns))
+            if len(turns) > 1:
+                tokens = getattr(episode, "tokens", None)
+                self.traces[id(tokens)] = tokens, Trace(begun, time.monotonic(), tuple(turns))
+            return episode
 
         try:
-            what = f"episode {index} of task {self.task.serial} ({_shown(self.task)})"
-            return await self.player.attempt(what, 1, make)
-        except _GivenUp as given_up:
-            if self.player.on_failure == "drop_group":
+            return await self.player.attempt(f"episode {index} of {in_short(self.task)}", 1, make)
+        except GivenUp as given_up:
+            if self.player.failures.policy == "drop_group":
                 raise
             return given_up
+        finally:
+            self._end(min(self.unended, 1))
 
     def _masked(self) -> Episode:
         """What stands in the place of an episode that failed."""
@@ -456,7 +567,7 @@ async def _settled(
     return asyncio.CancelledError("something that it awaited was cancelled") if making.cancelled() else making.result()
 
 
-def make_environment(plan: Plan) -> Environment:
+def make_environment(plan: PlayPlan) -> Environment:
     """Make the environment of a plan, in this process.
 
     Raises:
@@ -472,11 +583,12 @@ def make_environment(plan: Plan) -> Environment:
 
 
 def player_of(
-    plan: Plan,
+    plan: PlayPlan,
     environment: Environment,
     policy_of: Callable[[Task], FleetPolicy],
     rewards: WeightedRewards,
     kind: Kind,
+    under_way: UnderWay,
 ) -> Player:
     """What plays tasks as a plan says.
 
@@ -486,21 +598,47 @@ def player_of(
         policy_of: what a task's episodes are drawn from.
         rewards: score them.
         kind: what they are played for.
+        under_way: told what episodes of several turns are at.
     """
     rollout, samples = plan.config.rollout, kind.sampling.n
     scorer = rewards.scorer(kind.tasks * samples)
     keep = partial(resolve(plan.keep), **plan.keep_arguments) if kind.filtered and plan.keep else None
     failing = rollout.on_failure, rollout.episode_seconds
-    checks = None
+    checks, told = None, None
     if not plan.is_single_turn:  # whose episodes are what they have to be, as its test shows
+        told = under_way
         needs = plan.advantage_needs
         by_token = needs is None or "token_rewards" in needs
         trained_at = kind.sampling.temperature if kind.filtered else None
         checks = EpisodeChecks(plan.config.environment.name, plan.vocabulary, plan.most_tokens, by_token, trained_at)
     baseline = None
     if kind.filtered and "baseline" in (plan.advantage_needs or ()):
-        baseline = Player(environment, lambda task: policy_of(task).greedy(), scorer, 1, *failing, checks=checks)
-    return Player(environment, policy_of, scorer, samples, *failing, keep, baseline, checks)
+        baseline = Player(
+            environment, lambda task: policy_of(task).greedy(), scorer, 1, *failing, checks=checks, under_way=told
+        )
+    return Player(environment, policy_of, scorer, samples, *failing, keep, baseline, checks, told)
+
+
+def _copied(task: Task) -> Task:
+    """A task that an environment may change, and nobody else sees it: rows of the data are there for all steps."""
+    columns, messages = copy.deepcopy((task.columns, task.messages))
+    return replace(task, prompt_ids=copy.copy(task.prompt_ids), messages=messages, columns=columns)
+
+
+def _fixed(episode: Episode) -> Episode:
+    """The same episode, which its environment cannot change any more: it was checked as it is."""
+
+    def of(row: Row) -> Row:
+        return replace(
+            row,
+            tokens=copy.copy(row.tokens),
+            mask=copy.copy(row.mask),
+            logprobs=copy.copy(row.logprobs),
+            versions=copy.copy(row.versions),
+            token_rewards=copy.copy(row.token_rewards),
+        )
+
+    return of(replace(episode, earlier=tuple(map(of, episode.earlier))))
 
 
 def _with_token_rewards(episode: Episode) -> Episode:
@@ -517,7 +655,7 @@ def failed_metrics(counts: Mapping[str, int]) -> dict[str, float]:
     return {f"failed_{reason}": float(counts.get(reason, 0)) for reason in REASONS}
 
 
-BEYOND_POLICY = (EpisodeFailed, _GivenUp, MalformedEpisode, RewardError, UserError, ControllerError)
+BEYOND_POLICY = (EpisodeFailed, GivenUp, MalformedEpisode, RewardError, UserError, ControllerError)
 
 
 def _beyond_policy(error: BaseException) -> Exception | None:
@@ -533,6 +671,8 @@ def _beyond_policy(error: BaseException) -> Exception | None:
 def _reason(error: BaseException) -> str:
     if isinstance(error, Late):
         return "time"
+    if isinstance(error, WorkerLost):
+        return "worker"
     return "replica" if any(isinstance(one, PoisonousRows) for one in behind(error)) else "error"
 
 
@@ -547,5 +687,6 @@ def in_words(error: BaseException) -> str:
     return (f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) + where
 
 
-def _shown(task: Task) -> str:
-    return f"prompt {textwrap.shorten(task.prompt, 60, placeholder=' ...')!r}"
+def in_short(task: Task) -> str:
+    """A task, for messages."""
+    return f"task {task.serial} (prompt {textwrap.shorten(task.prompt, 60, placeholder=' ...')!r})"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from enginehouse.controller import DistributedBatch
     from enginehouse.engines.environment import Score
 
-WRITTEN = (*TEXTS, "reward", "finish_reason", "response_tokens", "reward_figures", "reward_failure")
+WRITTEN = (*TEXTS, "reward", "finish_reason", "response_tokens", "reward_figures", "reward_failure", "trace")
 """Columns of which something is written."""
 ROWS_READ_AT_ONCE = 64
 """So many samples' texts are brought to the controller at once, where it has them written."""
@@ -59,13 +59,15 @@ def _plain_rows(samples: Batch) -> list[dict[str, Any]]:
         samples["response_tokens"].tolist(),
     )
     rows = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
-    notes = (texts(samples["answer"]), samples["reward_figures"], samples["reward_failure"])
-    for row, answer, figures, failure in zip(rows, *notes, strict=True):
+    notes = (texts(samples["answer"]), samples["reward_figures"], samples["reward_failure"], samples["trace"])
+    for row, answer, figures, failure, trace in zip(rows, *notes, strict=True):
         if answer:
             row["answer"] = answer
         row |= {f"reward/{name}": value for name, value in figures.items()}
         if failure:
             row["reward_failure"] = failure
+        if trace is not None:
+            row["turns"] = trace.rows()
     return rows
 
 

@@ -6,16 +6,18 @@ comes after all from a replica that was taken for lost does not count.
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
 
-PREFIX_TOKENS = (1024, 512, 256, 128, 64, 32)
-"""Lengths at which the beginning of a prompt is remembered: engines keep caches of whole prefixes."""
+FIRST_PREFIXES, PREFIX_EVERY = (32, 64), 128
+"""Tokens of the first beginnings of a prompt that are remembered, and how much longer each further one is: engines keep
+caches of whole blocks. So an episode is told from others with the same instructions, and goes on where it was."""
 
-REMEMBERED_PREFIXES = 8192
+REMEMBERED_PREFIXES = 65536
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +46,12 @@ class Attempt:
 
 def prefixes(tokens: np.ndarray) -> tuple[int, ...]:
     """Hashes of a prompt and of its beginnings, longest first."""
-    lengths = [len(tokens), *(length for length in PREFIX_TOKENS if length < len(tokens))]
-    return tuple(hash(tokens[:length].tobytes()) for length in lengths)
+    ends = [end for end in (*FIRST_PREFIXES, *range(PREFIX_EVERY, len(tokens), PREFIX_EVERY)) if end < len(tokens)]
+    hashes, so_far = [], 0
+    for begin, end in itertools.pairwise([0, *ends, len(tokens)]):
+        so_far = hash((so_far, tokens[begin:end].tobytes()))
+        hashes.append(so_far)
+    return tuple(reversed(hashes))
 
 
 class PrefixMemory:
@@ -85,13 +91,13 @@ class Scheduler:
     """
 
     def __init__(self, limit: int, memory: PrefixMemory | None = None):
-        self._waiting: deque[Entry] = deque()
+        self._waiting: OrderedDict[int, Entry] = OrderedDict()
         self._limit = limit
         self._memory = memory or PrefixMemory()
         self._running: dict[int, dict[int, Attempt]] = {}  # by replica and request
         self._loads: dict[int, int] = {}
         self._tries: dict[int, int] = {}
-        self._attempts = 0
+        self._attempts = self._waiting_samples = 0
 
     @property
     def done(self) -> bool:
@@ -106,7 +112,7 @@ class Scheduler:
     @property
     def waiting_samples(self) -> int:
         """Completions no replica has been asked for."""
-        return sum(entry.samples for entry in self._waiting)
+        return self._waiting_samples
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -116,14 +122,16 @@ class Scheduler:
     def add(self, entry: Entry) -> None:
         """A request waits to be drawn, behind the others."""
         self._tries[entry.number] = 0
-        self._waiting.append(entry)
+        self._waiting[entry.number] = entry
+        self._waiting_samples += entry.samples
 
     def drop(self, number: int) -> Attempt | None:
         """A request is not to be drawn any more: forget it if it waits, else return who has it; None: nobody."""
         for held in self._running.values():
             if number in held:
                 return held[number]
-        self._waiting = deque(entry for entry in self._waiting if entry.number != number)
+        if (entry := self._waiting.pop(number, None)) is not None:
+            self._waiting_samples -= entry.samples
         self._tries.pop(number, None)
         return None
 
@@ -139,16 +147,19 @@ class Scheduler:
     def leave(self, replica: int) -> list[Entry]:
         """A replica is lost; what it held waits again, before the rest, and is returned."""
         held = [attempt.entry for attempt in self._running.pop(replica, {}).values()]
-        self._loads.pop(replica, None)
-        self._waiting.extendleft(reversed(held))
+        self._waiting_samples += self._loads.pop(replica, 0)
+        for entry in reversed(held):
+            self._waiting[entry.number] = entry
+            self._waiting.move_to_end(entry.number, last=False)
         self._memory.forget(replica)
         return held
 
     def assign(self) -> list[Attempt]:
         """Give what waits to those that have room; returns what was given."""
         attempts = []
-        while self._waiting and (replica := self._choose(self._waiting[0])) is not None:
-            entry = self._waiting.popleft()
+        while self._waiting and (replica := self._choose(next(iter(self._waiting.values())))) is not None:
+            _, entry = self._waiting.popitem(last=False)
+            self._waiting_samples -= entry.samples
             attempt = Attempt(self._attempts, replica, entry)
             self._attempts += 1
             self._tries[entry.number] += 1

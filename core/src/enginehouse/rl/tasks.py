@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from enginehouse.config.plan import REWARD_GETS
+from enginehouse.config.rows import check_rewards, columns_of, named
+from enginehouse.data.prompts import PromptDataset
 from enginehouse.errors import DataError
 from enginehouse.rl.episodes import tasks_of
 
 if TYPE_CHECKING:
+    from enginehouse.config.plan import PlayPlan
     from enginehouse.data.sampler import Sampler
     from enginehouse.engines.environment import Task
+    from enginehouse.runs import Progress
 
 
 class Tasks:
@@ -58,3 +63,41 @@ class Tasks:
                 "were handed out"
             )
         self._again = list(again)
+
+
+def load_prompts(
+    plan: PlayPlan,
+    path: str | list[str] | dict[str, float],
+    tokenizer: Any,
+    progress: Progress,
+    order_by: str | None = None,
+) -> PromptDataset:
+    """Read prompts. All rows are looked at here, before anything starts; the plan may have looked at fewer.
+
+    Args:
+        plan: of the run.
+        path: as `data.train`.
+        tokenizer: the model's.
+        progress: where it is said how many are left out.
+        order_by: as `data.order_by`.
+    """
+    data, (name, _) = plan.config.data, named(path)
+    dataset = PromptDataset.load(
+        path,
+        tokenizer,
+        data.prompt,
+        plan.prompt_limit,
+        data.chat_template,
+        data.overlong_prompts,
+        progress.counted,
+        order_by,
+        data.system,
+        data.tools,
+    )
+    columns = columns_of(dataset.shapes(), name, data.prompt, dataset.where)
+    if plan.is_single_turn:
+        check_rewards(plan.rewards, columns, REWARD_GETS)
+    if dataset.dropped:
+        limit = plan.prompt_limit.option
+        progress.note(f"{dataset.dropped:,} prompts of {name} are left out: they have more tokens than {limit}")
+    return dataset

@@ -7,18 +7,16 @@ What runs where is decided elsewhere (`enginehouse.rl.placement`), what an algor
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from enginehouse.config.plan import REWARD_GETS
-from enginehouse.config.rows import check_rewards, columns_of, named
+from enginehouse.config.rows import named
 from enginehouse.controller import Balanced
-from enginehouse.controller.launchers.event_loop import event_loop
 from enginehouse.data import Ragged
 from enginehouse.data.prompts import PromptDataset, PromptSampler
 from enginehouse.data.rendering import load_tokenizer
@@ -26,26 +24,27 @@ from enginehouse.engines.train import LossSpec, Mean, Outputs, metric_values
 from enginehouse.errors import ConfigError, nearest
 from enginehouse.plugin import plugins
 from enginehouse.plugin.records import resolve
-from enginehouse.rl.environment_workers import environment_workers
 from enginehouse.rl.episode_rows import EpisodeRows
-from enginehouse.rl.episodes import FOR_PEOPLE, TEXTS, rows_of, tasks_of
-from enginehouse.rl.feed import Feed, played
+from enginehouse.rl.episodes import FOR_PEOPLE, TEXTS, rows_of
+from enginehouse.rl.evaluation import KIND, Evaluator, kind_of
+from enginehouse.rl.feed import Feed
 from enginehouse.rl.generation import outputs_as_sampled, row_seed, sampling_params, step_seed
 from enginehouse.rl.kl import adapted, resumed_coefficient, with_kl_in_reward
 from enginehouse.rl.loop import Loop, Update
 from enginehouse.rl.minibatches import assign_minibatches
 from enginehouse.rl.mismatch import MismatchWarnings, measuring, mismatch
 from enginehouse.rl.placement import place
-from enginehouse.rl.player import FleetPolicy, Kind, make_environment, player_of
-from enginehouse.rl.rewards.pool import RewardError
-from enginehouse.rl.rewards.weighted import WeightedRewards, with_rewards
+from enginehouse.rl.player import Kind
+from enginehouse.rl.players import Players
+from enginehouse.rl.rewards.model import with_model_scores
+from enginehouse.rl.rewards.weighted import with_rewards
 from enginehouse.rl.roles import TRAINED, with_defaults
 from enginehouse.rl.samples import sample_metrics, sample_rows
 from enginehouse.rl.schedule import Schedule
 from enginehouse.rl.sequence_scores import VALUES
 from enginehouse.rl.stalls import Stalls
-from enginehouse.rl.tasks import Tasks
-from enginehouse.rl.turns import PARAMS
+from enginehouse.rl.tasks import Tasks, load_prompts
+from enginehouse.rl.traces import draw_on, trace_metrics
 from enginehouse.rl.validation import Validation
 
 if TYPE_CHECKING:
@@ -53,10 +52,7 @@ if TYPE_CHECKING:
     from enginehouse.config.schema import Config
     from enginehouse.controller import DistributedBatch
     from enginehouse.controller.future import Future
-    from enginehouse.engines.environment import Environment, Task
-    from enginehouse.rl.environment_workers import EnvironmentWorkers
-    from enginehouse.rl.fleet import RolloutFleet
-    from enginehouse.rl.player import AnyPlayer
+    from enginehouse.engines.environment import Task
     from enginehouse.runs import Progress, RunDirectory
 
 log = logging.getLogger(__name__)
@@ -70,9 +66,6 @@ class Trainer(Loop):
     """Trains the actor of a plan by reinforcement learning. Arguments as of `Loop`."""
 
     config: Config
-    rewards: WeightedRewards
-    environment: Environment
-    environments: EnvironmentWorkers
 
     def __init__(self, plan: Plan, run: RunDirectory, progress: Progress):
         super().__init__(plan, run, progress)
@@ -80,12 +73,12 @@ class Trainer(Loop):
         config = plan.config
         self.save_every = config.train.save_every
         self.dropped: dict[str, int] = {}
-        if not config.environment.processes:
-            self.environment = make_environment(plan)
         with progress.task("reading data"):
             self.tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
             prompts = self._dataset(config.data.train, config.data.order_by)
             self.validation = Validation.of(config, self._dataset)
+        self.players = Players(plan, self._kinds(), self.tokenizer)
+        self.evaluator = self._evaluator()
         self.prompts = prompts
         self.tasks = Tasks(PromptSampler(prompts, config.train.prompts_per_step, config.train.seed))
         self.probe = [tokens[-PROBE_TOKENS:].tolist() for tokens in prompts.all(PROBE_SEQUENCES)["prompt_ids"]]
@@ -101,21 +94,13 @@ class Trainer(Loop):
 
     @contextmanager
     def workers(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            if not self.config.environment.processes:
-                self.rewards = stack.enter_context(closing(WeightedRewards(self.plan)))
-            self.roles = stack.enter_context(place(self.plan, self.probe))
-            self.event_loop = stack.enter_context(event_loop())
-            if self.config.environment.processes:
-                self.environments = stack.enter_context(environment_workers(self.plan, self._kinds()))
-            stack.enter_context(self.roles.sync.trainer_in_use())
+        with self.players.beside(place(self.plan, self.probe)) as self.roles, self.roles.sync.trainer_in_use():
+            self.progress.state = lambda: str(self.players.under_way)
             self.feed = self._feed()
             yield
 
     def describe(self) -> Mapping[str, Any]:
-        described = dict(super().describe())
-        if self.config.environment.processes:
-            described["environment"] = self.environments.describe()
+        described = {**super().describe(), **self.players.describe()}
         self.run_directory.record.update(prompts={"used": len(self.prompts), "too_long": self.dropped})
         for replica in described["rollout"]:
             if endpoint := replica.get("endpoint"):
@@ -131,7 +116,15 @@ class Trainer(Loop):
                 self.validate(step)
 
     def after_step(self, step: int) -> None:
-        if self._validates_after(step):
+        due, evaluator = self._validates_after(step), self.evaluator
+        if evaluator is not None and (evaluator.ended or (due and evaluator.step is not None)):
+            if not evaluator.ended:
+                log.warning(
+                    "the validation at step %d is still under way, and waited for, as that of step %d is due: raise "
+                    "train.validate_every, or lower evaluation.max_prompts", evaluator.step, step,
+                )  # fmt: skip
+            self.finish_beside()
+        if due:
             self.validate(step)
 
     def _validates_after(self, step: int) -> bool:
@@ -168,8 +161,10 @@ class Trainer(Loop):
             batch = self.with_advantages(batch)
 
         def meanwhile() -> Mapping[str, float]:
+            traces = samples["trace"]
             metrics = {
                 **sample_metrics(samples, self.version),
+                **trace_metrics(traces),
                 **measured,
                 **divergence,
                 **self.feed.metrics(),
@@ -181,6 +176,7 @@ class Trainer(Loop):
                 metrics |= metric_values(mismatch(batch, self.version))
             self.begin_next(step)
             self.write_samples(step, samples)
+            draw_on(self.run_directory.timeline, traces)
             return metrics
 
         with phase("update"):
@@ -215,33 +211,8 @@ class Trainer(Loop):
         return (self.steps - step + 1) * self.config.train.prompts_per_step
 
     def with_model_scores(self, samples: DistributedBatch) -> DistributedBatch:
-        """Add the reward model's score, if there is one, to `reward`, to `rewards` as the last, and to the figures as
-        `model`. An episode's is that of its last row; one without a token of the policy's keeps its reward.
-
-        Raises:
-            RewardError: a score is not finite.
-        """
-        if (group := self.roles.groups.get("reward_model")) is None or not len(samples):
-            return samples
-        last = EpisodeRows(samples["episode"]).last
-        read = samples.select(["input_ids"]).take(last)
-        with self.roles.turns.on_devices(PARAMS):
-            scores = group.score_rows(Balanced(read, by="input_ids")).column("score")
-        if not scores.isfinite().all():
-            row = int((~scores.isfinite()).nonzero()[0])
-            raise RewardError(f"the reward model's score of sample {row} of the step is {scores[row].item()}")
-        drawn = torch.zeros(len(samples), dtype=torch.bool)
-        drawn[last] = samples["weight_version"][last] >= 0
-        scores = torch.zeros(len(samples)).index_copy_(0, last, scores)
-        figures = [
-            {**figures, "model": score} if there else figures
-            for figures, score, there in zip(samples["reward_figures"], scores.tolist(), drawn.tolist(), strict=True)
-        ]
-        scores = scores * drawn
-        found = {"reward": samples["reward"] + self.config.reward_model.weight * scores, "reward_figures": figures}
-        if "rewards" in samples:
-            found["rewards"] = torch.cat([samples["rewards"], scores[:, None]], 1)
-        return samples.with_columns(**found)
+        """Add the reward model's scores, if there is one."""
+        return with_model_scores(samples, self.roles, self.config.reward_model.weight)
 
     def begin_values(self, samples: DistributedBatch) -> Future | None:
         """Have the critic, if there is one, estimate `values`, a batch that is to be: of a counted token the value of
@@ -348,31 +319,69 @@ class Trainer(Loop):
         metrics |= {"weights/effect": report.effect, "weights/taken": report.taken, **self.roles.turns.metrics()}
         return {name: value for name, value in metrics.items() if value is not None}
 
+    # Validations
+
+    def _evaluator(self) -> Evaluator | None:
+        if self.validation is None:
+            return None
+        train = self.config.train
+        return Evaluator(
+            self.validation,
+            self.players,
+            lambda samples: self.with_model_scores(samples),
+            self.run_directory,
+            self.progress,
+            train.seed,
+            writes_samples=bool(train.samples_every),
+        )
+
+    @property
+    def validates_beside(self) -> bool:
+        """Whether an engine of its own answers the held-out prompts, while the next steps train."""
+        return "evaluation" in self.plan.roles
+
     def validate(self, step: int) -> None:
-        """Answer the held-out prompts, score the answers, and log, write, show and tell what came of it."""
-        validation = self.validation
-        if validation is None:
+        """Have the held-out prompts answered by the weights of a step that has just ended: here and now by the rollout,
+        or from now on by an engine of their own (`finish_beside`)."""
+        if (evaluator := self.evaluator) is None:
             return
         with self.clock.phase("validate"):
-            fleet, each = self.roles.evaluating(), validation.sampling.n
-            tasks = tasks_of(validation.prompts, range(len(validation.prompts)))
-            seed = step_seed(self.config.train.seed, (1 << 31) + step)
+            evaluator.begin(step, self.roles.evaluating())
+            if self.validates_beside:
+                if self.config.train.save_best is not None and step:
+                    self.keep_best_candidate(step)
+                return
+            try:
+                with self.roles.sync.trainer_idle():
+                    evaluator.wait()
+            except BaseException:
+                evaluator.cancel()
+                raise
+        self._report()
 
-            def named(task: Task) -> tuple[str, int]:
-                return f"validation-{step}-{task.serial}", row_seed(seed, task.serial)
+    def finish_beside(self, before: int | None = None, seconds: float | None = None) -> None:
+        evaluator, step = self.evaluator, self.evaluator.step if self.evaluator else None
+        if evaluator is None or step is None or (before is not None and step >= before):
+            return
+        if seconds is not None and not evaluator.wait_for(seconds):
+            evaluator.cancel()
+            log.warning(
+                "the validation at step %d was under way and is not in validation.jsonl: there was no time for it. "
+                "`enginehouse eval` has the figures of any model that was saved", step,
+            )  # fmt: skip
+            return
+        with self.clock.phase("validate"):
+            try:
+                evaluator.wait()
+            except Exception:
+                evaluator.cancel()
+                raise
+        self._report()
 
-            groups = played(self.event_loop, tasks, self._player("validation", fleet, named).played)
-            with self.roles.sync.trainer_idle():
-                parts = self.progress.counted(groups, "samples", len(tasks) * each, lambda group: len(group.rewards))
-                whole = [group for group in parts if len(group.rewards) == each]
-        whole.sort(key=lambda group: group.task.serial)
-        samples, answered = self.with_model_scores(rows_of(whole)).fetch(), [group.task.serial for group in whole]
-        validation.warn_of_dropped(step, answered)
-        metrics = validation.figures(samples, answered)
-        if self.config.train.samples_every:
-            self.run_directory.write_samples(step, validation.rows(samples, answered), "validation")
-        self.run_directory.log_validation(step, metrics)
-        self.progress.validated(step, metrics, validation.how)
+    def _report(self) -> None:
+        """Write and tell what came of a validation, and keep the model if it is the best."""
+        assert self.evaluator is not None
+        step, metrics = self.evaluator.report()
         plugins().observe("validated", run=self, step=step, metrics=metrics)
         if (best := self.config.train.save_best) is None:
             return
@@ -399,9 +408,9 @@ class Trainer(Loop):
             return f"task-{task.serial}", row_seed(step_seed(seed, step + 1), row)
 
         return Feed(
-            self.event_loop,
+            self.players.event_loop,
             self.tasks,
-            self._player("training", self.roles.rollout, named),
+            self.players.player("training", self.roles.rollout, named),
             Schedule(groups, config.train.staleness, config.rollout.extra_groups),
         )
 
@@ -411,20 +420,8 @@ class Trainer(Loop):
         sampling = sampling_params(config.rollout.sampling, config.rollout.samples_per_prompt)
         kinds = {"training": Kind(sampling, config.train.prompts_per_step, filtered=True)}
         if validation is not None:
-            kinds["validation"] = Kind(validation.sampling, len(validation.prompts))
+            kinds[KIND] = kind_of(validation)
         return kinds
-
-    def _player(self, kind: str, fleet: RolloutFleet, named: Callable[[Task], tuple[str, int]]) -> AnyPlayer:
-        """What plays tasks of a kind, given what draws their tokens, and of each task what begins its requests' ids and
-        the seed of the first."""
-        if self.config.environment.processes:
-            return self.environments.player(kind, fleet, named)
-        asked = self._kinds()[kind]
-
-        def policy_of(task: Task) -> FleetPolicy:
-            return FleetPolicy(fleet, self.tokenizer, asked.sampling, *named(task))
-
-        return player_of(self.plan, self.environment, policy_of, self.rewards, asked)
 
     # What is written
 
@@ -438,27 +435,7 @@ class Trainer(Loop):
         return outputs_as_sampled(self.config.rollout.sampling, entropy)
 
     def _dataset(self, path: str | list[str] | dict[str, float], order_by: str | None = None) -> PromptDataset:
-        """Read prompts. All rows are looked at here, before anything starts; the plan may have looked at fewer."""
-        data, (name, _) = self.config.data, named(path)
-        dataset = PromptDataset.load(
-            path,
-            self.tokenizer,
-            data.prompt,
-            self.plan.prompt_limit,
-            data.chat_template,
-            data.overlong_prompts,
-            self.progress.counted,
-            order_by,
-            data.system,
-            data.tools,
-        )
-        columns = columns_of(dataset.shapes(), name, data.prompt, dataset.where)
-        if self.plan.is_single_turn:
-            check_rewards(self.plan.rewards, columns, REWARD_GETS)
+        dataset = load_prompts(self.plan, path, self.tokenizer, self.progress, order_by)
         if dataset.dropped:
-            self.dropped[name] = dataset.dropped
-            limit = self.plan.prompt_limit.option
-            self.progress.note(
-                f"{dataset.dropped:,} prompts of {name} are left out: they have more tokens than {limit}"
-            )
+            self.dropped[named(path)[0]] = dataset.dropped
         return dataset

@@ -261,6 +261,10 @@ class RunDirectory:
         """
         return staging_path(self._model(step))
 
+    def best_path(self) -> Path:
+        """As `model_path`, of what may become the best model."""
+        return staging_path(self.path / BEST)
+
     def model_saved(self, step: int, path: str | Path) -> Path:
         """Move a wholly written model into its place and return that; `model` points to it from now on.
 

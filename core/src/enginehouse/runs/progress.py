@@ -46,7 +46,10 @@ class Progress:
 
     Attributes:
         history: the figures taken in.
+        state: says what is under way right now, in a few words or none; asked whenever something is shown.
     """
+
+    state: Callable[[], str] | None = None
 
     def __init__(self, title: str = "", mode: Mode | None = None, console: Console | None = None):
         self.console = console or Console(highlight=False)
@@ -169,7 +172,10 @@ class Progress:
 
     def _part_as_text(self) -> str:
         what, come, of = self._part
-        return f"{come:,} of {of:,} {what}"
+        return ", ".join(filter(None, (f"{come:,} of {of:,} {what}", self._state())))
+
+    def _state(self) -> str:
+        return self.state() if self.state is not None else ""
 
     def _as_line(self) -> str:
         history = self.history
@@ -223,6 +229,8 @@ class Progress:
             rows.append(
                 Text.assemble(*(part for one in headline for part in ((one[0] + " ", "dim"), (one[1] + "   ", "bold"))))
             )
+        if not self._part[2] and (state := self._state()):
+            rows.append(Text(state, style="dim"))
         phases = "  ".join(f"{name} {seconds:.3g}" for name, seconds in history.phases())
         if phases:
             rows.append(Text(f"seconds a step: {phases}", style="dim"))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 from rich.panel import Panel
@@ -25,6 +26,8 @@ _STYLE = {"finished": "green", "interrupted": "yellow", "failed": "red"}
 
 def summary_facts(run: RunDirectory, history: History, status: Status) -> list[tuple[str, str]]:
     """What there is to say of a run that has ended, as `(label, sentence)`."""
+    if evaluated := run.record.content.get("evaluated"):
+        return _evaluation_facts(run, evaluated, history, status)
     facts = [("outcome", f"{status} after {run.last_step} of {history.steps} steps")]
     if not run.last_step:
         facts = [("outcome", f"{status} before the first step ended")]
@@ -44,6 +47,16 @@ def summary_facts(run: RunDirectory, history: History, status: Status) -> list[t
         facts.append(("saved", _saved(run)))
         facts.append(("results", shown(run.path)))
     return facts
+
+
+def _evaluation_facts(
+    run: RunDirectory, evaluated: Mapping[str, Any], history: History, status: Status
+) -> list[tuple[str, str]]:
+    """As `summary_facts`, of what `enginehouse eval` ran; its figures are in a table of their own."""
+    known = [f"{name} {evaluated[name]}" for name in ("step", "checksum") if evaluated.get(name)]
+    model = ", ".join([str(evaluated["model"]), *known])
+    facts = [("outcome", status if history.validations else f"{status} without figures"), ("model", model)]
+    return [*facts, ("results", shown(run.path))] if status == "finished" else facts
 
 
 def next_steps(run: RunDirectory, steps: int) -> list[str]:
@@ -92,6 +105,9 @@ def saved_words(run: RunDirectory) -> str:
     """What of a run is on disk, in one sentence."""
     if not run.opened:
         return f"Nothing was begun; {shown(run.path)} is as it was"
+    if run.record.content.get("evaluated"):
+        figures = "no figures yet" if run.validated_step < 0 else "figures and answers"
+        return f"Saved: {figures}. It is all in {shown(run.path)}"
     step = run.checkpoints.newest_step
     resume = "" if step is None else f"; with --resume it goes on after step {step}"
     return f"Saved: {_saved(run)}. It is all in {shown(run.path)}{resume}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +68,36 @@ class Timeline:
 
         A listener for `enginehouse.controller.tracing.add_listener`; times are `time.monotonic_ns()`.
         """
-        started, ended = start_ns / 1e9, end_ns / 1e9
+        self.lane(group, method, start_ns / 1e9, end_ns / 1e9, call=call)
+
+    def lane(
+        self,
+        track: str,
+        name: str,
+        started: float,
+        ended: float,
+        parts: Iterable[tuple[str, float, float, dict[str, Any]]] = (),
+        **details: Any,
+    ) -> None:
+        """Add a span that may overlap others of its track: such get rows of their own.
+
+        Args:
+            track: as the rest, as of `span`.
+            name: likewise.
+            started: likewise.
+            ended: likewise.
+            parts: spans within it, each with its name, times and details.
+            details: as of `span`.
+        """
         with self._lock:
-            lanes = self._lane_ends.setdefault(group, [])
+            lanes = self._lane_ends.setdefault(track, [])
             lane = next((index for index, end in enumerate(lanes) if end <= started), len(lanes))
             if lane == len(lanes):
                 lanes.append(ended)
             lanes[lane] = ended
-            self._add(method, started, ended, group if lane == 0 else f"{group} ({lane + 1})", {"call": call})
+            row = track if lane == 0 else f"{track} ({lane + 1})"
+            for span in ((name, started, ended, details), *parts):
+                self._add(*span[:3], row, span[3])
 
     def flush(self) -> None:
         """Write what is waiting."""

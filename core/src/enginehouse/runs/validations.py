@@ -57,6 +57,25 @@ class Validations:
         first, *others = [*found[:SHOWN], *more]
         return [f"validation at step {step}{how}: {first}", *(f"  {line}" for line in others)]
 
+    def table(self) -> list[str]:
+        """The last one's figures: a line that names them, and a line a part, the whole first; empty before it."""
+        if not self._taken:
+            return []
+        metrics = self._taken[-1][1]
+        names = list(dict.fromkeys(own for name in metrics for _, _, own in [name.rpartition("/")]))
+        names = [name for name in names if not name.startswith("mean@")]
+        cells = [["", *names]]
+        for part in _parts(metrics):
+            figures = [metrics.get(f"{part}/{name}") for name in names]
+            label = part.removeprefix("validation").lstrip("/")
+            cells.append([label or "all", *("" if one is None else figure(one) for one in figures)])
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = (
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+            for row in cells
+        )
+        return ["  ".join(line).rstrip() for line in lines]
+
     def facts(self) -> list[tuple[str, str]]:
         """How the run's validations went, as `(metric, sentence)`."""
         step, metrics = self._taken[-1]

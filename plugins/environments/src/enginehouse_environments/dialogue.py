@@ -81,9 +81,9 @@ class ChatTemplate:
         """
         text = self._following(messages)
         tokens = self._encoded(text)
-        if tokens and before and tokens[0] == before[-1]:
+        if tokens and len(before) and tokens[0] == before[-1]:
             return tokens[1:]
-        if self.end is None or not self._closed(before, stopped):
+        if not tokens or self.end is None or not self._closed(before, stopped):
             return tokens
         if tokens[0] in (self.end, *self._special):
             return tokens[1:]
@@ -110,9 +110,11 @@ class ChatTemplate:
         return answer.rpartition(end)[0] if end and end in answer else answer
 
     def _closed(self, tokens: Sequence[int], stopped: bool) -> bool:
-        if not tokens:
-            return False
-        return int(tokens[-1]) in (self.end, self.tokenizer.eos_token_id, *(self._special if stopped else ()))
+        return len(tokens) > 0 and int(tokens[-1]) in (
+            self.end,
+            self.tokenizer.eos_token_id,
+            *(self._special if stopped else ()),
+        )
 
     def _following(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """What follows an answer. Before what a tool says, the answer is one that calls, if the template writes that.

@@ -125,6 +125,7 @@ class Endpoint:
     def __init__(self, tokenizer: Any, ignored: Sequence[str] = ()):
         self._tokenizer, self._ignored = tokenizer, tuple(ignored)
         self._recordings: dict[str, tuple[Recording, bool]] = {}  # and whether who asks is trained
+        self._names: dict[str, list[str]] = {}  # by which a key is known
         self.app = FastAPI(openapi_url=None)
         self.app.add_api_route("/v1/models", self._models, methods=["GET"])
         self.app.add_api_route("/v1/models/{name:path}", self._model, methods=["GET"])
@@ -136,12 +137,12 @@ class Endpoint:
     def recorded(self, recording: Recording) -> Iterator[str]:
         """Have the requests of an episode recorded; gives its key. On the way out its requests are given up."""
         key = f"sk-episode-{secrets.token_urlsafe(24)}"
-        self._recordings[key] = recording, True
+        self._recordings[key], self._names[key] = (recording, True), [key]
         try:
             yield key
         finally:
-            for name in [name for name, (one, _) in self._recordings.items() if one is recording]:
-                del self._recordings[name]
+            for name in self._names.pop(key):
+                self._recordings.pop(name, None)
             recording.end()
 
     def also(self, name: str, key: str, trained: bool) -> None:
@@ -153,6 +154,7 @@ class Endpoint:
             trained: whether what is drawn for it is trained on.
         """
         self._recordings[name] = self._recordings[key][0], trained
+        self._names[key].append(name)
 
     def _of(self, request: Request) -> tuple[Recording, bool]:
         _, _, key = request.headers.get("authorization", "").partition(" ")
@@ -293,11 +295,6 @@ class Served:
         options: dict[str, Any] = {"log_config": None, "lifespan": "off", "timeout_keep_alive": 60}
         self._server = _Server(uvicorn.Config(app, access_log=False, **options))
         self._serving = asyncio.get_running_loop().create_task(self._serve())
-
-    async def close(self) -> None:
-        """End it."""
-        self._serving.cancel()
-        await asyncio.gather(self._serving, return_exceptions=True)
 
     async def _serve(self) -> None:
         try:

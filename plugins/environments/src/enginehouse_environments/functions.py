@@ -173,6 +173,9 @@ def _problem(detail: Any) -> str:
 
 
 def _text(result: Any) -> str:
+    if inspect.iscoroutine(result):
+        result.close()
+        raise TypeError("it gave what has to be awaited: define it by `async def`")
     if isinstance(result, str):
         return result
     return json.dumps(to_jsonable_python(result, fallback=str), ensure_ascii=False)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -61,10 +64,20 @@ class EventLoop:
         with self._lock:
             if self._loop is None:
                 loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=loop.run_forever, name="event loop", daemon=True)
+                self._thread = threading.Thread(target=_run, args=(loop,), name="event loop", daemon=True)
                 self._thread.start()
                 self._loop = loop
             return self._loop
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """Run until it is stopped. What is no `Exception` in a task or callback of somebody's, `sys.exit()` say, leaves
+    `run_forever`, and would leave everybody else waiting."""
+    while True:
+        try:
+            return loop.run_forever()
+        except (SystemExit, KeyboardInterrupt) as error:
+            log.error("a task that nobody waits for raised %s; it is over, and all others go on", repr(error))
 
 
 @contextlib.contextmanager

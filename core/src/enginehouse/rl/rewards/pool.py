@@ -49,7 +49,7 @@ from enginehouse.rl.rewards.program import (
 )
 
 if TYPE_CHECKING:
-    from enginehouse.config.plan import Plan
+    from enginehouse.config.plan import PlayPlan
     from enginehouse.config.rewards import RewardPlan
 
 __all__ = ["RewardError", "RewardPool", "ScoringBatch"]
@@ -134,7 +134,7 @@ class RewardPool:
         self._thread.start()
 
     @classmethod
-    def of(cls, plan: Plan, of: RewardPlan) -> RewardPool:
+    def of(cls, plan: PlayPlan, of: RewardPlan) -> RewardPool:
         """The pool a plan asks for, of one of its rewards."""
         reward = plan.config.reward
         return cls(

@@ -17,7 +17,7 @@ from enginehouse.rl.rewards.program import Score
 from enginehouse.rl.rewards.scorer import Scorer
 
 if TYPE_CHECKING:
-    from enginehouse.config.plan import Plan
+    from enginehouse.config.plan import PlayPlan
     from enginehouse.config.rewards import RewardPlan
     from enginehouse.controller import DistributedBatch
 
@@ -34,7 +34,7 @@ class WeightedRewards:
         plan: of the run.
     """
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: PlayPlan):
         self._plan, self._rewards = plan, plan.rewards
         with ExitStack() as stack:
             self._pools = [stack.enter_context(closing(RewardPool.of(plan, one))) for one in plan.rewards]

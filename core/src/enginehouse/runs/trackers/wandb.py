@@ -12,11 +12,15 @@ if TYPE_CHECKING:
     from enginehouse.engines.tracker import MetricsKind, Outcome, RunFacts
 
 
+VALIDATION_STEP = "validation/step"
+
+
 class WandB:
     """Logs each metric under its name; files are in `<run>/wandb`.
 
-    After `--resume` the same run goes on. Weights & Biases keeps what it has of a step: where steps are taken once
-    more, their first figures stay.
+    Validations have an axis of their own, `validation/step`: one that was made beside later steps comes after them, and
+    Weights & Biases takes no row of a step that is past. After `--resume` the same run goes on. Weights & Biases keeps
+    what it has of a step: where steps are taken once more, their first figures stay.
 
     Args:
         project: where the run is listed.
@@ -58,9 +62,15 @@ class WandB:
             settings=wandb.Settings(console="off", allow_val_change=True),
         )
         keep_run_id(folder, self._run.id)
+        self._newest, self._has_axis = 0, False
 
     def log(self, step: int, metrics: Mapping[str, float], kind: MetricsKind) -> None:
-        self._run.log(dict(metrics), step=step)
+        self._newest = max(self._newest, step)
+        own = {VALIDATION_STEP: step} if kind == "validation" else {}
+        if own and not self._has_axis:
+            self._run.define_metric("validation/*", step_metric=VALIDATION_STEP)
+            self._has_axis = True
+        self._run.log({**metrics, **own}, step=self._newest)
 
     def finish(self, outcome: Outcome) -> None:
         self._run.finish(exit_code=0 if outcome == "finished" else 1)

@@ -1,0 +1,137 @@
+"""Episodes of many turns as by who writes the loop by hand, on vLLM's asynchronous engine. Nothing here is of
+enginehouse.
+
+Started by `episodes` under the runtime's interpreter, with the same environment variables as the other side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import itertools
+import json
+import os
+import time
+from typing import Any
+
+from benchmarks.dispatch_side import own_and_resident, serve
+from benchmarks.episodes_tool import Tool, prompt
+from benchmarks.machine import cpu_seconds, wanted_seconds_below
+
+
+class Bare:
+    """vLLM's engine, and a loop of episodes on it.
+
+    Args:
+        task: see `episodes.measure`.
+    """
+
+    def __init__(self, task: dict[str, Any]):
+        self._task, self._tool = task, Tool(task)
+        self._loop = asyncio.new_event_loop()
+        self._llm: Any = None
+        self._requests = itertools.count()
+        self._under_way = self._most = 0
+
+    def start(self) -> dict[str, str]:
+        """Start the engine; what runs here."""
+        import vllm
+        from vllm import AsyncEngineArgs, AsyncLLMEngine
+
+        task = self._task
+        # chunks: a request with a seed whose prompt is taken in parts ends vLLM 0.32 on a CPU
+        on_cpu = {"enforce_eager": True, "enable_chunked_prefill": False} if task["device"] == "cpu" else {}
+        arguments = AsyncEngineArgs(
+            model=task["model"], dtype="float32", seed=0, max_num_seqs=task["max_running"],
+            max_model_len=task["max_model_tokens"], kv_cache_memory_bytes=task["kv_cache_mib"] << 20,
+            logprobs_mode="processed_logprobs", skip_tokenizer_init=True, disable_log_stats=True, **on_cpu,
+            **task["native"],
+        )  # fmt: skip
+
+        async def launched() -> Any:
+            return AsyncLLMEngine.from_engine_args(arguments)
+
+        self._llm = self._loop.run_until_complete(launched())
+        return {"engine": f"vllm {vllm.__version__}"}
+
+    def greedy(self, tasks: int) -> list[list[int]]:
+        """The tokens of the first tasks' episodes, drawn greedily."""
+        return [tokens for tokens, _, _ in self._loop.run_until_complete(self._all(tasks, 0.0, 0))]
+
+    def run(self, seed: int) -> dict[str, float]:
+        """Play all episodes at once; what it took."""
+        task = self._task
+        engine, own = wanted_seconds_below(os.getpid()), cpu_seconds(os.getpid())
+        self._most = 0
+        begun = time.perf_counter()
+        found = self._loop.run_until_complete(self._all(task["episodes"] // task["samples"], 1.0, seed))
+        seconds = time.perf_counter() - begun
+        had, waited = wanted_seconds_below(os.getpid())
+        return {
+            "seconds": seconds,
+            "tokens": sum(sum(mask) for _, mask, _ in found),
+            "engine_cpu_seconds": had - engine[0],
+            "engine_waited_seconds": waited - engine[1],
+            "own_cpu_seconds": cpu_seconds(os.getpid()) - own,
+            "most_at_once": self._most,
+        }
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that are this process's own, with nothing under way."""
+        gc.collect()
+        return {"controller": own_and_resident(os.getpid())[0]}
+
+    async def _all(self, tasks: int, temperature: float, seed: int) -> list[tuple[list[int], list[bool], list[float]]]:
+        samples = self._task["samples"]
+        return await asyncio.gather(
+            *(self._episode(number, number // samples, temperature, seed) for number in range(tasks * samples))
+        )
+
+    async def _episode(
+        self, number: int, of_task: int, temperature: float, seed: int
+    ) -> tuple[list[int], list[bool], list[float]]:
+        """An episode's tokens, which of them were drawn, and their logprobs."""
+        self._under_way += 1
+        self._most = max(self._most, self._under_way)
+        turns = self._task["turns"]
+        tokens = prompt(of_task, self._task["prompt_tokens"])
+        mask, logprobs = [False] * len(tokens), [0.0] * len(tokens)
+        for turn in range(turns):
+            if turn:
+                await asyncio.sleep(self._tool.seconds(number, turn - 1))
+                answer = self._tool.answer(number, turn - 1)
+                tokens += answer
+                mask += [False] * len(answer)
+                logprobs += [0.0] * len(answer)
+            drawn, of_drawn = await self._draw(tokens, temperature, (seed * 10**6 + number) * turns + turn)
+            tokens += drawn
+            mask += [True] * len(drawn)
+            logprobs += of_drawn
+        self._under_way -= 1
+        return tokens, mask, logprobs
+
+    async def _draw(self, tokens: list[int], temperature: float, seed: int) -> tuple[list[int], list[float]]:
+        """Token ids and their logprobs."""
+        from vllm import SamplingParams
+        from vllm.inputs import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = SamplingParams(
+            temperature=temperature, seed=seed, max_tokens=self._task["max_tokens"], ignore_eos=True, logprobs=0,
+            flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
+        )  # fmt: skip
+        outputs = self._llm.generate(tokens_input(list(tokens)), sampling, str(next(self._requests)))
+        part = [one async for one in outputs][-1].outputs[0]
+        return list(part.token_ids), [part.logprobs.logprobs[begin] for begin in part.logprobs.start_indices]
+
+    def close(self) -> None:
+        """End vLLM."""
+        if self._llm is not None:
+            self._llm.shutdown()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("task", type=argparse.FileType())
+    serve(Bare(json.load(parser.parse_args().task)))

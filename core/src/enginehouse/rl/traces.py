@@ -1,0 +1,196 @@
+"""What episodes are at while they are played, and what each spent its time on.
+
+An environment need not help: what it asks its policy for is seen, and all the rest of an episode's time is its own, its
+tools'. Of environments that have several turns only; an episode of one turn has nothing to tell.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from enginehouse.engines.environment import Policy
+    from enginehouse.engines.rollout import Completion, SamplingParams
+    from enginehouse.runs.timeline import Timeline
+
+TRACK = "episodes"
+MOST_TRACED = 24
+"""So many episodes of a step are drawn on the timeline: those that took longest."""
+
+
+@dataclass(slots=True)
+class UnderWay:
+    """How many episodes are under way, and what they wait for.
+
+    Attributes:
+        episodes: that were begun and have not ended.
+        drawing: of these, those that wait for tokens.
+        scoring: those that wait for the configured reward.
+    """
+
+    episodes: int = 0
+    drawing: int = 0
+    scoring: int = 0
+
+    @classmethod
+    def sum(cls, parts: Iterable[UnderWay]) -> UnderWay:
+        """Of several processes."""
+        every = list(parts)
+        return cls(*(sum(getattr(one, name) for one in every) for name in ("episodes", "drawing", "scoring")))
+
+    @property
+    def in_tools(self) -> int:
+        """Those that wait for neither, but for their environment."""
+        return max(self.episodes - self.drawing - self.scoring, 0)
+
+    def __str__(self) -> str:
+        """For people; empty where none is under way."""
+        if not self.episodes:
+            return ""
+        scored = f", {self.scoring:,} being scored" if self.scoring else ""
+        return f"episodes {self.episodes:,} under way, {self.in_tools:,} in tools{scored}"
+
+    @contextmanager
+    def scored(self, count: int) -> Iterator[None]:
+        """So many wait for their reward."""
+        self.scoring += count
+        try:
+            yield
+        finally:
+            self.scoring -= count
+
+
+class Turn(NamedTuple):
+    """A request of an episode's: from when to when, as of `time.monotonic()`, how many tokens it drew, and the newest
+    weight version that these are of."""
+
+    begun: float
+    ended: float
+    tokens: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What an episode spent its time on: its turns, and between them its environment.
+
+    Attributes:
+        begun: when, by this machine's `time.monotonic()`; so are all times.
+        ended: likewise.
+        turns: its requests, as they ended; of one that it made again, the last time.
+    """
+
+    begun: float
+    ended: float
+    turns: tuple[Turn, ...]
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.ended - self.begun
+
+    @property
+    def drawing_seconds(self) -> float:
+        """How long it waited for tokens."""
+        return sum(turn.ended - turn.begun for turn in self.turns)
+
+    def shifted(self, seconds: float) -> Trace:
+        """By another clock, which is so much ahead."""
+        turns = tuple(turn._replace(begun=turn.begun + seconds, ended=turn.ended + seconds) for turn in self.turns)
+        return replace(self, begun=self.begun + seconds, ended=self.ended + seconds, turns=turns)
+
+    def rows(self) -> list[dict[str, float]]:
+        """For `samples/`: of each turn its tokens, the seconds in which they were drawn, those in the environment
+        before, and the weight version."""
+        befores = (self.begun, *(turn.ended for turn in self.turns))
+        return [
+            {
+                "tokens": turn.tokens,
+                "seconds": round(turn.ended - turn.begun, 3),
+                "before": round(max(turn.begun - before, 0.0), 3),
+                "version": turn.version,
+            }
+            for turn, before in zip(self.turns, befores, strict=False)
+        ]
+
+
+class TracedPolicy:
+    """A policy, seen from beside: what is asked of it and of its branches. Implements
+    `enginehouse.engines.environment.Policy`.
+
+    Args:
+        policy: draws.
+        under_way: told how many episodes wait for tokens.
+        turns: where requests are noted. None: nowhere.
+    """
+
+    def __init__(self, policy: Policy, under_way: UnderWay, turns: list[Turn] | None = None):
+        self.tokenizer, self.sampling = policy.tokenizer, policy.sampling
+        self._policy, self._under_way, self._turns = policy, under_way, turns
+
+    async def generate(self, tokens: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
+        """See the protocol."""
+        (completion,) = await self.samples(tokens, 1, sampling)
+        return completion
+
+    async def samples(
+        self, tokens: Sequence[int], n: int, sampling: SamplingParams | None = None
+    ) -> Sequence[Completion]:
+        """See the protocol."""
+        begun = time.monotonic()
+        self._under_way.drawing += n
+        try:
+            completions = await self._policy.samples(tokens, n, sampling)
+        finally:
+            self._under_way.drawing -= n
+        if self._turns is not None:
+            drawn, version = sum(len(one.token_ids) for one in completions), completions[-1].last_version
+            self._turns.append(Turn(begun, time.monotonic(), drawn, version))
+        return completions
+
+    def branch(self, name: str) -> Policy:
+        """See the protocol."""
+        return TracedPolicy(self._policy.branch(name), self._under_way, self._turns)
+
+
+def trace_metrics(traces: Iterable[Trace | None]) -> dict[str, float]:
+    """Figures of the episodes of several turns: turns and seconds of one, the longest, and the share of the time that
+    they spent in their environment."""
+    found = [trace for trace in traces if trace is not None]
+    if not found:
+        return {}
+    seconds = sum(trace.seconds for trace in found)
+    return {
+        "episode/turns": sum(len(trace.turns) for trace in found) / len(found),
+        "episode/seconds_mean": seconds / len(found),
+        "episode/seconds_max": max(trace.seconds for trace in found),
+        "episode/in_tools": 1.0 - sum(trace.drawing_seconds for trace in found) / max(seconds, 1e-9),
+    }
+
+
+def draw_on(timeline: Timeline, traces: Sequence[Trace | None]) -> None:
+    """Draw the longest episodes of a step: for each what it waited for, one after another.
+
+    Args:
+        timeline: where.
+        traces: one a sample of the step.
+    """
+    found = [(row, trace) for row, trace in enumerate(traces) if trace is not None]
+    longest = sorted(found, key=lambda one: one[1].seconds, reverse=True)[:MOST_TRACED]
+    for row, trace in sorted(longest, key=lambda one: one[1].begun):
+        parts: list[tuple[str, float, float, dict[str, Any]]] = []
+        begun = trace.begun
+        for number, turn in enumerate(sorted(trace.turns)):
+            if turn.begun > begun:
+                parts.append(("in tools", begun, turn.begun, {}))
+            if turn.begun >= begun:  # those beside another are left out: spans of a track must nest
+                details = {"turn": number, "tokens": turn.tokens, "version": turn.version}
+                parts.append(("draw", turn.begun, turn.ended, details))
+            begun = max(begun, turn.ended)
+        if trace.ended > begun:
+            parts.append(("in tools", begun, trace.ended, {}))
+        timeline.lane(TRACK, "episode", trace.begun, trace.ended, parts, sample=row)

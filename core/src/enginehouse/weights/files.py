@@ -1,0 +1,70 @@
+"""What replicas serve, compared with the files that they loaded: where no trainer says what it should be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from enginehouse.engines.weights import WeightState, WeightSyncError
+from enginehouse.errors import listed
+from enginehouse.weights.checksums import checksum
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """What came of a comparison.
+
+    Attributes:
+        compared: tensors that the files have too.
+        served: tensors that a replica serves.
+        checksum: of the checksums of all that is served; empty where nothing was compared.
+    """
+
+    compared: int
+    served: int
+    checksum: str
+
+
+def compare_with_files(states: Sequence[WeightState], directory: Path, dtype: str, where: str) -> Compared:
+    """Compare what replicas say they serve with a model's safetensors.
+
+    A tensor may be served in the dtype of the file, in that of the model, or in float32, which some layers keep.
+
+    Args:
+        states: of each replica, with checksums.
+        directory: of the model.
+        dtype: the model's.
+        where: names the replicas.
+
+    Raises:
+        WeightSyncError: naming the replica, and what it does not serve as it is in the files.
+    """
+    import torch
+    import xxhash
+    from safetensors import safe_open
+
+    kept = [getattr(torch, dtype), torch.float32]
+    stored: set[str] = set()
+    differing: dict[int, list[str]] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(str(file), framework="pt") as tensors:
+            for name in set(tensors.keys()).difference(stored):
+                serving = {
+                    number: state.checksums[name] for number, state in enumerate(states) if name in state.checksums
+                }
+                if not serving:
+                    continue
+                stored.add(name)
+                tensor = tensors.get_tensor(name)
+                sums = {checksum(tensor), *(checksum(tensor.to(one)) for one in kept if one != tensor.dtype)}
+                for number in (number for number, served in serving.items() if served not in sums):
+                    differing.setdefault(number, []).append(name)
+    for number, names in differing.items():
+        raise WeightSyncError(
+            f"{where} replica {number} does not serve {listed(names)} as {directory} has it: nothing is evaluated",
+            parameters=names,
+        )
+    first: Mapping[str, str] = states[0].checksums if states else {}
+    text = "\n".join(f"{name} {first[name]}" for name in sorted(first))
+    return Compared(len(stored), len(first), xxhash.xxh3_64_hexdigest(text.encode()) if first else "")
