@@ -21,9 +21,10 @@ def draw(curves: dict[str, dict[str, Any]], path: str) -> None:
         curves: by recipe, `steps`, of each run the values after them (`runs`), and `figure`, what these are.
         path: a file.
     """
-    rows = -(-len(curves) // COLUMNS)
+    columns = min(COLUMNS, len(curves))
+    rows = -(-len(curves) // columns)
     figure, axes = pyplot.subplots(
-        rows, COLUMNS, figsize=(2.4 * COLUMNS, 2.5 * rows), layout="constrained", sharey=True, squeeze=False
+        rows, columns, figsize=(2.4 * columns, 2.5 * rows), layout="constrained", sharey=True, squeeze=False
     )
     for panel, (name, of) in zip(axes.flat, curves.items()):
         for other, others in curves.items():

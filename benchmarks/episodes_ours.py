@@ -26,7 +26,7 @@ from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.transcript import Transcript
 from enginehouse.rl.episode_checks import EpisodeChecks
 from enginehouse.rl.episodes import rows_of
-from enginehouse.rl.feed import played
+from enginehouse.rl.feed import Playing
 from enginehouse.rl.fleet import RolloutFleet, samples_in_flight
 from enginehouse.rl.player import FleetPolicy, Player
 from enginehouse.rl.roles import RolloutWorker
@@ -139,7 +139,7 @@ class Ours:
             self._environment, policy_of, scored_by_nobody, task["samples"], seconds=TIMEOUT_SECONDS, checks=checks
         )
         asked = [Task(number, prompt(number, task["prompt_tokens"]), "", None, {}) for number in range(tasks)]
-        groups = sorted(played(self._loop, asked, player.played), key=lambda group: group.task.serial)
+        groups = sorted(Playing(self._loop, asked, player.played), key=lambda group: group.task.serial)
         return rows_of(groups).fetch()
 
     def close(self) -> None:

@@ -134,23 +134,21 @@ class _Process:
         """Have something done; what comes of it."""
         done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.append((call, done))
-        if self._working is None:
+        if self._working is None or self._working.done():
             self._working = asyncio.create_task(self._work())
         return done
 
     async def _work(self) -> None:
-        try:
-            while self._waiting:
-                asked, self._waiting = self._waiting, []
-                try:
-                    results = await self._done([call for call, _ in asked])
-                except Exception as error:
-                    results = [error] * len(asked)
-                for (_, done), result in zip(asked, results, strict=True):
-                    if not done.done():
-                        done.set_exception(result) if isinstance(result, Exception) else done.set_result(result)
-        finally:
-            self._working = None
+        while self._waiting:
+            asked, self._waiting = self._waiting, []
+            try:
+                results = await self._done([call for call, _ in asked])
+            except Exception as error:
+                results = [error] * len(asked)
+            for (_, done), result in zip(asked, results, strict=True):
+                if done.done() or done.get_loop().is_closed():  # nobody waits any more
+                    continue
+                done.set_exception(result) if isinstance(result, Exception) else done.set_result(result)
 
     async def _done(self, calls: Sequence[Call]) -> Sequence[Any]:
         try:
