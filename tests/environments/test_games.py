@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import sys
@@ -15,6 +16,7 @@ import pytest
 import yaml
 from chat_fleets import ChatFleet, play
 
+from enginehouse.controller.launchers.event_loop import event_loop
 from enginehouse.engines.environment import Episode, Scored, Task
 from enginehouse.errors import ConfigError, DataError
 from enginehouse.recipes import chat
@@ -210,6 +212,24 @@ def test_a_step_that_hangs_ends_its_process():
     with pytest.raises(EpisodeFailed, match="took longer than step_seconds=15 for a step"):
         one(apart, lambda text: "left", {})
     assert one(apart, walker, {})[0].score.reward == 1.0
+
+
+@pytest.mark.slow
+def test_a_step_that_hangs_does_not_hold_up_the_end_of_a_run():
+    stepping = threading.Event()
+    games = Gym("FrozenLake-v1", FRESH, actions=f"{__name__}:die", processes=1)._games
+
+    async def hang():
+        await games.begin(0, 3)
+        stepping.set()
+        await games.step(0, "left")
+
+    with event_loop() as loop:
+        loop.submit(hang())
+        assert stepping.wait(60)
+        (process,) = multiprocessing.active_children()
+    process.join(10)
+    assert not multiprocessing.active_children()
 
 
 class Stepping:

@@ -153,6 +153,8 @@ class _Process:
     async def _done(self, calls: Sequence[Call]) -> Sequence[Any]:
         try:
             if self._executor is None:
+                if all(what == "end" for what, _, _ in calls):  # they ended with their process
+                    return [None] * len(calls)
                 await self._start()
             work = asyncio.get_running_loop().run_in_executor(self._executor, _serve, calls)
             return await asyncio.wait_for(work, self._step_seconds * len(calls))
@@ -161,6 +163,9 @@ class _Process:
             late = isinstance(error, TimeoutError)
             said = f"took longer than step_seconds={self._step_seconds:g} for a step" if late else "died"
             raise GameLost(f"the process that held the game {said}; its other games are lost too") from error
+        except asyncio.CancelledError:  # the loop ends: this process would wait for a step at its end
+            self._stop()
+            raise
 
     async def _start(self) -> None:
         here = multiprocessing.get_context("spawn")
