@@ -406,3 +406,28 @@ def test_a_baseline_is_played_greedily_beside_the_group_and_is_not_one_of_it(fai
     assert (played.kept, played.rewards, played.group.baseline) == (True, (1.25,) * 4, 0.25)
     assert sorted((one.sampling.temperature, one.sampling.n) for one in fleet.requests) == [(0.0, 1), (1.0, 4)]
     assert len({one.id for one in fleet.requests}) == 2
+
+
+def test_episodes_are_said_to_be_drawn_once_the_last_of_them_is_about_to_be_scored():
+    drawn, said = [], []
+
+    class Scoring:
+        async def run(self, task, policy, context):
+            async def one(index, policy):
+                for _ in range(index):
+                    await asyncio.sleep(0)
+                drawn.append(index)
+                await context.score([{}])
+                return made(1.0)
+
+            return await context.each(one)
+
+    async def score(rows):
+        return [Score(1.0, {})] * len(rows)
+
+    async def played():
+        player = Player(Scoring(), lambda task: policy(), score, 3)
+        await player.play(TASK, lambda: said.append(list(drawn)))
+
+    asyncio.run(played())
+    assert said == [[0, 1, 2]]

@@ -129,7 +129,7 @@ class Report:
     Attributes:
         asked: requests to be drawn, by kind of play; their ids begin with their numbers.
         forgotten: requests that nobody waits for any more, by number.
-        scoring: plays whose first episodes are drawn, and are being scored, by number.
+        scoring: plays whose episodes are drawn, and are being scored, by number.
         ended: plays, by number, with the rewards of their episodes and whether these are trained on: the rows of those
             that are come beside this, in the same order.
         notes: of these rows, the columns of objects that are not texts.

@@ -251,7 +251,7 @@ class Player:
 
         Args:
             task: what to play.
-            scoring: called when its first episodes are drawn, and about to be scored.
+            scoring: called when its episodes are drawn, and the last of them is about to be scored.
 
         Raises:
             EpisodeFailed: one failed, and the policy is to end the run; or it raised what is no `Exception`.
@@ -419,6 +419,7 @@ class Context:
         under_way: told what its episodes are at. None: nothing is.
         unended: of its episodes, those that have not ended, as `under_way` knows them.
         traces: of its episodes, by the identity of their tokens: an environment may give them another score or order.
+        unscored: of its episodes, those for whose score nothing was asked.
     """
 
     samples: int
@@ -433,10 +434,16 @@ class Context:
     left_out: int = 0
     unended: int = 0
     traces: dict[int, tuple[object, Trace]] = field(default_factory=dict)
+    unscored: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.unscored = self.samples
 
     async def score(self, rows: Sequence[Mapping[str, Any]]) -> Sequence[Score]:
         """See the protocol."""
-        self.scoring()
+        self.unscored -= len(rows)
+        if self.unscored <= 0:
+            self.scoring()
         with self.under_way.scored(len(rows)) if self.under_way is not None else nullcontext():
             return await self.player.scorer(rows)
 
