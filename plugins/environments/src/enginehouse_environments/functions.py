@@ -109,7 +109,9 @@ def _made(given: str | Mapping[str, Any]) -> Tool:
     arguments = {} if isinstance(given, str) else dict(given)
     name = given if isinstance(given, str) else arguments.pop("name", None)
     if not isinstance(name, str):
-        raise ConfigError(f"tools: {given!r} has no name. {nearest('', BUILT_IN)}; one of your own is named module:function")
+        raise ConfigError(
+            f"tools: {given!r} has no name. {nearest('', BUILT_IN)}; one of your own is named module:function"
+        )
     if ":" not in name and name not in BUILT_IN:
         raise ConfigError(
             f"tools: there is no tool {name!r}: {nearest(name, BUILT_IN)}; one of your own is named module:function"

@@ -120,9 +120,8 @@ class Gym:
         if self._seed is None:
             return task.serial
         if self._seed not in task.columns:
-            raise DataError(
-                f"environment.arguments.seed: the data has no column {self._seed!r}: {nearest(self._seed, task.columns)}"
-            )
+            choices = nearest(self._seed, task.columns)
+            raise DataError(f"environment.arguments.seed: the data has no column {self._seed!r}: {choices}")
         seed = task.columns[self._seed]
         if not isinstance(seed, int):
             raise DataError(f"environment.arguments.seed names the column {self._seed!r}: a whole number, not {seed!r}")
