@@ -169,6 +169,19 @@ def test_observations_and_actions_may_be_functions_and_steps_be_rewarded():
     assert at == len(episode.tokens) - 1
 
 
+@pytest.mark.parametrize("processes", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_what_no_game_takes_is_named_with_what_it_takes(processes: int):
+    environment = Gym("Blackjack-v1", actions=["stick", "hit", "split"], processes=processes)
+    said = r"Blackjack-v1 takes Discrete\(2\), and environment.arguments.actions made 2 of the answer 'split'"
+    with pytest.raises(EpisodeFailed, match=said):
+        one(environment, answers("split"), {})
+
+
+def test_a_column_of_seeds_that_there_is_not_is_named():
+    with pytest.raises(DataError, match="no column 'seeds': did you mean 'seed'"):
+        one(Gym("Blackjack-v1", seed="seeds"), answers("1"), {"seed": 1})
+
+
 def test_what_cannot_be_made_is_refused_before_a_run():
     with pytest.raises(ConfigError, match=r"gymnasium has no environment 'FrozenLak-v1'.*FrozenLake"):
         Gym.check({"id": "FrozenLak-v1"}, None)

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, Val
 from pydantic_core import to_jsonable_python
 from typing_extensions import TypedDict
 
-from enginehouse.errors import ConfigError, nearest
+from enginehouse.errors import ConfigError, first_line, nearest
 from enginehouse.plugin import ResolveError, resolve
 from enginehouse_environments.threads import in_thread
 
@@ -108,7 +108,9 @@ def _made(given: str | Mapping[str, Any]) -> Tool:
     arguments = {} if isinstance(given, str) else dict(given)
     name = given if isinstance(given, str) else arguments.pop("name", None)
     if not isinstance(name, str):
-        raise ConfigError(f"tools: {given!r} has no name: {nearest('', BUILT_IN)}, or module:function of your own")
+        raise ConfigError(
+            f"tools: {given!r} has no name. {nearest('', BUILT_IN)}; one of your own is named module:function"
+        )
     if ":" not in name and name not in BUILT_IN:
         raise ConfigError(
             f"tools: there is no tool {name!r}: {nearest(name, BUILT_IN)}; one of your own is named module:function"
@@ -121,7 +123,9 @@ def _made(given: str | Mapping[str, Any]) -> Tool:
         try:
             arguments = _arguments(found, name).validate_python(arguments)
         except ValidationError as error:
-            raise ConfigError(f"tools: {name}: {'; '.join(_problem(one) for one in error.errors()[:4])}") from error
+            problems = "; ".join(_problem(one) for one in error.errors()[:4])
+            takes = ", ".join(inspect.signature(found).parameters) or "no arguments"
+            raise ConfigError(f"tools: {name}: {problems}. It takes {takes}") from error
         found = found(**arguments)
     if not callable(found):
         raise ConfigError(f"tools: {name!r} is {type(found).__name__}, not a function")
@@ -134,7 +138,7 @@ def _schema(function: Callable[..., Any], name: str) -> dict[str, Any]:
     try:
         schema = get_json_schema(function)
     except Exception as error:  # of several kinds, none of which is public
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        said = first_line(error).rstrip(".!")
         raise ConfigError(
             f"tools: {name!r} cannot be described to the model: {said}. A tool has a type for each argument, and a "
             "docstring that says what it does and, below `Args:`, what each argument is"

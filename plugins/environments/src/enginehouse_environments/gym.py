@@ -14,7 +14,7 @@ import gymnasium
 from pydantic import Field
 
 from enginehouse.engines.environment import Scored
-from enginehouse.errors import ConfigError, DataError, EnginehouseError
+from enginehouse.errors import ConfigError, DataError, EnginehouseError, nearest
 from enginehouse.plugin import ResolveError, resolve
 from enginehouse_environments.dialogue import ChatTemplate, Dialogue
 from enginehouse_environments.game_processes import GameProcesses, InPlace
@@ -123,7 +123,12 @@ class Gym:
         return "stop" if step.is_over else "turns" if turns == self._max_turns else ""
 
     def _seed_of(self, task: Task) -> int:
-        seed = task.serial if self._seed is None else task.columns.get(self._seed)
+        if self._seed is None:
+            return task.serial
+        if self._seed not in task.columns:
+            choices = nearest(self._seed, task.columns)
+            raise DataError(f"environment.arguments.seed: the data has no column {self._seed!r}: {choices}")
+        seed = task.columns[self._seed]
         if not isinstance(seed, int):
             raise DataError(f"environment.arguments.seed names the column {self._seed!r}: a whole number, not {seed!r}")
         return seed
@@ -180,8 +185,20 @@ class Game:
         action = self._action(answer)
         if action is None:
             return Step(f"no action: {self._expected()}", is_action=False)
-        observation, reward, terminated, truncated, _ = self._game.step(action)
+        observation, reward, terminated, truncated, _ = self._taken(action, answer)
         return Step(self._text(observation), float(reward), bool(terminated or truncated))
+
+    def _taken(self, action: Any, answer: str) -> tuple[Any, ...]:
+        """What the game gives for an action; games say little of what is none."""
+        try:
+            return self._game.step(action)
+        except Exception as error:
+            if self._game.action_space.contains(action):
+                raise
+            raise ValueError(
+                f"{self._rules.id} takes {self._game.action_space}, and environment.arguments.actions made {action!r} "
+                f"of the answer {answer[:80]!r}"
+            ) from error
 
     def end(self) -> None:
         """Give back what it holds."""

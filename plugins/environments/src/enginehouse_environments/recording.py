@@ -342,7 +342,8 @@ class Recording:
         if limits.row_tokens is not None:
             most.append(limits.row_tokens - tokens)
             if most[-1] < 1:
-                said = f"the conversation has {tokens} tokens, and {limits.row_tokens} are the most with an answer"
+                limit = f"{limits.row_tokens} are the most with an answer (max_row_tokens; unset, what the models read)"
+                said = f"the conversation has {tokens} tokens, and {limit}"
                 raise self._at_limit(400, said, "context_length_exceeded")
         if limits.drawn_tokens is not None:
             most.append((limits.drawn_tokens - self._drawn) // asked.n)
