@@ -55,6 +55,21 @@ class Careful:
     async def run(self, task, policy, context): ...
 
 
+class Asking:
+    needs_reward = True
+
+    async def run(self, task, policy, context): ...
+
+
+class Scoring:
+    @staticmethod
+    def check(arguments, columns):
+        if columns is not None and "clue" not in columns:
+            raise ConfigError(f"no column 'clue' in {sorted(columns)}")
+
+    async def run(self, task, policy, context): ...
+
+
 class Judging:
     def check(self, guess):
         return guess == self.secret
@@ -179,6 +194,14 @@ def test_a_reward_that_is_asked_for_and_not_there_is_said(make: Callable[..., Pl
     rewards = WeightedRewards(make("environment.name=games:Game"))
     with pytest.raises(ConfigError, match=r"asks for the reward, and the config has none: set reward\.function"):
         asyncio.run(rewards.scorer(1)([{"response": "x"}]))
+
+
+def test_an_environment_sees_the_columns_and_says_that_it_needs_the_reward(make: Callable[..., Plan], project: Project):
+    project.config["reward"] = {}
+    with pytest.raises(UserError, match=r"environment\.arguments: no column 'clue' in \['answer'"):
+        make("environment.name=games:Scoring")
+    with pytest.raises(UserError, match=r"reward\.function is wanted.*'games:Asking' has it score what was answered"):
+        make("environment.name=games:Asking")
 
 
 def test_a_check_that_is_of_instances_is_the_environments_own(make: Callable[..., Plan]):

@@ -7,6 +7,7 @@ import json
 import random
 import threading
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -167,6 +168,14 @@ class Stage:
     def __exit__(self, *error):
         self.feed.close()
         self.loops.__exit__(*error)
+
+
+def test_rewards_of_tokens_make_a_group_mixed():
+    def rewarded(by_token):
+        return replace(episode(0.0), token_rewards=[0.0, 0.0, 0.0, by_token])
+
+    assert mixed_rewards(Group(None, [rewarded(0.0), rewarded(1.0)]))
+    assert not mixed_rewards(Group(None, [rewarded(1.0), rewarded(1.0)]))
 
 
 def test_with_staleness_0_groups_come_in_the_order_of_their_tasks():

@@ -91,6 +91,7 @@ from enginehouse.plugin import (
     TrainBackend,
     capabilities,
     configure_plugins,
+    resolve,
 )
 from enginehouse.weights.effect import TOLERANCES
 
@@ -367,10 +368,9 @@ def plan(
     if config.train.validate_every and not config.data.validation_files():
         findings.refuse("train.validate_every is set, but there is no file to validate on (data.validation)")
     _check_save_best(findings, config)
-    environment, environment_arguments = setting.environment(config)
+    environment, environment_arguments = setting.environment(config, rows.columns)
     is_single_turn = environment == SINGLE_TURN
-    if is_single_turn and not config.reward.named() and not config.reward_model.path:
-        findings.refuse("reward.function is wanted, several under reward.functions, or reward_model.path")
+    _check_that_there_is_a_reward(findings, config, environment)
     columns = rows.columns if is_single_turn else None  # another one may give rewards what it likes
     rewards = tuple(setting.reward(name, one, columns) for name, one in config.reward.named().items())
     advantage, advantage_arguments = setting.function(
@@ -506,10 +506,9 @@ def plan_eval(
             "data.validation=held_out.jsonl, or several by name, data.validation='{aime: a.jsonl, gsm: b.jsonl}'"
         )
     rows = look_at_held_out(findings, config, limit, bool(read))
-    environment, environment_arguments = setting.environment(config)
+    environment, environment_arguments = setting.environment(config, rows.columns)
     is_single_turn = environment == SINGLE_TURN
-    if is_single_turn and not config.reward.named() and not config.reward_model.path:
-        findings.refuse("reward.function is wanted, several under reward.functions, or reward_model.path")
+    _check_that_there_is_a_reward(findings, config, environment)
     columns = rows.columns if is_single_turn else None
     rewards = tuple(setting.reward(name, one, columns) for name, one in config.reward.named().items())
     directory = Path(place).absolute()
@@ -1033,8 +1032,8 @@ class _Setting:
                 check_by_its_own(function, f"{key}.function", arguments, columns)
         return RewardPlan(name, reference, arguments, given)
 
-    def environment(self, config: Config) -> tuple[str, dict[str, Any]]:
-        """Check the environment and what it is made with; as `function`."""
+    def environment(self, config: Config, columns: Sequence[Columns] | None) -> tuple[str, dict[str, Any]]:
+        """Check the environment and what it is made with, given the columns of rows, if known; as `function`."""
         name, arguments = config.environment.name, config.environment.arguments
         key = "environment.arguments"
         check_secrets(self.findings, key, arguments)
@@ -1049,7 +1048,7 @@ class _Setting:
                 before = len(self.findings.problems)
                 arguments = take_values(self.findings, found, name, key, arguments)
                 if len(self.findings.problems) == before:
-                    check_by_its_own(found, key, arguments, None)
+                    check_by_its_own(found, key, arguments, columns)
             return reference, dict(arguments)
         return "", {}
 
@@ -1149,6 +1148,17 @@ def _check_old_logprobs(findings: Findings, plugins: PluginManager, config: Conf
                 f"algorithm.loss.arguments.{name} compares the actor's logprobs with the rollout's, and "
                 "algorithm.old_logprobs=rollout has only the rollout's: set algorithm.old_logprobs=actor"
             )
+
+
+def _check_that_there_is_a_reward(findings: Findings, config: Config, environment: str) -> None:
+    """For core's own environment, and for one that says that it asks for it (`Environment.needs_reward`)."""
+    if not environment or config.reward.named() or config.reward_model.path:
+        return
+    wanted = "reward.function is wanted, several under reward.functions, or reward_model.path"
+    if environment == SINGLE_TURN:
+        findings.refuse(wanted)
+    elif getattr(resolve(environment), "needs_reward", False):
+        findings.refuse(f"{wanted}: the environment {config.environment.name!r} has it score what was answered")
 
 
 def _check_save_best(findings: Findings, config: Config) -> None:

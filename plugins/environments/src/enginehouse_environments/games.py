@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
 from enginehouse.engines.environment import Scored
-from enginehouse.errors import DataError
+from enginehouse.errors import ConfigError, DataError, nearest
 from enginehouse_environments.dialogue import ChatTemplate, Dialogue
 
 if TYPE_CHECKING:
@@ -29,9 +30,16 @@ class GuessingGame:
     def __init__(self, turns: Annotated[int, Field(ge=1)] = 2, later: float = 1.0):
         self.turns, self.later = turns, later
 
+    @staticmethod
+    def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
+        """Raises `ConfigError` where rows have no secret."""
+        if columns is not None and "secret" not in columns:
+            near = nearest("secret", columns)
+            raise ConfigError(f"the data has no column 'secret', the number to guess: {near}")
+
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
         """See the protocol."""
-        template = ChatTemplate(policy.tokenizer)
+        template, most = ChatTemplate(policy.tokenizer), context.most_tokens or math.inf
         messages = task.messages or [{"role": "user", "content": task.prompt}]
         secret = task.columns.get("secret")
         if not isinstance(secret, int):
@@ -41,9 +49,11 @@ class GuessingGame:
             dialogue = Dialogue(template, messages, task.prompt_ids)
             guesses: list[int] = []
             for turn in range(self.turns):
-                if turn:
-                    dialogue.say([{"role": "user", "content": "higher" if secret > guesses[-1] else "lower"}])
-                await dialogue.answer(policy)
+                hint = "higher" if turn and secret > guesses[-1] else "lower"
+                if turn and not dialogue.say([{"role": "user", "content": hint}], most - 1):
+                    break
+                room = most - len(dialogue.transcript.tokens)
+                await dialogue.answer(policy, int(min(room, policy.sampling.max_tokens)))
                 said = re.findall(r"-?\d+", dialogue.last)
                 if not said:
                     break

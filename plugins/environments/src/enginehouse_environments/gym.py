@@ -63,7 +63,9 @@ class Gym:
 
     @staticmethod
     def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
-        """Raises `ConfigError` where gymnasium knows no such environment, or a function is not there."""
+        """Raises `ConfigError` where gymnasium knows no such environment, or a function or a column is not there."""
+        if (seed := arguments.get("seed")) is not None and columns is not None and seed not in columns:
+            raise ConfigError(f"seed: the data has no column {seed!r}: {nearest(seed, columns)}")
         module, _, name = arguments["id"].rpartition(":")
         try:
             if module:

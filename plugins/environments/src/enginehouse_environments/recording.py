@@ -327,7 +327,8 @@ class Recording:
     def _rendered(
         self, template: ChatTemplate, new: Sequence[Mapping[str, Any]], tokens: Sequence[int], before: Answer | None
     ) -> list[int]:
-        """Tokens of new messages, after those so far."""
+        """Tokens of new messages, after those so far. What a tool gave cannot end its message."""
+        new = [{**one, "content": template.plain(one["content"])} if one["role"] == "tool" else one for one in new]
         try:
             if before is None:
                 return template.opening(new)

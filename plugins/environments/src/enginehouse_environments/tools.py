@@ -58,6 +58,8 @@ class Tools:
         for tool in self._tools.values():
             tool.prepare()
 
+    needs_reward = True
+
     @staticmethod
     def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
         """Refuse tools that cannot be made, and a form of calls that there is not."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from enginehouse.rl.episodes import total_reward
+
 if TYPE_CHECKING:
     from enginehouse.engines.environment import Group
 
 
 def mixed_rewards(group: Group) -> bool:
-    """Whether not all rewards of the group are equal."""
-    return len({episode.score.reward for episode in group.episodes}) > 1
+    """Whether not all rewards of the group are equal, those of tokens counted."""
+    return len({total_reward(episode) for episode in group.episodes}) > 1
