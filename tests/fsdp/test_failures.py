@@ -17,6 +17,8 @@ pytestmark = pytest.mark.slow
 
 BIG = {"vocabulary": 400_000, "hidden": 64}
 """A model with one matrix of 100 MB, its embedding."""
+LOADED = "transformers.models.qwen3.modeling_qwen3", "huggingface_hub.file_download"
+"""Modules that would be imported while there is no memory left."""
 LITTLE = 32 << 20
 """Bytes that are left of memory where it runs out: less than that matrix."""
 LIMITING = LossSpec("fsdp_train_cases:limiting_memory", {"room_bytes": LITTLE}, OUTPUTS)
@@ -58,7 +60,7 @@ def _exhausted(rank, world_size, path, phase):
     ],
 )
 def test_out_of_memory_says_who_doing_what_and_what_needs_less(phase, big, doing):
-    with rank_processes("enginehouse_fsdp.engine", "transformers.models.qwen3.modeling_qwen3") as run:
+    with rank_processes("enginehouse_fsdp.engine", *LOADED) as run:
         ((kind, said),) = run(1, _exhausted, tiny_model(**BIG) if big else tiny_model(), phase)
     assert kind is OutOfMemory, said
     assert re.search(doing, said), said
