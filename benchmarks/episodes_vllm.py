@@ -18,6 +18,7 @@ from typing import Any
 from benchmarks.dispatch_side import own_and_resident, serve
 from benchmarks.episodes_tool import Tool, prompt
 from benchmarks.machine import cpu_seconds, wanted_seconds_below
+from benchmarks.rollout_engine_vllm import launch
 
 
 class Bare:
@@ -36,24 +37,9 @@ class Bare:
 
     def start(self) -> dict[str, str]:
         """Start the engine; what runs here."""
-        import vllm
-        from vllm import AsyncEngineArgs, AsyncLLMEngine
-
-        task = self._task
         # chunks: a request with a seed whose prompt is taken in parts ends vLLM 0.32 on a CPU
-        on_cpu = {"enforce_eager": True, "enable_chunked_prefill": False} if task["device"] == "cpu" else {}
-        arguments = AsyncEngineArgs(
-            model=task["model"], dtype="float32", seed=0, max_num_seqs=task["max_running"],
-            max_model_len=task["max_model_tokens"], kv_cache_memory_bytes=task["kv_cache_mib"] << 20,
-            logprobs_mode="processed_logprobs", skip_tokenizer_init=True, disable_log_stats=True, **on_cpu,
-            **task["native"],
-        )  # fmt: skip
-
-        async def launched() -> Any:
-            return AsyncLLMEngine.from_engine_args(arguments)
-
-        self._llm = self._loop.run_until_complete(launched())
-        return {"engine": f"vllm {vllm.__version__}"}
+        self._llm, engine = launch(self._loop, self._task, enable_chunked_prefill=False)
+        return {"engine": engine}
 
     def greedy(self, tasks: int) -> list[list[int]]:
         """The tokens of the first tasks' episodes, drawn greedily."""

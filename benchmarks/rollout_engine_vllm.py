@@ -14,6 +14,30 @@ from typing import Any
 from benchmarks.dispatch_side import serve
 
 
+def launch(loop: asyncio.AbstractEventLoop, task: dict[str, Any], **on_cpu: Any) -> tuple[Any, str]:
+    """Start vLLM's asynchronous engine on a loop; it, and its name and version.
+
+    Args:
+        loop: where it lives.
+        task: see `rollout_engine.measure`.
+        on_cpu: further arguments of the engine where there is no GPU.
+    """
+    import vllm
+    from vllm import AsyncEngineArgs, AsyncLLMEngine
+
+    arguments = AsyncEngineArgs(
+        model=task["model"], dtype="float32", seed=0, max_num_seqs=task["max_running"],
+        max_model_len=task["max_model_tokens"], kv_cache_memory_bytes=task["kv_cache_mib"] << 20,
+        logprobs_mode="processed_logprobs", skip_tokenizer_init=True, disable_log_stats=True,
+        **({"enforce_eager": True, **on_cpu} if task["device"] == "cpu" else {}), **task["native"],
+    )  # fmt: skip
+
+    async def launched() -> Any:
+        return AsyncLLMEngine.from_engine_args(arguments)
+
+    return loop.run_until_complete(launched()), f"vllm {vllm.__version__}"
+
+
 class Bare:
     """vLLM's asynchronous engine, and requests to it.
 
@@ -29,23 +53,8 @@ class Bare:
 
     def start(self) -> dict[str, str]:
         """Start the engine; what runs here."""
-        import vllm
-        from vllm import AsyncEngineArgs, AsyncLLMEngine
-
-        task = self._task
-        on_cpu = {"enforce_eager": True} if task["device"] == "cpu" else {}
-        arguments = AsyncEngineArgs(
-            model=task["model"], dtype="float32", seed=0, max_num_seqs=task["max_running"],
-            max_model_len=task["max_model_tokens"], kv_cache_memory_bytes=task["kv_cache_mib"] << 20,
-            logprobs_mode="processed_logprobs", skip_tokenizer_init=True, disable_log_stats=True, **on_cpu,
-            **task["native"],
-        )  # fmt: skip
-
-        async def launched() -> Any:
-            return AsyncLLMEngine.from_engine_args(arguments)
-
-        self._llm = self._loop.run_until_complete(launched())
-        return {"engine": f"vllm {vllm.__version__}"}
+        self._llm, engine = launch(self._loop, self._task)
+        return {"engine": engine}
 
     def greedy(self) -> list[list[int]]:
         """Greedy completions of the first prompts."""

@@ -82,11 +82,6 @@ def play(
     return asyncio.run(played())
 
 
-def rows(episode: Episode) -> list[Any]:
-    """All rows of an episode, the one drawn last the last of them."""
-    return list(episode.rows)
-
-
 def assert_as_drawn(episodes: Sequence[Episode], fleet: Scripted, temperature: float = 1.0) -> None:
     """Each drawn token is chosen in one row, after just the tokens that it was drawn after, and no other is chosen."""
     drawn = Drawn()
@@ -98,7 +93,7 @@ def assert_as_drawn(episodes: Sequence[Episode], fleet: Scripted, temperature: f
             if len(one.token_ids) and request.sampling.temperature == temperature:
                 wanted[tuple(request.prompt_ids), tuple(map(int, one.token_ids)), tuple(map(float, one.logprobs))] += 1
     found: Counter[Any] = Counter()
-    for row in [row for episode in episodes for row in rows(episode)]:
+    for row in [row for episode in episodes for row in episode.rows]:
         tokens, mask = np.array(row.tokens), np.array(row.mask, bool)
         logprobs, versions = np.array(row.logprobs, np.float32), np.array(row.versions)
         assert drawn.problem(tokens, mask, logprobs, versions, temperature) == ""

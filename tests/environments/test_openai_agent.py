@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import openai
 import pytest
-from agent_plays import MOST_TOKENS, Scripted, assert_as_drawn, play, rows
+from agent_plays import MOST_TOKENS, Scripted, assert_as_drawn, play
 from chat_templates import GEMMA, QWEN, make_tokenizer
 
 from enginehouse.engines.environment import Task
@@ -211,6 +211,21 @@ def test_a_loop_of_tool_calls_is_one_row_whose_tokens_are_as_they_were_drawn():
     assert_as_drawn([episode], fleet)
 
 
+def test_an_answer_that_is_cut_at_a_special_token_is_closed_before_what_follows():
+    special = tokenizer().convert_tokens_to_ids("<|im_start|>")
+    cut = [*tokenizer().encode("five", add_special_tokens=False), special]
+
+    async def solve(task):
+        first = (await ask(task, max_tokens=len(cut))).choices[0]
+        assert first.finish_reason == "length"
+        await ask(task, [*task.messages, first.message.model_dump(), {"role": "user", "content": "?"}])
+        return 1
+
+    said = iter([[*cut, special], "5"])
+    (episode,), fleet = acted(solve, lambda text, number: next(said))
+    assert "five<|im_start|><|im_end|>\n<|im_start|>user\n?" in text_of(fleet, episode)
+
+
 def test_what_a_tool_gives_cannot_end_its_message():
     async def solve(task):
         first = (await ask(task, tools=[ADD])).choices[0].message
@@ -322,7 +337,7 @@ def test_branches_begin_alike_and_what_they_share_is_chosen_once():
     (episode,), fleet = acted(solve, "yes")
     assert len(episode.earlier) == 2
     shared = len("yes") + 1
-    assert [sum(row.mask) for row in rows(episode)] == [2 * shared, shared, shared]
+    assert [sum(row.mask) for row in episode.rows] == [2 * shared, shared, shared]
     assert episode.prompt.startswith("[branch]\n")
     assert_as_drawn([episode], fleet)
 
@@ -336,7 +351,7 @@ def test_several_answers_to_one_request_are_rows_and_any_may_be_gone_on_from():
         return 1
 
     (episode,), fleet = acted(solve, lambda text, number: "abc"[number])
-    assert [row.response.partition("<")[0] for row in rows(episode)] == ["a", "c", "b"]
+    assert [row.response.partition("<")[0] for row in episode.rows] == ["a", "c", "b"]
     assert_as_drawn([episode], fleet)
 
 
@@ -350,7 +365,7 @@ def test_conversations_of_one_episode_go_on_beside_each_other_even_when_they_say
         return 1
 
     (episode,), fleet = acted(solve, "yes")
-    assert [sum(row.mask) for row in rows(episode)] == [8] * 4
+    assert [sum(row.mask) for row in episode.rows] == [8] * 4
     assert_as_drawn([episode], fleet)
 
 

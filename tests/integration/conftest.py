@@ -116,3 +116,21 @@ def faulty_transports(house: Path) -> dict[str, str]:
     site = installed(house, "faulty_transports", module.read_text())
     module.unlink()
     return {"PYTHONPATH": os.pathsep.join([str(site), str(REPOSITORY / "tests" / "core")])}
+
+
+@pytest.fixture(scope="module")
+def judge(house: Path) -> Path:
+    """A sequence classifier with the quickstart model's body, as transformers writes one."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    body = house / QUICKSTART / "work" / "model"
+    torch.manual_seed(5)
+    model = AutoModelForSequenceClassification.from_pretrained(body, num_labels=1, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(body)
+    model.config.pad_token_id = tokenizer.pad_token_id or 0
+    torch.nn.init.normal_(model.score.weight)
+    model.save_pretrained(house / "judge")
+    tokenizer.save_pretrained(house / "judge")
+    return house / "judge"

@@ -7,9 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 
-from .conftest import QUICKSTART, SMALL, Start
+from .conftest import SMALL, Start
 from .run_process import RunProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -31,22 +30,6 @@ def held_out(house: Path) -> None:
     for name, some in (("held", rows[:4]), ("others", rows[4:8])):
         lines = [json.dumps({**row, "answer": name, "kind": f"k{n % 2}"}) for n, row in enumerate(some)]
         (house / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-
-
-@pytest.fixture
-def judge(house: Path) -> str:
-    """A reward model with the quickstart's tokenizer."""
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    body = house / QUICKSTART / "work" / "model"
-    torch.manual_seed(5)
-    model = AutoModelForSequenceClassification.from_pretrained(body, num_labels=1, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(body)
-    model.config.pad_token_id = tokenizer.pad_token_id or 0
-    torch.nn.init.normal_(model.score.weight)
-    model.save_pretrained(house / "evaluating_judge")
-    tokenizer.save_pretrained(house / "evaluating_judge")
-    return "evaluating_judge"
 
 
 def finished(run: RunProcess) -> RunProcess:
@@ -78,7 +61,7 @@ def test_a_model_of_a_run_has_the_figures_of_the_runs_validation(start: Start, h
     assert "tensors are served as the model's files have them" in ended.out
 
 
-def test_replicas_and_environments_in_processes_of_their_own_evaluate_alike(start: Start, judge: str):
+def test_replicas_and_environments_in_processes_of_their_own_evaluate_alike(start: Start, judge: Path):
     task = (*TASK, *SAMPLED, f"reward_model={{path: {judge}, weight: 0.5}}")
     apart = finished(start("eval", *task, "rollout.replicas=2", "environment.processes=1"))
     assert len(apart.record["roles"]["rollout"]) == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,23 +19,6 @@ from .conftest import QUICKSTART, SMALL, Start
 from .run_process import RunProcess
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def judge(house: Path) -> Path:
-    """A sequence classifier with the quickstart model's body, as transformers writes one."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-    body = house / QUICKSTART / "work" / "model"
-    torch.manual_seed(5)
-    model = AutoModelForSequenceClassification.from_pretrained(body, num_labels=1, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(body)
-    model.config.pad_token_id = tokenizer.pad_token_id or 0
-    torch.nn.init.normal_(model.score.weight)
-    model.save_pretrained(house / "judge")
-    tokenizer.save_pretrained(house / "judge")
-    return house / "judge"
 
 
 def first_samples(run: RunProcess) -> list[dict[str, Any]]:

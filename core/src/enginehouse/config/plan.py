@@ -368,11 +368,8 @@ def plan(
     if config.train.validate_every and not config.data.validation_files():
         findings.refuse("train.validate_every is set, but there is no file to validate on (data.validation)")
     _check_save_best(findings, config)
-    environment, environment_arguments = setting.environment(config, rows.columns)
+    environment, environment_arguments, rewards = setting.playing(config, rows.columns)
     is_single_turn = environment == SINGLE_TURN
-    _check_that_there_is_a_reward(findings, config, environment)
-    columns = rows.columns if is_single_turn else None  # another one may give rewards what it likes
-    rewards = tuple(setting.reward(name, one, columns) for name, one in config.reward.named().items())
     advantage, advantage_arguments = setting.function(
         Advantage, algorithm.advantage.name, "algorithm.advantage", algorithm.advantage.arguments
     )
@@ -506,11 +503,8 @@ def plan_eval(
             "data.validation=held_out.jsonl, or several by name, data.validation='{aime: a.jsonl, gsm: b.jsonl}'"
         )
     rows = look_at_held_out(findings, config, limit, bool(read))
-    environment, environment_arguments = setting.environment(config, rows.columns)
+    environment, environment_arguments, rewards = setting.playing(config, rows.columns)
     is_single_turn = environment == SINGLE_TURN
-    _check_that_there_is_a_reward(findings, config, environment)
-    columns = rows.columns if is_single_turn else None
-    rewards = tuple(setting.reward(name, one, columns) for name, one in config.reward.named().items())
     directory = Path(place).absolute()
     if holds_training(directory):
         findings.refuse(
@@ -1031,6 +1025,16 @@ class _Setting:
                 arguments = take_values(self.findings, function, given.function, f"{key}.arguments", arguments)
                 check_by_its_own(function, f"{key}.function", arguments, columns)
         return RewardPlan(name, reference, arguments, given)
+
+    def playing(
+        self, config: Config, columns: Sequence[Columns] | None
+    ) -> tuple[str, dict[str, Any], tuple[RewardPlan, ...]]:
+        """Check what plays tasks, given the columns of rows, if known: the environment, its arguments, the rewards."""
+        environment, arguments = self.environment(config, columns)
+        _check_that_there_is_a_reward(self.findings, config, environment)
+        given = columns if environment == SINGLE_TURN else None  # another one may give rewards what it likes
+        rewards = tuple(self.reward(name, one, given) for name, one in config.reward.named().items())
+        return environment, arguments, rewards
 
     def environment(self, config: Config, columns: Sequence[Columns] | None) -> tuple[str, dict[str, Any]]:
         """Check the environment and what it is made with, given the columns of rows, if known; as `function`."""

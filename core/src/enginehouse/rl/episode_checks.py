@@ -21,6 +21,7 @@ import numpy as np
 from enginehouse.config.rewards import is_reserved
 from enginehouse.engines.environment import Episode, Segment
 from enginehouse.errors import EnginehouseError
+from enginehouse.rl.policies import BySamples
 
 if TYPE_CHECKING:
     from enginehouse.engines.environment import Policy
@@ -192,17 +193,12 @@ class Drawn:
         return str(token)
 
 
-class _Remembered:
+class _Remembered(BySamples):
     """Implements `enginehouse.engines.environment.Policy`."""
 
     def __init__(self, policy: Policy, drawn: Drawn):
         self.tokenizer, self.sampling = policy.tokenizer, policy.sampling
         self._policy, self._drawn = policy, drawn
-
-    async def generate(self, tokens: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
-        """See the protocol."""
-        (completion,) = await self.samples(tokens, 1, sampling)
-        return completion
 
     async def samples(
         self, tokens: Sequence[int], n: int, sampling: SamplingParams | None = None

@@ -44,6 +44,7 @@ from enginehouse.errors import ConfigError, EnginehouseError, UserError
 from enginehouse.plugin.records import resolve
 from enginehouse.rl.episode_checks import FAILED, Drawn, EpisodeChecks, MalformedEpisode
 from enginehouse.rl.episodes import Played, total_reward
+from enginehouse.rl.policies import BySamples
 from enginehouse.rl.rewards import program
 from enginehouse.rl.rewards.batch import RewardError
 from enginehouse.rl.router import PoisonousRows
@@ -93,7 +94,7 @@ class Draws(Protocol):
         ...
 
 
-class FleetPolicy:
+class FleetPolicy(BySamples):
     """Implements `enginehouse.engines.environment.Policy` for one task.
 
     Args:
@@ -113,11 +114,6 @@ class FleetPolicy:
         self._fleet, self._name, self._seed = fleet, name, seed
         self._is_greedy = is_greedy
         self._calls = 0
-
-    async def generate(self, tokens: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
-        """See the protocol."""
-        (completion,) = await self.samples(tokens, 1, sampling)
-        return completion
 
     async def samples(
         self, tokens: Sequence[int], n: int, sampling: SamplingParams | None = None

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from enginehouse.rl.policies import BySamples
+
 if TYPE_CHECKING:
     from enginehouse.engines.environment import Policy
     from enginehouse.engines.rollout import Completion, SamplingParams
@@ -118,7 +120,7 @@ class Trace:
         ]
 
 
-class TracedPolicy:
+class TracedPolicy(BySamples):
     """A policy, seen from beside: what is asked of it and of its branches. Implements
     `enginehouse.engines.environment.Policy`.
 
@@ -131,11 +133,6 @@ class TracedPolicy:
     def __init__(self, policy: Policy, under_way: UnderWay, turns: list[Turn] | None = None):
         self.tokenizer, self.sampling = policy.tokenizer, policy.sampling
         self._policy, self._under_way, self._turns = policy, under_way, turns
-
-    async def generate(self, tokens: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
-        """See the protocol."""
-        (completion,) = await self.samples(tokens, 1, sampling)
-        return completion
 
     async def samples(
         self, tokens: Sequence[int], n: int, sampling: SamplingParams | None = None

@@ -12,6 +12,7 @@ from enginehouse.engines.environment import Environment, Episode, Policy, Score,
 from enginehouse.engines.rollout import Completion, SamplingParams
 from enginehouse.plugin import Record, resolve
 from enginehouse.rl.episode_checks import Drawn
+from enginehouse.rl.policies import BySamples
 from enginehouse_testing.given import Given
 from enginehouse_testing.models import char_tokenizer
 
@@ -20,7 +21,7 @@ REPLIES = ("4", "the answer is 4", "5", "no", "7 7 7")
 VERSION = 3
 
 
-class ScriptedPolicy:
+class ScriptedPolicy(BySamples):
     """Answers with replies from a list. Implements `enginehouse.engines.environment.Policy`.
 
     Which reply, and its logprobs, follow from the branch and the number of the call alone.
@@ -42,11 +43,6 @@ class ScriptedPolicy:
         self.tokenizer, self.sampling = char_tokenizer(), SamplingParams()
         self._replies, self._delay, self._error, self._name = replies, delay, error, name
         self._calls = 0
-
-    async def generate(self, tokens: Sequence[int], sampling: SamplingParams | None = None) -> Completion:
-        """See `Policy`."""
-        (completion,) = await self.samples(tokens, 1, sampling)
-        return completion
 
     async def samples(
         self, tokens: Sequence[int], n: int, sampling: SamplingParams | None = None
