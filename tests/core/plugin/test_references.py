@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import gc
 import importlib
 import sys
 
@@ -92,3 +94,25 @@ def test_methods_that_a_class_lacks_are_told_where_it_has_no_other_class_to_take
     }  # fmt: skip
     assert lacking(Protocol, Protocol) == []
     assert lacking(object, Protocol) == ["start", "stop"]
+
+
+def test_a_finalizer_that_reads_source_meanwhile_does_no_harm(tmp_path, monkeypatch):
+    """CPython up to 3.11 counts the depth of all syntax trees in one place; a traceback written by a finalizer makes
+    one too (https://github.com/python/cpython/issues/106905)."""
+
+    class Dropped:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            (lambda: (lambda: ast.parse("x = [1]"))())()
+
+    (tmp_path / "long_module.py").write_text("def make(): ...\n" + "x = [[1], [2], [3]]\n" * 5_000)
+    monkeypatch.syspath_prepend(tmp_path)
+    limits = gc.get_threshold()
+    gc.set_threshold(5_000, *limits[1:])
+    try:
+        Dropped()
+        assert find_definition("long_module:make").name == "make"
+    finally:
+        gc.set_threshold(*limits)

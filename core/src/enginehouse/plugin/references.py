@@ -18,6 +18,21 @@ from enginehouse.plugin.records import ResolveError, resolve
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
+def parse(source: str) -> ast.Module:
+    """The syntax tree of Python source, also where CPython 3.11 takes a finalizer's own parsing for an error of it.
+
+    All trees share one count of depth there, which a collector that runs meanwhile upsets, where what it drops logs a
+    traceback: https://github.com/python/cpython/issues/106905. A second try finds it dropped.
+
+    Raises:
+        SyntaxError: the source is not Python.
+    """
+    try:
+        return ast.parse(source)
+    except SystemError:
+        return ast.parse(source)
+
+
 def find_definition(reference: str) -> Definition | None:
     """Where the module of a `"module:attribute"` string defines it; None where reading cannot tell.
 
@@ -122,7 +137,7 @@ def _source(module_name: str, reference: str) -> ast.Module | None:
         spec = importlib.util.find_spec(module_name)
         loader = None if spec is None else spec.loader
         source = loader.get_source(module_name) if isinstance(loader, InspectLoader) else None
-        tree = None if source is None else ast.parse(source)
+        tree = None if source is None else parse(source)
     except Exception as error:
         raise ResolveError(f"{reference!r} cannot be found: {type(error).__name__}: {error}") from error
     if spec is None:

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from enginehouse.errors import ConfigError, nearest
 from enginehouse.plugin import checked_reward
+from enginehouse.plugin.references import parse
 from enginehouse.rl.rewards import sandbox
 from enginehouse.rl.rewards.sandbox import Isolation, Sandbox, SandboxError
 
@@ -76,7 +77,7 @@ def code(
 
     inputs, outputs = (_texts(columns[name]) if name else [] for name in (inputs_column, outputs_column))
     asserts = "\n".join(_texts(columns[asserts_column])) if asserts_column else ""
-    tests = ast.parse(asserts).body
+    tests = parse(asserts).body
     number = len(inputs) + sum(map(_is_test, tests))
     if len(inputs) != len(outputs) or not number:
         raise ValueError(f"the row has {len(inputs)} inputs, {len(outputs)} outputs and {number} tests in all")
