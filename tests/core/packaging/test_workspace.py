@@ -29,7 +29,7 @@ def project(*folder: str) -> dict:
 
 
 def test_every_first_party_plugin_is_in_the_checkout():
-    assert PLUGINS == ["environments", "fsdp", "megatron", "sglang", "testing", "torch", "vllm"]
+    assert PLUGINS == ["environments", "fsdp", "megatron", "report", "sglang", "testing", "torch", "vllm"]
 
 
 def test_versions_and_the_ranges_of_first_party_dependencies_are_in_step():
@@ -39,10 +39,10 @@ def test_versions_and_the_ranges_of_first_party_dependencies_are_in_step():
 NEEDS = {"fsdp": ("torch",), "megatron": ("torch",)}
 """Plugins that stand on another one."""
 
-WITHOUT_ENGINE = ("environments", "testing", "torch")
+WITHOUT_ENGINE = ("environments", "report", "testing", "torch")
 """Plugins with no engine beyond what core needs itself."""
 
-WITHOUT_BACKEND = ("environments", "testing")
+WITHOUT_BACKEND = ("environments", "report", "testing")
 """Plugins that bring no backend."""
 
 BESIDE = ("megatron",)
@@ -73,6 +73,7 @@ def test_the_workspace_and_the_constraints_take_every_plugin_from_the_checkout()
 LIGHT = {
     "environments": ["bm25s>=0.2", "fastapi>=0.115", "gymnasium>=1.0", "uvicorn>=0.30"],
     "fsdp": ["accelerate>=1.10", "peft>=0.18"],
+    "report": ["prometheus-client>=0.20"],
     "testing": ["anybadge>=1.16", "copier>=9", "pytest>=8.2"],
 }
 """What a plugin may bring along: pure Python that is content with any torch a vendor's container has."""

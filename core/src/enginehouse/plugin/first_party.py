@@ -15,7 +15,11 @@ from enginehouse.plugin.requirements import installed_version
 CORE = "enginehouse"
 """Core's distribution."""
 
-TOOLS = {"environments": (), "testing": ("certify", "matrix", "new-plugin", "parity")}
+TOOLS = {
+    "environments": (),
+    "report": ("bottleneck", "report", "watch"),
+    "testing": ("certify", "matrix", "new-plugin", "parity"),
+}
 """Core's extras that bring no backend, and the commands that they bring."""
 
 
