@@ -41,8 +41,9 @@ class Run:
 
     def fetch(self) -> Served:
         with urllib.request.urlopen(self.url) as answer:
-            families = text_string_to_metric_families(answer.read().decode())
-            samples = [sample for family in families for sample in family.samples]
+            families = list(text_string_to_metric_families(answer.read().decode()))
+        assert len({family.name for family in families}) == len(families)
+        samples = [sample for family in families for sample in family.samples]
         served = {(one.name, frozenset(one.labels.items())): one.value for one in samples}
         assert len(served) == len(samples)
         return served
