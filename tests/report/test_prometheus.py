@@ -37,7 +37,7 @@ class Run:
 
     @property
     def targets(self) -> Path:
-        return self.directory / "prometheus" / "targets.json"
+        return self.directory / "prometheus" / "first.json"
 
     def fetch(self) -> Served:
         with urllib.request.urlopen(self.url) as answer:
@@ -78,6 +78,17 @@ def test_the_newest_value_of_each_metric_is_served(run: Run):
     assert served[series("validation/reward", "validation", "enginehouse_validation_reward")] == 0.5
     assert (run.of_the_run("step"), run.of_the_run("steps")) == (2, 9)
     assert run.status() == "running"
+
+
+def test_runs_say_in_one_folder_where_they_are(tmp_path: Path):
+    folder = tmp_path / "shared" / "prometheus"
+    trackers = {name: prometheus.Prometheus(0, name=name, targets=str(folder)) for name in ("a", "b/c")}
+    for tracker in trackers.values():
+        tracker.start(RunFacts(directory=tmp_path, **FACTS))
+    assert sorted(one.name for one in folder.iterdir()) == ["a.json", "b_c.json"]
+    trackers["a"].finish("finished")
+    assert [one.name for one in folder.iterdir()] == ["b_c.json"]
+    trackers["b/c"].finish("finished")
 
 
 def test_a_resumed_run_begins_at_the_step_that_it_goes_on_from(tmp_path: Path):

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
@@ -37,13 +38,15 @@ class Prometheus:
     """Serves the newest value of each metric at `http://ADDRESS:PORT/metrics`, from the run's start to its end.
 
     A metric's name is `enginehouse_`, and `_` for what Prometheus does not take: `enginehouse_reward_mean`. The label
-    `metric` has it as the run calls it, so that no two are one. `<run>/prometheus/targets.json` says where it is
-    served, for `file_sd_configs`; a run that ends in order takes it away.
+    `metric` has it as the run calls it, so that no two are one. A file says where it is served, for Prometheus'
+    `file_sd_configs`; a run that ends in order takes it away.
 
     Args:
         port: where it waits; 0: any that is free.
         address: of the network interface; `0.0.0.0`: of all of them. Nobody is asked who they are.
         name: of the run; unset: that of the run directory.
+        targets: the folder of that file, which is called `NAME.json`; unset: `prometheus` in the run directory. One for
+            all runs is found by one pattern.
         linger_seconds: how long the end of a run waits at most to be fetched once more, so that its last figures are
             seen; not at all where nobody ever did.
     """
@@ -53,14 +56,17 @@ class Prometheus:
         port: Annotated[int, Field(ge=0, le=65535)] = 9464,
         address: str = "127.0.0.1",
         name: str | None = None,
+        targets: str | None = None,
         linger_seconds: Annotated[float, Field(ge=0, le=25)] = 20.0,
     ):
-        self._port, self._address, self._name, self._linger = port, address, name, linger_seconds
+        self._port, self._address, self._name = port, address, name
+        self._folder, self._linger = targets, linger_seconds
 
     def start(self, run: RunFacts) -> None:
         from prometheus_client import CollectorRegistry, start_http_server
 
-        self._figures = _Figures(self._name or run.name, run.config, run.resumed_after, run.versions)
+        name = self._name or run.name
+        self._figures = _Figures(name, run.config, run.resumed_after, run.versions)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self._figures)
         try:
@@ -70,7 +76,7 @@ class Prometheus:
                 f"nothing is served for Prometheus: run.trackers, prometheus: port {self._port} at {self._address} "
                 f"cannot be had ({error.strerror or error}); set another `port`, or 0 for any that is free"
             ) from error
-        self._targets = run.directory / "prometheus" / "targets.json"
+        self._targets = Path(self._folder or run.directory / "prometheus") / f"{name.replace("/", "_")}.json"
         self._say_where(self._server.server_port)
 
     def log(self, step: int, metrics: Mapping[str, float], kind: MetricsKind) -> None:
@@ -86,7 +92,7 @@ class Prometheus:
     def _say_where(self, port: int) -> None:
         host = socket.gethostname() if self._address in EVERYWHERE else self._address
         target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self._targets.parent.mkdir(exist_ok=True)
+        self._targets.parent.mkdir(parents=True, exist_ok=True)
         write_whole(self._targets, json.dumps([{"targets": [target]}]) + "\n")
         log.info("metrics for Prometheus: http://%s/metrics", target)
 
