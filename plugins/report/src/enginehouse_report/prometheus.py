@@ -76,7 +76,7 @@ class Prometheus:
                 f"nothing is served for Prometheus: run.trackers, prometheus: port {self._port} at {self._address} "
                 f"cannot be had ({error.strerror or error}); set another `port`, or 0 for any that is free"
             ) from error
-        self._targets = Path(self._folder or run.directory / "prometheus") / f"{name.replace("/", "_")}.json"
+        self._targets = Path(self._folder or run.directory / "prometheus") / f"{name.replace('/', '_')}.json"
         self._say_where(self._server.server_port)
 
     def log(self, step: int, metrics: Mapping[str, float], kind: MetricsKind) -> None:
