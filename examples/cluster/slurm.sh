@@ -103,9 +103,14 @@ def wait_for(condition, what):
             sys.exit(f"a node could not start Ray at {host}:{port}: what it said is above")
         time.sleep(0.5)
 wait_for(lambda: socket.socket().connect_ex((host, int(port))) == 0, "the head node")
+def here():
+    try:
+        ray.is_initialized() or ray.init(f"{host}:{port}", log_to_driver=False, logging_level="ERROR")
+    except ConnectionError:  # the head node is slow
+        return 0
+    return sum(node["Alive"] for node in ray.nodes())
 if nodes != "1":
-    ray.init(f"{host}:{port}", log_to_driver=False, logging_level="ERROR")
-    wait_for(lambda: sum(node["Alive"] for node in ray.nodes()) >= int(nodes), f"{nodes} nodes")
+    wait_for(lambda: here() >= int(nodes), f"{nodes} nodes")
 '
 attend python -c "$joined" "$ip" "$port" 1 "$join_seconds" "${steps[@]}"
 if (( ${#names[@]} > 1 )); then
