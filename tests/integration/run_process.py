@@ -53,9 +53,18 @@ class RunProcess:
         directory: the run directory it was told to use.
         logs: where its output goes; files, so that no full pipe ever blocks it.
         env: further environment variables.
+        program: that starts the command, where it is not the command itself.
     """
 
-    def __init__(self, *arguments: str, cwd: Path, directory: Path, logs: Path, env: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        *arguments: str,
+        cwd: Path,
+        directory: Path,
+        logs: Path,
+        env: Mapping[str, str] | None = None,
+        program: str | Path = COMMAND,
+    ):
         self.directory = directory
         self._mark = uuid.uuid4().hex
         logs.mkdir(parents=True, exist_ok=True)
@@ -63,7 +72,7 @@ class RunProcess:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "ENGINEHOUSE_"))}
         with self._out.open("w") as out, self._err.open("w") as err:
             self._process = subprocess.Popen(
-                [COMMAND, *arguments],
+                [program, *arguments],
                 cwd=cwd,
                 env={**inherited, MARK: self._mark, **(env or {})},
                 stdin=subprocess.DEVNULL,
@@ -146,6 +155,10 @@ class RunProcess:
     def interrupt(self, number: signal.Signals = signal.SIGINT) -> None:
         """Press Ctrl-C: every process of the group gets the signal, as from a terminal; or another signal."""
         os.killpg(self._process.pid, number)
+
+    def signal_itself(self, number: signal.Signals) -> None:
+        """Send a signal to the one process that was started."""
+        self._process.send_signal(number)
 
     def signal_ray(self, program: str, number: signal.Signals) -> None:
         """Send a signal to a process of Ray's: `raylet`, `gcs_server`."""
