@@ -61,6 +61,10 @@ lint: $(VENV)/.developer  ## style, types and the one-way arrows between package
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+monitoring:  ## check examples/cluster's Prometheus files, and try its alerts, by promtool
+	@command -v promtool > /dev/null || { echo "there is no promtool here: it comes with Prometheus (Debian: apt install prometheus)"; exit 1; }
+	cd examples/cluster && promtool check config prometheus.yml && promtool test rules alerts_test.yml
+
 bench: $(VENV)/.developer  ## measure: make bench NAME=grpo
 	$(BIN)/python -m benchmarks $(NAME) $(ARGS)
 
@@ -94,4 +98,4 @@ publish: $(VENV)/.developer  ## upload what `make release` made: make publish VE
 clean:  ## remove what builds and runs left; .venv stays
 	rm -rf runs build dist benchmarks/out examples/*/work .pytest_cache .mypy_cache .ruff_cache
 
-.PHONY: help install demo test test-long test-exhaustive test-gpu runtimes lint bench matrix contract algorithms reliability pictures site version release publish clean
+.PHONY: help install demo test test-long test-exhaustive test-gpu runtimes lint monitoring bench matrix contract algorithms reliability pictures site version release publish clean
