@@ -67,7 +67,7 @@ attend() {  # runs a program, hands signals on to it, and returns its exit code
 per_node=(srun --overlap --ntasks-per-node=1 --cpus-per-task="$cpus")
 
 # shellcheck disable=SC2016  # the node's own shell reads it
-keep_logs='mkdir -p "$1" && cp -rL "$2"/session_latest/logs "$1/$SLURMD_NODENAME"'
+keep_logs='[[ -d $2/session_latest ]] && mkdir -p "$1" && cp -rL "$2"/session_latest/logs "$1/$SLURMD_NODENAME"'
 
 finish() {
     code=$?
@@ -86,7 +86,11 @@ finish() {
 }
 trap finish EXIT
 
-"${per_node[@]}" --nodes=1 --ntasks=1 --nodelist="$head" \
+# Ray gives its processes 30 s to come up. Where Python is loaded from a busy file system the first try is often too slow.
+# shellcheck disable=SC2016  # the node's own shell reads it
+tries='for _ in 1 2 3; do "${@:2}" && exit; code=$?; (( SECONDS < $1 )) || break; done; exit "$code"'
+
+"${per_node[@]}" --nodes=1 --ntasks=1 --nodelist="$head" bash -c "$tries" tries "$join_seconds" \
     ray start --block --head --node-ip-address="$ip" --port="$port" --num-cpus="$cpus" --temp-dir="$ray_dir" &
 steps+=($!)
 
@@ -115,7 +119,7 @@ if nodes != "1":
 attend python -c "$joined" "$ip" "$port" 1 "$join_seconds" "${steps[@]}"
 if (( ${#names[@]} > 1 )); then
     others=$(( ${#names[@]} - 1 ))
-    "${per_node[@]}" --nodes="$others" --ntasks="$others" --exclude="$head" \
+    "${per_node[@]}" --nodes="$others" --ntasks="$others" --exclude="$head" bash -c "$tries" tries "$join_seconds" \
         ray start --block --address="$ip:$port" --num-cpus="$cpus" --temp-dir="$ray_dir" &
     steps+=($!)
     attend python -c "$joined" "$ip" "$port" "${#names[@]}" "$join_seconds" "${steps[@]}"

@@ -100,4 +100,5 @@ def test_a_node_that_cannot_start_ray_ends_the_job_at_once(job: Job):
     assert ended.code == 1
     assert "no ray here" in ended.err
     assert "a node could not start Ray" in ended.err
-    assert not job.directory.exists()
+    assert not (job.directory / "run.json").exists()
+    assert not job.queued_again.exists()
