@@ -74,8 +74,8 @@ finish() {
     if (( ${#steps[@]} > 0 )); then
         # What Ray and all workers logged would be lost with the nodes' /tmp.
         timeout 30 "${per_node[@]}" --nodes="${#names[@]}" --ntasks="${#names[@]}" \
-            bash -c "$keep_logs" keep "$run/ray-logs/$SLURM_JOB_ID" "$ray_dir" ||
-            echo "not all logs of Ray could be kept in $run/ray-logs" >&2
+            bash -c "$keep_logs" keep "$run-ray-logs/$SLURM_JOB_ID" "$ray_dir" ||
+            echo "not all logs of Ray could be kept in $run-ray-logs" >&2
         kill "${steps[@]}" 2> /dev/null || true
         wait "${steps[@]}" || true
     fi

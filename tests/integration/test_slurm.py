@@ -33,7 +33,7 @@ class Job:
 
     def __init__(self, house: Path, home: Path):
         self.house, self.home, self.number = house, home, str(os.getpid())
-        self.directory = house / "runs" / "slurm"
+        self.directory = house / "runs" / home.name
         self.queued_again = home / "requeued"
 
     def start(self, restarts: int = 0, path: str = "") -> RunProcess:
@@ -76,7 +76,7 @@ def test_a_job_saves_before_its_time_is_up_and_goes_on_when_it_is_queued_again(j
     assert run.record["status"] == "interrupted"
     taken = len(run.metrics)
     assert (job.directory / "checkpoints" / f"step-{taken:06}").is_dir()
-    kept = job.directory / "ray-logs" / job.number
+    kept = job.directory.with_name(f"{job.directory.name}-ray-logs") / job.number
     assert sorted(one.name for one in kept.iterdir()) == ["node0", "node1"]
     assert list(kept.glob("node0/worker-*.err"))
 
@@ -100,5 +100,5 @@ def test_a_node_that_cannot_start_ray_ends_the_job_at_once(job: Job):
     assert ended.code == 1
     assert "no ray here" in ended.err
     assert "a node could not start Ray" in ended.err
-    assert not (job.directory / "run.json").exists()
+    assert not job.directory.exists()
     assert not job.queued_again.exists()
