@@ -1,0 +1,175 @@
+"""Metrics for Prometheus to fetch: the tracker `prometheus` serves them while the run goes on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from enginehouse.atomic import write_whole
+from enginehouse.errors import EnginehouseError
+
+if TYPE_CHECKING:
+    from prometheus_client.core import GaugeMetricFamily
+
+    from enginehouse.engines.tracker import MetricsKind, Outcome, RunFacts
+
+log = logging.getLogger(__name__)
+
+MOST_METRICS = 2000
+"""Names that are served; further ones are left out. Each is a time series for whoever fetches them."""
+METRIC = ("run", "kind", "metric")
+"""Labels of a run's metrics."""
+OF_THE_RUN = ("run_info", "run_step", "run_steps", "run_elapsed_seconds", "run_step_timestamp_seconds")
+"""What is said of the run itself; a metric of such a name gets another `_`."""
+EVERYWHERE = ("0.0.0.0", "::")
+"""Addresses that stand for all of a machine's, and so tell nobody where to fetch."""
+
+
+class Prometheus:
+    """Serves the newest value of each metric at `http://ADDRESS:PORT/metrics`, from the run's start to its end.
+
+    A metric's name is `enginehouse_`, and `_` for what Prometheus does not take: `enginehouse_reward_mean`. The label
+    `metric` has it as the run calls it, so that no two are one. A file says where it is served, for Prometheus'
+    `file_sd_configs`; a run that ends in order takes it away.
+
+    Args:
+        port: where it waits; 0: any that is free.
+        address: of the network interface; `0.0.0.0`: of all of them. Nobody is asked who they are.
+        name: of the run; unset: that of the run directory.
+        targets: the folder of that file, which is called `NAME.json`; unset: `prometheus` in the run directory. One for
+            all runs is found by one pattern.
+        linger_seconds: how long the end of a run waits at most to be fetched once more, so that its last figures are
+            seen; not at all where nobody ever did.
+    """
+
+    def __init__(
+        self,
+        port: Annotated[int, Field(ge=0, le=65535)] = 9464,
+        address: str = "127.0.0.1",
+        name: str | None = None,
+        targets: str | None = None,
+        linger_seconds: Annotated[float, Field(ge=0, le=25)] = 20.0,
+    ):
+        self._port, self._address, self._name = port, address, name
+        self._folder, self._linger = targets, linger_seconds
+
+    def start(self, run: RunFacts) -> None:
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        name = self._name or run.name
+        self._figures = _Figures(name, run.config, run.resumed_after, run.versions)
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self._figures)
+        try:
+            self._server, _ = start_http_server(self._port, self._address, registry)
+        except OSError as error:
+            raise EnginehouseError(
+                f"nothing is served for Prometheus: run.trackers, prometheus: port {self._port} at {self._address} "
+                f"cannot be had ({error.strerror or error}); set another `port`, or 0 for any that is free"
+            ) from error
+        self._targets = Path(self._folder or run.directory / "prometheus") / f"{name.replace('/', '_')}.json"
+        self._say_where(self._server.server_port)
+
+    def log(self, step: int, metrics: Mapping[str, float], kind: MetricsKind) -> None:
+        self._figures.take(step, metrics, kind)
+
+    def finish(self, outcome: Outcome) -> None:
+        # An interrupted run has no time left: its program leaves trackers that wait.
+        self._figures.end(outcome, 0.0 if outcome == "interrupted" else self._linger)
+        self._server.shutdown()
+        self._server.server_close()
+        self._targets.unlink(missing_ok=True)
+
+    def _say_where(self, port: int) -> None:
+        host = socket.gethostname() if self._address in EVERYWHERE else self._address
+        target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._targets.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(self._targets, json.dumps([{"targets": [target]}]) + "\n")
+        log.info("metrics for Prometheus: http://%s/metrics", target)
+
+
+class _Figures:
+    """What is served: a collector of `prometheus_client`. Its methods are called by several threads."""
+
+    def __init__(self, run: str, config: Mapping[str, Any], resumed_after: int, versions: Mapping[str, str]):
+        self._run, self._step, self._status = _text(run), resumed_after, "running"
+        self._steps = (config.get("train") or {}).get("steps")
+        self._version = versions.get("enginehouse", "")
+        self._began = self._stepped = time.time()
+        self._values: dict[tuple[str, MetricsKind], float] = {}
+        self._changed = threading.Condition()
+        self._fetched = 0
+
+    def take(self, step: int, metrics: Mapping[str, float], kind: MetricsKind) -> None:
+        with self._changed:
+            if kind == "train":
+                self._step, self._stepped = step, time.time()
+            before = len(self._values)
+            for name, value in metrics.items():
+                if (name, kind) in self._values or len(self._values) < MOST_METRICS:
+                    self._values[name, kind] = value
+                elif before < MOST_METRICS:
+                    before = MOST_METRICS
+                    log.warning("Prometheus gets the first %d metrics of this run alone", MOST_METRICS)
+
+    def end(self, outcome: Outcome, seconds: float) -> None:
+        """Say how it ended; wait until that was fetched, if anything ever was."""
+        with self._changed:
+            self._status, so_far = outcome, self._fetched
+            if so_far:
+                self._changed.wait_for(lambda: self._fetched > so_far, seconds)
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        with self._changed:
+            self._fetched += 1
+            self._changed.notify_all()
+            return [*self._of_the_run(), *self._of_its_steps()]
+
+    def _of_the_run(self) -> Iterable[GaugeMetricFamily]:
+        status = _gauge("run_info", "A run, and how it goes", ["run", "status", "version"])
+        status.add_metric([self._run, self._status, self._version], 1)
+        yield status
+        for name, said, value in (
+            ("run_step", "The newest step", self._step),
+            ("run_steps", "Steps that the run is to have", self._steps),
+            ("run_elapsed_seconds", "Time since this process of the run began", time.time() - self._began),
+            ("run_step_timestamp_seconds", "When the newest step came", self._stepped),
+        ):
+            if value is not None:
+                family = _gauge(name, said, ["run"])
+                family.add_metric([self._run], value)
+                yield family
+
+    def _of_its_steps(self) -> Iterable[GaugeMetricFamily]:
+        families: dict[str, GaugeMetricFamily] = {}
+        for (name, kind), value in self._values.items():
+            family = _family(name)
+            if family not in families:
+                families[family] = _gauge(family, "Of the newest step or validation that had it", METRIC)
+            families[family].add_metric([self._run, kind, _text(name)], value)
+        return families.values()
+
+
+def _gauge(name: str, said: str, labels: Sequence[str]) -> GaugeMetricFamily:
+    from prometheus_client.core import GaugeMetricFamily
+
+    return GaugeMetricFamily(f"enginehouse_{name}", said, labels=labels)
+
+
+def _family(name: str) -> str:
+    family = re.sub(r"[^a-zA-Z0-9_]", "_", name)
+    return f"{family}_" if family in OF_THE_RUN else family
+
+
+def _text(name: str) -> str:
+    """A label's value: what UTF-8 has no bytes for is escaped."""
+    return name.encode("utf-8", "backslashreplace").decode()
