@@ -235,7 +235,7 @@ def _sample(name: str, model: Model, files: NewFiles) -> Rows:
         train, validation = data["train"], data["validation"]
     else:
         rng = random.Random(0)
-        lines = list({line: None for line in (_line(tools, chats, rng) for _ in range(2 * SAMPLE_ROWS))})
+        lines = list(dict.fromkeys(_line(tools, chats, rng) for _ in range(2 * SAMPLE_ROWS)))
         held_out, trained = lines[:HELD_OUT_ROWS], lines[HELD_OUT_ROWS : HELD_OUT_ROWS + SAMPLE_ROWS]
         train = files.write("train.jsonl", "".join(trained))
         validation = files.write("validation.jsonl", "".join(held_out))
@@ -250,7 +250,10 @@ def _line(product: bool, chats: bool, rng: random.Random) -> str:
         question, answer = f"What is {first} * {second}? Use the calculator.", str(first * second)
     else:
         digits = "".join(rng.choices("0123456789", k=6))
-        question, answer = f"Write the digits of {digits} in ascending order, and nothing else.", "".join(sorted(digits))
+        question, answer = (
+            f"Write the digits of {digits} in ascending order, and nothing else.",
+            "".join(sorted(digits)),
+        )
     prompt = [{"role": "user", "content": question}] if chats else f"Question: {question}\nAnswer:"
     return json.dumps({"prompt": prompt, "answer": answer}) + "\n"
 
@@ -393,7 +396,7 @@ def fitting_rewards(rows: Rows) -> dict[str, str]:
     A reward fits if it finds each answer right, given as the response.
     """
     if rows.answer is None:
-        return {OWN: "", **{name: "the data has no column with an answer" for name in REWARDS}}
+        return {OWN: "", **dict.fromkeys(REWARDS, "the data has no column with an answer")}
     texts = [str(one) for one in rows.answers]
     found = {name: _misfit(name, texts) for name in REWARDS}
     found[OWN] = ""
@@ -533,7 +536,7 @@ def choose_engines(machine: Machine) -> Engines:
 
 
 def _ready(records: Sequence[Backend], capability: str, machine: Machine, better: list[str]) -> list[str]:
-    """Names of engines beside the default one that could run there; those that lack their environment go to `better`."""
+    """Names of engines beside the default one that could run there; what others lack goes to `better`."""
     from enginehouse.config.device import visible_gpus
     from enginehouse.plugin import plugins
     from enginehouse.runtimes import NoRuntime, choose_runtime

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from enginehouse.cli.answers import LAPTOP, NESTED, OWN, SAMPLES, TINY, NewFiles, inside
+from enginehouse.cli.answers import LAPTOP, NESTED, OWN, SAMPLES, TINY, NewFiles
 
 if TYPE_CHECKING:
     from enginehouse.cli.answers import Engines, Machine, Model, Rows
@@ -94,7 +94,8 @@ def init(
         choices = [name for name, why in fitting.items() if not why]
         if reward is None and not yes:
             for name, why in fitting.items():
-                click.echo(f"  not {name}: {why}" if why else f"  {name} fits")
+                if why:
+                    click.echo(f"  not {name}: {why}")
         the_reward = _ask("reward", reward, choices[0], yes, lambda given: answers.read_reward(given, rows), choices)
         the_machine = _ask("machine", machine, _machine_here(), yes, answers.read_machine)
         engines = answers.choose_engines(the_machine) if the_model.path else answers.Engines()
@@ -151,6 +152,7 @@ def _write(files: NewFiles, model: Model, rows: Rows, reward: str, machine: Mach
     """Write all files, make the tiny model where it is asked for, and have `plan` look at what is there."""
     from enginehouse.config.load import load_config
     from enginehouse.config.plan import plan
+    from enginehouse.errors import UserError
 
     if not model.path:
         _make_tiny(files.directory, rows)
@@ -158,7 +160,11 @@ def _write(files: NewFiles, model: Model, rows: Rows, reward: str, machine: Mach
     for name, text in reward_texts(rows, reward).items():
         files.write(name, text)
     with contextlib.chdir(files.directory), _as_if_there(machine):
-        return plan(load_config(CONFIG), config_path=CONFIG)
+        try:
+            return plan(load_config(CONFIG), config_path=CONFIG)
+        except UserError as error:
+            error.args = (f"`enginehouse plan` refuses what these answers make, so nothing is kept: {error}",)
+            raise
 
 
 def _as_if_there(machine: Machine) -> contextlib.AbstractContextManager[None]:
@@ -197,6 +203,8 @@ def config_text(model: Model, rows: Rows, machine: Machine, engines: Engines) ->
     values = _merged(values, {"reward": {"function": "reward:score"}, "run": {"directory": RUN}})
     if model.path:
         values = _merged(values, _of_model_and_rows(values, model, rows))
+        if not rows.validation:
+            del values["evaluation"], values["train"]["validate_every"]
     options = {
         "actor.engine.options": plugins().get(TrainBackend, engines.train, elsewhere=True),
         "rollout.engine.options": plugins().get(RolloutBackend, engines.rollout, elsewhere=True),
@@ -225,7 +233,9 @@ def _of_machine(machine: Machine, engines: Engines, large: bool) -> dict[str, An
         values["cluster"]["address"] = machine.address
     if large and not machine.gpus:
         small = {"samples_per_prompt": 4, "sampling": {"max_tokens": 128}}
-        values = _merged(values, {"rollout": small, "train": {"steps": 20, "prompts_per_step": 4, "validate_every": 10}})
+        values = _merged(
+            values, {"rollout": small, "train": {"steps": 20, "prompts_per_step": 4, "validate_every": 10}}
+        )
         values["evaluation"] = {"max_prompts": 16}
     return values
 
@@ -291,7 +301,12 @@ def _of_builtin(reward: str, answer: str) -> dict[str, str]:
 
     function = builtin(reward)
     arguments = ['prompt=""'] * takes_prompt(function) + ["response=response", f"answer={answer}"]
-    said = (inspect.getdoc(function) or "").partition("\n")[0].rstrip(".").replace("the data set's `answer` column", "the answer")
+    said = (
+        (inspect.getdoc(function) or "")
+        .partition("\n")[0]
+        .rstrip(".")
+        .replace("the data set's `answer` column", "the answer")
+    )
     return {
         "module": function.__module__, "name": function.__name__, "summary": said, "arguments": ", ".join(arguments)
     }  # fmt: skip
