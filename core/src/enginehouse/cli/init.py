@@ -33,7 +33,7 @@ HINTS = {
     "rewarded, not what is meant",
     "actor.engine.options.lr": "Learning rate: the first number to change. Lower it by half if the reward falls or the "
     "entropy collapses, double it if nothing moves",
-    "rollout.samples_per_prompt": "They are compared with each other: more tell more of a prompt, and take as much longer",
+    "rollout.samples_per_prompt": "They are compared with each other: more tell more, and take as much longer",
     "rollout.sampling.max_tokens": "Raise it if many responses are cut (`truncated` in the terminal)",
     "rollout.sampling.temperature": "1.0 draws what the model would; lower gives less to choose from",
     "evaluation.sampling.temperature": "1.0: as in training, so that the two figures can be compared",
@@ -233,10 +233,8 @@ def _of_machine(machine: Machine, engines: Engines, large: bool) -> dict[str, An
         values["cluster"]["address"] = machine.address
     if large and not machine.gpus:
         small = {"samples_per_prompt": 4, "sampling": {"max_tokens": 128}}
-        values = _merged(
-            values, {"rollout": small, "train": {"steps": 20, "prompts_per_step": 4, "validate_every": 10}}
-        )
-        values["evaluation"] = {"max_prompts": 16}
+        short = {"steps": 20, "prompts_per_step": 4, "validate_every": 10}
+        values = _merged(values, {"rollout": small, "train": short, "evaluation": {"max_prompts": 16}})
     return values
 
 
@@ -283,7 +281,7 @@ def reward_texts(rows: Rows, reward: str) -> dict[str, str]:
     if reward == OWN:
         given = {
             "parameters": ", ".join(filter(None, ["response", parameter if column else ""])),
-            "columns": ", ".join(rows.columns) or "none",
+            "columns": ", ".join(map(repr, rows.columns)).replace("\\", "") or "none",
             "value": f"float({expression} in response)" if column else "float(0 < len(response) <= 200)",
         }
         source = "own_reward.txt"
@@ -301,15 +299,13 @@ def _of_builtin(reward: str, answer: str) -> dict[str, str]:
 
     function = builtin(reward)
     arguments = ['prompt=""'] * takes_prompt(function) + ["response=response", f"answer={answer}"]
-    said = (
-        (inspect.getdoc(function) or "")
-        .partition("\n")[0]
-        .rstrip(".")
-        .replace("the data set's `answer` column", "the answer")
-    )
+    said = (inspect.getdoc(function) or "").partition("\n")[0].rstrip(".")
     return {
-        "module": function.__module__, "name": function.__name__, "summary": said, "arguments": ", ".join(arguments)
-    }  # fmt: skip
+        "module": function.__module__,
+        "name": function.__name__,
+        "summary": said.replace("the data set's `answer` column", "the answer"),
+        "arguments": ", ".join(arguments),
+    }
 
 
 def _filled(template: str, values: Mapping[str, str]) -> str:
