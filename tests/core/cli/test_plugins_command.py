@@ -375,7 +375,7 @@ def test_show_lists_the_arguments_of_a_tracker_and_list_names_those_there_are():
     assert "wandb>=" in said
     assert re.search(r"project +str +enginehouse +where the run is listed\.", said)
     rows = [line.split() for line in CliRunner().invoke(main, ["plugins", "list"]).stdout.splitlines()]
-    assert ["tracker", "tensorboard,", "wandb,", "mlflow"] in rows
+    assert ["tracker", "tensorboard,", "wandb,", "mlflow,", "prometheus", "(enginehouse-report)"] in rows
 
 
 def test_a_built_in_tracker_that_lacks_its_package_is_no_problem_of_the_installation(monkeypatch):

@@ -184,6 +184,12 @@ def index() -> Iterator[tuple[str, dict[str, str]]]:
         server.shutdown()
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_readme_has_no_link_that_leads_nowhere_on_a_package_index(name: str):
+    text = (release.projects()[name] / "README.md").read_text(encoding="utf-8")
+    assert not (found := release.LINK_BESIDE.search(text)), text[found.start() - 40 : found.end() + 40]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_release_is_built_checked_and_uploaded_as_it_was_built(
@@ -193,7 +199,7 @@ def test_a_release_is_built_checked_and_uploaded_as_it_was_built(
     release.build(__version__, out, uncommitted=True)
     hashes = dict(line.split("  ")[::-1] for line in (out / release.HASHES).read_text().splitlines())
     archives = {name for name in hashes if name.endswith((".whl", ".tar.gz"))}
-    assert len(archives) == 14
+    assert len(archives) == 2 * len(NAMES)
     assert set(hashes) == archives | {release.NOTES, release.MATERIALS}
     with zipfile.ZipFile(next(out.glob("enginehouse-*.whl"))) as core:
         assert {name.partition("/")[0] for name in core.namelist()} == {

@@ -26,6 +26,7 @@ class Lazy(NamedTuple):
 
 
 COMMANDS: dict[str, Lazy] = {
+    "init": Lazy("enginehouse.cli.init:init", "Begin: a config, a reward and its test, from four answers."),
     "train": Lazy("enginehouse.cli.train:train", "Train a model by reinforcement learning."),
     "sft": Lazy("enginehouse.cli.sft:sft", "Train a model on demonstrations."),
     "dpo": Lazy("enginehouse.cli.dpo:dpo", "Train a policy on preferences, by DPO or KTO."),

@@ -56,7 +56,7 @@ def prepare(name: str) -> None:
     That is a task, a tiny model that has seen noisy demonstrations of it, and of some recipes the model of another.
     """
     chosen = recipe(name)
-    _prepare(chosen, ())
+    make_beginning(chosen, ())
     click.echo(f"All that {name} begins from is in {DIRECTORY}.")
 
 
@@ -75,11 +75,11 @@ def run(name: str, overrides: tuple[str, ...], resume: bool, quiet: bool) -> Non
     enginehouse recipes run ppo critic.shares=null train.seed=1 run.directory=runs/recipes/ppo-apart
     """
     chosen = recipe(name)
-    _prepare(chosen, overrides, quiet)
+    make_beginning(chosen, overrides, quiet)
     _run(chosen, overrides, resume, quiet)
 
 
-def _prepare(wanted: Recipe, overrides: Sequence[str], quiet: bool = True) -> None:
+def make_beginning(wanted: Recipe, overrides: Sequence[str], quiet: bool = True) -> None:
     """Make what a recipe begins from, and before that what this begins from."""
     from enginehouse.config.earlier_run import can_go_on
     from enginehouse.config.load import load_config
@@ -95,7 +95,7 @@ def _prepare(wanted: Recipe, overrides: Sequence[str], quiet: bool = True) -> No
             _make_task(directory, *TASKS[name])
         elif name in all_recipes() and (can_go_on(directory) or not (directory / "model").exists()):
             needed = recipe(name)
-            _prepare(needed, (), quiet)
+            make_beginning(needed, (), quiet)
             click.echo(f"{wanted.name} begins from the model of the recipe {name}: making it.")
             _run(needed, (), can_go_on(directory), quiet)
 

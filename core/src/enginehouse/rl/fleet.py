@@ -213,7 +213,8 @@ class RolloutFleet:
 
         `restarts` of replicas, `retries` of requests; `replicas` that serve; `busy_seconds` of a replica on average and
         the share of the time with requests under way that is (`utilisation`); `queued`, most samples that waited for a
-        replica. And the engines' own, as of when they last said how they are.
+        replica; of several replicas the `slowest_replica`, and how many times as long as others it takes (`slowest`).
+        And the engines' own, as of when they last said how they are.
         """
         with self._lock:
             metrics, self._metrics = self._metrics, FleetMetrics()
@@ -228,6 +229,7 @@ class RolloutFleet:
             "rollout/busy_seconds": busy,
             "rollout/utilisation": busy / max(seconds[FLEET], 1e-9),
             "rollout/queued": float(metrics.queued),
+            **{f"rollout/{name}": value for name, value in metrics.slowest(seconds).items()},
             **self._engine_metrics,
         }
 
@@ -287,6 +289,10 @@ class RolloutFleet:
     def wake_up(self, tags: tuple[str, ...]) -> None:
         """Have every replica that lives take memory back."""
         self._call_living("wake_up", tags)
+
+    def profiled(self, method: str, *args: Any) -> list[Any]:
+        """Have every replica that lives begin or end a profile; see `enginehouse.rl.profiles`."""
+        return self._call_living(method, *args)
 
     def abort(self, timeout: float | None = None) -> None:
         """End all that replicas draw."""
