@@ -15,7 +15,7 @@ from report_runs import CONFIG, make_run, page_of, sample, take_step
 from enginehouse.cli.main import main
 from enginehouse.runs import RunDirectory
 from enginehouse.runs.jsonlines import read_whole_lines
-from enginehouse_report.page import write_report
+from enginehouse_report.page import ASSETS, write_report
 
 HOSTILE = (
     "</script><script>alert(1)</script>",
@@ -237,3 +237,10 @@ def test_the_page_follows_a_run_that_goes_on(run: RunDirectory, tmp_path: Path):
     take_step(run, 4)
     (part,) = report(run, out=tmp_path / "page.html").blocks["main"]["runs"]
     assert part["metrics"]["columns"]["step"] == [1, 2, 3, 4]
+
+
+def test_the_library_in_the_page_is_the_one_that_is_named():
+    named = re.findall(r"^\| `(.+)` \| `(.+)` \|$", (ASSETS / "uPlot.md").read_text(), re.M)
+    assert len(named) == 3
+    for name, digest in named:
+        assert hashlib.sha256((ASSETS / name).read_bytes()).hexdigest() == digest, name

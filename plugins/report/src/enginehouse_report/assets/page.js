@@ -664,6 +664,9 @@ function showConfig() {
   const box = $("config-body");
   const { differing } = state.main;
   const parts = state.runs.map((run) => run.part);
+  const shown = JSON.stringify([differing, parts.map((part) => [part.name, part.config, part.config_problem, part.versions])]);
+  if (shown === box.dataset.shown) return; // what a reader has opened stays open
+  box.dataset.shown = shown;
   const children = [];
   if (parts.length > 1) {
     children.push(make("h3", {}, "What differs in the configs"), pairs(differing.config, parts, "The configs are the same."));
