@@ -1,4 +1,9 @@
-"""The pictures of plugins/report/README.md, of runs that are here: `python -m benchmarks.report_pictures RUN OTHER`."""
+"""The pictures of plugins/report/README.md, of runs that are here.
+
+    python -m benchmarks.report_pictures RUN OTHER CHAT
+
+RUN and OTHER stand side by side in one of them; CHAT has samples of several turns.
+"""
 
 from __future__ import annotations
 
@@ -15,28 +20,32 @@ from enginehouse_report.page import write_report
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 SETTLED_SECONDS = 1.0
-COLORS = 96
+COLORS = 240
 """A picture of fewer colours is a quarter of the size."""
 SAMPLE = """
 samplesTable.kind.value = "0";
 samplesTable.select();
-samplesTable.sortBy({ name: "reward", number: true });
-openSample(0, samplesTable.order[Math.floor(samplesTable.order.length / 2)]);
+samplesTable.sortBy({ name: "step" });
+openSample(0, samplesTable.order.find((row) => samplesTable.samples.columns.get("step")[row] > 1));
 """
 ADVANTAGE = """
-const choice = document.querySelector("#sample select");
-choice.value = "advantage";
-choice.dispatchEvent(new Event("change"));
-document.querySelector("[data-at='9']").dispatchEvent(new PointerEvent("pointerover", { bubbles: true }));
+(() => {
+  const choice = document.querySelector("#sample select");
+  choice.value = "advantage";
+  choice.dispatchEvent(new Event("change"));
+  const token = document.querySelector("[data-at]:not(.other)");
+  token.dispatchEvent(new PointerEvent("pointerover", { bubbles: true }));
+})()
 """
 
 
-def main(run: str, other: str) -> None:
+def main(run: str, other: str, chat: str) -> None:
     """Write them all."""
     with tempfile.TemporaryDirectory() as folder, Chromium() as browser:
-        one, two = Path(folder) / "one.html", Path(folder) / "two.html"
+        one, two, turns = (Path(folder) / f"{name}.html" for name in ("one", "two", "turns"))
         write_report([Path(run)], one)
         write_report([Path(run), Path(other)], two)
+        write_report([Path(chat)], turns)
 
         def picture(
             name: str, page: Path, *acts: str, width: int = 1280, height: int = 1000, dark: bool = False
@@ -49,7 +58,7 @@ def main(run: str, other: str) -> None:
             _save(browser, name)
 
         picture("report-desktop", one, "scrollTo(0, 0)")
-        picture("report-tokens", one, SAMPLE, ADVANTAGE, height=620)
+        picture("report-tokens", turns, SAMPLE, ADVANTAGE, height=860)
         picture(
             "report-phone", one, "document.querySelector('#charts').scrollIntoView()", width=390, height=844, dark=True
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
 import sys
 import time
 import types
@@ -14,6 +16,7 @@ from click.testing import CliRunner
 from projects import Project, project  # noqa: F401 - a fixture
 from report_runs import page_of
 
+from enginehouse.cli.interrupts import KEY_ECHO_SECONDS
 from enginehouse.cli.main import main
 from enginehouse.plugin import plugins
 from enginehouse_report import plugin as ours
@@ -81,6 +84,45 @@ def test_a_page_that_cannot_be_written_changes_nothing_of_the_end(train, monkeyp
     assert "finished" in result.output
     assert "report.html" not in result.output
     assert not Path("runs/warm/report.html").exists()
+
+
+PROGRAM = """
+import sys, time, types
+from enginehouse.cli.main import main
+import enginehouse_report.page
+
+class Quick:
+    def __init__(self, plan, run, progress):
+        self.directory = run
+    def run(self):
+        self.directory.log(1, {"loss": 1.0})
+
+def hangs(*_, **__):
+    print("writing", flush=True)
+    time.sleep(10000)
+
+enginehouse_report.page.write_report = hangs
+sys.modules["enginehouse.rl.sft"] = types.SimpleNamespace(SFTTrainer=Quick)
+main(["sft", "sft.yaml"])
+"""
+
+
+@pytest.mark.slow
+def test_a_page_that_takes_long_is_ended_by_a_second_ctrl_c_and_nothing_is_lost(project: Project):  # noqa: F811
+    project.save_sft()
+    program = [sys.executable, "-c", PROGRAM]
+    process = subprocess.Popen(program, cwd=project.root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while "writing" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    while "Once more ends it at once" not in process.stderr.readline():
+        assert process.poll() is None
+    time.sleep(KEY_ECHO_SECONDS + 0.1)  # within it two are one wish
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "metrics of 1 step" in said
+    assert json.loads((project.root / "runs" / "warm" / "run.json").read_text())["status"] == "finished"
 
 
 def test_whoever_interrupted_a_run_waits_less(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -112,7 +112,7 @@ function fileOf(samples, row) {
 
 // ---------------------------------------------------------------- what is shown
 
-const state = { runs: [], main: null, smoothing: 0, log: false, zoom: null, charts: [], cursors: null };
+const state = { runs: [], main: null, smoothing: 0, log: false, zoom: null, charts: [], timelines: [], cursors: null };
 
 function newRun(part) {
   return { part, metrics: newTable(), validations: newTable(), samples: newTable(), unread: [], damaged: 0 };
@@ -295,8 +295,9 @@ class Chart {
     if (!this.dirty) return;
     this.dirty = false;
     const lines = prepared(this.spec, this.logarithmic);
-    this.element.hidden = !lines.some((line) => line.y.some((value) => value !== null));
-    if (this.element.hidden) return;
+    this.empty = !lines.some((line) => line.y.some((value) => value !== null));
+    this.hide();
+    if (this.empty) return;
     this.lines = lines;
     this.describe();
     if (this.spec.quietAtZero && lines.every((line) => line.y.every((value) => !value))) {
@@ -305,6 +306,11 @@ class Chart {
     }
     this.box.hidden = false;
     this.show();
+  }
+
+  hide(asked = this.asked) {
+    this.asked = asked;
+    this.element.hidden = Boolean(asked || this.empty);
   }
 
   quiet() {
@@ -577,7 +583,7 @@ function showMetrics() {
     everyMetric.set(name, chart);
     state.charts.push(chart);
   }
-  for (const [name, chart] of everyMetric) chart.element.hidden = !wanted.has(name);
+  for (const [name, chart] of everyMetric) chart.hide(!wanted.has(name));
 }
 
 // ---------------------------------------------------------------- the run in words
@@ -658,6 +664,9 @@ function showConfig() {
   const box = $("config-body");
   const { differing } = state.main;
   const parts = state.runs.map((run) => run.part);
+  const shown = JSON.stringify([differing, parts.map((part) => [part.name, part.config, part.config_problem, part.versions])]);
+  if (shown === box.dataset.shown) return; // what a reader has opened stays open
+  box.dataset.shown = shown;
   const children = [];
   if (parts.length > 1) {
     children.push(make("h3", {}, "What differs in the configs"), pairs(differing.config, parts, "The configs are the same."));
@@ -1246,20 +1255,21 @@ function hashed(name) {
 
 async function showTimelines() {
   const shown = [];
+  const made = [];
   for (const number of state.runs.keys()) {
     const data = await timelineOf(number);
     if (!data.steps.length) continue;
     const timeline = new Timeline(data, number);
     if (state.runs.length > 1) shown.push(make("h3", {}, state.runs[number].part.name));
     shown.push(timeline.tools, timeline.box, timeline.said);
-    state.timelines = [...(state.timelines || []), timeline];
+    made.push(timeline);
     timelineSaid(data);
   }
   if (LIVE) shown.push(make("button", { type: "button", onclick: () => showTimelines() }, "Read the timeline again"));
   $("timeline-body").replaceChildren(...shown);
-  if (!state.timelines) $("timeline-hint").textContent = "No timeline yet.";
-  for (const timeline of state.timelines || []) if (timeline.box.isConnected) timeline.choose();
-  state.timelines = (state.timelines || []).filter((timeline) => timeline.box.isConnected);
+  if (!made.length) $("timeline-hint").textContent = "No timeline yet.";
+  for (const timeline of made) timeline.choose();
+  state.timelines = made;
 }
 
 function timelineSaid(data) {
@@ -1300,7 +1310,7 @@ function showTheme() {
   document.documentElement.dataset.theme = theme();
   $("theme").textContent = `Theme: ${chosenTheme}`;
   refreshCharts();
-  for (const timeline of state.timelines || []) timeline.draw();
+  for (const timeline of state.timelines) timeline.draw();
 }
 
 function nextTheme() {
@@ -1394,6 +1404,7 @@ async function poll() {
   takeSamples(state.runs[0], answer.samples);
   if (changed || answer.part.alarms.length !== state.alarms) showFigures();
   state.alarms = answer.part.alarms.length;
+  if (samplesTable && rows && !state.timelines.length) timelineWatcher.observe($("timeline"));
   if (samplesTable && (answer.whole || answer.samples.rows)) showSamples();
   $("footer").textContent = `Read ${new Date().toLocaleTimeString()}. Charts: uPlot (MIT).`;
 }
