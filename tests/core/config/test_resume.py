@@ -310,6 +310,16 @@ def test_a_damaged_record_is_no_obstacle(resume: Make, run: RunDirectory, caplog
         assert (record["status"], record["resumed_after"], record["earlier"]) == ("interrupted", 2, [{}])
 
 
+def test_alarms_after_the_checkpoint_are_cut_away_as_metrics_are(resume: Make, run: RunDirectory):
+    for step in (1, 3):
+        run.log_alarm(step, f"alarm-{step}", "it is so", "try that")
+    again = RunDirectory.create(run.path, "", resumed=resume().resumed)
+    kept = [{"step": 1, "alarm": "alarm-1", "said": "it is so", "advice": "try that"}]
+    assert again.alarms == kept
+    again.finish("finished")
+    assert [json.loads(line) for line in (run.path / "alarms.jsonl").read_text().splitlines()] == kept
+
+
 def test_damaged_metrics_cost_their_own_lines(resume: Make, run: RunDirectory):
     rows = (run.path / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run.path / "metrics.jsonl").write_text(rows[0] + '{"step": \n' + '{"step": "x"}\n{"loss": 1.0}\n' + rows[1])

@@ -70,8 +70,8 @@ def test_a_step_is_drawn_where_it_was_and_its_file_is_whole(tmp_path: Path):
     span = drawn["aten::matmul"]
     at = here.timeline._origin + span["ts"] / 1e6
     assert begun < inside - 1e-3 < at < at + span["dur"] / 1e6 < ended + 1e-3
-    assert drawn["step 3"]["args"]["trace"] == str(file)
-    assert drawn["step 3"]["ts"] <= span["ts"]
+    assert drawn["profile of step 3"]["args"]["trace"] == str(file)
+    assert drawn["profile of step 3"]["ts"] <= span["ts"]
 
 
 def test_the_longest_are_drawn_and_the_others_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -86,7 +86,7 @@ def test_the_longest_are_drawn_and_the_others_counted(tmp_path: Path, monkeypatc
     assert len(names) == 4
     assert "aten::matmul" in names
     assert "aten::zeros" not in names
-    (top,) = (event for event in events if event["name"] == "step 1")
+    (top,) = (event for event in events if event["name"] == "profile of step 1")
     assert top["args"]["shorter_spans_left_out"] > 3
 
 

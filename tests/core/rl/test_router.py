@@ -12,7 +12,7 @@ from enginehouse.controller.errors import ClusterLost, RemoteError, WorkerDied
 from enginehouse.controller.launchers.failure import WorkerFailure
 from enginehouse.engines.rollout import Completion, GenerateRequest, GenerateResult, SamplingParams
 from enginehouse.rl.columns import Answer
-from enginehouse.rl.replica import FleetMetrics, Replica, ReplicasLost, Watch
+from enginehouse.rl.replica import Drawn, FleetMetrics, Replica, ReplicasLost, Watch
 from enginehouse.rl.router import MOST_TRIES, PoisonousRows, Router
 from enginehouse.rl.scheduler import PrefixMemory
 
@@ -273,3 +273,37 @@ async def test_a_cluster_that_is_lost_ends_all(house):
     for flight in flights:
         with pytest.raises(ClusterLost):
             await flight.result
+
+
+@with_house()
+async def test_what_each_replica_drew_is_counted(house):
+    flights = house.submit(3)
+    await house.until(lambda: all(group.calls for group in house.groups))
+    house.groups[0].answer("fleet-0", "fleet-2")
+    house.groups[1].answer("fleet-1")
+    await house.until(lambda: all(flight.result.done() for flight in flights))
+    drawn = house.metrics.drawn
+    tokens = len(flights[0].result.result().completions[0].token_ids)
+    assert {number: (one.tokens, one.steps) for number, one in drawn.items()} == {
+        0: (2 * tokens, 2 * tokens),
+        1: (tokens, tokens),
+    }
+    assert all(one.seconds > 0 for one in drawn.values())
+
+
+@pytest.mark.parametrize(
+    ("drawn", "slow"),
+    [
+        ({0: Drawn(80, 20, 4.0), 1: Drawn(80, 20, 8.0), 2: Drawn(80, 20, 4.4)}, (1, 8 / 4.2)),
+        ({0: Drawn(80, 20, 8.0), 1: Drawn(20, 20, 4.0)}, (0, 0.5)),
+        ({0: Drawn(80, 20, 4.0), 1: Drawn()}, None),
+        ({0: Drawn(80, 20, 4.0)}, None),
+    ],
+    ids=["one takes twice as long", "one has more to do, the other less", "one drew nothing", "there is but one"],
+)
+def test_slow_is_who_takes_longer_and_draws_less_a_second(drawn: dict[int, Drawn], slow: tuple[int, float] | None):
+    busy = {number: one.seconds / 4 for number, one in drawn.items()}
+    metrics = FleetMetrics()
+    metrics.drawn.update(drawn)
+    expected = {} if slow is None else {"slowest_replica": slow[0], "slowest": pytest.approx(slow[1])}
+    assert metrics.slowest(busy) == expected

@@ -130,6 +130,16 @@ def test_samples_are_rows_of_prompt_and_response_with_their_versions():
     assert metrics["weights/version"] == 2.0
 
 
+def test_responses_that_were_cut_are_counted_apart_from_those_that_ended_otherwise():
+    task = tasks_of(PROMPTS, [5, 6])[0]
+    made = [
+        Episode([1, 2, 10], [False, False, True], [0, 0, -0.5], [0, 0, 2], Score(1.0, {}), finish=finish)
+        for finish in ("stop", "length", "length", "lost the game")
+    ]
+    metrics = sample_metrics(batch_of([Group(task, made)]), 3)
+    assert (metrics["response/stopped"], metrics["response/truncated"]) == (0.25, 0.5)
+
+
 def test_an_episode_that_failed_counts_by_its_reward_alone():
     """As the policy `mask` leaves it: in the mean and the spread of its group, not as a response or a version."""
     task = tasks_of(PROMPTS, [5, 6])[0]

@@ -171,6 +171,8 @@ def test_the_summary_says_outcome_figures_places_and_what_next(tmp_path: Path):
             progress.update(step, metrics)
         progress.validated(20, {"validation/reward": 0.9})
     run.write_samples(20, [{"prompt": "p"}])
+    run.log_alarm(7, "reward_zero", "every reward was 0", "begin with easier prompts")
+    run.log_alarm(9, "kl_runaway", "kl rose", "raise algorithm.kl.coefficient")
     staged = run.model_path(20)
     staged.mkdir()
     run.model_saved(20, staged)
@@ -179,6 +181,7 @@ def test_the_summary_says_outcome_figures_places_and_what_next(tmp_path: Path):
         "outcome: finished after 20 of 20 steps",
         "reward: 0.275 -> 0.775 (means of the first and the last 10 steps)",
         "validation/reward: 0.100 at step 0 -> 0.900 at step 20",
+        "alarms: 2 alarms: reward_zero at step 7, kl_runaway at step 9 (what to try: ",
         "saved: metrics of 20 steps, the model of step 20",
         "samples/step-000020.jsonl",
         "timeline.json in https://ui.perfetto.dev",

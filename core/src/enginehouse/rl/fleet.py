@@ -213,7 +213,8 @@ class RolloutFleet:
 
         `restarts` of replicas, `retries` of requests; `replicas` that serve; `busy_seconds` of a replica on average and
         the share of the time with requests under way that is (`utilisation`); `queued`, most samples that waited for a
-        replica. And the engines' own, as of when they last said how they are.
+        replica; of several replicas the `slowest_replica`, and how many times as long as others it takes (`slowest`).
+        And the engines' own, as of when they last said how they are.
         """
         with self._lock:
             metrics, self._metrics = self._metrics, FleetMetrics()
@@ -228,6 +229,7 @@ class RolloutFleet:
             "rollout/busy_seconds": busy,
             "rollout/utilisation": busy / max(seconds[FLEET], 1e-9),
             "rollout/queued": float(metrics.queued),
+            **{f"rollout/{name}": value for name, value in metrics.slowest(seconds).items()},
             **self._engine_metrics,
         }
 

@@ -21,9 +21,9 @@ from enginehouse.data.digests import data_digests
 from enginehouse.engines.train import metric_values
 from enginehouse.errors import SaveError, first_line
 from enginehouse.plugin import capabilities, plugins
+from enginehouse.rl.alarms import Alarms, Watched
 from enginehouse.rl.checkpoint_writer import CheckpointWriter, LoopState, seconds_left, writing
 from enginehouse.rl.profiles import Profiles
-from enginehouse.rl.stalls import Stalls
 from enginehouse.rl.turns import PARAMS
 
 if TYPE_CHECKING:
@@ -97,7 +97,6 @@ class Loop(ABC):
         self._grace = grace - min(ENDING_SECONDS, grace / 3)
         self.save_every = 0
         self.resumed = plan.resumed
-        self.stalls = Stalls()
         self.trained_step = plan.resumed.step if plan.resumed else 0
         self._candidate: Path | None = None  # for `models/best`
         self._loop_state: LoopState | None = None
@@ -113,6 +112,10 @@ class Loop(ABC):
 
     def before_first_step(self) -> None:  # noqa: B027 - a loop may leave it out
         """Called when the workers are up and the actor's state is that of the step resumed from."""
+
+    def watched(self) -> Watched:
+        """What alarms have to know of the run."""
+        return Watched()
 
     @abstractmethod
     def run_step(self, step: int) -> Mapping[str, float]:
@@ -244,13 +247,14 @@ class Loop(ABC):
         plugins().observe("run_started", run=self)
         self.progress.start(self.steps, self.trained_step)
         profiles = Profiles(self.config.train.profile_steps, self.run_directory)
+        alarms = Alarms(self.run_directory, self.progress, self.watched())
         for step in range(self.trained_step + 1, self.steps + 1):
             with profiles.step(step, self.roles), self.clock.step(step):
                 metrics = dict(plugins().run_step(self, step))
             metrics |= self.clock.metrics()
             metrics["tokens_per_second"] = metrics.pop("tokens", 0.0) / metrics["time/step"]
             self._log(step, metrics)
-            self.stalls.check(step, metrics)
+            alarms.check(step)
             self.after_step(step)
             self._save_where_due(step)
         if self.run_directory.saved_step != self.steps:

@@ -25,7 +25,6 @@ is by other weights, and says nothing about the engines.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -39,8 +38,6 @@ from enginehouse.rl.kl import token_kl
 if TYPE_CHECKING:
     from enginehouse.controller import DistributedBatch
     from enginehouse.data import Batch
-
-log = logging.getLogger(__name__)
 
 OF_OLDER = ("mismatch/kl", "mismatch/ratio", "mismatch/sequence_ratio")
 """Figures of rows of older weights, by how many versions they are behind."""
@@ -116,49 +113,6 @@ def measured(view: TokenView, *, loss: str, arguments: Mapping[str, Any], versio
 def _drawn_from(columns: Batch | Mapping[str, torch.Tensor], version: int) -> torch.Tensor:
     """Which rows were drawn from one weight version from the first token to the last."""
     return (columns["first_version"] == version) & (columns["weight_version"] == version)
-
-
-LARGEST_OF_DRAWN = 0.05
-"""Nats by which the logprobs of drawn tokens may differ on average. They are likely ones, which rounding moves less
-than those of the prompts that an effect check compares."""
-
-
-class MismatchWarnings:
-    """What is said of a run's figures, once each: that the engines are too far apart, and that rows are off-policy.
-
-    Args:
-        tolerance: that of the effect check, in nats; nothing is said of a smaller difference, nor of one up to
-            `LARGEST_OF_DRAWN`, if that is smaller.
-        stale: whether rows of older weights are what the config asks for.
-    """
-
-    def __init__(self, tolerance: float, stale: bool = False):
-        self._tolerance, self._stale = min(tolerance, LARGEST_OF_DRAWN), stale
-        self._said_apart = self._said_uncompared = False
-
-    def check(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Check a step's metrics."""
-        compared = metrics.get("mismatch/compared", 1.0)
-        if compared < 1 and not (self._said_uncompared or self._stale):
-            self._said_uncompared = True
-            log.warning(
-                "step %d: %.3g%% of its tokens were drawn with other weights than the rollout was last sent, by the "
-                "version of each row: they are off-policy, and no mismatch/* speaks of them (mismatch/compared)",
-                step,
-                100 * (1 - compared),
-            )
-        difference = metrics.get("mismatch/absolute_mean", 0.0)
-        if difference > self._tolerance and not self._said_apart:
-            self._said_apart = True
-            log.warning(
-                "step %d: the rollout's logprobs differ from the actor's by %.3g nats on average, with the same "
-                "weights by their version (more than %g). A replica may serve other weights than it "
-                "says, or the engines compute differently: `enginehouse parity` compares them. Later steps: mismatch/* "
-                "in the metrics",
-                step,
-                difference,
-                self._tolerance,
-            )
 
 
 def _figures(

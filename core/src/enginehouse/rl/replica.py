@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -73,6 +75,27 @@ def nobody_left(name: str, replicas: Sequence[Replica]) -> ReplicasLost:
 
 
 @dataclass(slots=True)
+class Drawn:
+    """What a replica drew.
+
+    Attributes:
+        tokens: of all completions.
+        steps: tokens of the longest completion of each request.
+        seconds: that its requests took, each from when it was given.
+    """
+
+    tokens: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+
+    def count(self, tokens: int, steps: int, seconds: float) -> None:
+        """A request was drawn."""
+        self.tokens += tokens
+        self.steps += steps
+        self.seconds += seconds
+
+
+@dataclass(slots=True)
 class FleetMetrics:
     """What a fleet counted since its metrics were last read.
 
@@ -80,11 +103,36 @@ class FleetMetrics:
         restarts: of replicas.
         retries: of requests.
         queued: most samples that waited for a replica.
+        drawn: by replica.
     """
 
     restarts: int = 0
     retries: int = 0
     queued: int = 0
+    drawn: defaultdict[int, Drawn] = field(default_factory=lambda: defaultdict(Drawn))
+
+    def slowest(self, busy: Mapping[int, float]) -> dict[str, float]:
+        """Which replica is slowest, `slowest_replica`, and `slowest`: how many times as long as others it takes.
+
+        A replica with more to do takes longer for a request, and one with less draws fewer tokens a second: slow is who
+        does both, so the smaller of both figures counts. Empty unless two have drawn something.
+
+        Args:
+            busy: by replica, seconds in which it had something to do.
+        """
+        drawn = {number: one for number, one in self.drawn.items() if one.steps and busy.get(number)}
+        if len(drawn) < 2:
+            return {}
+        by_request = {number: one.seconds / one.steps for number, one in drawn.items()}
+        by_token = {number: busy[number] / one.tokens for number, one in drawn.items()}
+
+        def times(number: int) -> float:
+            kinds = ((figures[number], [figures[other] for other in drawn if other != number])
+                     for figures in (by_request, by_token))  # fmt: skip
+            return min(own / max(statistics.median(others), 1e-9) for own, others in kinds)
+
+        slowest = max(drawn, key=times)
+        return {"slowest": times(slowest), "slowest_replica": float(slowest)}
 
 
 FLEET = -1

@@ -6,6 +6,7 @@ Which replica that is, is `enginehouse.rl.scheduler`; who lives, and comes back,
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -108,7 +109,7 @@ class Router:
         self._scheduler = Scheduler(limit, memory)
         self._flights: dict[int, Flight] = {}
         self._serving: dict[int, Member] = {}
-        self._held: dict[int, dict[str, Attempt]] = {}  # by replica and name
+        self._held: dict[int, dict[str, tuple[Attempt, float]]] = {}  # by replica and name, and since when
         self._aborted: dict[int, list[str]] = {}  # by replica, to be told to it
         self._calls: dict[Member, set[Future | Exception]] = {}  # those that have not been dealt with
         self._tasks: set[asyncio.Task[None]] = set()
@@ -227,7 +228,8 @@ class Router:
     def _draw(self, member: Member, attempts: Sequence[Attempt], aborted: Sequence[str]) -> None:
         numbers = [attempt.entry.number for attempt in attempts]
         names = list(map(self._named, numbers))
-        self._held[member.number].update(zip(names, attempts, strict=True))
+        now = time.perf_counter()
+        self._held[member.number].update({name: (one, now) for name, one in zip(names, attempts, strict=True)})
         requests = Requests.pack([self._flights[number].request for number in numbers], names)
         rank = self._replicas[member.number].rank
         call: Future | Exception
@@ -261,18 +263,24 @@ class Router:
 
     def _take(self, member: Member, answer: Answer) -> None:
         """Hand over what was drawn; it counts, whatever becomes of the replica that drew it."""
+        lengths, now = np.diff(answer.offsets), time.perf_counter()
         for place, name in enumerate(answer.ids):
-            number = self._finished(member, name)
+            finished = self._finished(member, name)
             self._replicas[member.number].restarts = 0
-            if number is not None and (flight := self._flights.pop(number, None)) is not None:
+            if finished is None:
+                continue
+            number, begun = finished
+            of_request, drawn = lengths[answer.firsts[place] : answer.firsts[place + 1]], self._metrics().drawn
+            drawn[member.number].count(int(of_request.sum()), int(of_request.max(initial=0)), now - begun)
+            if (flight := self._flights.pop(number, None)) is not None:
                 flight.answer, flight.replica = (answer, place), member.number
                 flight.ended(flight)
         self._note()
 
-    def _finished(self, member: Member, name: str) -> int | None:
-        """The number of a request that a replica answered; None: it is not one that it holds."""
-        attempt = self._held[member.number].pop(name, None)
-        return attempt.entry.number if attempt is not None and self._scheduler.finish(attempt) else None
+    def _finished(self, member: Member, name: str) -> tuple[int, float] | None:
+        """The number of a request that a replica answered, and when it was given to it; None: it does not hold it."""
+        attempt, begun = self._held[member.number].pop(name, (None, 0.0))
+        return (attempt.entry.number, begun) if attempt is not None and self._scheduler.finish(attempt) else None
 
     async def _refused(self, member: Member, answer: Answer) -> None:
         """Requests failed one by one: of what their engine died of, or of themselves."""
@@ -280,8 +288,8 @@ class Router:
         if not errors or await self._lost(member, next(iter(errors.values()))):
             return
         for name, error in errors.items():
-            if (number := self._finished(member, name)) is not None:
-                self._end(number, error)
+            if (finished := self._finished(member, name)) is not None:
+                self._end(finished[0], error)
         self._note()
 
     async def _failed(self, member: Member, error: Exception) -> None:

@@ -148,11 +148,12 @@ def reward_figures(samples: Batch | DistributedBatch, prefix: str) -> dict[str, 
 
 
 def sample_metrics(samples: Batch | DistributedBatch, version: int) -> dict[str, float]:
-    """Figures of a step's samples: rewards, lengths in tokens, share that ended by itself, weight versions.
+    """Figures of a step's samples: rewards, lengths in tokens, shares that ended by themselves and that were cut, and
+    weight versions.
 
-    `reward/...` and `response/stopped` count episodes; lengths and versions count rows, of which an episode may have
-    several, `response/rows_mean` then. Rows without a token of the policy's, as of an episode that failed, count in
-    `reward/...` alone.
+    `reward/...`, `response/stopped` and `response/truncated` count episodes; lengths and versions count rows, of which
+    an episode may have several, `response/rows_mean` then. Rows without a token of the policy's, as of an episode that
+    failed, count in `reward/...` alone.
 
     Args:
         version: of the trainer's weights: `staleness/...` is how many versions a sample's first token is behind.
@@ -173,14 +174,16 @@ def sample_metrics(samples: Batch | DistributedBatch, version: int) -> dict[str,
     if not drawn.any():
         return figures
     lengths = samples["response_tokens"][drawn].float()
-    stopped = torch.tensor([reason == "stop" for reason in samples["finish_reason"]])[rows.last][ended]
+    reason = samples["finish_reason"]
+    reasons = [reason[row] for row in rows.last[ended].tolist()]
     behind = (version - samples["first_version"][drawn]).float()
     if not rows.are_single:
         figures["response/rows_mean"] = len(lengths) / int(ended.sum())
     return figures | {
         "response/tokens_mean": lengths.mean().item(),
         "response/tokens_max": lengths.max().item(),
-        "response/stopped": stopped.float().mean().item(),
+        "response/stopped": reasons.count("stop") / max(len(reasons), 1),
+        "response/truncated": reasons.count("length") / max(len(reasons), 1),
         "weights/version": float(samples["weight_version"][drawn].min()),
         "staleness/mean": behind.mean().item(),
         "staleness/max": behind.max().item(),

@@ -24,6 +24,7 @@ from enginehouse.engines.train import LossSpec, Mean, Outputs, metric_values
 from enginehouse.errors import ConfigError, nearest
 from enginehouse.plugin import plugins
 from enginehouse.plugin.records import resolve
+from enginehouse.rl.alarms import Watched
 from enginehouse.rl.episode_rows import EpisodeRows
 from enginehouse.rl.episodes import FOR_PEOPLE, TEXTS, rows_of
 from enginehouse.rl.evaluation import KIND, Evaluator, kind_of
@@ -32,7 +33,7 @@ from enginehouse.rl.generation import outputs_as_sampled, row_seed, sampling_par
 from enginehouse.rl.kl import adapted, resumed_coefficient, with_kl_in_reward
 from enginehouse.rl.loop import Loop, Update
 from enginehouse.rl.minibatches import assign_minibatches
-from enginehouse.rl.mismatch import MismatchWarnings, measuring, mismatch
+from enginehouse.rl.mismatch import measuring, mismatch
 from enginehouse.rl.placement import place
 from enginehouse.rl.player import Kind
 from enginehouse.rl.players import Players
@@ -42,7 +43,6 @@ from enginehouse.rl.roles import TRAINED, with_defaults
 from enginehouse.rl.samples import sample_metrics, sample_rows
 from enginehouse.rl.schedule import Schedule
 from enginehouse.rl.sequence_scores import VALUES
-from enginehouse.rl.stalls import Stalls
 from enginehouse.rl.tasks import Tasks, load_prompts
 from enginehouse.rl.traces import draw_on, trace_metrics
 from enginehouse.rl.validation import Validation
@@ -85,10 +85,6 @@ class Trainer(Loop):
         self.advantage = resolve(plan.advantage)
         self.kl_coefficient = config.algorithm.kl.coefficient
         self.version = 0
-        self.warnings = MismatchWarnings(plan.effect_tolerance, bool(config.train.staleness))
-        beside = [name for name, role in plan.roles.items() if role.trained and name != "actor"]
-        compares = config.rollout.samples_per_prompt > 1 and "critic" not in plan.roles
-        self.stalls = Stalls(compares, beside)
         if plan.resumed:
             self.restore(plan.resumed.loop)
 
@@ -106,6 +102,16 @@ class Trainer(Loop):
             if endpoint := replica.get("endpoint"):
                 self.progress.note(f"rollout replica {replica['rank']} answers OpenAI clients at {endpoint}")
         return described
+
+    def watched(self) -> Watched:
+        plan, grouped = self.plan, self.config.rollout.samples_per_prompt > 1
+        return Watched(
+            beside=[name for name, role in plan.roles.items() if role.trained and name != "actor"],
+            grouped=grouped,
+            compares=grouped and "critic" not in plan.roles,
+            tolerance=plan.effect_tolerance,
+            stale=bool(self.config.train.staleness),
+        )
 
     def before_first_step(self) -> None:
         self.sync_weights()
@@ -181,7 +187,6 @@ class Trainer(Loop):
 
         with phase("update"):
             metrics = self.update(step, self.updates(self.training_batch(batch, step), step), meanwhile)
-            self.warnings.check(step, metrics)
         with phase("sync"):
             return metrics | self.sync_weights()
 

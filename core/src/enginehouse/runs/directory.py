@@ -5,6 +5,7 @@ run.lock            locked by the run's process as long as it lives; says which 
 run.json            status, command, versions, roles; there from the first moment: it marks the directory as ours
 metrics.jsonl       one line a step
 validation.jsonl    one line a validation
+alarms.jsonl        one line an alarm, once there is one: what is wrong with the run, in words
 samples/            what the model said: step-000010.jsonl, and validation-000010.jsonl
 timeline.json       a Chrome trace
 profiles/           those of `train.profile_steps`: step-000010/actor-0.json.gz, Chrome traces of torch.profiler
@@ -13,6 +14,7 @@ models/             models in Hugging Face format: step-000250/, and best/ of `t
 model               a link to the newest of them
 checkpoints/        what `--resume` goes on from: the newest, step-000250/, whole or not there
 error.txt           the traceback of a run that failed
+report.html         a page of it all, where enginehouse-report is installed; written once the run has ended
 """
 
 from __future__ import annotations
@@ -82,6 +84,7 @@ class RunDirectory:
         validated_step: the last step of which a validation was written; -1 before the first.
         saved_step: the step of the newest saved model; None before the first.
         earlier: metrics of the steps before those of this process, and validations; none but in a resumed run.
+        alarms: rows of `alarms.jsonl`, those of a run that is resumed among them.
     """
 
     record: RunRecord
@@ -108,6 +111,7 @@ class RunDirectory:
         self.validated_step = -1
         self.saved_step: int | None = None
         self.earlier = Earlier([], [])
+        self.alarms: list[dict[str, Any]] = []
         self.checkpoints = CheckpointStore(self.path, resumed.step if resumed else None, checkpoints_kept)
         self._resumed, self._models_kept = resumed, models_kept
         self._overwrite, self._spare_unfinished = overwrite, spare_unfinished
@@ -189,13 +193,13 @@ class RunDirectory:
     def _cut_after(self, resumed: Checkpoint) -> None:
         """Leave of an earlier run what it wrote up to a checkpoint. Its models stay, until they are written anew."""
         step = resumed.step
-        metrics, validations = (
-            [row for row in read_whole_lines(self.path / name) if _step_in(row) <= step]
-            for name in ("metrics.jsonl", "validation.jsonl")
-        )
+        names = ("metrics.jsonl", "validation.jsonl", "alarms.jsonl")
+        kept = [[row for row in read_whole_lines(self.path / name) if _step_in(row) <= step] for name in names]
+        for name, rows in zip(names, kept, strict=True):
+            if rows or (self.path / name).exists():
+                write_json_lines(self.path / name, rows)
+        metrics, validations, self.alarms = kept
         self.earlier = Earlier(metrics, validations)
-        for name, rows in (("metrics.jsonl", metrics), ("validation.jsonl", validations)):
-            write_json_lines(self.path / name, rows)
         for said in (self.path / "samples").glob("*.jsonl"):
             if _step_of(said.stem) > step:
                 said.unlink()
@@ -239,12 +243,28 @@ class RunDirectory:
 
     def log_validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a validation's metrics to `validation.jsonl`; step 0 is the model as it came."""
-        lines = JsonLines(self.path / "validation.jsonl")
-        lines.append({"step": step, **metrics})
-        lines.to_disk()
-        lines.close()
+        self._append("validation.jsonl", {"step": step, **metrics})
         self.validated_step = step
         self._trackers.log(step, metrics, "validation")
+
+    def log_alarm(self, step: int, alarm: str, said: str, advice: str) -> None:
+        """Write to `alarms.jsonl` that something is wrong with the run.
+
+        Args:
+            step: after which step it was seen.
+            alarm: its name.
+            said: what happened, in words.
+            advice: what to try.
+        """
+        self.alarms.append({"step": step, "alarm": alarm, "said": said, "advice": advice})
+        self._append("alarms.jsonl", self.alarms[-1])
+
+    def _append(self, name: str, row: Mapping[str, Any]) -> None:
+        """Append to a file that seldom gets a line; it is on disk when this returns."""
+        lines = JsonLines(self.path / name)
+        lines.append(row)
+        lines.to_disk()
+        lines.close()
 
     def write_samples(
         self, step: int, rows: Iterable[Mapping[str, Any]], kind: Literal["step", "validation"] = "step"

@@ -1,4 +1,4 @@
-"""The few figures of a run that its display and its last words need."""
+"""The few figures of a run that its display, its alarms and its last words need."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from enginehouse.runs.validations import Validations
 
 WINDOW = 10
 """Steps a shown figure is averaged over."""
+KEPT = 4 * WINDOW
+"""Steps whose metrics are remembered whole, the last."""
 
 
 class History:
@@ -19,7 +21,7 @@ class History:
         steps: steps the run is to take; 0 where unknown.
         step: the last step that ended.
         first: metrics of the first `WINDOW` steps.
-        last: metrics of the last `WINDOW` steps.
+        last: metrics of the last `KEPT` steps.
         validations: its validations.
     """
 
@@ -27,7 +29,7 @@ class History:
         self.steps = 0
         self.step = 0
         self.first: list[Mapping[str, float]] = []
-        self.last: deque[Mapping[str, float]] = deque(maxlen=WINDOW)
+        self.last: deque[Mapping[str, float]] = deque(maxlen=KEPT)
         self.validations = Validations()
         self._started = self._ended = time.perf_counter()
         self._done = 0
@@ -67,13 +69,17 @@ class History:
         rate = self.steps_per_second
         return max(self.steps - self.step, 0) / rate if rate else None
 
+    def recent(self, count: int = WINDOW) -> list[Mapping[str, float]]:
+        """Metrics of the last `count` steps, at most `KEPT`; of fewer, where there are fewer."""
+        return list(self.last)[-count:]
+
     def names(self) -> list[str]:
         """Metrics of the last step."""
         return list(self.last[-1]) if self.last else []
 
     def now(self, name: str) -> float | None:
         """A metric's mean over the last `WINDOW` steps; None if none of them has it."""
-        return _mean(self.last, name)
+        return _mean(self.recent(), name)
 
     def change(self, name: str) -> tuple[float, float, int] | None:
         """A metric's means over the first and the last steps, and over how many: as many as leave the two apart.
@@ -83,7 +89,7 @@ class History:
         count = min(WINDOW, self.step // 2, len(self.last))
         if not count:
             return None
-        first, last = _mean(self.first[:count], name), _mean(list(self.last)[-count:], name)
+        first, last = _mean(self.first[:count], name), _mean(self.recent(count), name)
         return None if first is None or last is None else (first, last, count)
 
     def phases(self) -> list[tuple[str, float]]:
@@ -101,6 +107,6 @@ class History:
         return None
 
 
-def _mean(rows: deque[Mapping[str, float]] | list[Mapping[str, float]], name: str) -> float | None:
+def _mean(rows: list[Mapping[str, float]], name: str) -> float | None:
     values = [row[name] for row in rows if name in row]
     return sum(values) / len(values) if values else None

@@ -46,6 +46,7 @@ class Progress:
 
     Attributes:
         history: the figures taken in.
+        alarms: those taken in.
         state: says what is under way right now, in a few words or none; asked whenever something is shown.
     """
 
@@ -56,6 +57,7 @@ class Progress:
         self.mode: Mode = mode or ("live" if self.console.is_terminal else "lines")
         self.title = title
         self.history = History()
+        self.alarms: list[Mapping[str, Any]] = []
         self._task = ""
         self._task_started = 0.0
         self._last_line = time.perf_counter()
@@ -152,6 +154,10 @@ class Progress:
         for line in validations.lines():
             say(line)
 
+    def alarmed(self, alarm: Mapping[str, Any]) -> None:
+        """Take in an alarm, a row of `alarms.jsonl`; the log says it too."""
+        self.alarms.append(alarm)
+
     def note(self, text: str) -> None:
         """Print a line that stays, above the display on a terminal."""
         if self.mode != "quiet":
@@ -201,8 +207,9 @@ class Progress:
             value = history.now(name) if name else None
             if value is not None:
                 shown.append((label, f"{value:,.0f}" if label == "tokens/s" else figure(value)))
-        if failures := sum(step.get("reward/failures", 0.0) for step in history.last):
-            shown.append(("reward failures", f"{failures:.0f} in {len(history.last)} steps"))
+        recent = history.recent()
+        if failures := sum(step.get("reward/failures", 0.0) for step in recent):
+            shown.append(("reward failures", f"{failures:.0f} in {len(recent)} steps"))
         return shown
 
     def _render(self) -> RenderableType:

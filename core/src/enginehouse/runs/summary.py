@@ -43,6 +43,10 @@ def summary_facts(run: RunDirectory, history: History, status: Status) -> list[t
     if history.steps_per_second:
         taken = f"{history.taken} step{'s' if history.taken > 1 else ''} in {clock(history.seconds)}"
         facts.append(("speed", f"{history.steps_per_second:.3g} steps/s ({taken}; starting workers is not counted)"))
+    if run.alarms:
+        told = ", ".join(f"{alarm['alarm']} at step {alarm['step']}" for alarm in run.alarms)
+        many = "1 alarm" if len(run.alarms) == 1 else f"{len(run.alarms)} alarms"
+        facts.append(("alarms", f"{many}: {told} (what to try: {shown(run.path / 'alarms.jsonl')})"))
     if status == "finished":  # of another run `saved_words` says it, on the other stream
         facts.append(("saved", _saved(run)))
         facts.append(("results", shown(run.path)))
@@ -62,6 +66,8 @@ def _evaluation_facts(
 def next_steps(run: RunDirectory, steps: int) -> list[str]:
     """What one may want to do now, with this run's own paths; `steps` are those it was to take."""
     hints = []
+    if (report := run.path / "report.html").is_file():
+        hints.append(f"look at the run: open {shown(report)} in a browser")
     samples = sorted((run.path / "samples").glob("*.jsonl")) if (run.path / "samples").is_dir() else []
     if samples:
         hints.append(f"read what the model said: {shown(samples[-1])}")

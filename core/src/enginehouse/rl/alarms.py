@@ -1,0 +1,456 @@
+"""What is wrong with a run, told from its figures and said in words: each thing once, with what to try.
+
+An alarm looks at the metrics of the first and the last steps (`History`), and says what it sees or nothing. Figures are
+noisy: what is called a change lies between quartiles of windows, and what is called lasting has lasted `WINDOW` steps.
+No alarm ends a run, but for steps whose gradient is not finite: those do not mend themselves, as the others may.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from enginehouse.errors import EnginehouseError
+from enginehouse.runs.history import KEPT, WINDOW, History
+
+if TYPE_CHECKING:
+    from enginehouse.runs import Progress, RunDirectory
+
+log = logging.getLogger(__name__)
+
+MOST_SKIPPED = 3
+"""Steps in a row in which every optimizer step was skipped, as its gradient was not finite, that end a run."""
+LEAST = WINDOW // 2
+"""Steps at the beginning that others may be compared with; with as many others, a change is seen after twice these."""
+LARGEST_OF_DRAWN = 0.05
+"""Nats by which the logprobs of drawn tokens may differ on average. They are likely ones, which rounding moves less
+than those of the prompts that an effect check compares."""
+COLLAPSED = 10.0
+"""An entropy so many times smaller than at the beginning has collapsed, if nothing else is tried any more
+(`ALL_EQUAL`) and it costs `MISSED` of the distance between the least and the best reward seen: a policy that has found
+the best answer is as sure of it. Of single samples less is known: there the reward has not risen for `KEPT` steps
+either, and it costs `LOST`."""
+ALL_EQUAL, MISSED, LOST = 0.8, 0.1, 0.3
+FAR_FROM_REFERENCE = 1.0
+"""Nats a token; or twice the entropy at the beginning, which is about what it costs to make of a policy one that always
+says its likeliest answer."""
+GROWN = 3.0
+"""Times by which a mismatch, or a KL, has grown when it is called so; a mismatch also to a tenth of what is refused."""
+CUT = 0.95
+"""Share of responses at max_tokens that counts as all."""
+SLOW = 2.0
+"""Times as long as others that a slow replica takes."""
+UNEXPLAINED, UNEXPLAINED_SECONDS = 0.5, 0.5
+"""Share of a step's time, and least seconds, in which no role was at work."""
+
+
+class StepsSkipped(EnginehouseError):
+    """No gradient of several steps in a row was finite: nothing is learned. Weights are as before them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """What alarms have to know of a run besides its figures.
+
+    Attributes:
+        beside: roles that are trained beside the actor; their metrics begin with their names.
+        grouped: whether there are several samples of each prompt.
+        compares: whether it is these that advantages come of.
+        tolerance: that of the effect check, in nats; engines may be apart by it, or `LARGEST_OF_DRAWN` if that is less.
+        stale: whether rows of older weights are what the config asks for.
+    """
+
+    beside: Sequence[str] = ()
+    grouped: bool = False
+    compares: bool = False
+    tolerance: float = LARGEST_OF_DRAWN
+    stale: bool = False
+
+    @property
+    def most_apart(self) -> float:
+        """Nats by which the engines may be apart."""
+        return min(self.tolerance, LARGEST_OF_DRAWN)
+
+
+class Alarm(NamedTuple):
+    """Something that may be wrong.
+
+    Attributes:
+        name: as `alarms.jsonl` has it.
+        look: what there is to say at this moment, in words and figures; empty if nothing.
+        advice: what to try, with the keys of the config.
+        after: names of those that are its cause, where they are there too: it is not said then.
+    """
+
+    name: str
+    look: Callable[[History, Watched], str]
+    advice: str
+    after: tuple[str, ...] = ()
+
+
+class Alarms:
+    """Looks at a run after each step, and says what is wrong: in the log, on the display and in `alarms.jsonl`.
+
+    Args:
+        run: what is said is written there; what stands there already is not said again.
+        progress: shows it; its history is looked at.
+        watched: what there is to know of the run.
+    """
+
+    def __init__(self, run: RunDirectory, progress: Progress, watched: Watched):
+        self._run, self._progress, self._watched = run, progress, watched
+        self._told = {row.get("alarm") for row in run.alarms}
+
+    def check(self, step: int) -> None:
+        """Look at the run after a step.
+
+        Raises:
+            StepsSkipped: no gradient of it was finite, nor any of the steps before it.
+        """
+        history, seen = self._progress.history, set[str]()
+        for role in ("actor", *self._watched.beside):
+            _check_skips(history, role)
+        for alarm in ALARMS:
+            if seen.intersection(alarm.after) or not (said := alarm.look(history, self._watched)):
+                continue
+            seen.add(alarm.name)
+            if alarm.name not in self._told:
+                self._told.add(alarm.name)
+                self._run.log_alarm(step, alarm.name, said, alarm.advice)
+                self._progress.alarmed(self._run.alarms[-1])
+                log.warning("step %d: %s. %s", step, said, alarm.advice)
+
+
+# What is seen of figures
+
+
+class Change(NamedTuple):
+    """Medians of a figure over the first and the last steps."""
+
+    before: float
+    now: float
+    over: int
+    step: int
+
+    def __str__(self) -> str:
+        first, last = f"steps 1 to {self.over}", f"steps {self.step - self.over + 1} to {self.step}"
+        return f"from {self.before:.3g} ({first}) to {self.now:.3g} ({last})"
+
+
+def changed(history: History, name: str, times: float) -> Change | None:
+    """Whether a figure has grown so many times, or fallen to so much of what it was, and noise does not explain it.
+
+    Args:
+        history: of the run.
+        name: the metric.
+        times: above 1: the lower quartile of the last steps is so many times the upper one of the first; below 1: the
+            upper quartile of the last ones is so much of the lower one of the first.
+    """
+    over = min(WINDOW, history.step // 2)
+    first, last = _figures(history.first[:over], name), _figures(history.recent(over), name)
+    if min(len(first), len(last)) < LEAST:
+        return None
+    has = _quartile(last, 1) >= times * _quartile(first, 3)
+    if times < 1:
+        has = _quartile(last, 3) <= times * _quartile(first, 1)
+    return Change(statistics.median(first), statistics.median(last), over, history.step) if has else None
+
+
+def lasts(history: History, holds: Callable[[Mapping[str, float]], bool]) -> bool:
+    """Whether something holds in each of the last `WINDOW` steps."""
+    return len(history.last) >= WINDOW and all(map(holds, history.recent()))
+
+
+def median(history: History, name: str) -> float:
+    """Of the last `WINDOW` steps; NaN where fewer have the metric."""
+    values = _figures(history.recent(), name)
+    return statistics.median(values) if len(values) == WINDOW else math.nan
+
+
+def _figures(rows: Sequence[Mapping[str, float]], name: str) -> list[float]:
+    return [row[name] for row in rows if math.isfinite(row.get(name, math.nan))]
+
+
+def _quartile(values: Sequence[float], which: int) -> float:
+    return statistics.quantiles(values, n=4, method="inclusive")[which - 1]
+
+
+def _span(history: History) -> str:
+    """The last `WINDOW` steps."""
+    return f"in steps {history.step - WINDOW + 1} to {history.step}"
+
+
+# What may be wrong
+
+
+def _check_skips(history: History, role: str) -> None:
+    last = history.recent(MOST_SKIPPED)
+    if len(last) < MOST_SKIPPED or not all(_skipped(row, role) == 1.0 for row in last):
+        return
+    of = f" of the {role}" if role != "actor" else ""
+    raise StepsSkipped(
+        f"every optimizer step{of} of steps {history.step - MOST_SKIPPED + 1} to {history.step} was skipped, as their "
+        f"gradient was not finite ({_losses(last[-1], role)}): nothing is learned any more, and weights are as after "
+        f"step {history.step - MOST_SKIPPED}. {_NOT_FINITE}"
+    )
+
+
+def _prefix(role: str) -> str:
+    return "" if role == "actor" else f"{role}/"
+
+
+def _skipped(row: Mapping[str, float], role: str) -> float:
+    """Share of a role's optimizer steps that were skipped as the gradient was not finite."""
+    finite = math.isfinite(row.get(f"{_prefix(role)}grad_norm", math.nan))
+    return 0.0 if finite else row.get(f"{_prefix(role)}skipped", 0.0)
+
+
+def _losses(row: Mapping[str, float], role: str) -> str:
+    names = [f"{_prefix(role)}loss", f"{_prefix(role)}grad_norm", "reward/max", "reward/min"]
+    return ", ".join(f"{name} {row[name]:.3g}" for name in names if name in row)
+
+
+def _steps_skipped(history: History, watched: Watched) -> str:
+    row = history.last[-1]
+    for role in ("actor", *watched.beside):
+        if share := _skipped(row, role):
+            steps = row.get(f"{_prefix(role)}optimizer_steps", 1.0)
+            of = f" of the {role}" if role != "actor" else ""
+            return (
+                f"{max(round(share * steps), 1)} of {round(steps)} optimizer steps{of} were skipped, as their gradient "
+                f"was not finite ({_losses(row, role)})"
+            )
+    return ""
+
+
+def _off_policy(history: History, watched: Watched) -> str:
+    compared = history.last[-1].get("mismatch/compared", 1.0)
+    if watched.stale or compared >= 1:
+        return ""
+    return (
+        f"{100 * (1 - compared):.3g}% of the step's tokens were drawn with other weights than the rollout was last "
+        "sent, by the version of each row: they are off-policy, and no mismatch/* speaks of them (mismatch/compared)"
+    )
+
+
+def _engines_apart(history: History, watched: Watched) -> str:
+    difference = history.last[-1].get("mismatch/absolute_mean", 0.0)
+    if difference <= watched.most_apart:
+        return ""
+    return (
+        f"the rollout's logprobs differ from the actor's by {difference:.3g} nats on average, with the same weights by "
+        f"their version (more than {watched.most_apart:g})"
+    )
+
+
+def _mismatch_growing(history: History, watched: Watched) -> str:
+    change = changed(history, "mismatch/absolute_mean", GROWN)
+    if change is None or change.now < watched.most_apart / 10:
+        return ""
+    return f"the rollout's logprobs drift away from the actor's: mismatch/absolute_mean rose {change}, in nats"
+
+
+def _responses_cut(history: History, watched: Watched) -> str:
+    cut = median(history, "response/truncated")
+    if not cut >= CUT:
+        return ""
+    tokens = median(history, "response/tokens_mean")
+    return (
+        f"{100 * cut:.3g}% of the responses {_span(history)} were cut at their token limit, after {tokens:.3g} tokens"
+    )
+
+
+def _entropy_collapse(history: History, watched: Watched) -> str:
+    change = changed(history, "entropy", 1 / COLLAPSED)
+    rows = [*history.first, *history.last]
+    best, least = _figures(rows, "reward/max"), _figures(rows, "reward/min")
+    if change is None or not best or not least:
+        return ""
+    reward, top = median(history, "reward/mean"), max(best)
+    cost = (top - reward) / max(top - min(least), 1e-9)
+    if watched.grouped:
+        collapsed = median(history, "reward/groups_all_equal") >= ALL_EQUAL and cost > MISSED
+    else:
+        means = _figures(history.recent(KEPT), "reward/mean")
+        before, now = means[: KEPT // 2], means[KEPT // 2 :]
+        collapsed = len(means) == KEPT and statistics.median(now) <= statistics.median(before) and cost > LOST
+    if not collapsed:
+        return ""
+    return (
+        f"the entropy collapsed, {change}, in nats a token, while the reward is {reward:.3g} on average and single "
+        f"responses had up to {top:.3g}: the policy no longer tries anything else"
+    )
+
+
+def _kl_runaway(history: History, watched: Watched) -> str:
+    change = changed(history, "kl", GROWN)
+    entropies = _figures(history.first, "entropy")
+    far = max(FAR_FROM_REFERENCE, 2 * statistics.median(entropies) if entropies else 0.0)
+    if change is None or change.now < far:
+        return ""
+    return f"the policy runs away from its reference: kl rose {change}, in nats a token"
+
+
+def _reward_zero(history: History, watched: Watched) -> str:
+    zero = lasts(history, lambda row: row.get("reward/max") == row.get("reward/min") == 0.0)
+    return f"every reward {_span(history)} was 0: nothing can be learned from them" if zero else ""
+
+
+def _reward_all_equal(history: History, watched: Watched) -> str:
+    equal = watched.compares and lasts(history, lambda row: row.get("reward/groups_all_equal") == 1.0)
+    return f"all samples of each prompt had the same reward {_span(history)}: comparing them teaches nothing" * equal
+
+
+def _no_token_counted(history: History, watched: Watched) -> str:
+    none = lasts(history, lambda row: row.get("skipped") == 1.0 and not _skipped(row, "actor"))
+    return f"no token counted in the loss {_span(history)}, so every optimizer step was skipped" * none
+
+
+def _gradient_zero(history: History, watched: Watched) -> str:
+    zero = lasts(history, lambda row: row.get("grad_norm") == 0.0 and not row.get("skipped"))
+    return f"the gradient was exactly 0 {_span(history)}, so no weight changes but by weight decay" * zero
+
+
+def _replica_slow(history: History, watched: Watched) -> str:
+    rows = [row for row in history.recent() if "rollout/slowest" in row]
+    if len(rows) < WINDOW:
+        return ""
+    replica, *others = {row["rollout/slowest_replica"] for row in rows}
+    times = statistics.median(row["rollout/slowest"] for row in rows)
+    if others or times < SLOW:  # by chance it is another one each time
+        return ""
+    return (
+        f"rollout replica {replica:.0f} takes {times:.2g} times as long for a token as the others ({_span(history)}): "
+        "each step waits for it"
+    )
+
+
+def _controller_bound(history: History, watched: Watched) -> str:
+    seconds, left = _step_seconds(history.recent())
+    if len(seconds) < WINDOW:
+        return ""
+    whole, idle = statistics.median(seconds), statistics.median(left)
+    if idle < UNEXPLAINED_SECONDS or idle < UNEXPLAINED * whole:
+        return ""
+    return (
+        f"in {idle:.2g} of the {whole:.2g} seconds of a step ({_span(history)}) no role was at work: nothing was "
+        "drawn, trained, scored by a model or sent"
+    )
+
+
+_OF_ROLES = ("time/old_logprobs", "time/reference", "time/values", "time/sync")
+
+
+def _step_seconds(rows: Sequence[Mapping[str, float]]) -> tuple[list[float], list[float]]:
+    """Of each step how long it took, and how much of that no role was at work."""
+    seconds, left = [], []
+    for row in rows:
+        if "time/step" not in row or "rollout/utilisation" not in row:
+            continue
+        drawing = row["rollout/busy_seconds"] / max(row["rollout/utilisation"], 1e-9)  # of any replica
+        updates = max((value for name, value in row.items() if name.startswith("busy/update")), default=0.0)
+        seconds.append(row["time/step"])
+        left.append(row["time/step"] - drawing - updates - sum(row.get(name, 0.0) for name in _OF_ROLES))
+    return seconds, left
+
+
+_NOT_FINITE = (
+    "Look for rewards or advantages that are not finite or beyond float32 (samples/ has them), for a loss of your own "
+    "that divides by 0 or takes log(0), and for logprobs far apart (mismatch/*); try a smaller "
+    "actor.engine.options.lr, or model.dtype=float32"
+)
+
+ALARMS = (
+    Alarm(
+        "steps_skipped",
+        _steps_skipped,
+        f"A skipped step changes nothing; {MOST_SKIPPED} steps of nothing else in a row end the run. {_NOT_FINITE}",
+    ),
+    Alarm(
+        "off_policy",
+        _off_policy,
+        "Without train.staleness no row should be: a rollout engine of a plugin may say a wrong version "
+        "(`enginehouse certify` checks it). algorithm.old_logprobs=actor takes such rows into account",
+    ),
+    Alarm(
+        "engines_apart",
+        _engines_apart,
+        "A replica may serve other weights than it says, or the engines compute differently: `enginehouse parity` "
+        "compares them. Check each update by weights.effect_check_every=1; try model.dtype=float32, or "
+        "algorithm.old_logprobs=actor. Later steps: mismatch/* in the metrics",
+    ),
+    Alarm(
+        "mismatch_growing",
+        _mismatch_growing,
+        "Either weights are not taken as they are sent (check each update by weights.effect_check_every=1), or the "
+        "policy went where the engines round differently: try a smaller actor.engine.options.lr, model.dtype=float32, "
+        "or algorithm.old_logprobs=actor, which trains by the actor's own logprobs",
+        after=("engines_apart",),
+    ),
+    Alarm(
+        "responses_cut",
+        _responses_cut,
+        "What has no end is seldom an answer. Raise rollout.sampling.max_tokens; if the model never ends, give a text "
+        "to end at by rollout.sampling.stop, or teach it the end by `enginehouse sft` first. "
+        "algorithm.mask_truncated=true keeps cut responses out of the loss",
+    ),
+    Alarm(
+        "entropy_collapse",
+        _entropy_collapse,
+        "Begin again from a model of before, with a smaller actor.engine.options.lr, a larger "
+        "algorithm.loss.arguments.clip_high, an algorithm.loss.arguments.entropy_coefficient above 0 (0.001, say), or "
+        "a larger algorithm.kl.coefficient; and look in samples/ whether the reward pays for one answer to everything",
+    ),
+    Alarm(
+        "kl_runaway",
+        _kl_runaway,
+        "Raise algorithm.kl.coefficient, or let algorithm.kl.target adapt it; lower actor.engine.options.lr or "
+        "algorithm.epochs; and look in samples/ whether the reward is won by text that nobody would write",
+    ),
+    Alarm(
+        "reward_zero",
+        _reward_zero,
+        "Is reward.function right (samples/ has what it scored), and does the model ever get an answer right? Begin "
+        "with easier prompts (data.order_by), or a supervised warm start by `enginehouse sft`",
+    ),
+    Alarm(
+        "reward_all_equal",
+        _reward_all_equal,
+        "Prompts may be too easy or too hard, or rollout.sampling.temperature too low; a larger "
+        "rollout.samples_per_prompt makes differences likelier",
+        after=("reward_zero",),
+    ),
+    Alarm(
+        "no_token_counted",
+        _no_token_counted,
+        "Responses without a token, or a loss that masks them all (algorithm.mask_truncated does, where all are cut: "
+        "raise rollout.sampling.max_tokens), leave nothing to learn from: samples/ has what the model said",
+        after=("reward_zero", "reward_all_equal"),
+    ),
+    Alarm(
+        "gradient_zero",
+        _gradient_zero,
+        "Are all advantages 0, or all ratios clipped (clip_fraction)? Then lower algorithm.epochs or "
+        "algorithm.minibatches",
+        after=("reward_zero", "reward_all_equal", "no_token_counted"),
+    ),
+    Alarm(
+        "replica_slow",
+        _replica_slow,
+        "Look what else runs on its node and device (run.json says which those are; on CPUs, "
+        "cluster.threads_per_process). A larger train.staleness, or rollout.extra_groups, lets a step begin without "
+        "the slowest",
+    ),
+    Alarm(
+        "controller_bound",
+        _controller_bound,
+        "What is left is the reward function, the environment with its tools, and the controller: timeline.json shows "
+        "which. Raise reward.processes or reward.concurrency, environment.processes, or train.staleness, with which "
+        "the next samples are drawn meanwhile",
+    ),
+)
+"""All alarms; a cause comes before what it causes."""
