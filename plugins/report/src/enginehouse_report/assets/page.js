@@ -162,7 +162,7 @@ const CHARTS = [
   { id: "mismatch-ratio", title: "Mismatch: ratios", about: "of a token and of a response, 1 where engines agree", pick: /^mismatch\/(behind_\d+\/)?(sequence_)?ratio$/ },
   { id: "mismatch-size", title: "Mismatch: logprobs apart", about: "nats, mean and largest of a step", pick: /^mismatch\/absolute_(mean|max)$/ },
   { id: "lengths", title: "Response lengths", about: "tokens", pick: /^(response\/tokens_(mean|max)|validation\/(.*\/)?tokens_mean)$/ },
-  { id: "stopped", title: "Responses that ended by themselves", about: "share of a step's; and the share of a validation's that were cut", pick: /^(response\/stopped|validation\/(.*\/)?truncated)$/ },
+  { id: "stopped", title: "Responses that ended by themselves", about: "share of a step's; truncated: those that were cut at max_tokens", pick: /^(response\/(stopped|truncated)|validation\/(.*\/)?truncated)$/ },
   { id: "staleness", title: "Staleness", about: "versions that a sample's first token is behind", pick: /^staleness\// },
   { id: "loss", title: "Loss", about: "of each role", pick: /^(.*\/)?loss$/ },
   { id: "grad", title: "Gradient norm", about: "of each role, before clipping", pick: /^(.*\/)?grad_norm$/ },
@@ -174,6 +174,7 @@ const CHARTS = [
   { id: "memory", title: "Memory", about: "as the run reports it", pick: /memory|(^|_)gib($|_)|_bytes$/ },
   { id: "replicas", title: "Replicas", about: "that serve", pick: /^rollout\/replicas$/ },
   { id: "utilisation", title: "Rollout in use", about: "share of the time that replicas had work", pick: /^rollout\/utilisation$/ },
+  { id: "slow", title: "The slowest replica", about: "how many times as long as the others it takes", pick: /^rollout\/slowest$/ },
   { id: "failures", title: "Restarts and failures", about: "of replicas, rewards, episodes and optimizer steps",
     pick: /^(rollout\/(restarts|retries)|(reward|validation)\/(.*\/)?failures|feed\/failed_.*|(.*\/)?skipped)$/, quietAtZero: true },
   { id: "episodes", title: "Episodes", about: "of several turns", pick: /^episode\// },
@@ -182,7 +183,7 @@ const CHARTS = [
 
 const ALARM_CHARTS = {
   entropy_collapse: "entropy", kl_runaway: "kl", reward_all_equal: "equal", reward_zero: "reward", responses_cut: "stopped",
-  mismatch_growing: "mismatch", engines_apart: "mismatch-size", off_policy: "staleness", replica_slow: "utilisation",
+  mismatch_growing: "mismatch", engines_apart: "mismatch-size", off_policy: "staleness", replica_slow: "slow",
   controller_bound: "phases", steps_skipped: "failures", no_token_counted: "failures", gradient_zero: "grad",
 };
 
@@ -376,7 +377,7 @@ class Chart {
       bands.push({ series: [first, first + 1], fill: `${color(0)}22` });
     }
     return {
-      width: Math.max(this.box.clientWidth, 50), height: 190, series, bands, padding: [8, 8, 0, 0],
+      width: Math.max(this.box.clientWidth, 50), height: 190, series, bands, padding: [8, 16, 0, 0],
       legend: { show: false },
       cursor: { y: false, sync: { key: "steps", setSeries: false, scales: ["x", null] }, points: { size: 6 } },
       scales: { x: { time: false }, y: this.logarithmic ? { distr: 3 } : { range: rangeOf } },
@@ -1036,7 +1037,7 @@ function tokenWords(tokens, at) {
 }
 
 function shadeWords(tokens) {
-  if (shade === "logprob") return "the darker, the less likely: full at probability 0.01 and below";
+  if (shade === "logprob") return "the stronger, the less likely the token was";
   if (shade === "advantage") return `blue above 0, orange below; full at ${figure(largest(tokens.advantage))}`;
   if (shade === "version") return `versions ${[...new Set(tokens.version.filter((value) => value !== null))].join(", ")}, a colour each`;
   return shade === "mask" ? "green: drawn by the policy" : "";
@@ -1053,7 +1054,7 @@ function background(tokens, at) {
   const value = shade ? tokens[shade]?.[at] : null;
   if (value === null || value === undefined) return "";
   const tint = (name, strength) => (strength > 0.01 ? `rgb(var(${name}) / ${(0.6 * Math.min(strength, 1)).toFixed(3)})` : "");
-  if (shade === "logprob") return tint("--low", -value / Math.log(100));
+  if (shade === "logprob") return tint("--low", 1 - Math.exp(value));
   if (shade === "advantage") return tint(value < 0 ? "--low" : "--high", Math.abs(value) / (largest(tokens.advantage) || 1));
   if (shade === "mask") return value ? tint("--own", 0.5) : "";
   return `color-mix(in srgb, var(--c${Math.abs(value) % PALETTE}) 35%, transparent)`;
