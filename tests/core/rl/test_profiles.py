@@ -6,6 +6,7 @@ import gzip
 import json
 import logging
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,10 +53,12 @@ def test_a_step_that_is_not_named_is_not_looked_at():
 
 def test_a_step_is_drawn_where_it_was_and_its_file_is_whole(tmp_path: Path):
     here = run(tmp_path)
-    group = Group()
-    with Profiles([3], here).step(3, roles(group, Group())):
+    thread = ThreadPoolExecutor(1)
+    thread.submit(int).result()  # it is there before the profiler, as that of a rollout engine
+    with thread, Profiles([3], here).step(3, roles(Group(), Group())):
         inside = time.monotonic()
         torch.randn(60, 60) @ torch.randn(60, 60)
+        thread.submit(torch.hann_window, 50).result()
         ended = time.monotonic()
     here.timeline.span("around", inside, ended)
     here.timeline.close()
@@ -64,7 +67,7 @@ def test_a_step_is_drawn_where_it_was_and_its_file_is_whole(tmp_path: Path):
     whole = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     events = json.loads((tmp_path / "timeline.json").read_text())
     drawn = {event["name"]: event for event in events if event["ph"] == "X" and event["pid"] > 1}
-    assert {"aten::randn", "aten::matmul"} <= drawn.keys() & {event["name"] for event in whole}
+    assert {"aten::randn", "aten::matmul", "aten::hann_window"} <= drawn.keys() & {event["name"] for event in whole}
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert names == ["enginehouse", "actor, rollout rank 0"]
     (around,) = (event for event in events if event["name"] == "around")
