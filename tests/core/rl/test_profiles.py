@@ -6,6 +6,7 @@ import gzip
 import json
 import logging
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,25 +53,29 @@ def test_a_step_that_is_not_named_is_not_looked_at():
 
 def test_a_step_is_drawn_where_it_was_and_its_file_is_whole(tmp_path: Path):
     here = run(tmp_path)
-    group = Group()
-    with Profiles([3], here).step(3, roles(group, Group())):
+    thread = ThreadPoolExecutor(1)
+    thread.submit(int).result()  # it is there before the profiler, as that of a rollout engine
+    with thread, Profiles([3], here).step(3, roles(Group(), Group())):
         inside = time.monotonic()
         torch.randn(60, 60) @ torch.randn(60, 60)
+        thread.submit(torch.hann_window, 50).result()
         ended = time.monotonic()
+    here.timeline.span("around", inside, ended)
     here.timeline.close()
     (file,) = (tmp_path / "profiles" / "step-000003").iterdir()
     assert file.name == "actor-0.json.gz"
     whole = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     events = json.loads((tmp_path / "timeline.json").read_text())
     drawn = {event["name"]: event for event in events if event["ph"] == "X" and event["pid"] > 1}
-    assert {"aten::randn", "aten::matmul"} <= drawn.keys() & {event["name"] for event in whole}
+    assert {"aten::randn", "aten::matmul", "aten::hann_window"} <= drawn.keys() & {event["name"] for event in whole}
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert names == ["enginehouse", "actor, rollout rank 0"]
-    span = drawn["aten::matmul"]
-    at = here.timeline._origin + span["ts"] / 1e6
-    assert inside - 1e-3 < at < at + span["dur"] / 1e6 < ended + 1e-3
-    assert drawn["step 3"]["args"]["trace"] == str(file)
-    assert drawn["step 3"]["ts"] <= span["ts"]
+    (around,) = (event for event in events if event["name"] == "around")
+    for name in ("aten::randn", "aten::matmul"):
+        span = drawn[name]
+        assert around["ts"] - 1e3 < span["ts"] < span["ts"] + span["dur"] < around["ts"] + around["dur"] + 1e3
+    assert drawn["profile of step 3"]["args"]["trace"] == str(file)
+    assert drawn["profile of step 3"]["ts"] <= span["ts"]
 
 
 def test_the_longest_are_drawn_and_the_others_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -85,7 +90,7 @@ def test_the_longest_are_drawn_and_the_others_counted(tmp_path: Path, monkeypatc
     assert len(names) == 4
     assert "aten::matmul" in names
     assert "aten::zeros" not in names
-    (top,) = (event for event in events if event["name"] == "step 1")
+    (top,) = (event for event in events if event["name"] == "profile of step 1")
     assert top["args"]["shorter_spans_left_out"] > 3
 
 

@@ -246,8 +246,8 @@ class Loop(ABC):
         self.before_first_step()
         plugins().observe("run_started", run=self)
         self.progress.start(self.steps, self.trained_step)
-        alarms = Alarms(self.run_directory, self.progress, self.watched())
         profiles = Profiles(self.config.train.profile_steps, self.run_directory)
+        alarms = Alarms(self.run_directory, self.progress, self.watched())
         for step in range(self.trained_step + 1, self.steps + 1):
             with profiles.step(step, self.roles), self.clock.step(step):
                 metrics = dict(plugins().run_step(self, step))

@@ -184,7 +184,12 @@ def _draw(timeline: Timeline, step: int, profile: Profile) -> None:
     last = max(begin + length for _, _, begin, length in profile.spans)
     details = {"trace": profile.path, "shorter_spans_left_out": profile.left_out}
     timeline.span(
-        f"step {step}", (first - ahead) / 1e9, (last - ahead) / 1e9, "profile", process=profile.name, **details
+        f"profile of step {step}",
+        (first - ahead) / 1e9,
+        (last - ahead) / 1e9,
+        "profile",
+        process=profile.name,
+        **details,
     )
     for row, name, begin, length in sorted(profile.spans, key=lambda span: span[2]):
         timeline.span(name, (begin - ahead) / 1e9, (begin + length - ahead) / 1e9, row, process=profile.name)
