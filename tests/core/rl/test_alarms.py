@@ -207,7 +207,7 @@ def test_a_resumed_run_compares_with_its_beginning_and_tells_nothing_again(tmp_p
     watch.run.alarms = [{"step": 9, "alarm": "responses_cut", "said": "", "advice": ""}]
     again = Alarms(watch.run, watch.progress, WATCHED)
     watch.alarms = again
-    assert watch.take(*[{"response/truncated": 1.0, "kl": 3.5}] * WINDOW) == [(37, "kl_runaway")]
+    assert watch.take(*[{"response/truncated": 1.0, "kl": 3.5}] * WINDOW) == [(38, "kl_runaway")]
 
 
 def test_the_first_skipped_step_is_told_and_so_many_in_a_row_end_the_run(watch: Watch):
