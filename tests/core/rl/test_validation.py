@@ -139,8 +139,9 @@ def test_majority_at_k_is_the_share_of_prompts_that_agree_on_a_right_answer(tmp_
         }
     unsaid = validation.figures(answered([1.0] * 20, [1] * 20, ["stop"] * 20), range(5))
     assert not any("majority" in name for name in unsaid)
-    assert validation.rows(samples, range(5))[11]["answer"] == "5"
-    assert "answer" not in validation.rows(samples, range(5))[10]
+    rows = list(validation.rows(samples, range(5)))
+    assert rows[11]["answer"] == "5"
+    assert "answer" not in rows[10]
 
 
 @pytest.mark.parametrize("samples", [1, 4, 6])
@@ -167,7 +168,7 @@ def test_files_and_the_values_of_a_column_have_figures_of_their_own(tmp_path):
         "validation/gsm/reward": 0.25,
         "validation/gsm/7/reward": 0.25,
     }
-    rows = validation.rows(samples, range(4))
+    rows = list(validation.rows(samples, range(4)))
     assert [(row["file"], row["row"], row["reward"]) for row in rows] == [
         ("a.jsonl", 0, 1.0),
         ("a.jsonl", 1, 0.0),
@@ -207,7 +208,7 @@ def test_an_episode_of_several_rows_is_one_sample(tmp_path):
     rows = rows.with_columns(episode=torch.tensor([0, 0, 0, 1, 2, 3, 3]))
     assert validation.figures(rows, [0, 1]) == validation.figures(plain, [0, 1])
     assert validation.figures(as_bytes(rows), [0, 1]) == validation.figures(plain, [0, 1])
-    written = validation.rows(rows, [0, 1])
+    written = list(validation.rows(rows, [0, 1]))
     assert [row["row"] for row in written] == [0, 0, 0, 0, 1, 1, 1]
     assert [row["segment"] for row in written] == [0, 1, 2, 0, 0, 0, 1]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import sys
 import traceback
@@ -20,9 +21,11 @@ from enginehouse.errors import EnginehouseError
 if TYPE_CHECKING:
     from enginehouse.config.plan import RunPlan
     from enginehouse.config.schema import DPOConfig, RMConfig
+    from enginehouse.engines.tracker import Outcome
     from enginehouse.runs import Progress, RunDirectory
     from enginehouse.runs.record import Status
 
+log = logging.getLogger(__name__)
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE, errno.EIO, errno.ENODEV, errno.ENXIO)
 
@@ -93,7 +96,8 @@ def run_plan(plan: RunPlan, build: Callable[[RunDirectory, Progress], Trainer], 
         # Whatever came of a signal: a process in our group may have died of it too.
         interrupted = interrupts.record_end() and ended_by is not None
         if run.opened:  # recorded while signals are heard: one that comes now must not end the program half way
-            _record_end(run, ended_by, interrupted)
+            outcome = _record_end(run, ended_by, interrupted)
+            _tell_recorded(run, outcome)
     if ended_by is None:
         _say_end(run, progress, "finished", quiet)
     elif interrupted:
@@ -104,14 +108,24 @@ def run_plan(plan: RunPlan, build: Callable[[RunDirectory, Progress], Trainer], 
         raise ended_by
 
 
-def _record_end(run: RunDirectory, ended_by: BaseException | None, interrupted: bool) -> None:
-    if ended_by is None:
-        run.finish("finished")
-    elif interrupted and not isinstance(ended_by, Exception):
-        run.finish("interrupted")
+def _record_end(run: RunDirectory, ended_by: BaseException | None, interrupted: bool) -> Outcome:
+    outcome: Outcome = "finished" if ended_by is None else "interrupted" if interrupted else "failed"
+    if ended_by is None or (interrupted and not isinstance(ended_by, Exception)):
+        run.finish(outcome)
     else:
-        trace = "".join(traceback.format_exception(ended_by))
-        run.finish("interrupted" if interrupted else "failed", _in_words(ended_by), trace)
+        run.finish(outcome, _in_words(ended_by), "".join(traceback.format_exception(ended_by)))
+    return outcome
+
+
+def _tell_recorded(run: RunDirectory, outcome: Outcome) -> None:
+    """Have observers add to a run's directory what they make of it. It has ended: no error of theirs is its own."""
+    from enginehouse.plugin import plugins
+    from enginehouse.plugin.errors import PluginError
+
+    try:
+        plugins().observe("run_recorded", directory=str(run.path), outcome=outcome)
+    except PluginError as error:  # of `plugins.strict`
+        log.warning("%s", error)
 
 
 def _interrupted(run: RunDirectory, progress: Progress, code: int, error: BaseException, quiet: bool) -> NoReturn:

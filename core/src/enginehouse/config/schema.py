@@ -502,6 +502,12 @@ class Train(Section):
         description="Steps between validations; 0: only before the first step and after the last",
     )
     samples_every: int = Field(default=10, ge=0, description="Steps between files of samples; 0: none")
+    samples_tokens: int = Field(
+        default=65_536,
+        ge=0,
+        description="Tokens of a file of samples that are written one by one, with logprob, advantage and version: "
+        "those of the first rows that have no more; about 30 bytes each. 0: none",
+    )
     save_every: int = Field(default=0, ge=0, description="Steps between model exports; 0: only at the end")
     models_kept: int | None = Field(
         default=None, gt=0, description="The newest model exports, the one at the end among them; unset: all"

@@ -145,6 +145,14 @@ def enginehouse_run_finished(run: Any, outcome: str) -> None:
 
 
 @hookspec
+def enginehouse_run_recorded(directory: str, outcome: str) -> None:
+    """Called once all files of a run are written and `run.json` says how it ended; `outcome` as above.
+
+    Whoever interrupted the run waits for it: be quick then. No error of it changes how the run ended. Since 1.1.
+    """
+
+
+@hookspec
 def enginehouse_call_dispatched(group: str, method: str, call: int) -> None:
     """Called when a worker-group call is sent. `call` numbers calls of this controller. Since 1.0."""
 

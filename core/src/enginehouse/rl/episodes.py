@@ -17,7 +17,7 @@ from enginehouse.engines.environment import Episode, Group, Scored, Segment, Tas
 if TYPE_CHECKING:
     from enginehouse.rl.traces import Trace
 
-NOTES = ("finish_reason", "reward_figures", "reward_failure", "trace")
+NOTES = ("finish_reason", "reward_figures", "reward_failure", "trace", "versions")
 TEXTS = ("prompt", "response", "answer")
 FOR_PEOPLE = (*NOTES, *TEXTS)
 """Columns of samples that nothing is trained on: objects, and texts."""
@@ -100,8 +100,9 @@ def batch_of(groups: Sequence[Group], traces: Sequence[Trace | None] = ()) -> Ba
         one of these is of; -1 where there is none), each `(rows,)`; and the objects `finish_reason`, `prompt`,
         `response`, `answer` (what it answers, as its reward says; empty where that says nothing), `reward_figures`
         (other figures of the reward, by name), `reward_failure` (why an episode has no reward and counts as 0; empty
-        where it has one) and `trace` (None where there is none). Where groups have one, `baseline` float32 `(rows,)`;
-        where all rows have some, `token_rewards` ragged float32.
+        where it has one), `trace` (None where there is none) and `versions` (of each token, where a row is of several;
+        else None). Where groups have one, `baseline` float32 `(rows,)`; where all rows have some, `token_rewards`
+        ragged float32.
 
         What comes of the score, and the trace, stands in an episode's last row: the others have a `reward` of 0, so
         that a sum over its rows is the episode's, and nothing else. `finish_reason` and `baseline` are in each.
@@ -144,6 +145,10 @@ def batch_of(groups: Sequence[Group], traces: Sequence[Trace | None] = ()) -> Ba
                 trace
                 for one, of_it in zip(episodes, traces or [None] * len(episodes), strict=True)
                 for trace in (*[None] * len(one.earlier), of_it)
+            ],
+            "versions": [
+                list(map(int, row.versions)) if several else None
+                for row, several in zip(rows, (oldest != newest).tolist(), strict=True)
             ],
         }
     )

@@ -25,6 +25,8 @@ from enginehouse.rl.validation import Validation
 from enginehouse.weights.files import compare_with_files
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from enginehouse.config.plan import EvalPlan
     from enginehouse.controller import DistributedBatch
     from enginehouse.engines.environment import Task
@@ -67,6 +69,8 @@ class Evaluator:
         run: where it is written.
         progress: where it is shown.
         seed: the run's.
+        tokenizer: has the text of each token.
+        most_tokens: of how many tokens all is written; as of `sample_rows`.
         writes_samples: whether the answers are written, besides their figures.
     """
 
@@ -78,11 +82,14 @@ class Evaluator:
         run: RunDirectory,
         progress: Progress,
         seed: int,
+        tokenizer: PreTrainedTokenizerBase,
+        most_tokens: int,
         writes_samples: bool = True,
     ):
         self._validation, self._players, self._scored = validation, players, scored
         self._run, self._progress = run, progress
         self._seed, self._writes_samples = seed, writes_samples
+        self._tokenizer, self._most_tokens = tokenizer, most_tokens
         self._under_way: _UnderWay | None = None
 
     @property
@@ -130,7 +137,8 @@ class Evaluator:
         validation.warn_of_dropped(now.step, answered)
         metrics = validation.figures(samples, answered)
         if self._writes_samples:
-            self._run.write_samples(now.step, validation.rows(samples, answered), "validation")
+            rows = validation.rows(samples, answered, self._tokenizer, self._most_tokens)
+            self._run.write_samples(now.step, rows, "validation")
         with interrupt_put_off():  # it is written once
             self._run.log_validation(now.step, metrics)
             self._under_way = None
@@ -162,7 +170,7 @@ class Evaluation:
         self._plan, self._run, self._progress = plan, run, progress
         config = plan.config
         with progress.task("reading data"):
-            tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
+            self._tokenizer = tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
             validation = Validation.of(config, lambda path: load_prompts(plan, path, tokenizer, progress))
         assert validation is not None  # the plan wants prompts
         self._validation = validation
@@ -190,6 +198,8 @@ class Evaluation:
                     self._run,
                     self._progress,
                     config.train.seed,
+                    self._tokenizer,
+                    config.train.samples_tokens,
                 )
                 with self._progress.task("evaluating"):
                     evaluator.begin(plan.step, roles.rollout)

@@ -16,8 +16,11 @@ from enginehouse.data import Batch, Ragged
 from enginehouse.errors import ConfigError
 from enginehouse.rl.episode_rows import EpisodeRows
 from enginehouse.rl.episodes import TEXTS
+from enginehouse.rl.token_rows import READ, token_rows
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from enginehouse.controller import DistributedBatch
     from enginehouse.engines.environment import Score
 
@@ -27,26 +30,51 @@ ROWS_READ_AT_ONCE = 64
 """So many samples' texts are brought to the controller at once, where it has them written."""
 
 
-def sample_rows(samples: Batch | DistributedBatch) -> Iterator[dict[str, Any]]:
+def sample_rows(
+    samples: Batch | DistributedBatch, tokenizer: PreTrainedTokenizerBase | None = None, most_tokens: int = 0
+) -> Iterator[dict[str, Any]]:
     """What the model said and what it got for it, a plain row a sample, for `samples/`. A few are read at a time.
 
     Where an episode has several rows, each says which one of which episode it is, `segment` and `episode`, and what is
     the episode's stands in the last one alone.
+
+    Args:
+        samples: the columns `WRITTEN`, and where tokens are written those of `token_rows`.
+        tokenizer: has the text of each token; None: no token is written.
+        most_tokens: so many tokens, at most, are written with all that is known of each, as `by_token`: those of the
+            first rows that have no more.
     """
     of = EpisodeRows(samples["episode"])
     ends, places = set(of.last.tolist()), zip(of.index.tolist(), of.segment.tolist(), strict=True)
-    for number, (row, (episode, segment)) in enumerate(zip(_plain_rows_of(samples), places, strict=True)):
+    groups = samples["group"].tolist() if "group" in samples else None
+    rows = zip(_plain_rows_of(samples, tokenizer, most_tokens), places, strict=True)
+    for number, (row, (episode, segment)) in enumerate(rows):
         if not of.are_single:
             row |= {"episode": episode, "segment": segment}
+        if groups is not None:
+            row["group"] = groups[number]
         if number not in ends:
             del row["reward"], row["finish_reason"]
         yield row
 
 
-def _plain_rows_of(samples: Batch | DistributedBatch) -> Iterator[dict[str, Any]]:
-    for begin in range(0, len(samples), ROWS_READ_AT_ONCE):
-        part = samples.slice(begin, begin + ROWS_READ_AT_ONCE)
-        yield from _plain_rows(part if isinstance(part, Batch) else part.fetch(WRITTEN))
+def _plain_rows_of(
+    samples: Batch | DistributedBatch, tokenizer: PreTrainedTokenizerBase | None, most_tokens: int
+) -> Iterator[dict[str, Any]]:
+    with_tokens = 0
+    if tokenizer is not None and most_tokens:
+        lengths = samples.ragged("input_ids").lengths if isinstance(samples, Batch) else samples.lengths("input_ids")
+        with_tokens = int((lengths.cumsum(0) <= most_tokens).sum())
+    with_them = (*WRITTEN, *READ, *(["advantages"] if "advantages" in samples else []))
+    for first, last, names in ((0, with_tokens, with_them), (with_tokens, len(samples), WRITTEN)):
+        for begin in range(first, last, ROWS_READ_AT_ONCE):
+            part = samples.slice(begin, min(begin + ROWS_READ_AT_ONCE, last))
+            here = part if isinstance(part, Batch) else part.fetch(names)
+            rows = _plain_rows(here)
+            if tokenizer is not None and names is with_them:
+                for row, tokens in zip(rows, token_rows(here, tokenizer), strict=True):
+                    row["by_token"] = tokens
+            yield from rows
 
 
 def _plain_rows(samples: Batch) -> list[dict[str, Any]]:

@@ -181,7 +181,7 @@ class Trainer(Loop):
             if self.plan.old_logprobs == "actor":
                 metrics |= metric_values(mismatch(batch, self.version))
             self.begin_next(step)
-            self.write_samples(step, samples)
+            self.write_samples(step, samples, batch)
             draw_on(self.run_directory.timeline, traces)
             return metrics
 
@@ -337,6 +337,8 @@ class Trainer(Loop):
             self.run_directory,
             self.progress,
             train.seed,
+            self.tokenizer,
+            train.samples_tokens,
             writes_samples=bool(train.samples_every),
         )
 
@@ -430,11 +432,13 @@ class Trainer(Loop):
 
     # What is written
 
-    def write_samples(self, step: int, samples: DistributedBatch) -> None:
-        """Write what the model said, in chosen steps."""
-        every = self.config.train.samples_every
+    def write_samples(self, step: int, samples: DistributedBatch, batch: DistributedBatch) -> None:
+        """Write what the model said, in chosen steps, with the advantages of the batch made of it."""
+        every, tokens = self.config.train.samples_every, self.config.train.samples_tokens
         if every and (step == 1 or step % every == 0):
-            self.run_directory.write_samples(step, sample_rows(samples))
+            if "advantages" in batch:
+                samples = samples.with_columns(advantages=batch["advantages"])
+            self.run_directory.write_samples(step, sample_rows(samples, self.tokenizer, tokens))
 
     def _outputs(self, entropy: bool = False) -> Outputs:
         return outputs_as_sampled(self.config.rollout.sampling, entropy)

@@ -20,7 +20,7 @@ import bisect
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,8 @@ from enginehouse.rl.generation import sampling_params
 from enginehouse.rl.samples import reward_figures, sample_rows, texts
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from enginehouse.config.schema import Config
     from enginehouse.data.prompts import PromptDataset
     from enginehouse.engines.rollout import SamplingParams
@@ -145,16 +147,20 @@ class Validation:
                 listed([f"row {numbers[prompt]} of {paths[prompt]}" for prompt in dropped]),
             )
 
-    def rows(self, samples: Batch, answered: Sequence[int]) -> list[dict[str, Any]]:
+    def rows(
+        self,
+        samples: Batch,
+        answered: Sequence[int],
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        most_tokens: int = 0,
+    ) -> Iterator[dict[str, Any]]:
         """What the model said, a plain row a sample, with the file and the row of its prompt. Arguments as of
-        `figures`."""
+        `figures` and `sample_rows`."""
         paths, numbers = self._paths(), self.prompts["row"].tolist()
         episodes = EpisodeRows(samples["episode"]).index.tolist()
         prompts = [answered[episode // self.sampling.n] for episode in episodes]
-        return [
-            {"file": paths[prompt], "row": numbers[prompt], **row}
-            for prompt, row in zip(prompts, sample_rows(samples), strict=True)
-        ]
+        for prompt, row in zip(prompts, sample_rows(samples, tokenizer, most_tokens), strict=True):
+            yield {"file": paths[prompt], "row": numbers[prompt], **row}
 
     def _paths(self) -> list[str]:
         """The file of each prompt."""

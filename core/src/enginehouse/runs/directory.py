@@ -13,6 +13,7 @@ models/             models in Hugging Face format: step-000250/, and best/ of `t
 model               a link to the newest of them
 checkpoints/        what `--resume` goes on from: the newest, step-000250/, whole or not there
 error.txt           the traceback of a run that failed
+report.html         a page of it all, where enginehouse-report is installed; written once the run has ended
 """
 
 from __future__ import annotations

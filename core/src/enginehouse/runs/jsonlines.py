@@ -64,10 +64,21 @@ def read_whole_lines(path: Path) -> list[dict[str, Any]]:
 
     A line that holds no JSON object is left out, with a warning that names it.
     """
-    if not path.exists():
-        return []
+    return whole_lines_from(path, 0)[0] if path.exists() else []
+
+
+def whole_lines_from(path: Path, begin: int) -> tuple[list[dict[str, Any]], int]:
+    """As `read_whole_lines`, of a file that grows: the rows from a byte on, and the byte where later ones begin.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        file.seek(begin)
+        *lines, rest = file.read().split(b"\n")
+        end = file.tell() - len(rest)
     rows = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+    for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
         except ValueError:
@@ -75,8 +86,9 @@ def read_whole_lines(path: Path) -> list[dict[str, Any]]:
         if isinstance(row, dict):
             rows.append(row)
         else:
-            log.warning("%s, line %d is damaged and left out: %s", path, number, _shown(line))
-    return rows
+            where = f" after byte {begin}" if begin else ""
+            log.warning("%s, line %d%s is damaged and left out: %s", path, number, where, _shown(line))
+    return rows, end
 
 
 def _shown(line: bytes) -> str:

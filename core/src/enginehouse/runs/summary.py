@@ -66,6 +66,8 @@ def _evaluation_facts(
 def next_steps(run: RunDirectory, steps: int) -> list[str]:
     """What one may want to do now, with this run's own paths; `steps` are those it was to take."""
     hints = []
+    if (report := run.path / "report.html").is_file():
+        hints.append(f"look at the run: open {shown(report)} in a browser")
     samples = sorted((run.path / "samples").glob("*.jsonl")) if (run.path / "samples").is_dir() else []
     if samples:
         hints.append(f"read what the model said: {shown(samples[-1])}")

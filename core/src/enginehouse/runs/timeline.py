@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Iterable
@@ -41,7 +42,7 @@ class Timeline:
         self._tracks: dict[str, int] = {}
         self._lane_ends: dict[str, list[float]] = {}
         first = {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "enginehouse"}}
-        kept = _events_until(path, before) if before else []
+        kept = read_events(path, before) if before else []
         for event in kept:
             if event["name"] == "thread_name":
                 self._tracks[event["args"]["name"]] = event["tid"]
@@ -154,7 +155,7 @@ class Timeline:
         self._waiting.clear()
 
 
-def _events_until(path: Path, seconds: float) -> list[dict[str, Any]]:
+def read_events(path: Path, seconds: float = math.inf) -> list[dict[str, Any]]:
     """The events of a trace that began within its first `seconds`; lines that hold none are left out."""
     kept = []
     for line in path.read_bytes().split(b"\n") if path.exists() else ():

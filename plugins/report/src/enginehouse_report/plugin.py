@@ -2,4 +2,29 @@
 
 from __future__ import annotations
 
+from enginehouse.plugin import hookimpl
+
 enginehouse_protocol = "1.1"
+
+SECONDS = {"interrupted": 2.0}
+"""How long the report at a run's end may read samples: whoever interrupted a run waits."""
+SECONDS_OTHERWISE = 10.0
+
+
+@hookimpl
+def enginehouse_commands(cli):
+    from enginehouse_report.cli import report, watch
+
+    cli.add_command(report)
+    cli.add_command(watch)
+
+
+@hookimpl
+def enginehouse_run_recorded(directory, outcome):
+    """Leave a page of the run in its directory."""
+    from pathlib import Path
+
+    from enginehouse_report.page import NAME, write_report
+
+    path = Path(directory)
+    write_report([path], path / NAME, seconds=SECONDS.get(outcome, SECONDS_OTHERWISE))

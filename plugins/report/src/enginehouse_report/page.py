@@ -1,0 +1,155 @@
+"""The page of runs: one HTML file with all it needs, which asks nothing of any host.
+
+Data stand in it as blocks, each a JSON text, compressed and in base64: whatever a model says, no character of it is
+markup. `page.js` reads a block when it needs it. The policy in the page's head lets nothing but its own script run.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import html
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from enginehouse.atomic import write_whole
+from enginehouse.runs.jsonlines import encoded
+from enginehouse_report.run_files import differing, read_run
+from enginehouse_report.samples import SampleTable, chosen, read_samples
+from enginehouse_report.spans import timeline_of
+
+ASSETS = Path(__file__).parent / "assets"
+NAME = "report.html"
+"""The file in a run directory."""
+ROWS_BYTES = 6_000_000
+"""Bytes of a page for whole rows with their tokens, of all its runs together."""
+CHUNK_BYTES = 400_000
+"""So much JSON text of whole rows is one block: what is read when one of them is opened."""
+
+
+def write_report(runs: Sequence[Path], out: Path, *, rows_bytes: int = ROWS_BYTES, seconds: float | None = None) -> int:
+    """Write the page of one or several runs.
+
+    Args:
+        runs: run directories.
+        out: the file; one that is there is replaced in one step.
+        rows_bytes: most bytes for whole rows with their tokens.
+        seconds: for so long samples are read, at most; later files of them are left out, and the page says so.
+
+    Returns:
+        How many bytes were written.
+
+    Raises:
+        UserError: a path is no run directory.
+        OSError: the page cannot be written.
+    """
+    files = [read_run(path) for path in runs]
+    parts = [run.part() for run in files]
+    for part, name in zip(parts, distinct_names([run.path for run in files]), strict=True):
+        part["name"] = name
+    names = ("config", "versions")
+    main = {
+        "runs": parts,
+        "differing": {name: differing(parts, name) for name in names} if len(parts) > 1 else {},
+        "made": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "version": metadata.version("enginehouse-report"),
+    }
+    blocks = {"main": block(main)}
+    for number, run in enumerate(files):
+        each = None if seconds is None else seconds / len(files)
+        table = read_samples(run.path, each)
+        rows = dict(_row_blocks(table, number, rows_bytes // len(files)))
+        blocks[f"samples-{number}"] = block(table.part())
+        blocks |= rows
+        blocks[f"timeline-{number}"] = block(timeline_of(run.path / "timeline.json"))
+    text = page(" and ".join(part["name"] for part in parts), blocks)
+    write_whole(out, text)
+    return len(text.encode("utf-8", "backslashreplace"))
+
+
+def distinct_names(paths: Sequence[Path]) -> list[str]:
+    """The last parts of paths, as many as tell them apart."""
+    for parts in range(1, max(len(path.parts) for path in paths) + 1):
+        names = [os.sep.join(path.parts[-parts:]) for path in paths]
+        if len(set(names)) == len(set(paths)):
+            break
+    return names
+
+
+def _row_blocks(table: SampleTable, run: int, room: int) -> Iterator[tuple[str, str]]:
+    """Whole rows in blocks until there is no more room; the table's columns `block` and `at` say which has which."""
+    blocks: list[Any] = [None] * len(table.places)
+    places: list[Any] = [None] * len(table.places)
+    table.columns |= {"block": blocks, "at": places}
+    number, size = 0, 0
+    waiting: list[str] = []
+    for index, row in chosen(table):
+        if room <= 0:
+            break
+        text = encoded(row)
+        blocks[index], places[index] = number, len(waiting)
+        waiting.append(text)
+        size += len(text)
+        if size >= CHUNK_BYTES:
+            packed = pack(f"[{','.join(waiting)}]")
+            yield f"rows-{run}-{number}", packed
+            number, waiting, size, room = number + 1, [], 0, room - len(packed)
+    if waiting:
+        yield f"rows-{run}-{number}", pack(f"[{','.join(waiting)}]")
+
+
+def block(content: Mapping[str, Any]) -> str:
+    """Plain data as a block; what is no finite number is null."""
+    return pack(encoded(content))
+
+
+def pack(text: str) -> str:
+    """A JSON text, compressed, in base64. What UTF-8 has no bytes for stays as JSON's escape."""
+    return base64.b64encode(gzip.compress(text.encode("utf-8", "backslashreplace"), 6, mtime=0)).decode()
+
+
+def page(title: str, blocks: Mapping[str, str], live: str = "") -> str:
+    """The HTML text.
+
+    Args:
+        title: of the page.
+        blocks: data it has, by name.
+        live: where the server is that has the data; empty: the page has all there is.
+    """
+    style = _asset("uPlot.min.css") + _asset("page.css")
+    script = _asset("uPlot.iife.min.js") + _asset("page.js")
+    licence = re.sub(r"--+", "-", _asset("uPlot.LICENSE"))
+    found = {
+        "title": html.escape(title),
+        "live": html.escape(live),
+        "policy": policy(style, script, live),
+        "style": style,
+        "script": script,
+        "licence": licence,
+        "data": "\n".join(
+            f'<script type="application/octet-stream" id="block-{name}">{packed}</script>'
+            for name, packed in blocks.items()
+        ),
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: found[match[1]], _asset("page.html"))
+
+
+def policy(style: str, script: str, live: str) -> str:
+    """What the page may do, as a Content-Security-Policy: run its own script, and ask its own server if it has one."""
+    rules = ["default-src 'none'", f"script-src {_hash(script)}", f"style-src {_hash(style)}", "img-src data:"]
+    rules += ["connect-src 'self'"] if live else []
+    return "; ".join([*rules, "base-uri 'none'", "form-action 'none'"])
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8")

@@ -1,0 +1,307 @@
+"""A run directory, read: what it says of the run, its figures and its samples, however far the run has come.
+
+Any file may be missing, and a last line may be half written; a run that is gone on with cuts its files back.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from enginehouse.config import run_lock
+from enginehouse.config.document import parse
+from enginehouse.config.earlier_run import RUN_MARKER, read_record
+from enginehouse.errors import EnginehouseError, UserError, listed
+from enginehouse.runs.jsonlines import whole_lines_from
+from enginehouse_report.columns import columns_of
+
+ERROR_LINES = 12
+"""Lines of `error.txt` at its end that a page shows, behind the first two."""
+SECRET = re.compile(r"(^|\.)env(\.|=)")
+"""Keys below such a one set variables of an engine's processes: their values are shown nowhere."""
+HIDDEN = "(not shown)"
+
+
+class GrowingLines:
+    """A file of one JSON object a line, read on as it grows.
+
+    Attributes:
+        rows: all rows up to now.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._restart()
+
+    def _restart(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self._inode, self._end = 0, 0
+
+    def refresh(self) -> bool:
+        """Read what is new; True where the file is another than before, or shorter: all its rows are new then."""
+        try:
+            found = self.path.stat()
+        except OSError:
+            changed = bool(self.rows)
+            self._restart()
+            return changed
+        changed = bool(self._end) and (found.st_ino != self._inode or found.st_size < self._end)
+        if changed:
+            self._restart()
+        self._inode = found.st_ino
+        try:
+            rows, self._end = whole_lines_from(self.path, self._end)
+        except OSError:
+            rows = []
+        self.rows += rows
+        return changed
+
+
+class RunFiles:
+    """What a run has written, but for its samples and its timeline.
+
+    Args:
+        path: the run directory.
+
+    Attributes:
+        metrics: rows of `metrics.jsonl`.
+        validations: rows of `validation.jsonl`.
+        alarms: rows of `alarms.jsonl`.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path.absolute()
+        self.metrics = GrowingLines(self.path / "metrics.jsonl")
+        self.validations = GrowingLines(self.path / "validation.jsonl")
+        self.alarms = GrowingLines(self.path / "alarms.jsonl")
+
+    def refresh(self) -> bool:
+        """Read what is new; True where a file was cut back: what was read before holds no more."""
+        cut_back = [lines.refresh() for lines in (self.metrics, self.validations, self.alarms)]
+        return any(cut_back)
+
+    def part(self, metrics: int = 0, validations: int = 0) -> dict[str, Any]:
+        """What a page shows of the run: all that may change, and the rows of figures from one on."""
+        record = read_record(self.path)
+        config, problem = self._config()
+        return {
+            "name": self.path.name,
+            "path": str(self.path),
+            "facts": facts(record, config, self.path),
+            "config": config,
+            "config_problem": problem,
+            "versions": versions(record),
+            "alarms": [_alarm(row) for row in self.alarms.rows],
+            "error": _error_lines(self.path / "error.txt"),
+            "metrics": columns_of(self.metrics.rows[metrics:]),
+            "validations": columns_of(self.validations.rows[validations:]),
+        }
+
+    def _config(self) -> tuple[dict[str, Any], str]:
+        """The config by dotted keys, and what is wrong with the file."""
+        try:
+            found = parse((self.path / "config.yaml").read_text(encoding="utf-8", errors="replace"), "config.yaml")[0]
+        except FileNotFoundError:
+            return {}, "there is no config.yaml"
+        except (OSError, EnginehouseError) as error:
+            return {}, str(error)
+        return flattened(found if isinstance(found, Mapping) else {}), ""
+
+
+def read_run(path: Path) -> RunFiles:
+    """A run's files, read.
+
+    Raises:
+        UserError: there is no run.
+    """
+    check_run(path)
+    run = RunFiles(path)
+    run.refresh()
+    return run
+
+
+def check_run(path: Path) -> None:
+    """Check that a path is a run directory.
+
+    Raises:
+        UserError: it is not; the nearest that are runs are named.
+    """
+    if not is_run(path):
+        what = f"no {RUN_MARKER} is in it" if path.is_dir() else "there is no such directory"
+        raise UserError(f"{path} is no run directory: {what}. {near_runs(path)}")
+
+
+def is_run(path: Path) -> bool:
+    """Whether a directory is a run's."""
+    return (path / RUN_MARKER).is_file()
+
+
+def near_runs(path: Path) -> str:
+    """The runs in, beside and near a path, in words."""
+    above = next((one for one in path.absolute().parents if one.is_dir()), Path.cwd())
+    places = dict.fromkeys([path, above, *([Path("runs")] if Path("runs").is_dir() else [])])
+    found = [run.parent for place in places for depth in ("*", "*/*") for run in place.glob(f"{depth}/{RUN_MARKER}")]
+    if not found:
+        return (
+            f"There are no runs near it, in {above} or runs/: name the directory that `run.directory` of a config named"
+        )
+    names = {_shown(run): run for run in sorted(found, key=lambda run: -(run / RUN_MARKER).stat().st_mtime)}
+    close = difflib.get_close_matches(path.name, [run.name for run in names.values()], n=1)
+    guess = next((f"Did you mean {name}? " for name, run in names.items() if [run.name] == close), "")
+    return f"{guess}Runs, the newest first: {listed(list(names))}"
+
+
+def _shown(path: Path) -> str:
+    absolute = path.absolute()
+    return str(absolute.relative_to(Path.cwd())) if absolute.is_relative_to(Path.cwd()) else str(absolute)
+
+
+def facts(record: Mapping[str, Any], config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """What is said of a run before its figures; plain data, of the record and the flattened config."""
+    status, said = _status(record, path)
+    return {
+        "status": status,
+        "said": said,
+        "started": _text(record.get("started")),
+        "ended": _text(record.get("ended")),
+        "seconds": _seconds(record),
+        "steps": record.get("steps"),
+        "of_steps": config.get("train.steps"),
+        "kind": _kind(record),
+        "model": _model(record, config),
+        "algorithm": _algorithm(config),
+        "engines": _engines(record),
+        "error": _text(record.get("error")),
+        "command": _command(record),
+        "host": _text(record.get("host")),
+        "resumed_after": record.get("resumed_after"),
+        "processes": 1 + len(record["earlier"] if isinstance(record.get("earlier"), list) else []),
+        "best": record["best"] if isinstance(record.get("best"), Mapping) else None,
+    }
+
+
+def _status(record: Mapping[str, Any], path: Path) -> tuple[str, str]:
+    if not record:
+        return "not begun", "there is no run.json that can be read"
+    status = _text(record.get("status")) or "unknown"
+    if status == "running" and run_lock.holder(path) is None:
+        if record.get("host") == socket.gethostname():
+            return "killed", "its process is gone, and wrote no end"
+        return status, "as it was copied or seen from another machine: it may have ended"
+    return status, ""
+
+
+def _seconds(record: Mapping[str, Any]) -> float | None:
+    """How long the run took, or has taken; of its last process."""
+    if isinstance(record.get("seconds"), (int, float)):
+        return round(float(record["seconds"]), 1)
+    try:
+        return round(time.time() - datetime.fromisoformat(str(record.get("started"))).timestamp(), 1)
+    except ValueError:
+        return None
+
+
+def _kind(record: Mapping[str, Any]) -> str:
+    """The command that made the run: `train`, `sft`, `eval`, ..."""
+    words = record.get("command")
+    words = words if isinstance(words, list) else []
+    return next((str(word) for word in words[1:] if not str(word).startswith("-")), "")
+
+
+def _command(record: Mapping[str, Any]) -> str:
+    words = record.get("command")
+    hidden = [
+        f"{word.partition('=')[0]}={HIDDEN}" if "=" in word and SECRET.search(word.partition("=")[0] + "=") else word
+        for word in map(str, words if isinstance(words, list) else [])
+    ]
+    return " ".join([Path(hidden[0]).name, *hidden[1:]]) if hidden else ""
+
+
+def _model(record: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    evaluated = record.get("evaluated")
+    if isinstance(evaluated, Mapping) and evaluated.get("model"):
+        return str(evaluated["model"])
+    return _text(config.get("model.path"))
+
+
+def _algorithm(config: Mapping[str, Any]) -> str:
+    """What the config names of its algorithm, in words."""
+    named = {
+        "advantage": config.get("algorithm.advantage.name"),
+        "loss": config.get("algorithm.loss.name") or config.get("algorithm.loss"),
+        "KL": config.get("algorithm.kl.coefficient"),
+        "staleness": config.get("train.staleness"),
+    }
+    return ", ".join(f"{name} {value}" for name, value in named.items() if value not in (None, "", 0, 0.0))
+
+
+def _engines(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One a role: its engine, how many processes, on what."""
+    roles = record.get("roles")
+    engines = []
+    for role, processes in roles.items() if isinstance(roles, Mapping) else ():
+        ranks = [one for one in (processes if isinstance(processes, list) else []) if isinstance(one, Mapping)]
+        if ranks:
+            first = ranks[0]
+            engines.append(
+                {"role": str(role), "processes": len(ranks), "nodes": len({str(one.get("node")) for one in ranks})}
+                | {name: _text(first.get(name)) for name in ("backend", "engine", "device", "runtime")}
+                | {"mesh": first.get("mesh") if isinstance(first.get("mesh"), Mapping) else None}
+            )
+    return engines
+
+
+def versions(record: Mapping[str, Any]) -> dict[str, str]:
+    """Versions of packages that a run recorded, and Python's."""
+    found = record.get("versions")
+    found = found if isinstance(found, Mapping) else {}
+    return {"python": _text(record.get("python")), **{str(name): _text(value) for name, value in found.items()}}
+
+
+def _alarm(row: Mapping[str, Any]) -> dict[str, Any]:
+    step = row.get("step")
+    return {"step": step if isinstance(step, int) else None} | {
+        name: _text(row.get(name)) for name in ("alarm", "said", "advice")
+    }
+
+
+def _error_lines(path: Path) -> str:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    if len(lines) <= ERROR_LINES + 3:
+        return "\n".join(lines)
+    return "\n".join([*lines[:2], f"... {len(lines) - 2 - ERROR_LINES} lines: error.txt", *lines[-ERROR_LINES:]])
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def flattened(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """A config by its dotted keys; lists stay whole, as texts, and what may be a secret is hidden."""
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        key = f"{above}{name}"
+        if isinstance(value, Mapping) and value:
+            flat |= flattened(value, f"{key}.")
+        elif SECRET.search(above):
+            flat[key] = HIDDEN
+        else:
+            flat[key] = value if isinstance(value, (str, int, float, type(None))) else json.dumps(value, default=str)
+    return flat
+
+
+def differing(parts: Sequence[Mapping[str, Any]], name: str) -> dict[str, list[Any]]:
+    """Of `config` or `versions` of several runs, what is not the same in all; None where one has it not."""
+    keys = sorted({key for part in parts for key in part[name]})
+    found = {key: [part[name].get(key) for part in parts] for key in keys}
+    return {key: values for key, values in found.items() if any(value != values[0] for value in values)}

@@ -1,0 +1,229 @@
+"""The server of `enginehouse watch`: the page of one run, for this machine alone, with what the run has written since.
+
+It listens on the loopback address, and answers who has the token of its address and asks for it by a name of this
+machine: another page in the same browser has neither. Nothing of a request becomes a path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from enginehouse.config.earlier_run import read_record
+from enginehouse.errors import UserError
+from enginehouse.runs.jsonlines import encoded
+from enginehouse_report.page import page
+from enginehouse_report.run_files import RunFiles
+from enginehouse_report.samples import MOST_ROWS, SampleTable, sample_files, whole_row
+from enginehouse_report.spans import timeline_of
+
+HOST = "127.0.0.1"
+NAMES = ("127.0.0.1", "localhost")
+"""Names that a request may call this machine by, with any port, since a tunnel has a port of its own; another name is a
+page of somebody's who has his name point here."""
+READ_SECONDS = 1.0
+"""So long samples are read for one answer; the next one goes on."""
+COMPRESSED_BYTES = 4096
+"""Answers of more bytes than this are compressed: they may go through a tunnel."""
+
+
+class LiveRun:
+    """A run directory that is read on as it grows, for any number of pages.
+
+    Args:
+        path: the run directory; there may be none yet.
+    """
+
+    def __init__(self, path: Path):
+        self._files = RunFiles(path)
+        self._process: Any = None
+        self._lock = threading.Lock()
+        self._generation = 0
+        self._forget_samples()
+
+    def _forget_samples(self) -> None:
+        self._samples = SampleTable()
+        self._stamps: dict[Path, tuple[int, int, int]] = {}
+
+    def news(self, cursors: Mapping[str, int]) -> dict[str, Any]:
+        """What a page does not have yet.
+
+        Args:
+            cursors: `next` of the answer before; empty at first.
+
+        Returns:
+            `part` and `samples`, as a report has them but for the rows the page has; `whole`: whether these are all
+            rows, since what the page has is gone; and `next`.
+        """
+        with self._lock:
+            self._refresh()
+            whole = cursors.get("generation") != self._generation
+            at = {} if whole else cursors
+            has = {name: max(at.get(name, 0), 0) for name in ("metrics", "validations", "samples")}
+            return {
+                "whole": whole,
+                "part": self._files.part(has["metrics"], has["validations"]),
+                "samples": self._samples.part(has["samples"]),
+                "next": {
+                    "generation": self._generation,
+                    "metrics": len(self._files.metrics.rows),
+                    "validations": len(self._files.validations.rows),
+                    "samples": len(self._samples.places),
+                },
+            }
+
+    def sample(self, file: str, line: int) -> dict[str, Any] | None:
+        """A row of a file of samples, by the number of its line, with all it has; None if there is none."""
+        with self._lock:
+            lines = self._samples.columns.get("line", ())
+            places = (place for at, place in zip(lines, self._samples.places) if at == line and place.file.name == file)
+            place = next(places, None)
+        return None if place is None else whole_row(place)
+
+    def timeline(self) -> dict[str, Any]:
+        """As `timeline_of`, of what is there now."""
+        return timeline_of(self._files.path / "timeline.json")
+
+    def _refresh(self) -> None:
+        """Read what is new. Where another process writes here now, or anything was cut back, all is new."""
+        record = read_record(self._files.path)
+        cut_back, process = False, (record.get("started"), record.get("pid"))
+        if record and process != self._process:
+            cut_back, self._process, self._files = self._process is not None, process, RunFiles(self._files.path)
+        cut_back |= self._files.refresh()
+        stamps = {file: stamp for file in sample_files(self._files.path) if (stamp := _stamp(file)) is not None}
+        if cut_back or any(stamps.get(file) != stamp for file, stamp in self._stamps.items()):
+            self._generation += 1
+            self._forget_samples()
+        until = time.monotonic() + READ_SECONDS
+        waiting = [file for file in stamps if file not in self._stamps]
+        while waiting and time.monotonic() < until and len(self._samples.places) < MOST_ROWS:
+            file = waiting.pop()  # the newest first
+            self._samples.add(file)
+            self._stamps[file] = stamps[file]
+        self._samples.unread = [file.name for file in waiting]
+
+
+def _stamp(file: Path) -> tuple[int, int, int] | None:
+    """What tells a file from another in its place."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+class Server(ThreadingHTTPServer):
+    """Serves one run.
+
+    Args:
+        run: the run directory.
+        port: where; 0: a free one.
+
+    Attributes:
+        url: of the page, token included.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, run: Path, port: int = 0):
+        self.live = LiveRun(run)
+        self.token = secrets.token_urlsafe(24)
+        super().__init__((HOST, port), _Handler)
+        self.url = f"http://{HOST}:{self.server_address[1]}/{self.token}/"
+        self.page = page(run.name or str(run), {}, live=f"/{self.token}/")
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+    protocol_version = "HTTP/1.1"
+    timeout = 60
+
+    def do_GET(self) -> None:
+        """Answer who may ask."""
+        asked = urlsplit(self.path)
+        _, token, *rest = [*asked.path.split("/"), ""]
+        if not self._is_for_us() or not secrets.compare_digest(token.encode(), self.server.token.encode()):
+            self._answer(HTTPStatus.FORBIDDEN, "text/plain", "Ask by the address that `enginehouse watch` printed.")
+            return
+        try:
+            query = {name: values[-1] for name, values in parse_qs(asked.query).items()}
+            self._serve(rest[0] if rest else "", query)
+        except (ValueError, OSError) as error:
+            self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", f"{type(error).__name__}: {error}")
+
+    def _is_for_us(self) -> bool:
+        return self.headers.get("Host", "").rpartition(":")[0] in NAMES or self.headers.get("Host") in NAMES
+
+    def _serve(self, what: str, query: Mapping[str, str]) -> None:
+        live = self.server.live
+        if what == "":
+            self._answer(HTTPStatus.OK, "text/html", self.server.page)
+        elif what == "data":
+            self._answer_with(live.news({name: int(value) for name, value in query.items() if value.isdecimal()}))
+        elif what == "sample":
+            self._answer_with(live.sample(query.get("file", ""), int(query.get("line", "0"))))
+        elif what == "timeline":
+            self._answer_with(live.timeline())
+        else:
+            self._answer(HTTPStatus.NOT_FOUND, "text/plain", "There is nothing here.")
+
+    def _answer_with(self, content: Mapping[str, Any] | None) -> None:
+        if content is None:
+            self._answer(HTTPStatus.NOT_FOUND, "text/plain", "There is no such row any more.")
+        else:
+            self._answer(HTTPStatus.OK, "application/json", encoded(content))
+
+    def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
+        body = text.encode("utf-8", "backslashreplace")
+        self.send_response(status)
+        if len(body) > COMPRESSED_BYTES and "gzip" in self.headers.get("Accept-Encoding", ""):
+            body = gzip.compress(body, 1)
+            self.send_header("Content-Encoding", "gzip")
+        for name, value in {
+            "Content-Type": f"{kind}; charset=utf-8",
+            "Content-Length": str(len(body)),
+            "Cache-Control": "no-store",
+            "Referrer-Policy": "no-referrer",
+            "X-Content-Type-Options": "nosniff",
+            "X-Frame-Options": "DENY",
+            "Cross-Origin-Resource-Policy": "same-origin",
+        }.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing: requests come every two seconds."""
+
+
+def serve(run: Path, port: int, ready: Callable[[str], None]) -> None:
+    """Serve a run until Ctrl-C.
+
+    Args:
+        run: the run directory.
+        port: where; 0: a free one.
+        ready: told the address once requests are taken.
+
+    Raises:
+        UserError: the port is not to be had.
+    """
+    try:
+        server = Server(run, port)
+    except OSError as error:
+        raise UserError(
+            f"--port {port} cannot be used: {error.strerror or error}. Name another, or leave it out"
+        ) from error
+    with server:
+        ready(server.url)
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever(poll_interval=0.2)
