@@ -154,11 +154,11 @@ def test_a_reward_that_stands_still_where_samples_still_differ_is_no_collapse(wa
 
 
 def test_where_samples_are_single_a_reward_that_stands_still_tells_a_collapse(tmp_path: Path):
-    single = {"reward/groups_all_equal": 1.0}
-    fallen = [{"entropy": 0.05, "reward/mean": 0.5 + step / 200} | single for step in range(60)]
+    single = {"reward/groups_all_equal": 1.0, "reward/mean": 0.05}
+    fallen = [{"entropy": 0.05, "reward/mean": 0.1 + step / 200, "reward/groups_all_equal": 1.0} for step in range(60)]
     watch = Watch(tmp_path, Watched())
     assert watch.take(*[single] * 20, *fallen) == []  # it rises
-    assert [told for _, told in watch.take(*[fallen[-1] | {"reward/mean": 0.6}] * KEPT)] == ["entropy_collapse"]
+    assert [told for _, told in watch.take(*[fallen[-1] | {"reward/mean": 0.4}] * KEPT)] == ["entropy_collapse"]
 
 
 def test_a_kl_that_begins_far_away_and_falls_runs_nowhere(watch: Watch):

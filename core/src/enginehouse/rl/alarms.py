@@ -34,7 +34,7 @@ COLLAPSED = 10.0
 (`ALL_EQUAL`) and it costs `MISSED` of the distance between the least and the best reward seen: a policy that has found
 the best answer is as sure of it. Of single samples less is known: there the reward has not risen for `KEPT` steps
 either, and it costs `LOST`."""
-ALL_EQUAL, MISSED, LOST = 0.8, 0.1, 0.3
+ALL_EQUAL, MISSED, LOST = 0.8, 0.1, 0.5
 FAR_FROM_REFERENCE = 1.0
 """Nats a token; or twice the entropy at the beginning, which is about what it costs to make of a policy one that always
 says its likeliest answer."""
@@ -104,6 +104,7 @@ class Alarms:
     def __init__(self, run: RunDirectory, progress: Progress, watched: Watched):
         self._run, self._progress, self._watched = run, progress, watched
         self._told = {row.get("alarm") for row in run.alarms}
+        progress.alarms = list(run.alarms)
 
     def check(self, step: int) -> None:
         """Look at the run after a step.

@@ -13,7 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from enginehouse.runs.progress import clock
+from enginehouse.runs.display import clock
 from enginehouse.runs.validations import figure
 
 if TYPE_CHECKING:
