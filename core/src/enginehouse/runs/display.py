@@ -21,6 +21,8 @@ LABEL, VALUE, SPARK = 10, 8, 48
 MOST_REPLICAS = 4
 """So many replicas are shown one by one; of more, how many are in which state."""
 ALARMS_SHOWN = 3
+SHORTEST = 0.01
+"""Share of a step's time from which on a phase is shown."""
 
 
 class Line(NamedTuple):
@@ -98,7 +100,8 @@ class Display:
 
     def _places(self) -> Iterator[Line]:
         progress, history = self._progress, self._progress.history
-        if phases := "  ".join(f"{name} {seconds:.3g}" for name, seconds in history.phases()):
+        least = SHORTEST * (history.now("time/step") or 0.0)
+        if phases := "  ".join(f"{name} {seconds:.3g}" for name, seconds in history.phases() if seconds >= least):
             yield Line(Text(f"seconds a step: {phases}", style="dim"), 5)
         if history.validations:
             yield from (Line(Text(line, style="dim"), 6) for line in history.validations.lines())

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -35,6 +36,7 @@ Emit = Callable[..., None]
 def events_on_stdout() -> Iterator[Emit]:
     """Have standard output to ourselves: what anybody else writes there meanwhile, a library, a reward or a worker,
     goes to standard error. A reader that goes away is no error: the run goes on without it."""
+    sys.stdout.flush()
     ours, lock = os.dup(1), threading.Lock()
     os.dup2(2, 1)
 
@@ -47,5 +49,7 @@ def events_on_stdout() -> Iterator[Emit]:
     try:
         yield emit
     finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()  # what is not written yet was written meanwhile
         os.dup2(ours, 1)
         os.close(ours)

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-BLOCKS, ASCII = "▁▂▃▄▅▆▇█", "_.-=+*#@"
+BLOCKS, ASCII = "▁▂▃▄▅▆▇", "_.-=+*#"  # no full block: lines below each other would touch
 MOST_POINTS = 128
 """A figure is remembered in at most so many points."""
 
