@@ -114,7 +114,7 @@ class Display:
     def _alarms(self) -> Iterator[Line]:
         newest = self._progress.alarms[-ALARMS_SHOWN:]
         for place, alarm in enumerate(newest, start=1):
-            said = f"! step {alarm['step']}: {alarm['said']}"
+            said = f"! step {alarm['step']}: {alarm.get('said', '')}"
             yield Line(Text(said, style="bold yellow"), 1 if place == len(newest) else 3)
 
 

@@ -35,14 +35,18 @@ Emit = Callable[..., None]
 @contextlib.contextmanager
 def events_on_stdout() -> Iterator[Emit]:
     """Have standard output to ourselves: what anybody else writes there meanwhile, a library, a reward or a worker,
-    goes to standard error. A reader that goes away is no error: the run goes on without it."""
+    goes to standard error. A reader that goes away is no error: the run goes on without it. Nothing comes after `end`,
+    not even where an ending that took too long is cut off."""
+    over = False
     sys.stdout.flush()
     ours, lock = os.dup(1), threading.Lock()
     os.dup2(2, 1)
 
     def emit(event: str, **content: Any) -> None:
+        nonlocal over
         line = (encoded({"event": event, **content}) + "\n").encode("utf-8", "backslashreplace")
         with lock, contextlib.suppress(OSError):
+            line, over = b"" if over else line, over or event == "end"
             while line:
                 line = line[os.write(ours, line) :]
 
