@@ -121,15 +121,18 @@ def test_long_runs_keep_the_lowest_and_the_highest_of_equal_parts(tmp_path: Path
     assert found["columns"]["step"][-1] == 9000
 
 
-def test_a_budget_keeps_the_best_and_the_worst_and_the_newest(tmp_path: Path):
+def test_a_budget_keeps_the_best_and_the_worst_and_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("enginehouse_report.page.CHUNK_BYTES", 2000)
     run = make_run(tmp_path / "run", steps=0)
     for step in (1, 2):
-        rows = [sample(number, response=f"{step}.{number} " * 200) for number in range(100)]
-        run.write_samples(step, rows)
-    page = report(run, out=tmp_path / "page.html", rows_bytes=2000)
+        run.write_samples(step, [sample(number) for number in range(100)])
+    page = report(run, out=tmp_path / "page.html", rows_bytes=3000)
     columns = page.blocks["samples-0"]["columns"]
     kept = {(columns["step"][at], columns["line"][at]) for at in range(200) if columns["block"][at] is not None}
-    assert {(2, 1), (2, 2), (2, 99), (2, 100)} <= kept
+    ends = {1, 2, 3, 4, 97, 98, 99, 100}
+    assert {(step, line) for step in (1, 2) for line in ends} <= kept
+    assert {(2, 5), (2, 6)} <= kept
+    assert not {(1, line) for line in range(5, 97)} & kept
     assert len(columns["reward"]) == 200  # all rows have their figures
     whole = report(run, out=tmp_path / "page.html", rows_bytes=10_000_000).blocks["samples-0"]["columns"]
     assert None not in whole["block"]

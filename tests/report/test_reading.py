@@ -51,8 +51,9 @@ def test_a_file_that_was_cut_back_is_read_anew(run: RunDirectory):
     assert len(files.metrics.rows) == 3
     path = run.path / "metrics.jsonl"
     staged = path.with_name("new")
-    staged.write_text("".join(path.read_text().splitlines(keepends=True)[:2]) + '{"step": 3, "reward/mean": 0.9999}\n')
-    staged.replace(path)  # of the same length or longer: told by the file's identity
+    row = json.dumps({"step": 3, "reward/mean": 0.9999, "note": "x" * 200})
+    staged.write_text("".join(path.read_text().splitlines(keepends=True)[:2]) + row + "\n")
+    staged.replace(path)  # longer than it was: told by the file's identity
     assert files.refresh()
     assert [row["step"] for row in files.metrics.rows] == [1, 2, 3]
     assert files.metrics.rows[-1]["reward/mean"] == 0.9999
