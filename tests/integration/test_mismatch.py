@@ -5,6 +5,7 @@ The figures themselves are checked in tests/core/rl/test_mismatch.py.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -74,6 +75,7 @@ def test_a_replica_that_lies_about_its_weights_shows_where_updates_are_not_check
     assert ended.code == 0
     assert ended.err.count("the rollout's logprobs differ from the actor's by") == 1
     assert "step 2: the rollout's logprobs" in ended.err
+    assert [json.loads(line)["alarm"] for line in (run.directory / "alarms.jsonl").open()] == ["engines_apart"]
     first, second = run.metrics
     assert first["mismatch/absolute_mean"] < SAME
     assert second["mismatch/compared"] == 1  # it claims to be of this version

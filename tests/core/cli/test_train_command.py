@@ -139,6 +139,63 @@ def test_a_secret_that_a_config_names_is_in_nothing_that_a_run_says_or_writes(pr
     assert not any(b"sk-7d1f5c" in content for content in [said.encode(), *written])
 
 
+def events(out: str) -> list[dict]:
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [row["event"] for row in rows[:2]] == ["plan", "start"]
+    assert [(row["event"], row["step"], row["metrics"]["loss"]) for row in rows[2:4]] == [
+        ("step", 1, 1),
+        ("step", 2, 1),
+    ]
+    return rows
+
+
+NOISY = "print('a library says so'); import os; os.write(1, b'so does a worker'); self.progress.note('n')"
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "code", "end"),
+    [
+        (NOISY, 0, {"status": "finished", "error": None}),
+        ("print('so'); raise RuntimeError('no luck')", 1, {"status": "failed", "error": "no luck"}),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)", 130, {"status": "interrupted"}),
+    ],
+)
+def test_json_is_events_alone_however_the_run_ends(project: Project, behaviour: str, code: int, end: dict):
+    process = start(project, behaviour, "--json")
+    out, err = process.communicate()
+    assert process.returncode == code, err
+    *before, last = events(out)
+    assert last["event"] == "end"
+    assert last["status"] == record(project)["status"]
+    assert last | end == last
+    assert (last["steps"], last["directory"], last["model"]) == (2, str(project.root / "runs/one"), None)
+    if behaviour == NOISY:
+        assert before[-1] == {"event": "note", "text": "n"}
+        assert "a library says so" in err
+        assert "so does a worker" in err
+
+
+def test_a_reader_of_json_that_goes_away_does_not_end_the_run(project: Project):
+    process = start(project, "print('so')", "--json")
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(WITHIN_SECONDS) == 0
+    assert record(project)["status"] == "finished"
+
+
+def test_a_config_that_is_refused_has_no_event(project: Project):
+    process = start(project, "pass", "--json", "train.stepz=3")
+    out, err = process.communicate()
+    assert (process.returncode, out) == (2, "")
+    assert "train.stepz" in err
+
+
+def test_quiet_and_json_exclude_each_other(project: Project):
+    result = CliRunner().invoke(train, ["grpo.yaml", "--quiet", "--json"])
+    assert result.exit_code == 2
+    assert "leave out one of them" in result.output
+
+
 def test_quiet_says_only_how_it_ended(project: Project):
     out, _ = start(project, "pass", "--quiet").communicate()
     assert out == f"finished: {project.root / 'runs/one'}\n"

@@ -154,11 +154,11 @@ def test_a_reward_that_stands_still_where_samples_still_differ_is_no_collapse(wa
 
 
 def test_where_samples_are_single_a_reward_that_stands_still_tells_a_collapse(tmp_path: Path):
-    single = {"reward/groups_all_equal": 1.0}
-    fallen = [{"entropy": 0.05, "reward/mean": 0.5 + step / 200} | single for step in range(60)]
+    single = {"reward/groups_all_equal": 1.0, "reward/mean": 0.05}
+    fallen = [{"entropy": 0.05, "reward/mean": 0.1 + step / 200, "reward/groups_all_equal": 1.0} for step in range(60)]
     watch = Watch(tmp_path, Watched())
     assert watch.take(*[single] * 20, *fallen) == []  # it rises
-    assert [told for _, told in watch.take(*[fallen[-1] | {"reward/mean": 0.6}] * KEPT)] == ["entropy_collapse"]
+    assert [told for _, told in watch.take(*[fallen[-1] | {"reward/mean": 0.4}] * KEPT)] == ["entropy_collapse"]
 
 
 def test_a_kl_that_begins_far_away_and_falls_runs_nowhere(watch: Watch):
@@ -207,7 +207,7 @@ def test_a_resumed_run_compares_with_its_beginning_and_tells_nothing_again(tmp_p
     watch.run.alarms = [{"step": 9, "alarm": "responses_cut", "said": "", "advice": ""}]
     again = Alarms(watch.run, watch.progress, WATCHED)
     watch.alarms = again
-    assert watch.take(*[{"response/truncated": 1.0, "kl": 3.5}] * WINDOW) == [(37, "kl_runaway")]
+    assert watch.take(*[{"response/truncated": 1.0, "kl": 3.5}] * WINDOW) == [(38, "kl_runaway")]
 
 
 def test_the_first_skipped_step_is_told_and_so_many_in_a_row_end_the_run(watch: Watch):

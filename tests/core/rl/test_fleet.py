@@ -21,6 +21,7 @@ from enginehouse.rl.columns import Requests
 from enginehouse.rl.fleet import RolloutFleet
 from enginehouse.rl.generation import in_order
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
+from enginehouse.runs.display import ReplicaSeen
 from enginehouse.weights.sync import WeightSync
 from enginehouse_testing.models import tiny_model
 
@@ -241,6 +242,21 @@ def test_figures_are_told_once(fleet):
     assert 0 < figures["rollout/utilisation"] <= 1
     figures = fleet.metrics()
     assert figures["rollout/queued"] == figures["rollout/busy_seconds"] == 0
+
+
+def test_how_replicas_are_is_seen_from_any_thread_without_asking_them(fleet):
+    assert fleet.seen() == [ReplicaSeen(0, "up", fleet._version, 0)]
+    draw(fleet)
+    seen = []
+    thread = threading.Thread(target=lambda: seen.extend(fleet.seen()))
+    thread.start()
+    thread.join()
+    assert [one.requests for one in seen] == [0]
+    fleet._replicas[0].state = "returned"
+    try:
+        assert fleet.seen()[0].state == "without weights"
+    finally:
+        fleet._replicas[0].state = "serving"
 
 
 def test_weights_reach_it_and_an_error_of_its_worker_names_it(fleet):

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import io
+import math
+import re
 import time
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
 from enginehouse.runs import Progress, RunDirectory, saved_words, summary_lines
 from enginehouse.runs.directory import Earlier
+from enginehouse.runs.display import Display, ReplicaSeen, in_words
+from enginehouse.runs.sparkline import MOST_POINTS, Series, sparkline
 
 METRICS = {"reward/mean": 0.25, "loss": 0.5, "tokens_per_second": 21034.4, "time/step": 0.1, "time/generate": 0.06}
 
@@ -139,6 +144,87 @@ def test_a_terminal_gets_a_display_with_reward_phases_and_time_left():
         assert part in shown
 
 
+FULL = METRICS | {
+    "entropy": 1.5, "kl": 0.01, "response/tokens_mean": 7.0, "grad_norm": 0.3, "reward/failures": 1.0,
+}  # fmt: skip
+ALARM = {
+    "step": 12,
+    "alarm": "reward_zero",
+    "said": "every reward was 0 奖励 " * 5,
+    "advice": "begin with easier prompts",
+}
+
+
+def displayed(width: int, height: int, encoding: str = "utf-8") -> list[str]:
+    """A display of all that there may be, as it is drawn."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="replace", write_through=True)
+    console = Console(file=stream, force_terminal=True, color_system=None, width=width, height=height)
+    progress = Progress("a run's name 运行 that is far too long for a narrow terminal", console=console)
+    progress.state = lambda: "episodes 812 under way, 40 in tools"
+    progress.replicas = lambda: [ReplicaSeen(0, "up", 12, 34), ReplicaSeen(1, "restarting", None, 0)]
+    progress.roles = ["actor 2x torch", "rollout 2x vllm"]
+    progress.start(100)
+    for step in range(1, 41):
+        progress.update(step, FULL | {"reward/mean": step / 100, "loss": -step})
+        if step % 10 == 0:
+            progress.validated(step, {"validation/reward": step / 50})
+    progress.alarmed(ALARM)
+    console.print(Display(progress))
+    stream.seek(0)
+    return stream.read().splitlines()
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (140, 40), (200, 60), (40, 10), (24, 5), (8, 3), (1, 1)])
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_the_display_fits_any_terminal_with_what_matters_most(width: int, height: int, encoding: str):
+    lines = displayed(width, height, encoding)
+    assert 1 <= len(lines) <= max(height - 1, 1)
+    assert max(map(cell_len, lines)) <= width
+    shown = "\n".join(lines)
+    wanted = ["step 40/100", "! step 12", "reward"] if height >= 5 else []
+    if width >= 80:
+        wanted += ["reward       0.355", "validation", "entropy", "KL ", "length", "gradient", "tokens/s", "21,034"]
+        wanted += ["every reward was 0", "0 up v12, 34 requests, 1 restarting", "actor 2x torch", "812 under way"]
+        wanted += ["generate 0.06", "validation at step 40", "reward failures 10 in 10 steps"]
+        (reward,) = [line for line in lines if line.startswith("reward  ")]
+        way = reward[20:].split()[0]
+        assert "".join(dict.fromkeys(way)) == ("▁▂▃▄▅▆▇" if encoding == "utf-8" else "_.-=+*#")
+    assert [part for part in wanted if part not in shown] == []
+
+
+def test_many_replicas_are_counted_by_their_states():
+    many = [ReplicaSeen(number, "up" if number else "lost", number or None, 2) for number in range(9)]
+    assert in_words(many) == "1 lost, 8 up, weights from v1 on, 18 requests"
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TERM", "dumb")
+    assert Progress(console=Console(file=io.StringIO(), force_terminal=True)).mode == "lines"
+
+
+def test_no_colour_is_used_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    progress, stream = on_terminal()
+    progress.start(3)
+    progress.update(1, FULL)
+    progress.console.print(Display(progress))
+    assert "reward" in stream.getvalue()
+    assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", stream.getvalue())
+
+
+def test_a_sparkline_shows_the_whole_run_in_few_points():
+    series = Series()
+    for step in range(100_000):
+        series.add(float(step))
+    series.add(math.nan)
+    assert MOST_POINTS // 2 <= len(series.points) < MOST_POINTS
+    assert series.points == sorted(series.points)
+    assert series.points[-1] > 97_000
+    assert sparkline(series.points, 7) == "▁▂▃▄▅▆▇"
+    assert sparkline([1.0, 1.0], 8) == "▁▁"
+    assert sparkline([], 8) == sparkline([1.0], 0) == ""
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_the_terminal_is_given_back_however_the_run_ends(error: type[BaseException]):
     progress, stream = on_terminal()
@@ -246,5 +332,5 @@ def test_what_is_under_way_is_said_beside_what_is_counted(monkeypatch: pytest.Mo
     shown.state = progress.state
     with shown:
         shown.start(3)
-        shown.console.print(shown._render())
+        shown.console.print(Display(shown))
     assert "episodes 812 under way, 40 in tools" in stream.getvalue()

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
+
+from enginehouse.cli.output import shows
+
+if TYPE_CHECKING:
+    from enginehouse.runs.progress import Mode
 
 
 @click.command()
 @click.argument("config", type=click.Path())
 @click.argument("overrides", nargs=-1)
 @click.option("--resume", is_flag=True, help="Go on with the run in run.directory, from its newest checkpoint.")
-@click.option("-q", "--quiet", is_flag=True, help="Say only how it ended.")
-def dpo(config: str, overrides: tuple[str, ...], resume: bool, quiet: bool) -> None:
+@shows
+def dpo(config: str, overrides: tuple[str, ...], resume: bool, show: Mode | None) -> None:
     """Train a policy on preferences by DPO or KTO, as the YAML file CONFIG says.
 
     The data are pairs, rows of {prompt, chosen, rejected}; for algorithm.loss=kto rated responses, rows of
@@ -26,4 +33,4 @@ def dpo(config: str, overrides: tuple[str, ...], resume: bool, quiet: bool) -> N
     from enginehouse.cli.session import run_preferences
     from enginehouse.config.schema import DPOConfig
 
-    run_preferences(DPOConfig, config, overrides, resume=resume, quiet=quiet)
+    run_preferences(DPOConfig, config, overrides, resume=resume, show=show)

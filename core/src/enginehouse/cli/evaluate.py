@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
+
+from enginehouse.cli.output import shows
+
+if TYPE_CHECKING:
+    from enginehouse.runs.progress import Mode
 
 
 @click.command("eval")
@@ -13,8 +20,8 @@ import click
     type=click.Path(),
     help="Directory of a model, or of a run, whose newest model it is then; default: model.path.",
 )
-@click.option("-q", "--quiet", is_flag=True, help="Say only how it ended.")
-def evaluate(config: str, overrides: tuple[str, ...], model: str | None, quiet: bool) -> None:
+@shows
+def evaluate(config: str, overrides: tuple[str, ...], model: str | None, show: Mode | None) -> None:
     """Have a model answer the held-out prompts of CONFIG, one for `enginehouse train`, and measure the answers.
 
     Prompts are those of data.validation, played by the config's environment and scored by its reward; how they are
@@ -50,6 +57,6 @@ def evaluate(config: str, overrides: tuple[str, ...], model: str | None, quiet: 
         tables.append(evaluation.table)
         return evaluation
 
-    run_plan(planned, build, quiet=quiet)
-    if not quiet:
+    run_plan(planned, build, show=show)
+    if show is None:
         click.echo("\n" + "\n".join(tables[0]()))

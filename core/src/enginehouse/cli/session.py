@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from enginehouse.config.schema import DPOConfig, RMConfig
     from enginehouse.engines.tracker import Outcome
     from enginehouse.runs import Progress, RunDirectory
+    from enginehouse.runs.events import Emit
+    from enginehouse.runs.progress import Mode
     from enginehouse.runs.record import Status
 
 log = logging.getLogger(__name__)
@@ -38,24 +40,36 @@ class Trainer(Protocol):
         ...
 
 
-def run_plan(plan: RunPlan, build: Callable[[RunDirectory, Progress], Trainer], *, quiet: bool = False) -> None:
+def run_plan(plan: RunPlan, build: Callable[[RunDirectory, Progress], Trainer], *, show: Mode | None = None) -> None:
     """Build the trainer, make the run directory, run the plan, and say how it ended.
 
     Args:
         plan: what to run.
         build: makes the trainer, which reads its data then; imports what it needs itself, so that a refused plan never
             pays for it. The run directory is made afterwards: bad data does not cost an earlier run.
-        quiet: show nothing while it runs.
+        show: `"quiet"`: nothing while it runs; `"json"`: events on standard output; None: what the terminal can show.
 
     Raises:
         UserError: the run failed by a mistake of the user's, here or on a worker.
         EnginehouseError: the run failed.
         SystemExit: if it was interrupted, with the code 128 and the number of the signal: 130 for Ctrl-C.
     """
+    if show == "json":
+        from enginehouse.runs.events import events_on_stdout
+
+        with events_on_stdout() as emit:
+            _run(plan, build, show, emit)
+    else:
+        _run(plan, build, show, None)
+
+
+def _run(
+    plan: RunPlan, build: Callable[[RunDirectory, Progress], Trainer], show: Mode | None, emit: Emit | None
+) -> None:
     from enginehouse.config.load import dump_config
     from enginehouse.runs import Progress, RunDirectory, saved_words
 
-    if not quiet:
+    if show is None:
         click.echo(plan.render() + "\n")
     settings = plan.config.run
     run = RunDirectory(
@@ -70,13 +84,16 @@ def run_plan(plan: RunPlan, build: Callable[[RunDirectory, Progress], Trainer], 
         models_kept=getattr(plan.config.train, "models_kept", None),
         trackers=plan.trackers,
     )
-    progress = Progress(run.path.name, mode="quiet" if quiet else None)
+    progress = Progress(run.path.name, mode=show, emit=emit)
+    if emit is not None:
+        emit("plan", run=run.path.name, directory=str(run.path), plan=plan.render())
 
     def before_force() -> None:
         if unrecorded := run.opened and run.record.status == "running":
             run.record.finish("interrupted", run.last_step, None)
         with contextlib.suppress(OSError):  # the terminal may be gone
             progress.close()
+            _emit_end(run, emit, "interrupted")
             click.echo(saved_words(run), err=True)
         if unrecorded:
             run.finish("interrupted")  # last: a thread that is stuck may hold the timeline
@@ -98,10 +115,11 @@ def run_plan(plan: RunPlan, build: Callable[[RunDirectory, Progress], Trainer], 
         if run.opened:  # recorded while signals are heard: one that comes now must not end the program half way
             outcome = _record_end(run, ended_by, interrupted)
             _tell_recorded(run, outcome)
+    _emit_end(run, emit, "finished" if ended_by is None else "interrupted" if interrupted else "failed", ended_by)
     if ended_by is None:
-        _say_end(run, progress, "finished", quiet)
+        _say_end(run, progress, "finished")
     elif interrupted:
-        _interrupted(run, progress, interrupts.exit_code, ended_by, quiet)
+        _interrupted(run, progress, interrupts.exit_code, ended_by)
     elif run.opened:
         _failed(run, ended_by)
     else:
@@ -128,7 +146,22 @@ def _tell_recorded(run: RunDirectory, outcome: Outcome) -> None:
         log.warning("%s", error)
 
 
-def _interrupted(run: RunDirectory, progress: Progress, code: int, error: BaseException, quiet: bool) -> NoReturn:
+def _emit_end(run: RunDirectory, emit: Emit | None, status: Outcome, error: BaseException | None = None) -> None:
+    if emit is None:
+        return
+    model = run.saved_model
+    emit(
+        "end",
+        status=status,
+        steps=run.last_step,
+        directory=str(run.path),
+        model=None if model is None else str(model),
+        alarms=len(run.alarms),
+        error=_in_words(error) if isinstance(error, Exception) else None,
+    )
+
+
+def _interrupted(run: RunDirectory, progress: Progress, code: int, error: BaseException) -> NoReturn:
     """Say what there is, and exit. The terminal may be gone."""
     from enginehouse.runs import saved_words
 
@@ -136,7 +169,7 @@ def _interrupted(run: RunDirectory, progress: Progress, code: int, error: BaseEx
         if run.opened:
             if isinstance(error, Exception):
                 click.echo(f"While the run was ended: {_in_words(error)}", err=True)
-            _say_end(run, progress, "interrupted", quiet)
+            _say_end(run, progress, "interrupted")
         click.echo(saved_words(run), err=True)
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -169,10 +202,12 @@ def _in_words(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def _say_end(run: RunDirectory, progress: Progress, status: Status, quiet: bool) -> None:
+def _say_end(run: RunDirectory, progress: Progress, status: Status) -> None:
     from enginehouse.runs import summary_lines, summary_panel
 
-    if quiet:
+    if progress.mode == "json":  # it has been said
+        return
+    if progress.mode == "quiet":
         click.echo(f"{status}: {run.path}")
     elif progress.mode == "live":
         progress.console.print(summary_panel(run, progress.history, status))
@@ -189,7 +224,7 @@ def _trace_calls(run: RunDirectory) -> Callable[[], None]:
 
 
 def run_preferences(
-    schema: type[DPOConfig | RMConfig], config: str, overrides: Sequence[str], *, resume: bool, quiet: bool
+    schema: type[DPOConfig | RMConfig], config: str, overrides: Sequence[str], *, resume: bool, show: Mode | None
 ) -> None:
     """Run a config of `enginehouse dpo` or `rm`; errors as of `run_plan`."""
     from enginehouse.config.load import load_config
@@ -204,4 +239,4 @@ def run_preferences(
 
         return trainer(planned, run, progress)
 
-    run_plan(planned, build, quiet=quiet)
+    run_plan(planned, build, show=show)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
+
+from enginehouse.cli.output import shows
+
+if TYPE_CHECKING:
+    from enginehouse.runs.progress import Mode
 
 
 @click.command()
 @click.argument("config", type=click.Path())
 @click.argument("overrides", nargs=-1)
 @click.option("--resume", is_flag=True, help="Go on with the run in run.directory, from its newest checkpoint.")
-@click.option("-q", "--quiet", is_flag=True, help="Say only how it ended.")
-def train(config: str, overrides: tuple[str, ...], resume: bool, quiet: bool) -> None:
+@shows
+def train(config: str, overrides: tuple[str, ...], resume: bool, show: Mode | None) -> None:
     """Train a model by reinforcement learning, as the YAML file CONFIG says.
 
     OVERRIDES are dotted.key=value, the value in YAML; they win over the file. Paths in both are relative to the current
@@ -41,4 +48,4 @@ def train(config: str, overrides: tuple[str, ...], resume: bool, quiet: bool) ->
 
         return Trainer(planned, run, progress)
 
-    run_plan(planned, build, quiet=quiet)
+    run_plan(planned, build, show=show)

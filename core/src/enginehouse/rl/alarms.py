@@ -34,7 +34,7 @@ COLLAPSED = 10.0
 (`ALL_EQUAL`) and it costs `MISSED` of the distance between the least and the best reward seen: a policy that has found
 the best answer is as sure of it. Of single samples less is known: there the reward has not risen for `KEPT` steps
 either, and it costs `LOST`."""
-ALL_EQUAL, MISSED, LOST = 0.8, 0.1, 0.3
+ALL_EQUAL, MISSED, LOST = 0.8, 0.1, 0.5
 FAR_FROM_REFERENCE = 1.0
 """Nats a token; or twice the entropy at the beginning, which is about what it costs to make of a policy one that always
 says its likeliest answer."""
@@ -104,6 +104,7 @@ class Alarms:
     def __init__(self, run: RunDirectory, progress: Progress, watched: Watched):
         self._run, self._progress, self._watched = run, progress, watched
         self._told = {row.get("alarm") for row in run.alarms}
+        progress.alarms = list(run.alarms)
 
     def check(self, step: int) -> None:
         """Look at the run after a step.
@@ -129,7 +130,7 @@ class Alarms:
 
 
 class Change(NamedTuple):
-    """Medians of a figure over the first and the last steps."""
+    """What a figure was in the first steps, and the median of the last."""
 
     before: float
     now: float
@@ -141,23 +142,22 @@ class Change(NamedTuple):
         return f"from {self.before:.3g} ({first}) to {self.now:.3g} ({last})"
 
 
-def changed(history: History, name: str, times: float) -> Change | None:
-    """Whether a figure has grown so many times, or fallen to so much of what it was, and noise does not explain it.
+def change(
+    history: History, name: str, of_first: Callable[[Sequence[float]], float]
+) -> tuple[Change, list[float]] | None:
+    """What a figure was and is, and its values in the last steps; None where there are too few of either.
 
     Args:
         history: of the run.
         name: the metric.
-        times: above 1: the lower quartile of the last steps is so many times the upper one of the first; below 1: the
-            upper quartile of the last ones is so much of the lower one of the first.
+        of_first: makes one number of the first steps. The least or largest one is right for what may change within
+            them; where noise matters, a quartile.
     """
     over = min(WINDOW, history.step // 2)
     first, last = _figures(history.first[:over], name), _figures(history.recent(over), name)
     if min(len(first), len(last)) < LEAST:
         return None
-    has = _quartile(last, 1) >= times * _quartile(first, 3)
-    if times < 1:
-        has = _quartile(last, 3) <= times * _quartile(first, 1)
-    return Change(statistics.median(first), statistics.median(last), over, history.step) if has else None
+    return Change(of_first(first), statistics.median(last), over, history.step), last
 
 
 def lasts(history: History, holds: Callable[[Mapping[str, float]], bool]) -> bool:
@@ -175,8 +175,12 @@ def _figures(rows: Sequence[Mapping[str, float]], name: str) -> list[float]:
     return [row[name] for row in rows if math.isfinite(row.get(name, math.nan))]
 
 
-def _quartile(values: Sequence[float], which: int) -> float:
-    return statistics.quantiles(values, n=4, method="inclusive")[which - 1]
+def _lower_quartile(values: Sequence[float]) -> float:
+    return statistics.quantiles(values, n=4, method="inclusive")[0]
+
+
+def _upper_quartile(values: Sequence[float]) -> float:
+    return statistics.quantiles(values, n=4, method="inclusive")[2]
 
 
 def _span(history: History) -> str:
@@ -248,10 +252,10 @@ def _engines_apart(history: History, watched: Watched) -> str:
 
 
 def _mismatch_growing(history: History, watched: Watched) -> str:
-    change = changed(history, "mismatch/absolute_mean", GROWN)
-    if change is None or change.now < watched.most_apart / 10:
+    seen = change(history, "mismatch/absolute_mean", _upper_quartile)
+    if seen is None or _lower_quartile(seen[1]) < max(GROWN * seen[0].before, watched.most_apart / 10):
         return ""
-    return f"the rollout's logprobs drift away from the actor's: mismatch/absolute_mean rose {change}, in nats"
+    return f"the rollout's logprobs drift away from the actor's: mismatch/absolute_mean rose {seen[0]}, in nats"
 
 
 def _responses_cut(history: History, watched: Watched) -> str:
@@ -265,10 +269,10 @@ def _responses_cut(history: History, watched: Watched) -> str:
 
 
 def _entropy_collapse(history: History, watched: Watched) -> str:
-    change = changed(history, "entropy", 1 / COLLAPSED)
+    seen = change(history, "entropy", max)
     rows = [*history.first, *history.last]
     best, least = _figures(rows, "reward/max"), _figures(rows, "reward/min")
-    if change is None or not best or not least:
+    if seen is None or _upper_quartile(seen[1]) > seen[0].before / COLLAPSED or not best or not least:
         return ""
     reward, top = median(history, "reward/mean"), max(best)
     cost = (top - reward) / max(top - min(least), 1e-9)
@@ -281,18 +285,17 @@ def _entropy_collapse(history: History, watched: Watched) -> str:
     if not collapsed:
         return ""
     return (
-        f"the entropy collapsed, {change}, in nats a token, while the reward is {reward:.3g} on average and single "
+        f"the entropy collapsed, {seen[0]}, in nats a token, while the reward is {reward:.3g} on average and single "
         f"responses had up to {top:.3g}: the policy no longer tries anything else"
     )
 
 
 def _kl_runaway(history: History, watched: Watched) -> str:
-    change = changed(history, "kl", GROWN)
-    entropies = _figures(history.first, "entropy")
-    far = max(FAR_FROM_REFERENCE, 2 * statistics.median(entropies) if entropies else 0.0)
-    if change is None or change.now < far:
+    seen, entropies = change(history, "kl", min), _figures(history.first, "entropy")
+    far = max(FAR_FROM_REFERENCE, 2 * max(entropies, default=0.0))
+    if seen is None or _lower_quartile(seen[1]) < max(GROWN * seen[0].before, far):
         return ""
-    return f"the policy runs away from its reference: kl rose {change}, in nats a token"
+    return f"the policy runs away from its reference: kl rose {seen[0]}, in nats a token"
 
 
 def _reward_zero(history: History, watched: Watched) -> str:

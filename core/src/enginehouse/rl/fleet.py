@@ -34,6 +34,7 @@ from enginehouse.rl.generation import seeded_requests
 from enginehouse.rl.replica import FLEET, FleetMetrics, Replica, State, Watch, nobody_left
 from enginehouse.rl.router import Flight, Router
 from enginehouse.rl.scheduler import PrefixMemory
+from enginehouse.runs.display import ReplicaSeen
 from enginehouse.weights.members import Member, Members, Ranks
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_STATES = {"serving": "up", "returned": "without weights", "lost": "lost", "out": "out"}
+"""Of a replica, for people."""
 SAMPLES_IN_FLIGHT = 512
 """Most completions a replica is given at once, where its engine does not say how many it generates (`max_running`); the
 rest goes to who is free first."""
@@ -196,6 +199,19 @@ class RolloutFleet:
     def states(self) -> list[State]:
         """What each replica is good for."""
         return [replica.state for replica in self._replicas]
+
+    def seen(self) -> list[ReplicaSeen]:
+        """How each replica is, for people; from any thread, and nobody is asked."""
+        router = self._router
+        return [
+            ReplicaSeen(
+                replica.number,
+                "restarting" if replica.is_started else _STATES[replica.state],
+                replica.version,
+                router.requests(replica.number) if router is not None else 0,
+            )
+            for replica in list(self._replicas)
+        ]
 
     def describe(self) -> list[dict[str, Any]]:
         """What runs in each replica, for reports; of one that is gone, why."""

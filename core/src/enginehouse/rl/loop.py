@@ -230,7 +230,9 @@ class Loop(ABC):
         return staged
 
     def _run_steps(self) -> None:
-        self.run_directory.describe(self.describe())
+        described = self.describe()
+        self.run_directory.describe(described)
+        self.progress.roles = [f"{role} {len(of)}x {of[0].get('backend', '')}" for role, of in described.items() if of]
         self.checkpoint_writer = CheckpointWriter(
             self.roles.trained,
             self.run_directory,
@@ -378,6 +380,7 @@ class Loop(ABC):
         log.log(level, "no %s of step %d was saved: %s", what, step, first_line(error))
 
     def _saved(self, step: int, path: Path, what: str) -> None:
+        self.progress.saved(step, str(path), what)
         plugins().observe("checkpoint_saved", run=self, step=step, path=str(path), what=what)
 
     def _saves_in_background(self) -> bool:

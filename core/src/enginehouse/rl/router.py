@@ -164,6 +164,10 @@ class Router:
             if not isinstance(call, Exception):
                 call.hurry()
 
+    def requests(self, replica: int) -> int:
+        """How many requests a replica was given and has not answered. From any thread."""
+        return len(self._held.get(replica, ()))
+
     # What is done in one turn of the loop
 
     def _soon(self) -> None:

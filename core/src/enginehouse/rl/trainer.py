@@ -92,6 +92,7 @@ class Trainer(Loop):
     def workers(self) -> Iterator[None]:
         with self.players.beside(place(self.plan, self.probe)) as self.roles, self.roles.sync.trainer_in_use():
             self.progress.state = lambda: str(self.players.under_way)
+            self.progress.replicas = self.roles.rollout.seen
             self.feed = self._feed()
             yield
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 
+from enginehouse.runs.sparkline import Series
 from enginehouse.runs.validations import Validations
 
 WINDOW = 10
 """Steps a shown figure is averaged over."""
 KEPT = 4 * WINDOW
 """Steps whose metrics are remembered whole, the last."""
+TRACED = frozenset(
+    ("reward/mean", "loss", "accuracy", "entropy", "kl", "response/tokens_mean", "grad_norm", "tokens_per_second")
+)
+"""Figures of which the whole run is remembered."""
 
 
 class History:
@@ -23,6 +28,7 @@ class History:
         first: metrics of the first `WINDOW` steps.
         last: metrics of the last `KEPT` steps.
         validations: its validations.
+        series: by metric, its values over the whole run, of those in `TRACED`.
     """
 
     def __init__(self) -> None:
@@ -31,6 +37,7 @@ class History:
         self.first: list[Mapping[str, float]] = []
         self.last: deque[Mapping[str, float]] = deque(maxlen=KEPT)
         self.validations = Validations()
+        self.series: defaultdict[str, Series] = defaultdict(Series)
         self._started = self._ended = time.perf_counter()
         self._done = 0
 
@@ -47,6 +54,8 @@ class History:
         if len(self.first) < WINDOW:
             self.first.append(metrics)
         self.last.append(metrics)
+        for name in TRACED & metrics.keys():
+            self.series[name].add(metrics[name])
 
     @property
     def seconds(self) -> float:

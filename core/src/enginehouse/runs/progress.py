@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.spinner import Spinner
-from rich.table import Table
-from rich.text import Text
 
+from enginehouse.runs.display import Display, ReplicaSeen, clock
 from enginehouse.runs.history import History
 from enginehouse.runs.validations import figure
 
@@ -23,6 +19,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from enginehouse.runs.directory import Earlier
+    from enginehouse.runs.events import Emit
 
 REFRESHES_PER_SECOND = 4
 LINES_A_RUN = 20
@@ -31,7 +28,7 @@ SECONDS_BETWEEN_LINES = 60.0
 
 T = TypeVar("T")
 
-Mode = Literal["live", "lines", "quiet"]
+Mode = Literal["live", "lines", "quiet", "json"]
 
 
 class Progress:
@@ -41,20 +38,34 @@ class Progress:
 
     Args:
         title: the run's name.
-        mode: `"live"`, `"lines"` or `"quiet"`; None: live if the console is a terminal, else lines.
+        mode: `"live"`, `"lines"`, `"quiet"` or `"json"`; None: live if the console is a terminal that can move its
+            cursor, else lines.
         console: where to write; None: standard output.
+        emit: told of each event, in the mode `"json"`, and nothing else is written then.
 
     Attributes:
         history: the figures taken in.
         alarms: those taken in.
         state: says what is under way right now, in a few words or none; asked whenever something is shown.
+        replicas: says how the rollout replicas are; likewise, and from another thread.
+        roles: what runs, a few words a role.
     """
 
     state: Callable[[], str] | None = None
+    replicas: Callable[[], Sequence[ReplicaSeen]] | None = None
 
-    def __init__(self, title: str = "", mode: Mode | None = None, console: Console | None = None):
+    def __init__(
+        self,
+        title: str = "",
+        mode: Mode | None = None,
+        console: Console | None = None,
+        emit: Emit | None = None,
+    ):
         self.console = console or Console(highlight=False)
-        self.mode: Mode = mode or ("live" if self.console.is_terminal else "lines")
+        lives = self.console.is_terminal and not self.console.is_dumb_terminal
+        self.mode: Mode = mode or ("live" if lives else "lines")
+        self._emit = emit or (lambda event, **content: None)
+        self.roles: list[str] = []
         self.title = title
         self.history = History()
         self.alarms: list[Mapping[str, Any]] = []
@@ -62,14 +73,14 @@ class Progress:
         self._task_started = 0.0
         self._last_line = time.perf_counter()
         self._part = "", 0, 0  # what is counted, how many have come, of how many
-        self._spinner = Spinner("dots")
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
         if self.mode == "live":
+            display = Display(self)
             self._live = Live(
                 console=self.console,
-                get_renderable=self._render,
+                get_renderable=lambda: display,
                 refresh_per_second=REFRESHES_PER_SECOND,
                 transient=True,
             )
@@ -112,7 +123,7 @@ class Progress:
             for part in parts:
                 self._part = what, self._part[1] + size(part), of
                 if time.perf_counter() - self._last_line > SECONDS_BETWEEN_LINES:
-                    self._say(self._part_as_text())
+                    self._say(self.part)
                 yield part
         finally:
             self._part = "", 0, 0
@@ -122,10 +133,12 @@ class Progress:
         self._task_is_done()
         self._last_line = time.perf_counter()
         self.history.start(steps, done)
+        self._emit("start", steps=steps, done=done)
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take in a step's metrics; shown are reward, loss, accuracy, gradient, entropy, speed, times and failures."""
         self.history.add(step, metrics)
+        self._emit("step", step=step, metrics=metrics)
         if self.mode != "lines":
             return
         every = max(1, self.history.steps // LINES_A_RUN)
@@ -150,6 +163,7 @@ class Progress:
         """
         validations = self.history.validations
         validations.add(step, metrics, how)
+        self._emit("validation", step=step, metrics=metrics, how=how)
         say = self.note if validations.worse_anywhere() else self._line
         for line in validations.lines():
             say(line)
@@ -157,10 +171,16 @@ class Progress:
     def alarmed(self, alarm: Mapping[str, Any]) -> None:
         """Take in an alarm, a row of `alarms.jsonl`; the log says it too."""
         self.alarms.append(alarm)
+        self._emit("alarm", **alarm)
+
+    def saved(self, step: int, path: str, what: str) -> None:
+        """Take in that a model or a checkpoint was saved."""
+        self._emit("saved", step=step, what=what, path=path)
 
     def note(self, text: str) -> None:
         """Print a line that stays, above the display on a terminal."""
-        if self.mode != "quiet":
+        self._emit("note", text=text)
+        if self.mode in ("live", "lines"):
             self.console.print(text, soft_wrap=True, markup=False, highlight=False)
 
     def _task_is_done(self) -> None:
@@ -176,81 +196,74 @@ class Progress:
         self._last_line = time.perf_counter()
         self._line(text)
 
-    def _part_as_text(self) -> str:
-        what, come, of = self._part
-        return ", ".join(filter(None, (f"{come:,} of {of:,} {what}", self._state())))
+    # What is shown
 
-    def _state(self) -> str:
+    @property
+    def task_name(self) -> str:
+        """What is under way that has no steps; empty if nothing is."""
+        return self._task
+
+    @property
+    def task_seconds(self) -> float | None:
+        """For how long it has been; None if nothing is."""
+        return time.perf_counter() - self._task_started if self._task else None
+
+    @property
+    def part(self) -> str:
+        """How much has come of what is counted, in words; empty if nothing is."""
+        what, come, of = self._part
+        return ", ".join(filter(None, (f"{come:,} of {of:,} {what}", self.under_way))) if of else ""
+
+    @property
+    def under_way(self) -> str:
+        """What is under way right now, in words."""
         return self.state() if self.state is not None else ""
+
+    def figures(self) -> list[tuple[str, str, Sequence[float]]]:
+        """The run's figures: of each its name, its mean over the last steps, and its way."""
+        history, shown = self.history, list[tuple[str, str, Sequence[float]]]()
+        for label, name in _FIGURES:
+            if (value := history.now(name)) is not None:
+                said = f"{value:,.0f}" if label == "tokens/s" else figure(value)
+                shown.append((label, said, history.series[name].points))
+            if label == "reward" and (rewards := history.validations.rewards()):
+                shown.append(("validation", figure(rewards[-1]), rewards))
+        return shown
+
+    def reward_failures(self) -> str:
+        """How many rewards failed in the last steps, in words; empty if none did."""
+        recent = self.history.recent()
+        failures = sum(step.get("reward/failures", 0.0) for step in recent)
+        return f"{failures:.0f} in {len(recent)} steps" if failures else ""
 
     def _as_line(self) -> str:
         history = self.history
         parts = [f"step {history.step}/{history.steps}"]
-        parts += [f"{label} {said}" for label, said in self._headline()]
+        said = {label: value for label, value, _ in self.figures()}
+        parts += [f"{label} {said[label]}" for label in _IN_LINES if label in said]
+        if failures := self.reward_failures():
+            parts.append(f"reward failures {failures}")
         parts.append(f"{1 / history.steps_per_second:.3g} s/step" if history.steps_per_second else "")
         left = history.seconds_left
         if left:
             parts.append(f"{clock(left)} left")
         return "  ".join(filter(None, parts))
 
-    def _headline(self) -> list[tuple[str, str]]:
-        history = self.history
-        shown = []
-        for label, name in (
-            ("reward", history.named("reward/mean")),
-            ("loss", history.named("loss")),
-            ("accuracy", history.named("accuracy")),
-            ("gradient", history.named("grad_norm")),
-            ("entropy", history.named("entropy")),
-            ("tokens/s", history.named("tokens_per_second")),
-        ):
-            value = history.now(name) if name else None
-            if value is not None:
-                shown.append((label, f"{value:,.0f}" if label == "tokens/s" else figure(value)))
-        recent = history.recent()
-        if failures := sum(step.get("reward/failures", 0.0) for step in recent):
-            shown.append(("reward failures", f"{failures:.0f} in {len(recent)} steps"))
-        return shown
 
-    def _render(self) -> RenderableType:
-        history = self.history
-        if self._task:
-            part = f", {self._part_as_text()}" if self._part[2] else ""
-            self._spinner.update(text=Text(f"{self._task} ({time.perf_counter() - self._task_started:.0f} s){part}"))
-            return self._spinner
-        if not history.steps:
-            return Text("")
-        bar = Table.grid(padding=(0, 1))
-        bar.add_row(
-            Text(self.title, style="bold"),
-            ProgressBar(total=history.steps, completed=history.step, width=32),
-            Text(f"step {history.step}/{history.steps}"),
-            Text(f"{clock(history.seconds)} gone, {clock(history.seconds_left)} left", style="dim"),
-        )
-        if self._part[2]:
-            _, come, of = self._part
-            bar.add_row(Text(""), ProgressBar(total=of, completed=come, width=32), Text(self._part_as_text()), Text(""))
-        rows: list[RenderableType] = [bar]
-        headline = self._headline()
-        if headline:
-            rows.append(
-                Text.assemble(*(part for one in headline for part in ((one[0] + " ", "dim"), (one[1] + "   ", "bold"))))
-            )
-        if not self._part[2] and (state := self._state()):
-            rows.append(Text(state, style="dim"))
-        phases = "  ".join(f"{name} {seconds:.3g}" for name, seconds in history.phases())
-        if phases:
-            rows.append(Text(f"seconds a step: {phases}", style="dim"))
-        if history.validations:
-            rows += [Text(line, style="dim") for line in history.validations.lines()]
-        return Group(*rows)
+_FIGURES = (
+    ("reward", "reward/mean"),
+    ("loss", "loss"),
+    ("accuracy", "accuracy"),
+    ("entropy", "entropy"),
+    ("KL", "kl"),
+    ("length", "response/tokens_mean"),
+    ("gradient", "grad_norm"),
+    ("tokens/s", "tokens_per_second"),
+)
+_IN_LINES = ("reward", "loss", "accuracy", "gradient", "entropy", "tokens/s")
+"""Figures of a plain line, in its order."""
 
 
 def figures(row: Mapping[str, Any]) -> dict[str, float]:
     """The metrics in a row of a file: without what it says besides, and without those that were not finite."""
     return {name: value for name, value in row.items() if name not in ("step", "elapsed_seconds") and value is not None}
-
-
-def clock(seconds: float | None) -> str:
-    """A duration as hours, minutes and seconds."""
-    return "?" if seconds is None else str(timedelta(seconds=round(seconds)))

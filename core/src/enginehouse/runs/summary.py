@@ -13,7 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from enginehouse.runs.progress import clock
+from enginehouse.runs.display import clock
 from enginehouse.runs.validations import figure
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def summary_facts(run: RunDirectory, history: History, status: Status) -> list[t
         taken = f"{history.taken} step{'s' if history.taken > 1 else ''} in {clock(history.seconds)}"
         facts.append(("speed", f"{history.steps_per_second:.3g} steps/s ({taken}; starting workers is not counted)"))
     if run.alarms:
-        told = ", ".join(f"{alarm['alarm']} at step {alarm['step']}" for alarm in run.alarms)
+        told = ", ".join(f"{alarm.get('alarm')} at step {alarm['step']}" for alarm in run.alarms)
         many = "1 alarm" if len(run.alarms) == 1 else f"{len(run.alarms)} alarms"
         facts.append(("alarms", f"{many}: {told} (what to try: {shown(run.path / 'alarms.jsonl')})"))
     if status == "finished":  # of another run `saved_words` says it, on the other stream

@@ -91,6 +91,11 @@ class Validations:
             facts.append((name, f"{before}{figure(value)} at step {step}{how}{worse}"))
         return facts[:SHOWN]
 
+    def rewards(self) -> list[float]:
+        """The rewards of all, oldest first."""
+        name = f"validation/{REWARD}"
+        return [metrics[name] for _, metrics in self._taken if name in metrics]
+
     def worse_anywhere(self) -> bool:
         """Whether a part of the last one is worse than it was."""
         return any(self.worse(part) for part in _parts(self._taken[-1][1]))
