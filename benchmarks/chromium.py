@@ -13,8 +13,6 @@ import subprocess
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,28 +20,24 @@ from urllib.parse import urlsplit
 
 from websockets.sync.client import connect
 
-SWITCHES = (
-    *(
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--hide-scrollbars",
-        "--no-first-run",
-        "--remote-debugging-port=0",
-    ),
-    # what the browser itself would ask its maker
-    *(
-        "--disable-background-networking",
-        "--disable-component-update",
-        "--disable-sync",
-        "--disable-domain-reliability",
-    ),
-)
+SWITCHES = """
+    --headless=new --no-sandbox --disable-gpu --hide-scrollbars --no-first-run --remote-debugging-port=0
+    --disable-background-networking --disable-component-update --disable-sync --disable-domain-reliability
+    --disable-extensions --disable-default-apps --disable-client-side-phishing-detection --no-pings
+    --disable-features=OptimizationHints,AutofillServerCommunication,MediaRouter,Translate
+"""
+"""From the second line on: what keeps the browser itself from asking its maker's hosts, as far as it lets itself be."""
 WAIT_SECONDS = 120.0
 
 
 class Chromium:
-    """A browser of its own, with an empty profile."""
+    """A browser of its own, with an empty profile.
+
+    Attributes:
+        problems: errors that pages had.
+        asked: every URL that pages asked for.
+        hosts: once it is closed, the hosts that its net log says were asked, by who asked.
+    """
 
     def __enter__(self) -> Self:
         self._home = Path(tempfile.mkdtemp(prefix="chromium-"))
@@ -51,18 +45,20 @@ class Chromium:
         if program is None:
             raise FileNotFoundError("chromium is not on this machine: apt-get install chromium")
         self.net_log = self._home / "net-log.json"
+        own = (f"--user-data-dir={self._home}", f"--log-net-log={self.net_log}")
         self._process = subprocess.Popen(
-            [program, *SWITCHES, f"--user-data-dir={self._home}", f"--log-net-log={self.net_log}", "about:blank"],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            [program, *SWITCHES.split(), *own, "about:blank"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         port = self._wait_for(lambda: (self._home / "DevToolsActivePort").read_text().split()[0])
         pages = self._wait_for(lambda: json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list")))
         page = next(one for one in pages if one["type"] == "page")
         self._socket = connect(page["webSocketDebuggerUrl"], max_size=None)
         self._numbers = itertools.count(1)
         self.problems: list[str] = []
+        self.asked: list[str] = []
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
+        self.call("Performance.enable", timeDomain="threadTicks")
         return self
 
     def __exit__(
@@ -102,7 +98,9 @@ class Chromium:
             self._note(told)
 
     def _note(self, told: dict[str, Any]) -> None:
-        if told.get("method") == "Runtime.exceptionThrown":
+        if told.get("method") == "Network.requestWillBeSent":
+            self.asked.append(told["params"]["request"]["url"])
+        elif told.get("method") == "Runtime.exceptionThrown":
             details = told["params"]["exceptionDetails"]
             self.problems.append(str(details.get("exception", {}).get("description") or details.get("text")))
         elif told.get("method") == "Log.entryAdded" and told["params"]["entry"]["level"] == "error":
@@ -135,32 +133,30 @@ class Chromium:
             time.sleep(0.05)
         return int(ready) / 1000
 
+    def busy_seconds(self) -> float:
+        """CPU time that the page's main thread has used: what other processes do adds little to it."""
+        found = {one["name"]: one["value"] for one in self.call("Performance.getMetrics")["metrics"]}
+        return float(found["TaskDuration"])
+
     def photograph(self, path: Path, *, whole: bool = False) -> None:
         """A PNG of what is to be seen, or of the whole page."""
         shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(shot["data"]))
 
 
-def hosts_of(net_log: Path) -> list[str]:
-    """The hosts that a browser asked for anything, or resolved, by its net log; but for its own control connection."""
+def hosts_of(net_log: Path) -> dict[str, list[str]]:
+    """The hosts that a browser asked for anything, by who asked: a page's origin, or the browser itself."""
     text = net_log.read_text(errors="replace")
     try:
         log = json.loads(text)
     except ValueError:  # not ended in order
         log = json.loads(text.rstrip().rstrip(",") + "]}")
-    found = set()
+    found: dict[str, set[str]] = {}
     for event in log["events"]:
         parameters = event.get("params")
-        url = parameters.get("url") if isinstance(parameters, dict) else None
-        if isinstance(url, str) and urlsplit(url).scheme in ("http", "https", "ws", "wss"):
-            found.add(urlsplit(url).netloc)
-        if isinstance(parameters, dict) and isinstance(parameters.get("host"), str):
-            found.add(parameters["host"])
-    return sorted(found)
-
-
-@contextmanager
-def pages(*urls: str) -> Iterator[Iterator[tuple[str, Chromium]]]:
-    """A browser that opens pages one after another."""
-    with Chromium() as browser:
-        yield ((url, browser) for url in urls)
+        if not isinstance(parameters, dict) or "initiator" not in parameters:
+            continue
+        url, asker = urlsplit(str(parameters.get("url"))), str(parameters["initiator"])
+        if url.scheme in ("http", "https", "ws", "wss"):
+            found.setdefault("the browser" if asker == "not an origin" else asker, set()).add(url.netloc)
+    return {asker: sorted(hosts) for asker, hosts in found.items()}

@@ -96,7 +96,7 @@ def test_a_plugin_is_named_by_what_it_declares_too_and_nobody_else_is_examined(d
     ("name", "said"),
     [
         ("acne", "nothing is called 'acne'; did you mean 'acme'?"),
-        ("grpo", "'grpo' is of enginehouse itself, which is not examined; Choices: acme"),
+        ("exact_match", "'exact_match' is of enginehouse itself, which is not examined; Choices: acme"),
     ],
 )
 def test_an_unknown_name_is_an_error_with_the_nearest(doctor, distributions, name: str, said: str):

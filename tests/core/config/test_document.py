@@ -70,6 +70,7 @@ def test_lines_of_keys_are_known():
         ("a:\n\tb: 1\n", "here, line 2"),
         ("a: !!python/object/apply:os.getcwd []\n", "here, line 1"),
         ("a: 1\n---\nb: 2\n", "here, line 2"),
+        ("a: \0\n", "here is not valid YAML"),
     ],
 )
 def test_malformed_yaml_is_refused_with_its_line(text: str, said: str):

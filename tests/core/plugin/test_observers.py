@@ -17,6 +17,7 @@ FACTS = {
     "weights_updated": {"run": "run", "version": 4, "seconds": 0.1},
     "checkpoint_saved": {"run": "run", "step": 3, "path": "/nowhere", "what": "model"},
     "run_finished": {"run": "run", "outcome": "finished"},
+    "run_recorded": {"directory": "/nowhere", "outcome": "failed"},
     "call_dispatched": {"group": "actor", "method": "forward", "call": 7},
     "call_collected": {"group": "actor", "method": "forward", "call": 7, "seconds": 0.2},
 }
@@ -47,6 +48,10 @@ def enginehouse_checkpoint_saved(run, step, path, what):
 @hookimpl
 def enginehouse_run_finished(run, outcome):
     heard.append(("run_finished", run, outcome))
+
+@hookimpl
+def enginehouse_run_recorded(directory, outcome):
+    heard.append(("run_recorded", directory, outcome))
 
 @hookimpl
 def enginehouse_call_dispatched(group, method, call):

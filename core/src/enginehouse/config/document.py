@@ -88,7 +88,10 @@ def parse(text: str, source: str) -> tuple[Any, dict[tuple[str, ...], int]]:
         ConfigError: malformed YAML, with the line and what stands there.
     """
     lines: dict[tuple[str, ...], int] = {}
-    loader = _Loader(text)
+    try:
+        loader = _Loader(text)
+    except yaml.YAMLError as error:  # a character that YAML has no place for
+        raise ConfigError(_said(error, text, source)) from error
     try:
         node = loader.get_single_node()
         if node is None:

@@ -24,6 +24,7 @@ BEST_AND_WORST = 4
 PER_TOKEN = ("mask", "logprob", "advantage", "version")
 
 _BY_TOKEN = b', "by_token": {'
+_KEY, _BEHIND, _LAST = b', "', b']}, "', b"]}}"
 _NUMBERS = {"tokens": "tokens", "episode": "episode", "segment": "segment", "group": "group", "task": "task"}
 
 
@@ -157,12 +158,15 @@ def tokens_of(found: Any) -> dict[str, list[Any]] | None:
 
 
 def _row_without_tokens(line: bytes) -> dict[str, Any] | None:
-    """A line's row, without the figures of its tokens: most of a line, and not read where they stand last.
+    """A line's row, without the figures of its tokens, which are most of a line: they are not read.
 
-    In a JSON text no quote stands unescaped within a string: `_BY_TOKEN` is found where it is a key, or nowhere.
+    In a JSON text no quote stands unescaped within a string, so `_BY_TOKEN` is found where it is a key, or nowhere.
+    What is cut out wrongly is no JSON any more, and the whole line is read then.
     """
-    head, found, _ = line.partition(_BY_TOKEN)
-    for text in [head + b"}", line] if found and line.endswith(b"]}}") else [line]:
+    head, found, rest = line.partition(_BY_TOKEN)
+    _, more, tail = rest.rpartition(_BEHIND)
+    cut = [] if not found else [head + b"}"] if rest.endswith(_LAST) else [head + _KEY + tail] if more else []
+    for text in [*cut, line]:
         try:
             row = json.loads(text)
         except ValueError:

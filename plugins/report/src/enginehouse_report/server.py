@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from enginehouse.config.earlier_run import read_record
 from enginehouse.errors import UserError
 from enginehouse.runs.jsonlines import encoded
 from enginehouse_report.page import page
@@ -44,6 +45,7 @@ class LiveRun:
 
     def __init__(self, path: Path):
         self._files = RunFiles(path)
+        self._process: Any = None
         self._lock = threading.Lock()
         self._generation = 0
         self._forget_samples()
@@ -92,8 +94,12 @@ class LiveRun:
         return timeline_of(self._files.path / "timeline.json")
 
     def _refresh(self) -> None:
-        """Read what is new. Where anything was cut back or replaced, as a run that is gone on with does, all is new."""
-        cut_back = self._files.refresh()
+        """Read what is new. Where another process writes here now, or anything was cut back, all is new."""
+        record = read_record(self._files.path)
+        cut_back, process = False, (record.get("started"), record.get("pid"))
+        if record and process != self._process:
+            cut_back, self._process, self._files = self._process is not None, process, RunFiles(self._files.path)
+        cut_back |= self._files.refresh()
         stamps = {file: stamp for file in sample_files(self._files.path) if (stamp := _stamp(file)) is not None}
         if cut_back or any(stamps.get(file) != stamp for file, stamp in self._stamps.items()):
             self._generation += 1

@@ -112,7 +112,7 @@ function fileOf(samples, row) {
 
 // ---------------------------------------------------------------- what is shown
 
-const state = { runs: [], main: null, smoothing: 0, log: false, zoom: null, charts: [], cursors: null };
+const state = { runs: [], main: null, smoothing: 0, log: false, zoom: null, charts: [], timelines: [], cursors: null };
 
 function newRun(part) {
   return { part, metrics: newTable(), validations: newTable(), samples: newTable(), unread: [], damaged: 0 };
@@ -162,7 +162,7 @@ const CHARTS = [
   { id: "mismatch-ratio", title: "Mismatch: ratios", about: "of a token and of a response, 1 where engines agree", pick: /^mismatch\/(behind_\d+\/)?(sequence_)?ratio$/ },
   { id: "mismatch-size", title: "Mismatch: logprobs apart", about: "nats, mean and largest of a step", pick: /^mismatch\/absolute_(mean|max)$/ },
   { id: "lengths", title: "Response lengths", about: "tokens", pick: /^(response\/tokens_(mean|max)|validation\/(.*\/)?tokens_mean)$/ },
-  { id: "stopped", title: "Responses that ended by themselves", about: "share of a step's; and the share of a validation's that were cut", pick: /^(response\/stopped|validation\/(.*\/)?truncated)$/ },
+  { id: "stopped", title: "Responses that ended by themselves", about: "share of a step's; truncated: those that were cut at max_tokens", pick: /^(response\/(stopped|truncated)|validation\/(.*\/)?truncated)$/ },
   { id: "staleness", title: "Staleness", about: "versions that a sample's first token is behind", pick: /^staleness\// },
   { id: "loss", title: "Loss", about: "of each role", pick: /^(.*\/)?loss$/ },
   { id: "grad", title: "Gradient norm", about: "of each role, before clipping", pick: /^(.*\/)?grad_norm$/ },
@@ -174,6 +174,7 @@ const CHARTS = [
   { id: "memory", title: "Memory", about: "as the run reports it", pick: /memory|(^|_)gib($|_)|_bytes$/ },
   { id: "replicas", title: "Replicas", about: "that serve", pick: /^rollout\/replicas$/ },
   { id: "utilisation", title: "Rollout in use", about: "share of the time that replicas had work", pick: /^rollout\/utilisation$/ },
+  { id: "slow", title: "The slowest replica", about: "how many times as long as the others it takes", pick: /^rollout\/slowest$/ },
   { id: "failures", title: "Restarts and failures", about: "of replicas, rewards, episodes and optimizer steps",
     pick: /^(rollout\/(restarts|retries)|(reward|validation)\/(.*\/)?failures|feed\/failed_.*|(.*\/)?skipped)$/, quietAtZero: true },
   { id: "episodes", title: "Episodes", about: "of several turns", pick: /^episode\// },
@@ -182,7 +183,7 @@ const CHARTS = [
 
 const ALARM_CHARTS = {
   entropy_collapse: "entropy", kl_runaway: "kl", reward_all_equal: "equal", reward_zero: "reward", responses_cut: "stopped",
-  mismatch_growing: "mismatch", engines_apart: "mismatch-size", off_policy: "staleness", replica_slow: "utilisation",
+  mismatch_growing: "mismatch", engines_apart: "mismatch-size", off_policy: "staleness", replica_slow: "slow",
   controller_bound: "phases", steps_skipped: "failures", no_token_counted: "failures", gradient_zero: "grad",
 };
 
@@ -294,8 +295,9 @@ class Chart {
     if (!this.dirty) return;
     this.dirty = false;
     const lines = prepared(this.spec, this.logarithmic);
-    this.element.hidden = !lines.some((line) => line.y.some((value) => value !== null));
-    if (this.element.hidden) return;
+    this.empty = !lines.some((line) => line.y.some((value) => value !== null));
+    this.hide();
+    if (this.empty) return;
     this.lines = lines;
     this.describe();
     if (this.spec.quietAtZero && lines.every((line) => line.y.every((value) => !value))) {
@@ -304,6 +306,11 @@ class Chart {
     }
     this.box.hidden = false;
     this.show();
+  }
+
+  hide(asked = this.asked) {
+    this.asked = asked;
+    this.element.hidden = Boolean(asked || this.empty);
   }
 
   quiet() {
@@ -376,7 +383,7 @@ class Chart {
       bands.push({ series: [first, first + 1], fill: `${color(0)}22` });
     }
     return {
-      width: Math.max(this.box.clientWidth, 50), height: 190, series, bands, padding: [8, 8, 0, 0],
+      width: Math.max(this.box.clientWidth, 50), height: 190, series, bands, padding: [8, 16, 0, 0],
       legend: { show: false },
       cursor: { y: false, sync: { key: "steps", setSeries: false, scales: ["x", null] }, points: { size: 6 } },
       scales: { x: { time: false }, y: this.logarithmic ? { distr: 3 } : { range: rangeOf } },
@@ -576,7 +583,7 @@ function showMetrics() {
     everyMetric.set(name, chart);
     state.charts.push(chart);
   }
-  for (const [name, chart] of everyMetric) chart.element.hidden = !wanted.has(name);
+  for (const [name, chart] of everyMetric) chart.hide(!wanted.has(name));
 }
 
 // ---------------------------------------------------------------- the run in words
@@ -1036,7 +1043,7 @@ function tokenWords(tokens, at) {
 }
 
 function shadeWords(tokens) {
-  if (shade === "logprob") return "the darker, the less likely: full at probability 0.01 and below";
+  if (shade === "logprob") return "the stronger, the less likely the token was";
   if (shade === "advantage") return `blue above 0, orange below; full at ${figure(largest(tokens.advantage))}`;
   if (shade === "version") return `versions ${[...new Set(tokens.version.filter((value) => value !== null))].join(", ")}, a colour each`;
   return shade === "mask" ? "green: drawn by the policy" : "";
@@ -1053,7 +1060,7 @@ function background(tokens, at) {
   const value = shade ? tokens[shade]?.[at] : null;
   if (value === null || value === undefined) return "";
   const tint = (name, strength) => (strength > 0.01 ? `rgb(var(${name}) / ${(0.6 * Math.min(strength, 1)).toFixed(3)})` : "");
-  if (shade === "logprob") return tint("--low", -value / Math.log(100));
+  if (shade === "logprob") return tint("--low", 1 - Math.exp(value));
   if (shade === "advantage") return tint(value < 0 ? "--low" : "--high", Math.abs(value) / (largest(tokens.advantage) || 1));
   if (shade === "mask") return value ? tint("--own", 0.5) : "";
   return `color-mix(in srgb, var(--c${Math.abs(value) % PALETTE}) 35%, transparent)`;
@@ -1245,20 +1252,21 @@ function hashed(name) {
 
 async function showTimelines() {
   const shown = [];
+  const made = [];
   for (const number of state.runs.keys()) {
     const data = await timelineOf(number);
     if (!data.steps.length) continue;
     const timeline = new Timeline(data, number);
     if (state.runs.length > 1) shown.push(make("h3", {}, state.runs[number].part.name));
     shown.push(timeline.tools, timeline.box, timeline.said);
-    state.timelines = [...(state.timelines || []), timeline];
+    made.push(timeline);
     timelineSaid(data);
   }
   if (LIVE) shown.push(make("button", { type: "button", onclick: () => showTimelines() }, "Read the timeline again"));
   $("timeline-body").replaceChildren(...shown);
-  if (!state.timelines) $("timeline-hint").textContent = "No timeline yet.";
-  for (const timeline of state.timelines || []) if (timeline.box.isConnected) timeline.choose();
-  state.timelines = (state.timelines || []).filter((timeline) => timeline.box.isConnected);
+  if (!made.length) $("timeline-hint").textContent = "No timeline yet.";
+  for (const timeline of made) timeline.choose();
+  state.timelines = made;
 }
 
 function timelineSaid(data) {
@@ -1299,7 +1307,7 @@ function showTheme() {
   document.documentElement.dataset.theme = theme();
   $("theme").textContent = `Theme: ${chosenTheme}`;
   refreshCharts();
-  for (const timeline of state.timelines || []) timeline.draw();
+  for (const timeline of state.timelines) timeline.draw();
 }
 
 function nextTheme() {
@@ -1393,6 +1401,7 @@ async function poll() {
   takeSamples(state.runs[0], answer.samples);
   if (changed || answer.part.alarms.length !== state.alarms) showFigures();
   state.alarms = answer.part.alarms.length;
+  if (samplesTable && rows && !state.timelines.length) timelineWatcher.observe($("timeline"));
   if (samplesTable && (answer.whole || answer.samples.rows)) showSamples();
   $("footer").textContent = `Read ${new Date().toLocaleTimeString()}. Charts: uPlot (MIT).`;
 }

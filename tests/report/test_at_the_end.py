@@ -1,0 +1,99 @@
+"""The page at a run's end: there however the run ended, and never a reason for another end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from projects import Project, project  # noqa: F401 - a fixture
+from report_runs import page_of
+
+from enginehouse.cli.main import main
+from enginehouse.plugin import plugins
+from enginehouse_report import plugin as ours
+
+
+@pytest.fixture
+def train(project: Project, monkeypatch: pytest.MonkeyPatch):  # noqa: F811 - it is the fixture
+    """Runs `enginehouse sft` with a trainer that takes one step and then does what it is told."""
+    project.save_sft()
+    monkeypatch.chdir(project.root)
+
+    def train(then=lambda: None, *arguments: str):
+        class Quick:
+            def __init__(self, plan, run, progress):
+                self.directory = run
+
+            def run(self):
+                self.directory.log(1, {"loss": 1.5})
+                then()
+
+        monkeypatch.setitem(sys.modules, "enginehouse.rl.sft", types.SimpleNamespace(SFTTrainer=Quick))
+        return CliRunner().invoke(main, ["sft", "sft.yaml", *arguments])
+
+    return train
+
+
+def raising(error: BaseException):
+    def raise_it():
+        raise error
+
+    return raise_it
+
+
+def page() -> dict:
+    return page_of(Path("runs/warm/report.html")).blocks["main"]["runs"][0]
+
+
+def test_a_run_that_finished_leaves_a_page_and_says_so(train):
+    result = train()
+    assert result.exit_code == 0, result.output
+    assert "look at the run: open runs/warm/report.html in a browser" in result.output
+    assert page()["facts"]["status"] == "finished"
+    assert page()["metrics"]["columns"]["loss"] == [1.5]
+
+
+def test_a_run_that_failed_leaves_a_page_with_its_error(train):
+    result = train(raising(ValueError("no luck")))
+    assert result.exit_code == 1
+    assert page()["facts"]["status"] == "failed"
+    assert page()["facts"]["error"] == "no luck"
+    assert "ValueError: no luck" in page()["error"]
+
+
+def test_a_run_that_was_interrupted_leaves_a_page(train):
+    result = train(lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(30)))
+    assert result.exit_code == 130
+    assert page()["facts"]["status"] == "interrupted"
+
+
+@pytest.mark.parametrize("strict", ["false", "true"])
+def test_a_page_that_cannot_be_written_changes_nothing_of_the_end(train, monkeypatch: pytest.MonkeyPatch, strict: str):
+    monkeypatch.setattr("enginehouse_report.page.write_report", lambda *_, **__: raising(OSError("the disk is full"))())
+    result = train(lambda: None, f"plugins.strict={strict}")
+    assert result.exit_code == 0, result.output
+    assert "finished" in result.output
+    assert "report.html" not in result.output
+    assert not Path("runs/warm/report.html").exists()
+
+
+def test_whoever_interrupted_a_run_waits_less(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    given = []
+    monkeypatch.setattr("enginehouse_report.page.write_report", lambda runs, out, seconds: given.append((out, seconds)))
+    for outcome in ("finished", "failed", "interrupted"):
+        ours.enginehouse_run_recorded(str(tmp_path), outcome)
+    assert [seconds for _, seconds in given] == [10.0, 10.0, 2.0]
+    assert {out for out, _ in given} == {tmp_path / "report.html"}
+
+
+def test_the_plugin_is_light_and_whole():
+    (plugin,) = [one for one in plugins().plugins if one.name == "report"]
+    assert plugin.status == "ok", plugin.problem
+    assert plugin.note == ""
+    assert "enginehouse_run_recorded" in plugin.hooks
