@@ -82,6 +82,13 @@ def test_an_override_reaches_into_a_section_that_the_file_leaves_empty(tmp_path:
         ("train: {steps: 0}", "train.steps (line 5): expected more than 0, got the number 0"),
         ("train: {seed: -1}", "train.seed (line 5): expected at least 0, got the number -1"),
         ("train: {seed: 9223372036854775808}", "train.seed (line 5): expected less than 9.22337e+18, got the number 9"),
+        ("train: {profile_steps: [0]}", "train.profile_steps[0] (line 5): expected more than 0, got the number 0"),
+        ("train: {profile_steps: [true]}", "train.profile_steps[0] (line 5): expected a whole number, got true"),
+        ("train: {profile_steps: [3, 3]}", "train.profile_steps (line 5): step 3 is there twice"),
+        (
+            "train: {steps: 4, profile_steps: [3, 5]}",
+            "train.profile_steps (line 5): there is no step 5: train.steps=4 is the last one",
+        ),
         ("train:", "train (line 5): expected a mapping of keys to values, got nothing (null)"),
         ("algorithm: grpo", "algorithm (line 5): expected a mapping of keys to values, got the string 'grpo'"),
         ("train: {steps: [1]}", "train.steps (line 5): expected a whole number, got a list of 1 value"),
@@ -204,8 +211,8 @@ def test_several_rewards_read_back_as_they_were_written(tmp_path: Path):
 def test_the_config_has_at_most_so_many_options():
     unset = {(role, "engine") for role in ("evaluation", "reference", "critic", "reward_model")}
     unset |= {("rollout", "keep"), ("run", "trackers")}
-    # Each of those is one. The last to come were environment.arguments, and engine.env of actor and rollout.
-    assert len({path[:2] if path[:2] in unset else path for path in keys(Config)}) <= 112
+    # Each of those is one. The last to come were train.samples_tokens and train.profile_steps.
+    assert len({path[:2] if path[:2] in unset else path for path in keys(Config)}) <= 114
 
 
 def test_every_option_of_one_section_is_documented_or_plain():

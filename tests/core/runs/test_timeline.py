@@ -79,6 +79,39 @@ def test_threads_may_draw_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(spans(timeline.path)) == 200
 
 
+def test_rows_of_another_process_are_its_own_also_in_a_run_that_goes_on(tmp_path: Path):
+    now = time.monotonic()
+    timeline = Timeline(tmp_path / "t.json")
+    timeline.span("update", now, now)
+    timeline.span("mm", now, now, "controller", process="actor rank 0")
+    timeline.close()
+    timeline = Timeline(tmp_path / "t.json", before=1000.0)
+    timeline.span("add", now, now, "controller", process="actor rank 0")
+    timeline.span("add", now, now, "controller", process="actor rank 1")
+    timeline.close()
+    events = json.loads(timeline.path.read_text())
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {1: "enginehouse", 2: "actor rank 0", 3: "actor rank 1"}
+    assert [(span["name"], span["pid"]) for span in spans(timeline.path)] == [
+        ("update", 1), ("mm", 2), ("add", 2), ("add", 3)
+    ]  # fmt: skip
+    rows = {(span["pid"], span["tid"]) for span in spans(timeline.path)}
+    assert len(rows) == len({row for _, row in rows}) == 3
+
+
+def test_spans_that_nest_do_so_as_they_are_written(tmp_path: Path):
+    timeline = Timeline(tmp_path / "t.json")
+    now = time.monotonic()
+    for nanoseconds in range(40, 1000, 37):
+        end = now + 1e-6 + nanoseconds * 1e-9
+        timeline.span("inner", now + 1e-6, end, str(nanoseconds))
+        timeline.span("outer", now, end, str(nanoseconds))
+    timeline.close()
+    drawn = spans(timeline.path)
+    for inner, outer in zip(drawn[::2], drawn[1::2], strict=True):
+        assert inner["ts"] + inner["dur"] == pytest.approx(outer["ts"] + outer["dur"], abs=1e-4)
+
+
 def test_a_timeline_that_grows_too_long_stops_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(timeline_module, "MOST_SPANS", 10)
     timeline = Timeline(tmp_path / "t.json")

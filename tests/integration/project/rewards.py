@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 
 
 def troubled(prompt: str, response: str, finish_reason: str, trouble: str = "none", **columns: object) -> float:
@@ -36,3 +37,9 @@ def said(response: str) -> dict[str, object]:
 def failing(prompt: str, response: str, finish_reason: str, **columns: object) -> float:
     """None, ever."""
     raise ValueError(f"cannot judge {response}")
+
+
+def slow(response: str) -> float:
+    """Takes its time over each response."""
+    time.sleep(0.05)
+    return len(set(response)) / 10

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from enginehouse.engines.model import NO_FLOAT16
 
@@ -484,6 +484,26 @@ _CHECKPOINTS_KEPT = Field(
 )
 
 
+def _within_steps(profiled: list[int], info: ValidationInfo) -> list[int]:
+    """Refuse to profile steps that a run does not have, or one twice."""
+    for place, step in enumerate(profiled):
+        if step in profiled[:place]:
+            raise ValueError(f"step {step} is there twice")
+        if step > (steps := info.data.get("steps", math.inf)):
+            raise ValueError(f"there is no step {step}: train.steps={steps} is the last one")
+    return profiled
+
+
+ProfileSteps = Annotated[
+    list[Annotated[int, Field(gt=0, strict=True)]],
+    AfterValidator(_within_steps),
+    Field(
+        description="Steps in which torch.profiler looks at each training process, and at the torch rollout engine: a "
+        "trace of each in profiles/, its longest spans in timeline.json. Such steps take longer"
+    ),
+]
+
+
 class Train(Section):
     """The loop."""
 
@@ -519,6 +539,7 @@ class Train(Section):
     )
     checkpoint_every: int = _CHECKPOINT_EVERY
     checkpoints_kept: int = _CHECKPOINTS_KEPT
+    profile_steps: ProfileSteps = []
 
 
 class Cluster(Section):
@@ -625,6 +646,7 @@ class SFTTrain(Section):
     seed: int = _SEED
     checkpoint_every: int = _CHECKPOINT_EVERY
     checkpoints_kept: int = _CHECKPOINTS_KEPT
+    profile_steps: ProfileSteps = []
 
 
 class SFTConfig(Section):
@@ -702,6 +724,7 @@ class PreferenceTrain(Section):
     validate_every: int = Field(default=0, ge=0, description="Steps between validations; 0: only after the last")
     checkpoint_every: int = _CHECKPOINT_EVERY
     checkpoints_kept: int = _CHECKPOINTS_KEPT
+    profile_steps: ProfileSteps = []
 
 
 class RMConfig(Section):

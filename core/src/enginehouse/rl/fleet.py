@@ -290,6 +290,10 @@ class RolloutFleet:
         """Have every replica that lives take memory back."""
         self._call_living("wake_up", tags)
 
+    def profiled(self, method: str, *args: Any) -> list[Any]:
+        """Have every replica that lives begin or end a profile; see `enginehouse.rl.profiles`."""
+        return self._call_living(method, *args)
+
     def abort(self, timeout: float | None = None) -> None:
         """End all that replicas draw."""
         self._call_living("abort", timeout=timeout)

@@ -23,6 +23,7 @@ from enginehouse.errors import SaveError, first_line
 from enginehouse.plugin import capabilities, plugins
 from enginehouse.rl.alarms import Alarms, Watched
 from enginehouse.rl.checkpoint_writer import CheckpointWriter, LoopState, seconds_left, writing
+from enginehouse.rl.profiles import Profiles
 from enginehouse.rl.turns import PARAMS
 
 if TYPE_CHECKING:
@@ -245,9 +246,10 @@ class Loop(ABC):
         self.before_first_step()
         plugins().observe("run_started", run=self)
         self.progress.start(self.steps, self.trained_step)
+        profiles = Profiles(self.config.train.profile_steps, self.run_directory)
         alarms = Alarms(self.run_directory, self.progress, self.watched())
         for step in range(self.trained_step + 1, self.steps + 1):
-            with self.clock.step(step):
+            with profiles.step(step, self.roles), self.clock.step(step):
                 metrics = dict(plugins().run_step(self, step))
             metrics |= self.clock.metrics()
             metrics["tokens_per_second"] = metrics.pop("tokens", 0.0) / metrics["time/step"]

@@ -47,6 +47,7 @@ from enginehouse.rl.columns import Answer, Requests, assemble
 from enginehouse.rl.drawing import Drawing
 from enginehouse.rl.footprint import freed_bytes, freed_bytes_of
 from enginehouse.rl.generation import make_requests, seeded_requests
+from enginehouse.rl.profiles import Profile, begin_profile, end_profile, stop_profile
 from enginehouse.rl.sequence_scores import VALUES, with_end
 from enginehouse.runtimes import CURRENT, RUNTIME_VARIABLE
 from enginehouse.weights.receiver import WeightReceiver
@@ -247,8 +248,19 @@ class TrainWorker(Worker):
         """What runs here, for reports."""
         return _describe(self, self._record, type(self.engine).__name__) | {"mesh": dict(self.mesh.axes)}
 
+    @register
+    def profile_begin(self) -> None:
+        """Have torch.profiler look on; see `begin_profile`."""
+        begin_profile(self.context)
+
+    @register
+    def profile_end(self, directory: str, most: int) -> Profile | None:
+        """What it saw; see `end_profile`."""
+        return end_profile(self.context, self.context.rank, directory, most)
+
     def shutdown(self) -> None:
         """Release the engine and the transport."""
+        stop_profile()
         self.close_weights()
         self.engine.shutdown()
 
@@ -487,6 +499,17 @@ class RolloutWorker(Worker):
         """What runs here, for reports; `endpoint` is the URL for OpenAI clients, where there is one."""
         endpoint = {"endpoint": self._endpoint} if self._endpoint else {}
         return _describe(self, self._record, self._name) | {"rank": self.replica} | endpoint
+
+    @register
+    def profile_begin(self) -> None:
+        """Have torch.profiler look on, where the engine computes in this process; see `begin_profile`."""
+        if capabilities.COLOCATES in self._record.capabilities:
+            begin_profile(self.context)
+
+    @register
+    def profile_end(self, directory: str, most: int) -> Profile | None:
+        """What it saw; see `end_profile`."""
+        return end_profile(self.context, self.replica, directory, most)
 
     async def shutdown(self) -> None:
         """Release the engine and the transport."""

@@ -8,6 +8,7 @@ validation.jsonl    one line a validation
 alarms.jsonl        one line an alarm, once there is one: what is wrong with the run, in words
 samples/            what the model said: step-000010.jsonl, and validation-000010.jsonl
 timeline.json       a Chrome trace
+profiles/           those of `train.profile_steps`: step-000010/actor-0.json.gz, Chrome traces of torch.profiler
 tensorboard/        what a tracker keeps here; also wandb/, mlflow/
 models/             models in Hugging Face format: step-000250/, and best/ of `train.save_best`, whole or not there
 model               a link to the newest of them

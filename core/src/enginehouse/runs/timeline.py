@@ -15,6 +15,8 @@ FLUSH_SECONDS = 1.0
 MOST_SPANS = 500_000
 """A trace of more spans than this opens in no viewer; the rest of the run is left out and the trace says so."""
 
+OWN = "enginehouse"
+"""The group of rows that a run has of itself."""
 _END = b"\n]\n"
 
 
@@ -39,19 +41,24 @@ class Timeline:
         self._waiting: list[dict[str, Any]] = []
         self._written = 0
         self._last_flush = 0.0
-        self._tracks: dict[str, int] = {}
+        self._processes: dict[str, int] = {OWN: 1}
+        self._tracks: dict[tuple[int, str], int] = {}
         self._lane_ends: dict[str, list[float]] = {}
-        first = {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "enginehouse"}}
+        first = {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": OWN}}
         kept = read_events(path, before) if before else []
         for event in kept:
             if event["name"] == "thread_name":
-                self._tracks[event["args"]["name"]] = event["tid"]
+                self._tracks[event["pid"], event["args"]["name"]] = event["tid"]
+            elif event["name"] == "process_name":
+                self._processes[event["args"]["name"]] = event["pid"]
         self._written = sum(event["ph"] == "X" for event in kept)
         self._file = path.open("wb")
         self._file.write(b"[\n" + b",\n".join(json.dumps(event).encode() for event in kept or [first]) + _END)
         self._file.flush()
 
-    def span(self, name: str, started: float, ended: float, track: str = "controller", **details: Any) -> None:
+    def span(
+        self, name: str, started: float, ended: float, track: str = "controller", *, process: str = "", **details: Any
+    ) -> None:
         """Add a span. Spans of one track must nest; `call` is for those that may overlap.
 
         Args:
@@ -59,10 +66,11 @@ class Timeline:
             started: when, in seconds of `time.monotonic()`.
             ended: likewise.
             track: the row it is drawn in.
+            process: the group of rows that is in; empty: the run's own.
             details: shown when the span is clicked; plain data.
         """
         with self._lock:
-            self._add(name, started, ended, track, details)
+            self._add(name, started, ended, track, details, process or OWN)
 
     def call(self, group: str, method: str, call: int, start_ns: int, end_ns: int) -> None:
         """Add a worker group's call; calls that overlap get rows of their own.
@@ -118,20 +126,30 @@ class Timeline:
     def _now(self) -> float:
         return round((time.monotonic() - self._origin) * 1e6, 1)
 
-    def _add(self, name: str, started: float, ended: float, track: str, details: dict[str, Any]) -> None:
+    def _add(
+        self, name: str, started: float, ended: float, track: str, details: dict[str, Any], process: str = OWN
+    ) -> None:
         if self._file.closed or self._written + len(self._waiting) >= MOST_SPANS:
             self.dropped += 1
             return
-        if track not in self._tracks:
-            self._tracks[track] = number = len(self._tracks) + 1
-            self._event({"name": "thread_name", "ph": "M", "tid": number, "args": {"name": track}})
-            self._event({"name": "thread_sort_index", "ph": "M", "tid": number, "args": {"sort_index": number}})
+        if process not in self._processes:
+            self._processes[process] = pid = len(self._processes) + 1
+            self._event({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": process}})
+        of_process = {"pid": self._processes[process]}
+        row = of_process["pid"], track
+        if row not in self._tracks:
+            self._tracks[row] = number = len(self._tracks) + 1
+            of_row = {**of_process, "ph": "M", "tid": number}
+            self._event({"name": "thread_name", **of_row, "args": {"name": track}})
+            self._event({"name": "thread_sort_index", **of_row, "args": {"sort_index": number}})
+        begin, end = (round((moment - self._origin) * 1e6, 1) for moment in (started, ended))
         event: dict[str, Any] = {
+            **of_process,
             "name": name,
             "ph": "X",
-            "tid": self._tracks[track],
-            "ts": round((started - self._origin) * 1e6, 1),
-            "dur": round((ended - started) * 1e6, 1),
+            "tid": self._tracks[row],
+            "ts": begin,
+            "dur": round(end - begin, 1),  # of rounded times, so that what nests still does
         }
         if details:
             event["args"] = details
@@ -141,7 +159,7 @@ class Timeline:
             self._flush()
 
     def _event(self, event: dict[str, Any]) -> None:
-        self._waiting.append({**event, "pid": 1})
+        self._waiting.append({"pid": 1, **event})
 
     def _flush(self) -> None:
         if not self._waiting or self._file.closed:
@@ -172,8 +190,11 @@ def _is_event(event: Any) -> bool:
     """Whether it is an event as this module writes them, as far as it reads them."""
     if not isinstance(event, dict) or not isinstance(event.get("ts", 0.0), (int, float)):
         return False
-    if event.get("name") != "thread_name":
+    if event.get("name") not in ("thread_name", "process_name"):
         return "name" in event and "ph" in event
     arguments = event.get("args")
     named = isinstance(arguments, dict) and isinstance(arguments.get("name"), str)
-    return named and isinstance(event.get("tid"), int) and "ph" in event
+    numbered = isinstance(event.get("pid"), int) and (
+        event["name"] == "process_name" or isinstance(event.get("tid"), int)
+    )
+    return named and numbered and "ph" in event

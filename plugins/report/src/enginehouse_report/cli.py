@@ -1,4 +1,4 @@
-"""The commands `report` and `watch`."""
+"""The commands `report`, `watch` and `bottleneck`."""
 
 from __future__ import annotations
 
@@ -62,3 +62,20 @@ def watch(run: Path, port: int, open_: bool) -> None:
             webbrowser.open(url)
 
     serve(run, port, ready)
+
+
+@click.command()
+@click.argument("run", metavar="RUN", type=_RUN)
+@click.option("--json", "as_json", is_flag=True, help="Print the figures, as JSON.")
+def bottleneck(run: Path, as_json: bool) -> None:
+    """Say where a run's steps spend their time, and which key of its config would change it.
+
+    A RUN is a run directory; it may still run.
+    """
+    import json
+    from dataclasses import asdict
+
+    from enginehouse_report.bottleneck import bottleneck_of
+
+    found = bottleneck_of(run)
+    click.echo(json.dumps(asdict(found), indent=2) if as_json else found.said)

@@ -13,10 +13,10 @@ SECONDS_OTHERWISE = 10.0
 
 @hookimpl
 def enginehouse_commands(cli):
-    from enginehouse_report.cli import report, watch
+    from enginehouse_report.cli import bottleneck, report, watch
 
-    cli.add_command(report)
-    cli.add_command(watch)
+    for command in (bottleneck, report, watch):
+        cli.add_command(command)
 
 
 @hookimpl

@@ -40,6 +40,7 @@ def timeline_of(path: Path, most: int = MOST_SPANS) -> dict[str, Any]:
     """
     events = read_events(path) if path.is_file() else []
     tracks = {event["tid"]: event["args"]["name"] for event in events if event.get("name") == "thread_name"}
+    events = [event for event in events if event.get("pid") == 1]  # operators of a profile are for a trace viewer
     spans = [event for event in events if event["ph"] == "X" and number(event.get("dur")) is not None]
     spans = [event for event in spans if event.get("tid") in tracks and number(event.get("ts")) is not None]
     windows = _windows(spans)

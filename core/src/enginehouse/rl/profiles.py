@@ -1,0 +1,195 @@
+"""Profiles of chosen steps by torch.profiler: a Chrome trace of each process, and its longest spans on the timeline.
+
+Torch has one profiler a process, so roles that share a process share its trace. In a step that is not profiled nothing
+here is called, and nothing imported.
+"""
+
+from __future__ import annotations
+
+import gzip
+import heapq
+import json
+import logging
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from enginehouse.errors import first_line
+
+if TYPE_CHECKING:
+    from enginehouse.engines.model import ProcessContext
+    from enginehouse.rl.placement import Roles
+    from enginehouse.runs import RunDirectory
+    from enginehouse.runs.timeline import Timeline
+
+log = logging.getLogger(__name__)
+
+MOST_SPANS = 100_000
+"""Of all profiles of a run, on its timeline: a viewer has to open it, and the run's own spans come first."""
+DRAWN = ("cpu_op", "user_annotation", "kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation", "cuda_runtime")
+"""Categories of torch's events that are drawn there; the file of the process has all."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a process did while it was profiled.
+
+    Attributes:
+        name: of the process: its roles and its rank.
+        problem: why there is no trace; empty where there is one.
+        path: of the trace.
+        spans: the longest, each its row, its name, and its begin and length in nanoseconds of the node's clock.
+        left_out: how many others there are.
+    """
+
+    name: str
+    problem: str = ""
+    path: str = ""
+    spans: Sequence[tuple[str, str, int, int]] = field(default=(), repr=False)
+    left_out: int = 0
+
+
+# In a worker
+
+_under_way: list[Any] = []
+"""This process's profiler while it runs, and what it could not do."""
+
+
+def begin_profile(context: ProcessContext) -> None:
+    """Have all threads of this process profiled, if they are not."""
+    if _under_way:
+        return
+    import torch
+    import torch.profiler as torch_profiler
+
+    activities = [torch_profiler.ProfilerActivity.CPU]
+    if context.device.startswith("cuda"):
+        activities.append(torch_profiler.ProfilerActivity.CUDA)
+    try:
+        if torch.autograd._profiler_enabled():  # torch would silently take it from them
+            raise RuntimeError("somebody else's profiler runs in its process")
+        # A rollout engine has a thread of its own, and autograd too. `_ExperimentalConfig` is torch's name for it.
+        threads = torch_profiler._ExperimentalConfig(profile_all_threads=True)
+        profiler = torch_profiler.profile(activities=activities, experimental_config=threads)
+        profiler.start()
+    except Exception as error:  # or torch's options have changed: the run need not end
+        _under_way.append(first_line(error))
+    else:
+        _under_way.append(profiler)
+
+
+def end_profile(context: ProcessContext, rank: int, directory: str, most: int) -> Profile | None:
+    """End what `begin_profile` began, and write the trace into a directory; None if another role of this process has.
+
+    Args:
+        context: of the process.
+        rank: of the role's processes.
+        directory: where; made if it is not there.
+        most: spans that are returned.
+    """
+    if not _under_way:
+        return None
+    profiler = _under_way.pop()
+    # A replica in a process of its own has its number in its role's name.
+    roles = dict.fromkeys([context.role, *context.labels.get("roles", ())])
+    role, *beside = (one.removesuffix(f"-{rank}") for one in roles)
+    name = f"{', '.join([role, *beside])} rank {rank}"
+    if isinstance(profiler, str):
+        return Profile(name, profiler)
+    path = Path(directory) / f"{role}-{rank}.json.gz"
+    try:
+        profiler.stop()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(path))
+        with gzip.open(path) as file:
+            trace = json.load(file)
+    except Exception as error:  # no room on the disk, say
+        return Profile(name, first_line(error))
+    spans, left_out = _longest(trace, most)
+    return Profile(name, "", str(path), spans, left_out)
+
+
+def stop_profile() -> None:
+    """Stop a profiler that a step which failed has left, and keep nothing of it."""
+    while _under_way:
+        if not isinstance(profiler := _under_way.pop(), str):
+            profiler.stop()
+
+
+def _longest(trace: Mapping[str, Any], most: int) -> tuple[list[tuple[str, str, int, int]], int]:
+    """The longest spans of a trace as torch writes it, times in microseconds from `baseTimeNanoseconds` on."""
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and event.get("cat") in DRAWN]
+    base = int(trace.get("baseTimeNanoseconds", 0))
+    return [
+        (_row_of(event), event["name"], base + int(event["ts"] * 1000), int(event["dur"] * 1000))
+        for event in heapq.nlargest(most, events, key=lambda event: event["dur"])
+    ], max(len(events) - most, 0)
+
+
+def _row_of(event: Mapping[str, Any]) -> str:
+    if event["cat"] in ("cpu_op", "user_annotation", "cuda_runtime"):
+        return f"thread {event['tid']}"
+    return f"gpu {event['pid']} stream {event['tid']}"
+
+
+# In the controller
+
+
+class Profiles:
+    """Has steps profiled.
+
+    Args:
+        steps: which.
+        run: where traces and spans go.
+    """
+
+    def __init__(self, steps: Sequence[int], run: RunDirectory):
+        self._steps, self._run = steps, run
+
+    @contextmanager
+    def step(self, step: int, roles: Roles) -> Iterator[None]:
+        """Profile what is done within, if the step is one of them. One that fails is not: its workers may be busy."""
+        if step not in self._steps:
+            yield
+            return
+        _on_all(roles, "profile_begin")
+        yield
+        directory = self._run.path / "profiles" / f"step-{step:06d}"
+        shutil.rmtree(directory, ignore_errors=True)  # of a run that was resumed from before this step
+        processes = sum(plan.processes for plan in roles.plans.values())
+        most = MOST_SPANS // (len(self._steps) * processes)
+        for profile in _on_all(roles, "profile_end", str(directory), most):
+            if profile.problem:
+                log.warning("step %d: no profile of %s: %s", step, profile.name, profile.problem)
+            else:
+                _draw(self._run.timeline, step, profile)
+
+
+def _on_all(roles: Roles, method: str, *args: Any) -> list[Profile]:
+    """Call a method of all workers; what they return."""
+    answers = [group.call(method, *args) for group in roles.groups.values()]
+    answers += [fleet.profiled(method, *args) for fleet in roles.fleets.values()]
+    return [one for of_role in answers for one in of_role if one is not None]
+
+
+def _draw(timeline: Timeline, step: int, profile: Profile) -> None:
+    if not profile.spans:
+        return
+    ahead = time.time_ns() - time.monotonic_ns()  # all clocks of a node agree; another's may be some milliseconds off
+    first = min(begin for _, _, begin, _ in profile.spans)
+    last = max(begin + length for _, _, begin, length in profile.spans)
+    details = {"trace": profile.path, "shorter_spans_left_out": profile.left_out}
+    timeline.span(
+        f"profile of step {step}",
+        (first - ahead) / 1e9,
+        (last - ahead) / 1e9,
+        "profile",
+        process=profile.name,
+        **details,
+    )
+    for row, name, begin, length in sorted(profile.spans, key=lambda span: span[2]):
+        timeline.span(name, (begin - ahead) / 1e9, (begin + length - ahead) / 1e9, row, process=profile.name)
