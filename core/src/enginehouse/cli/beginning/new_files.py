@@ -1,0 +1,45 @@
+"""Files that `enginehouse init` writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from enginehouse.errors import ConfigError
+
+
+@dataclass
+class NewFiles:
+    """Files that this command writes: none that was there is touched, and all are taken back if it fails.
+
+    Attributes:
+        directory: where.
+        made: their names.
+    """
+
+    directory: Path
+    made: list[str] = field(default_factory=list)
+
+    def check(self, *names: str) -> None:
+        """Refuse names that are taken.
+
+        Raises:
+            ConfigError: naming the file.
+        """
+        for name in names:
+            if (path := self.directory / name).exists() and name not in self.made:
+                raise ConfigError(f"{path} is there already, and nothing is overwritten: name another directory")
+
+    def write(self, name: str, text: str) -> str:
+        """Write a file; returns its name."""
+        self.check(name)
+        self.directory.mkdir(parents=True, exist_ok=True)
+        (self.directory / name).write_text(text, encoding="utf-8")
+        self.made = [*dict.fromkeys([*self.made, name])]
+        return name
+
+    def take_back(self) -> None:
+        """Delete what was written."""
+        for name in self.made:
+            (self.directory / name).unlink(missing_ok=True)
+        self.made = []
