@@ -9,7 +9,6 @@ says when it is ready: the charts to be seen are drawn, and all rows of samples 
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import tempfile
@@ -162,7 +161,3 @@ class Rows:
                 "by_token": tokens,
                 "group": number // 8,
             }
-
-
-if __name__ == "__main__":
-    print(json.dumps(measure(), indent=2))

@@ -65,6 +65,7 @@ def test_a_run_that_finished_leaves_a_page_and_says_so(train):
 def test_a_run_that_failed_leaves_a_page_with_its_error(train):
     result = train(raising(ValueError("no luck")))
     assert result.exit_code == 1
+    assert "report.html there shows the run" in result.output
     assert page()["facts"]["status"] == "failed"
     assert page()["facts"]["error"] == "no luck"
     assert "ValueError: no luck" in page()["error"]

@@ -185,6 +185,7 @@ def _failed(run: RunDirectory, error: BaseException) -> NoReturn:
     from enginehouse.runs import saved_words
 
     kept = "; the traceback is in error.txt there" if (run.path / "error.txt").exists() else ""
+    kept += "; report.html there shows the run" if (run.path / "report.html").exists() else ""
     click.echo(f"The run failed. {saved_words(run)}{kept}.", err=True)
     blamed = unwrap_user_error(error) or error
     if isinstance(blamed, OSError) and (
