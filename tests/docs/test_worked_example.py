@@ -27,7 +27,7 @@ SHORTER = {
 
 @pytest.mark.slow
 def test_the_commands_of_the_page_run_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """init, pytest, plan, train, report, eval; from a model that has hardly seen a demonstration."""
+    """init, pytest, plan, train, report, bottleneck, eval; from a model that has hardly seen a demonstration."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     for name, count in {"ROWS": 64, "VALIDATION_ROWS": 4, "DEMONSTRATIONS": 100, "WALKS": 10}.items():
@@ -47,7 +47,7 @@ def test_the_commands_of_the_page_run_in_their_order(tmp_path: Path, monkeypatch
             ended = CliRunner().invoke(main, [*words, *SHORTER.get(words[0], ())])
             assert ended.exit_code == 0, ended.output
             done.append(words[0])
-    assert done == ["init", "plan", "train", "report", "eval"]
+    assert done == ["init", "plan", "train", "report", "bottleneck", "eval"]
     assert Path("runs/first/report.html").stat().st_size > 10_000
     reward = Path("reward.py").read_text()
     assert reward.partition("\n\n")[2].strip() in PAGE

@@ -40,11 +40,12 @@ def finished(run: RunProcess) -> RunProcess:
 
 
 def answers(run: RunProcess, step: int) -> list[dict[str, Any]]:
-    """All that is written of them but the weights' versions: outside a run nobody counts them."""
+    """What is written of them, logprobs roughly, without the weights' versions: outside a run nobody counts them."""
     lines = (run.directory / "samples" / f"validation-{step:06d}.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     for row in rows:
         del row["by_token"]["version"]
+        row["by_token"]["logprob"] = [value and round(value, 1) for value in row["by_token"]["logprob"]]
     return rows
 
 
