@@ -129,9 +129,10 @@ if HAS_RAY_EXTRAS:
 
 def test_every_block_says_whether_it_is_run():
     left = 'bash not-run="ends every Ray on the machine"'
-    assert {block.info for block in blocks_of(NEWCOMERS)} == {left, "bash run", "bash run ray[default]"}
+    asks = 'bash not-run="the model and the data are yours"'
+    assert {block.info for block in blocks_of(NEWCOMERS)} == {left, asks, "bash run", "bash run ray[default]"}
     assert [block.text for block in blocks_of(NEWCOMERS) if block.info == left] == ["ray stop\n"], (
-        "only what would end other people's clusters is left out"
+        "of what Ray does, only what would end other people's clusters is left out"
     )
 
 
