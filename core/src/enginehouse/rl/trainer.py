@@ -112,6 +112,7 @@ class Trainer(Loop):
             compares=grouped and "critic" not in plan.roles,
             tolerance=plan.effect_tolerance,
             stale=bool(self.config.train.staleness),
+            scored=bool(plan.rewards),
         )
 
     def before_first_step(self) -> None:
