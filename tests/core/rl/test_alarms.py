@@ -10,12 +10,16 @@ import math
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from projects import Project, project  # noqa: F401 - a fixture
 
-from enginehouse.config.load import keys
+from enginehouse.config.load import keys, load_config
+from enginehouse.config.plan import plan
 from enginehouse.config.schema import Config
 from enginehouse.rl.alarms import ALARMS, LEAST, MOST_SKIPPED, Alarms, StepsSkipped, Watched
+from enginehouse.rl.trainer import Trainer
 from enginehouse.runs import Progress, RunDirectory
 from enginehouse.runs.directory import Earlier
 from enginehouse.runs.history import KEPT, WINDOW
@@ -183,6 +187,29 @@ def test_what_is_the_cause_is_told_and_not_what_comes_of_it(watch: Watch):
 
 
 @pytest.mark.parametrize(
+    ("overrides", "compares", "rewarded"),
+    [
+        ([], True, True),
+        (["rollout.samples_per_prompt=1", "algorithm.advantage={name: reinforce_plus_plus}"], False, True),
+        (["algorithm.advantage={name: reinforce_plus_plus}"], False, True),
+        (["algorithm.advantage={name: distillation}"], False, False),
+    ],
+    ids=["grpo", "single samples", "against the batch", "a teacher"],
+)
+def test_what_advantages_come_of_is_known(project: Project, overrides: list[str], compares: bool, rewarded: bool):  # noqa: F811
+    config = load_config(project.save(), ["rollout.samples_per_prompt=4", *overrides], Config)
+    planned = SimpleNamespace(plan=plan(config), config=config)
+    watched = Trainer.watched(planned)  # type: ignore[arg-type]
+    assert (watched.compares, watched.rewarded, watched.scored) == (compares, rewarded, True)
+
+
+def test_a_reward_that_trains_nothing_sets_nothing_off(tmp_path: Path):
+    """As in the recipe `distill`, where a teacher rates each token."""
+    watch = Watch(tmp_path, Watched(grouped=True, tolerance=0.2, rewarded=False))
+    assert watch.take(*[{}] * 20, *[COLLAPSED] * KEPT, *[ZERO | {"grad_norm": 0.3}] * KEPT) == []
+
+
+@pytest.mark.parametrize(
     ("changed", "cause"),
     [
         ({"time/reward": 12.0}, "the reward"),
@@ -210,7 +237,12 @@ def test_a_slow_replica_is_always_the_same(watch: Watch):
         ({"time/step": 0.4, "time/generate": 0.0, "time/update": 0.1, "time/sync": 0.0}, WATCHED),
         ({"time/step": 20.0, "time/reward": 12.0}, Watched(grouped=True, tolerance=0.2, scored=False)),
     ],
-    ids=["single samples are no groups", "staleness was asked for", "steps are too short to matter", "a model scores"],
+    ids=[
+        "single samples are no groups",
+        "staleness was asked for",
+        "steps are too short to matter",
+        "a model scores",
+    ],
 )
 def test_what_is_as_it_has_to_be_is_not_told(tmp_path: Path, changed: dict[str, float], watched: Watched):
     assert Watch(tmp_path, watched).take(*[changed] * 30) == []

@@ -65,6 +65,7 @@ class Watched:
         compares: whether it is these that advantages come of.
         tolerance: that of the effect check, in nats; engines may be apart by it, or `LARGEST_OF_DRAWN` if that is less.
         stale: whether rows of older weights are what the config asks for.
+        rewarded: whether advantages come of rewards; of a teacher's logprobs, say, they do not.
         scored: whether a reward function scores responses, and not a reward model alone.
     """
 
@@ -73,6 +74,7 @@ class Watched:
     compares: bool = False
     tolerance: float = LARGEST_OF_DRAWN
     stale: bool = False
+    rewarded: bool = True
     scored: bool = True
 
     @property
@@ -277,7 +279,8 @@ def _entropy_collapse(history: History, watched: Watched) -> str:
     seen = change(history, "entropy", max)
     rows = [*history.first, *history.last]
     best, least = _figures(rows, "reward/max"), _figures(rows, "reward/min")
-    if seen is None or _upper_quartile(seen[1]) > seen[0].before / COLLAPSED or not best or not least:
+    fell = seen is not None and _upper_quartile(seen[1]) <= seen[0].before / COLLAPSED
+    if seen is None or not fell or not watched.rewarded or not best or not least:
         return ""
     reward, top = median(history, "reward/mean"), max(best)
     cost = (top - reward) / max(top - min(least), 1e-9)
@@ -304,7 +307,7 @@ def _kl_runaway(history: History, watched: Watched) -> str:
 
 
 def _reward_zero(history: History, watched: Watched) -> str:
-    zero = lasts(history, lambda row: row.get("reward/max") == row.get("reward/min") == 0.0)
+    zero = watched.rewarded and lasts(history, lambda row: row.get("reward/max") == row.get("reward/min") == 0.0)
     return f"every reward {_span(history)} was 0: nothing can be learned from them" if zero else ""
 
 
