@@ -104,7 +104,7 @@ def hangs(*_, **__):
 
 enginehouse_report.page.write_report = hangs
 sys.modules["enginehouse.rl.sft"] = types.SimpleNamespace(SFTTrainer=Quick)
-main(["sft", "sft.yaml"])
+main(["sft", "sft.yaml", "--json"])
 """
 
 
@@ -113,17 +113,18 @@ def test_a_page_that_takes_long_is_ended_by_a_second_ctrl_c_and_nothing_is_lost(
     project.save_sft()
     program = [sys.executable, "-c", PROGRAM]
     process = subprocess.Popen(program, cwd=project.root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while "writing" not in process.stdout.readline():
+    while "writing" not in process.stderr.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
     while "Once more ends it at once" not in process.stderr.readline():
         assert process.poll() is None
     time.sleep(KEY_ECHO_SECONDS + 0.1)  # within it two are one wish
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    events, said = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "metrics of 1 step" in said
     assert json.loads((project.root / "runs" / "warm" / "run.json").read_text())["status"] == "finished"
+    assert json.loads(events.splitlines()[-1])["status"] == "finished"
 
 
 def test_whoever_interrupted_a_run_waits_less(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import socket
+import socketserver
 import threading
 import urllib.error
 import urllib.request
@@ -23,6 +24,12 @@ from enginehouse_report import prometheus
 
 FACTS = {"name": "first", "config": {"train": {"steps": 9}}, "resumed_after": 0, "versions": {"enginehouse": "0.1.0"}}
 Served = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+@pytest.fixture(autouse=True)
+def a_server_ends_at_once(monkeypatch: pytest.MonkeyPatch):
+    """The client's server looks twice a second whether it is to end, and each test would wait for that."""
+    monkeypatch.setattr(socketserver.BaseServer.serve_forever, "__defaults__", (0.01,))
 
 
 class Run:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -113,6 +115,19 @@ def test_what_is_no_number_is_an_answer_and_not_the_end(server: Server):
     assert get(f"{server.url}nothing")[0] == 404
 
 
+def test_a_browser_that_goes_away_is_not_spoken_of(
+    server: Server, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    ended = threading.Event()
+    monkeypatch.setattr(server, "shutdown_request", lambda request: ended.set())
+    with socket.create_connection(server.server_address) as browser:
+        browser.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # as one that is killed
+        browser.sendall(f"GET /{server.token}/ HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+    assert ended.wait(30)
+    assert capfd.readouterr().err == ""
+    assert get(server.url)[0] == 200
+
+
 def test_the_timeline_is_what_is_there_now(server: Server, run: RunDirectory):
     assert len(ask(server, "timeline")["columns"]["begin"]) == 6
     take_step(run, 4)
@@ -161,6 +176,8 @@ def test_a_resumed_run_that_cut_its_files_back_is_sent_whole(run: RunDirectory):
 
 
 def test_another_run_in_its_place_is_sent_whole(run: RunDirectory):
+    record = json.loads((run.path / "run.json").read_text())
+    (run.path / "run.json").write_text(json.dumps(record | {"pid": record["pid"] + 1}))  # this one makes the other too
     live = LiveRun(run.path)
     first = live.news({})
     run.finish("finished")

@@ -267,7 +267,10 @@ def test_the_reward_to_begin_with_is_told_by_the_answers(texts: list[Any], first
 @pytest.mark.parametrize("reward", ["exact_match", "numeric", "own"])
 @pytest.mark.parametrize(
     ("column", "value"),
-    [("answer", "42"), ("answer", 42), ("ground truth", "42"), ("class", "42"), ("reward_model", "42"), (None, None)],
+    [
+        *(("answer", "42"), ("answer", 42), ("ground truth", "42"), ("class", "42"), ("reward_model", "42")),
+        *(("numeric", "42"), ("exact_match", 42), ("float", "42"), ("str", 42), ('a """', "42"), (None, None)),
+    ],
 )
 def test_the_test_of_a_reward_passes_and_fails_where_the_reward_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reward: str, column: str | None, value: Any
@@ -276,7 +279,8 @@ def test_the_test_of_a_reward_passes_and_fails_where_the_reward_is_wrong(
         with pytest.raises(ConfigError, match="no column with an answer"):
             read_reward(reward, Rows("a", None, answer=None))
         return
-    texts = reward_texts(Rows("a", None, answer=column, answers=[value] if column else ()), reward)
+    rows = Rows("a", None, answer=column, columns=(column,) if column else (), answers=[value] if column else ())
+    texts = reward_texts(rows, reward)
 
     def passes(reward_text: str) -> bool:
         module: dict[str, Any] = {}
@@ -324,6 +328,14 @@ def test_nothing_is_overwritten(here: Path, models: Path, name: str):
     assert f"{name} is there already" in done.stderr
     assert [entry.name for entry in here.iterdir()] == [name]
     assert (here / name).read_text() == "mine"
+
+
+def test_nothing_is_written_through_a_link_that_leads_nowhere_yet(here: Path, models: Path):
+    (here / "config.yaml").symlink_to(here / "elsewhere.yaml")
+    done = begin("--model", str(models / "text"), "--yes")
+    assert done.exit_code == 2
+    assert "config.yaml is there already" in done.stderr
+    assert [entry.name for entry in here.iterdir()] == ["config.yaml"]
 
 
 def test_data_that_is_made_overwrites_nothing_either_and_is_taken_back(here: Path, models: Path):

@@ -161,7 +161,8 @@ NOISY = "print('a library says so'); import os; os.write(1, b'so does a worker')
     ],
 )
 def test_json_is_events_alone_however_the_run_ends(project: Project, behaviour: str, code: int, end: dict):
-    process = start(project, behaviour, "--json")
+    (project.root / "loud.py").write_text("print('so does a reward')\ndef score(response, **columns): return 0.0\n")
+    process = start(project, behaviour, "reward.function=loud:score", "--json")
     out, err = process.communicate()
     assert process.returncode == code, err
     *before, last = events(out)
@@ -173,6 +174,7 @@ def test_json_is_events_alone_however_the_run_ends(project: Project, behaviour: 
         assert before[-1] == {"event": "note", "text": "n"}
         assert "a library says so" in err
         assert "so does a worker" in err
+        assert "so does a reward" in err
 
 
 def test_a_reader_of_json_that_goes_away_does_not_end_the_run(project: Project):

@@ -10,12 +10,16 @@ import math
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from projects import Project, project  # noqa: F401 - a fixture
 
-from enginehouse.config.load import keys
+from enginehouse.config.load import keys, load_config
+from enginehouse.config.plan import plan
 from enginehouse.config.schema import Config
 from enginehouse.rl.alarms import ALARMS, LEAST, MOST_SKIPPED, Alarms, StepsSkipped, Watched
+from enginehouse.rl.trainer import Trainer
 from enginehouse.runs import Progress, RunDirectory
 from enginehouse.runs.directory import Earlier
 from enginehouse.runs.history import KEPT, WINDOW
@@ -41,6 +45,8 @@ LEARNING = {
     "rollout/slowest_replica": 1.0,
     "busy/update": 3.0,
     "busy/update/critic": 4.0,
+    "time/generate": 2.5,
+    "time/update": 4.0,
     "time/sync": 0.5,
     "time/step": 8.0,
 }
@@ -78,7 +84,7 @@ def test_a_run_that_learns_is_not_spoken_of(watch: Watch, caplog: pytest.LogCapt
     assert not (watch.run.path / "alarms.jsonl").exists()
 
 
-@pytest.mark.parametrize("spread", [0.2, 0.5, 1.0])
+@pytest.mark.parametrize("spread", [0.2, 0.5, 0.7])
 def test_noise_sets_nothing_off(tmp_path: Path, spread: float):
     """Each figure is lognormal around what it is; a share stays one."""
     dice = random.Random(7)
@@ -91,7 +97,9 @@ def test_noise_sets_nothing_off(tmp_path: Path, spread: float):
         replica = {"rollout/slowest_replica": float(dice.randrange(2))}
         drawn |= {name: min(drawn[name], 1.0) for name in shares} | {n: LEARNING[n] for n in fixed} | replica
         drawn["mismatch/absolute_mean"] = min(drawn["mismatch/absolute_mean"], 0.05)
-        drawn["time/step"] = drawn["rollout/busy_seconds"] / drawn["rollout/utilisation"] + drawn["busy/update"] + 0.5
+        drawn["time/generate"] = drawn["rollout/busy_seconds"] / drawn["rollout/utilisation"]
+        drawn["time/update"] = max(drawn["busy/update"], drawn["busy/update/critic"])
+        drawn["time/step"] = drawn["time/generate"] + drawn["time/update"] + 1.0
         return drawn
 
     assert watch.take(*(noisy() for _ in range(1500))) == []
@@ -178,6 +186,44 @@ def test_what_is_the_cause_is_told_and_not_what_comes_of_it(watch: Watch):
     assert watch.take(*[equal] * WINDOW) == [(WINDOW * 3 + 1, "reward_all_equal")]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "compares", "rewarded"),
+    [
+        ([], True, True),
+        (["rollout.samples_per_prompt=1", "algorithm.advantage={name: reinforce_plus_plus}"], False, True),
+        (["algorithm.advantage={name: reinforce_plus_plus}"], False, True),
+        (["algorithm.advantage={name: distillation}"], False, False),
+    ],
+    ids=["grpo", "single samples", "against the batch", "a teacher"],
+)
+def test_what_advantages_come_of_is_known(project: Project, overrides: list[str], compares: bool, rewarded: bool):  # noqa: F811
+    config = load_config(project.save(), ["rollout.samples_per_prompt=4", *overrides], Config)
+    planned = SimpleNamespace(plan=plan(config), config=config)
+    watched = Trainer.watched(planned)  # type: ignore[arg-type]
+    assert (watched.compares, watched.rewarded, watched.scored) == (compares, rewarded, True)
+
+
+def test_a_reward_that_trains_nothing_sets_nothing_off(tmp_path: Path):
+    """As in the recipe `distill`, where a teacher rates each token."""
+    watch = Watch(tmp_path, Watched(grouped=True, tolerance=0.2, rewarded=False))
+    assert watch.take(*[{}] * 20, *[COLLAPSED] * KEPT, *[ZERO | {"grad_norm": 0.3}] * KEPT) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "cause"),
+    [
+        ({"time/reward": 12.0}, "the reward"),
+        ({"time/generate": 14.5, "episode/in_tools": 0.9}, "the environment and its tools"),
+        ({"time/generate": 14.5}, "the controller"),
+    ],
+)
+def test_what_a_step_waits_for_while_no_role_works_is_named(watch: Watch, changed: dict[str, float], cause: str):
+    watch.take(*[{"time/step": 20.0} | changed] * WINDOW)
+    (row,) = watch.run.alarms
+    assert row["alarm"] == "controller_bound"
+    assert f"of the 20 seconds of a step (in steps 1 to 10) are spent waiting for {cause}: " in row["said"]
+
+
 def test_a_slow_replica_is_always_the_same(watch: Watch):
     turns = [{"rollout/slowest": 5.0, "rollout/slowest_replica": float(step % 2)} for step in range(40)]
     assert watch.take(*turns) == []
@@ -188,9 +234,15 @@ def test_a_slow_replica_is_always_the_same(watch: Watch):
     [
         ({"reward/groups_all_equal": 1.0}, Watched()),
         ({"mismatch/compared": 0.75}, Watched(stale=True)),
-        ({"time/step": 0.4, "rollout/busy_seconds": 0.0, "busy/update/critic": 0.1, "busy/update": 0.1}, WATCHED),
+        ({"time/step": 0.4, "time/generate": 0.0, "time/update": 0.1, "time/sync": 0.0}, WATCHED),
+        ({"time/step": 20.0, "time/reward": 12.0}, Watched(grouped=True, tolerance=0.2, scored=False)),
     ],
-    ids=["single samples are no groups", "staleness was asked for", "steps are too short to matter"],
+    ids=[
+        "single samples are no groups",
+        "staleness was asked for",
+        "steps are too short to matter",
+        "a model scores",
+    ],
 )
 def test_what_is_as_it_has_to_be_is_not_told(tmp_path: Path, changed: dict[str, float], watched: Watched):
     assert Watch(tmp_path, watched).take(*[changed] * 30) == []

@@ -122,3 +122,12 @@ def test_what_a_step_that_failed_leaves_is_stopped(tmp_path: Path):
     stop_profile()
     begin_profile(CONTEXT)
     assert end_profile(CONTEXT, 0, str(tmp_path / "again"), 10).problem == ""  # type: ignore[union-attr]
+
+
+def test_a_profiler_that_does_not_stop_keeps_no_engine_from_being_released(monkeypatch: pytest.MonkeyPatch):
+    def stop() -> None:
+        raise RuntimeError("the profiler is gone")
+
+    monkeypatch.setattr(profiles_module, "_under_way", [SimpleNamespace(stop=stop)])
+    stop_profile()
+    assert profiles_module._under_way == []

@@ -9,7 +9,7 @@ import click
 from enginehouse.cli.output import shows
 
 if TYPE_CHECKING:
-    from enginehouse.runs.progress import Mode
+    from enginehouse.cli.output import Show
 
 
 @click.command("eval")
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     help="Directory of a model, or of a run, whose newest model it is then; default: model.path.",
 )
 @shows
-def evaluate(config: str, overrides: tuple[str, ...], model: str | None, show: Mode | None) -> None:
+def evaluate(config: str, overrides: tuple[str, ...], model: str | None, show: Show) -> None:
     """Have a model answer the held-out prompts of CONFIG, one for `enginehouse train`, and measure the answers.
 
     Prompts are those of data.validation, played by the config's environment and scored by its reward; how they are

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import click
 
 if TYPE_CHECKING:
-    from enginehouse.runs.progress import Mode
+    from enginehouse.runs.events import Emit
+
+    Show: TypeAlias = Literal["quiet"] | Emit | None
 
 
 def shows(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command both options; it is called with `show`: the mode they name, or None."""
+    """Give a command both options; it is called with `show`: `"quiet"`, what events go to, or None.
+
+    Events have standard output to themselves from here on: what is imported for a plan may write there already.
+    """
 
     @click.option("-q", "--quiet", is_flag=True, help="Say only how it ended.")
     @click.option("--json", "as_json", is_flag=True, help="Write events as JSON, one a line, and nothing else.")
@@ -21,7 +26,11 @@ def shows(command: Callable[..., Any]) -> Callable[..., Any]:
     def called(*arguments: Any, quiet: bool, as_json: bool, **given: Any) -> Any:
         if quiet and as_json:
             raise click.UsageError("--quiet says only how a run ended, --json all that happens: leave out one of them")
-        show: Mode | None = "quiet" if quiet else "json" if as_json else None
-        return command(*arguments, show=show, **given)
+        if as_json:
+            from enginehouse.runs.events import events_on_stdout
+
+            with events_on_stdout() as emit:
+                return command(*arguments, show=emit, **given)
+        return command(*arguments, show="quiet" if quiet else None, **given)
 
     return called

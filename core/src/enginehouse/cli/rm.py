@@ -9,7 +9,7 @@ import click
 from enginehouse.cli.output import shows
 
 if TYPE_CHECKING:
-    from enginehouse.runs.progress import Mode
+    from enginehouse.cli.output import Show
 
 
 @click.command()
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @click.argument("overrides", nargs=-1)
 @click.option("--resume", is_flag=True, help="Go on with the run in run.directory, from its newest checkpoint.")
 @shows
-def rm(config: str, overrides: tuple[str, ...], resume: bool, show: Mode | None) -> None:
+def rm(config: str, overrides: tuple[str, ...], resume: bool, show: Show) -> None:
     """Train a reward model on preferences, as the YAML file CONFIG says.
 
     The data are pairs, rows of {prompt, chosen, rejected}. The model that is written is one of transformers'

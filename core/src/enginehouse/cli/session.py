@@ -19,12 +19,12 @@ from enginehouse.cli.interrupts import Interrupts
 from enginehouse.errors import EnginehouseError
 
 if TYPE_CHECKING:
+    from enginehouse.cli.output import Show
     from enginehouse.config.plan import RunPlan
     from enginehouse.config.schema import DPOConfig, RMConfig
     from enginehouse.engines.tracker import Outcome
     from enginehouse.runs import Progress, RunDirectory
     from enginehouse.runs.events import Emit
-    from enginehouse.runs.progress import Mode
     from enginehouse.runs.record import Status
 
 log = logging.getLogger(__name__)
@@ -40,35 +40,24 @@ class Trainer(Protocol):
         ...
 
 
-def run_plan(plan: RunPlan, build: Callable[[RunDirectory, Progress], Trainer], *, show: Mode | None = None) -> None:
+def run_plan(plan: RunPlan, build: Callable[[RunDirectory, Progress], Trainer], *, show: Show = None) -> None:
     """Build the trainer, make the run directory, run the plan, and say how it ended.
 
     Args:
         plan: what to run.
         build: makes the trainer, which reads its data then; imports what it needs itself, so that a refused plan never
             pays for it. The run directory is made afterwards: bad data does not cost an earlier run.
-        show: `"quiet"`: nothing while it runs; `"json"`: events on standard output; None: what the terminal can show.
+        show: `"quiet"`: nothing while it runs; what takes events: them alone; None: what the terminal can show.
 
     Raises:
         UserError: the run failed by a mistake of the user's, here or on a worker.
         EnginehouseError: the run failed.
         SystemExit: if it was interrupted, with the code 128 and the number of the signal: 130 for Ctrl-C.
     """
-    if show == "json":
-        from enginehouse.runs.events import events_on_stdout
-
-        with events_on_stdout() as emit:
-            _run(plan, build, show, emit)
-    else:
-        _run(plan, build, show, None)
-
-
-def _run(
-    plan: RunPlan, build: Callable[[RunDirectory, Progress], Trainer], show: Mode | None, emit: Emit | None
-) -> None:
     from enginehouse.config.load import dump_config
     from enginehouse.runs import Progress, RunDirectory, saved_words
 
+    emit = show if callable(show) else None
     if show is None:
         click.echo(plan.render() + "\n")
     settings = plan.config.run
@@ -84,7 +73,7 @@ def _run(
         models_kept=getattr(plan.config.train, "models_kept", None),
         trackers=plan.trackers,
     )
-    progress = Progress(run.path.name, mode=show, emit=emit)
+    progress = Progress(run.path.name, mode="quiet" if show == "quiet" else "json" if emit else None, emit=emit)
     if emit is not None:
         emit("plan", run=run.path.name, directory=str(run.path), plan=plan.render())
 
@@ -93,7 +82,7 @@ def _run(
             run.record.finish("interrupted", run.last_step, None)
         with contextlib.suppress(OSError):  # the terminal may be gone
             progress.close()
-            _emit_end(run, emit, "interrupted")
+            _emit_end(run, emit, run.record.status if run.opened else "interrupted")
             click.echo(saved_words(run), err=True)
         if unrecorded:
             run.finish("interrupted")  # last: a thread that is stuck may hold the timeline
@@ -146,7 +135,7 @@ def _tell_recorded(run: RunDirectory, outcome: Outcome) -> None:
         log.warning("%s", error)
 
 
-def _emit_end(run: RunDirectory, emit: Emit | None, status: Outcome, error: BaseException | None = None) -> None:
+def _emit_end(run: RunDirectory, emit: Emit | None, status: Status, error: BaseException | None = None) -> None:
     if emit is None:
         return
     model = run.saved_model
@@ -225,7 +214,7 @@ def _trace_calls(run: RunDirectory) -> Callable[[], None]:
 
 
 def run_preferences(
-    schema: type[DPOConfig | RMConfig], config: str, overrides: Sequence[str], *, resume: bool, show: Mode | None
+    schema: type[DPOConfig | RMConfig], config: str, overrides: Sequence[str], *, resume: bool, show: Show
 ) -> None:
     """Run a config of `enginehouse dpo` or `rm`; errors as of `run_plan`."""
     from enginehouse.config.load import load_config

@@ -9,7 +9,7 @@ import click
 from enginehouse.cli.output import shows
 
 if TYPE_CHECKING:
-    from enginehouse.runs.progress import Mode
+    from enginehouse.cli.output import Show
 
 
 @click.command()
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @click.argument("overrides", nargs=-1)
 @click.option("--resume", is_flag=True, help="Go on with the run in run.directory, from its newest checkpoint.")
 @shows
-def train(config: str, overrides: tuple[str, ...], resume: bool, show: Mode | None) -> None:
+def train(config: str, overrides: tuple[str, ...], resume: bool, show: Show) -> None:
     """Train a model by reinforcement learning, as the YAML file CONFIG says.
 
     OVERRIDES are dotted.key=value, the value in YAML; they win over the file. Paths in both are relative to the current

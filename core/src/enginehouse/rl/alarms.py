@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from enginehouse.errors import EnginehouseError
 from enginehouse.runs.history import KEPT, WINDOW, History
+from enginehouse.runs.waits import WORDS, waited_for
 
 if TYPE_CHECKING:
     from enginehouse.runs import Progress, RunDirectory
@@ -44,8 +45,10 @@ CUT = 0.95
 """Share of responses at max_tokens that counts as all."""
 SLOW = 2.0
 """Times as long as others that a slow replica takes."""
+NO_ROLES = ("reward", "environment", "controller")
+"""What may be waited for while no role is at work."""
 UNEXPLAINED, UNEXPLAINED_SECONDS = 0.5, 0.5
-"""Share of a step's time, and least seconds, in which no role was at work."""
+"""Share of a step's time, and least seconds, in which one of these is waited for."""
 
 
 class StepsSkipped(EnginehouseError):
@@ -62,6 +65,8 @@ class Watched:
         compares: whether it is these that advantages come of.
         tolerance: that of the effect check, in nats; engines may be apart by it, or `LARGEST_OF_DRAWN` if that is less.
         stale: whether rows of older weights are what the config asks for.
+        rewarded: whether advantages come of rewards; of a teacher's logprobs, say, they do not.
+        scored: whether a reward function scores responses, and not a reward model alone.
     """
 
     beside: Sequence[str] = ()
@@ -69,6 +74,8 @@ class Watched:
     compares: bool = False
     tolerance: float = LARGEST_OF_DRAWN
     stale: bool = False
+    rewarded: bool = True
+    scored: bool = True
 
     @property
     def most_apart(self) -> float:
@@ -272,7 +279,8 @@ def _entropy_collapse(history: History, watched: Watched) -> str:
     seen = change(history, "entropy", max)
     rows = [*history.first, *history.last]
     best, least = _figures(rows, "reward/max"), _figures(rows, "reward/min")
-    if seen is None or _upper_quartile(seen[1]) > seen[0].before / COLLAPSED or not best or not least:
+    fell = seen is not None and _upper_quartile(seen[1]) <= seen[0].before / COLLAPSED
+    if seen is None or not fell or not watched.rewarded or not best or not least:
         return ""
     reward, top = median(history, "reward/mean"), max(best)
     cost = (top - reward) / max(top - min(least), 1e-9)
@@ -299,7 +307,7 @@ def _kl_runaway(history: History, watched: Watched) -> str:
 
 
 def _reward_zero(history: History, watched: Watched) -> str:
-    zero = lasts(history, lambda row: row.get("reward/max") == row.get("reward/min") == 0.0)
+    zero = watched.rewarded and lasts(history, lambda row: row.get("reward/max") == row.get("reward/min") == 0.0)
     return f"every reward {_span(history)} was 0: nothing can be learned from them" if zero else ""
 
 
@@ -333,32 +341,18 @@ def _replica_slow(history: History, watched: Watched) -> str:
 
 
 def _controller_bound(history: History, watched: Watched) -> str:
-    seconds, left = _step_seconds(history.recent())
-    if len(seconds) < WINDOW:
+    rows = [row for row in history.recent() if "time/step" in row and "rollout/utilisation" in row]
+    if len(rows) < WINDOW:
         return ""
-    whole, idle = statistics.median(seconds), statistics.median(left)
-    if idle < UNEXPLAINED_SECONDS or idle < UNEXPLAINED * whole:
+    spent = [waited_for(row, scored=watched.scored) for row in rows]
+    seconds = {who: statistics.median(one.get(who, 0.0) for one in spent) for who in NO_ROLES}
+    who, whole = max(NO_ROLES, key=seconds.__getitem__), statistics.median(row["time/step"] for row in rows)
+    if seconds[who] < max(UNEXPLAINED_SECONDS, UNEXPLAINED * whole):
         return ""
     return (
-        f"in {idle:.2g} of the {whole:.2g} seconds of a step ({_span(history)}) no role was at work: nothing was "
-        "drawn, trained, scored by a model or sent"
+        f"{seconds[who]:.2g} of the {whole:.2g} seconds of a step ({_span(history)}) are spent waiting for "
+        f"{WORDS[who]}: nothing is drawn, trained, scored by a model or sent then"
     )
-
-
-_OF_ROLES = ("time/old_logprobs", "time/reference", "time/values", "time/sync")
-
-
-def _step_seconds(rows: Sequence[Mapping[str, float]]) -> tuple[list[float], list[float]]:
-    """Of each step how long it took, and how much of that no role was at work."""
-    seconds, left = [], []
-    for row in rows:
-        if "time/step" not in row or "rollout/utilisation" not in row:
-            continue
-        drawing = row["rollout/busy_seconds"] / max(row["rollout/utilisation"], 1e-9)  # of any replica
-        updates = max((value for name, value in row.items() if name.startswith("busy/update")), default=0.0)
-        seconds.append(row["time/step"])
-        left.append(row["time/step"] - drawing - updates - sum(row.get(name, 0.0) for name in _OF_ROLES))
-    return seconds, left
 
 
 _NOT_FINITE = (
@@ -451,9 +445,9 @@ ALARMS = (
     Alarm(
         "controller_bound",
         _controller_bound,
-        "What is left is the reward function, the environment with its tools, and the controller: timeline.json shows "
-        "which. Raise reward.processes or reward.concurrency, environment.processes, or train.staleness, with which "
-        "the next samples are drawn meanwhile",
+        "For the reward raise reward.processes or reward.concurrency, for an environment environment.processes; what "
+        "no figure tells, as of an environment of one turn, is put down to the controller, and timeline.json shows "
+        "more. With train.staleness the next samples are drawn meanwhile. `enginehouse bottleneck` tells all parts",
     ),
 )
 """All alarms; a cause comes before what it causes."""

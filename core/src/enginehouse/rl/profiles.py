@@ -13,7 +13,7 @@ import logging
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,7 +117,8 @@ def stop_profile() -> None:
     """Stop a profiler that a step which failed has left, and keep nothing of it."""
     while _under_way:
         if not isinstance(profiler := _under_way.pop(), str):
-            profiler.stop()
+            with suppress(Exception):  # the engine is to be released, whatever torch says
+                profiler.stop()
 
 
 def _longest(trace: Mapping[str, Any], most: int) -> tuple[list[tuple[str, str, int, int]], int]:

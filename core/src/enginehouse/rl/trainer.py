@@ -22,7 +22,7 @@ from enginehouse.data.prompts import PromptDataset, PromptSampler
 from enginehouse.data.rendering import load_tokenizer
 from enginehouse.engines.train import LossSpec, Mean, Outputs, metric_values
 from enginehouse.errors import ConfigError, nearest
-from enginehouse.plugin import plugins
+from enginehouse.plugin import Advantage, plugins
 from enginehouse.plugin.records import resolve
 from enginehouse.rl.alarms import Watched
 from enginehouse.rl.episode_rows import EpisodeRows
@@ -105,13 +105,17 @@ class Trainer(Loop):
         return described
 
     def watched(self) -> Watched:
-        plan, grouped = self.plan, self.config.rollout.samples_per_prompt > 1
+        plan, grouped, needs = self.plan, self.config.rollout.samples_per_prompt > 1, self.plan.advantage_needs
+        known = [one.record for one in plugins().providers(Advantage, self.config.algorithm.advantage.name)]
+        compares = all(isinstance(one, Advantage) and one.compares_samples for one in known)  # of one's own: maybe
         return Watched(
             beside=[name for name, role in plan.roles.items() if role.trained and name != "actor"],
             grouped=grouped,
-            compares=grouped and "critic" not in plan.roles,
+            compares=grouped and compares and "critic" not in plan.roles,
             tolerance=plan.effect_tolerance,
             stale=bool(self.config.train.staleness),
+            rewarded=needs is None or not {"reward", "rewards", "token_rewards"}.isdisjoint(needs),
+            scored=bool(plan.rewards),
         )
 
     def before_first_step(self) -> None:

@@ -1,14 +1,12 @@
 """Where a run's steps spend their time, who is waited for, and which key of the config would change it.
 
-Every second is put down to one thing: of a phase to what is at work in it, as far as the run's figures say so, and what
-is left over to the controller.
+Every second is put down to one thing by `waited_for`, as the alarm `controller_bound` does.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -17,6 +15,7 @@ from typing import Any
 
 from enginehouse.config.earlier_run import read_record
 from enginehouse.runs.timeline import read_events
+from enginehouse.runs.waits import WORDS, number, waited_for
 from enginehouse_report.run_files import read_run
 
 SKIPPED = 2
@@ -35,21 +34,6 @@ NEED_PROCESSES = (
     *("rollout.replicas", "train.staleness"),
 )
 """Keys that the inline launcher, which runs one process, does nothing with."""
-WORDS = {
-    "rollout": "the rollout engine",
-    "reward": "the reward",
-    "environment": "the environment and its tools",
-    "actor": "the actor",
-    "critic": "the critic",
-    "reference": "the reference",
-    "reward_model": "the reward model",
-    "sync": "the weight updates",
-    "turns": "giving devices over from role to role",
-    "controller": "the controller",
-    "validation": "validations",
-    "checkpoint": "checkpoints",
-}
-"""What may be waited for."""
 
 
 @dataclass(frozen=True)
@@ -97,13 +81,14 @@ def bottleneck_of(path: Path) -> Bottleneck:
         UserError: it is none.
     """
     run = read_run(path)
-    rows = [row for row in run.metrics.rows if _number(row, "time/step")]
+    rows = [row for row in run.metrics.rows if number(row, "time/step")]
     config = run.part(len(run.metrics.rows), len(run.validations.rows))["config"]
     profiled = json.loads(config.get("train.profile_steps") or "[]")
     counted = [row for row in rows[SKIPPED:] if row["step"] not in profiled]
     if len(counted) < FEWEST:
         return Bottleneck(len(counted), said=_too_few(len(rows), len(counted)))
-    seconds = [_seconds_of(row, config) for row in counted]
+    scored = bool(config.get("reward.function")) or any(key.startswith("reward.functions.") for key in config)
+    seconds = [waited_for(row, scored=scored) for row in counted]
     parts = {name: statistics.median(one.get(name, 0.0) for one in seconds) for name in WORDS}
     for name, value in _between(rows[SKIPPED:], path / "timeline.json").items():
         parts[name] += value
@@ -117,43 +102,6 @@ def bottleneck_of(path: Path) -> Bottleneck:
         advice = [Advice("cluster.launcher", "inline", "ray", "roles then have processes, and several"), *others]
     said = _in_words(len(counted), whole, shares, phases, advice, (path / "profiles").is_dir())
     return Bottleneck(len(counted), whole, shares, phases, advice, said)
-
-
-def _seconds_of(row: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, float]:
-    """A step's seconds, by what was waited for."""
-    spent: dict[str, float] = defaultdict(float)
-    phases = {name: _number(row, name) for name in row if name.startswith("time/") and name != "time/step"}
-    turns = min(phases.pop("time/turns", 0.0), row["time/step"])
-    left = row["time/step"] - turns
-    for name, value in phases.items():
-        left -= value
-        phase = name.removeprefix("time/")
-        if phase == "generate":
-            for who, part in _of_generation(row, value).items():
-                spent[who] += part
-        elif phase == "update":
-            busy = {name: _number(row, name) for name in row if name.startswith("busy/update")}
-            slowest = max(busy, key=lambda name: busy[name], default="")
-            trained = min(value, busy.get(slowest, value))
-            spent[slowest.removeprefix("busy/update").strip("/") or "actor"] += trained
-            spent["controller"] += value - trained
-        elif phase == "reward":  # what is left of it once the last token is drawn, and the reward model
-            has_function = config.get("reward.function") or any(key.startswith("reward.functions.") for key in config)
-            spent["reward" if has_function else "reward_model"] += value
-        else:
-            who = {"old_logprobs": "actor", "score": "actor", "values": "critic"}.get(phase, phase)
-            spent[who if who in WORDS else "controller"] += value
-    spent["turns"] += turns
-    spent["controller"] += max(left, 0.0)
-    return spent
-
-
-def _of_generation(row: Mapping[str, Any], seconds: float) -> dict[str, float]:
-    """The seconds in which a step waited for its last token: for replicas, and for those that had none to answer."""
-    answering = _number(row, "rollout/busy_seconds") / max(_number(row, "rollout/utilisation"), 1e-9)
-    in_tools = _number(row, "episode/in_tools")
-    drawn = min(seconds * (1.0 - in_tools), answering)
-    return {"rollout": drawn, "environment" if in_tools else "controller": seconds - drawn}
 
 
 def _between(rows: Sequence[Mapping[str, Any]], timeline: Path) -> dict[str, float]:
@@ -267,9 +215,9 @@ def _in_words(
         said += " No part stands out, so no single key would change much."
     elif not advice:
         said += " No key of the config is known to change that."
-    for number, one in enumerate(advice):
+    for place, one in enumerate(advice):
         now = "unset" if one.now is None else one.now
-        said += f" {'Try' if number == 0 else 'Or'} {one.key}={one.attempt} (now {now}): {one.why}."
+        said += f" {'Or' if place else 'Try'} {one.key}={one.attempt} (now {now}): {one.why}."
     if profiled and who in ("actor", "critic", "reference", "reward_model", "rollout"):
         said += " profiles/ has which operators it is made of."
     return said
@@ -283,9 +231,4 @@ def _too_few(steps: int, counted: int) -> str:
 
 
 def _median(rows: Sequence[Mapping[str, Any]], name: str) -> float:
-    return statistics.median(_number(row, name) for row in rows)
-
-
-def _number(row: Mapping[str, Any], name: str) -> float:
-    value = row.get(name)
-    return float(value) if isinstance(value, (int, float)) else 0.0
+    return statistics.median(number(row, name) for row in rows)

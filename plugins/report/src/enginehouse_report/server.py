@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from enginehouse.config.earlier_run import read_record
 from enginehouse.errors import UserError
@@ -34,6 +35,9 @@ READ_SECONDS = 1.0
 """So long samples are read for one answer; the next one goes on."""
 COMPRESSED_BYTES = 4096
 """Answers of more bytes than this are compressed: they may go through a tunnel."""
+
+Answer = tuple[HTTPStatus, str, str]
+"""Its status, the kind of its text, and the text."""
 
 
 class LiveRun:
@@ -142,6 +146,11 @@ class Server(ThreadingHTTPServer):
         self.url = f"http://{HOST}:{self.server_address[1]}/{self.token}/"
         self.page = page(run.name or str(run), {}, live=f"/{self.token}/")
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a browser that went away: it closes a page when it likes."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
 
 class _Handler(BaseHTTPRequestHandler):
     server: Server
@@ -150,40 +159,40 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer who may ask."""
-        asked = urlsplit(self.path)
+        try:
+            answer = self._answer_to(urlsplit(self.path))
+        except (ValueError, OSError) as error:
+            answer = HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", f"{type(error).__name__}: {error}"
+        self._send(*answer)
+
+    def _answer_to(self, asked: SplitResult) -> Answer:
         _, token, *rest = [*asked.path.split("/"), ""]
         if not self._is_for_us() or not secrets.compare_digest(token.encode(), self.server.token.encode()):
-            self._answer(HTTPStatus.FORBIDDEN, "text/plain", "Ask by the address that `enginehouse watch` printed.")
-            return
-        try:
-            query = {name: values[-1] for name, values in parse_qs(asked.query).items()}
-            self._serve(rest[0] if rest else "", query)
-        except (ValueError, OSError) as error:
-            self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, "text/plain", f"{type(error).__name__}: {error}")
+            return HTTPStatus.FORBIDDEN, "text/plain", "Ask by the address that `enginehouse watch` printed."
+        query = {name: values[-1] for name, values in parse_qs(asked.query).items()}
+        return self._found(rest[0] if rest else "", query)
 
     def _is_for_us(self) -> bool:
         return self.headers.get("Host", "").rpartition(":")[0] in NAMES or self.headers.get("Host") in NAMES
 
-    def _serve(self, what: str, query: Mapping[str, str]) -> None:
+    def _found(self, what: str, query: Mapping[str, str]) -> Answer:
         live = self.server.live
         if what == "":
-            self._answer(HTTPStatus.OK, "text/html", self.server.page)
-        elif what == "data":
-            self._answer_with(live.news({name: int(value) for name, value in query.items() if value.isdecimal()}))
+            return HTTPStatus.OK, "text/html", self.server.page
+        content: Mapping[str, Any] | None
+        if what == "data":
+            content = live.news({name: int(value) for name, value in query.items() if value.isdecimal()})
         elif what == "sample":
-            self._answer_with(live.sample(query.get("file", ""), int(query.get("line", "0"))))
+            content = live.sample(query.get("file", ""), int(query.get("line", "0")))
         elif what == "timeline":
-            self._answer_with(live.timeline())
+            content = live.timeline()
         else:
-            self._answer(HTTPStatus.NOT_FOUND, "text/plain", "There is nothing here.")
-
-    def _answer_with(self, content: Mapping[str, Any] | None) -> None:
+            return HTTPStatus.NOT_FOUND, "text/plain", "There is nothing here."
         if content is None:
-            self._answer(HTTPStatus.NOT_FOUND, "text/plain", "There is no such row any more.")
-        else:
-            self._answer(HTTPStatus.OK, "application/json", encoded(content))
+            return HTTPStatus.NOT_FOUND, "text/plain", "There is no such row any more."
+        return HTTPStatus.OK, "application/json", encoded(content)
 
-    def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
+    def _send(self, status: HTTPStatus, kind: str, text: str) -> None:
         body = text.encode("utf-8", "backslashreplace")
         self.send_response(status)
         if len(body) > COMPRESSED_BYTES and "gzip" in self.headers.get("Accept-Encoding", ""):

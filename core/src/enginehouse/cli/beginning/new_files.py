@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,15 +28,15 @@ class NewFiles:
             ConfigError: naming the file.
         """
         for name in names:
-            if (path := self.directory / name).exists() and name not in self.made:
+            if os.path.lexists(path := self.directory / name) and name not in self.made:
                 raise ConfigError(f"{path} is there already, and nothing is overwritten: name another directory")
 
     def write(self, name: str, text: str) -> str:
         """Write a file; returns its name."""
         self.check(name)
         self.directory.mkdir(parents=True, exist_ok=True)
+        self.made = [*dict.fromkeys([*self.made, name])]  # before: half a file is taken back too
         (self.directory / name).write_text(text, encoding="utf-8")
-        self.made = [*dict.fromkeys([*self.made, name])]
         return name
 
     def take_back(self) -> None:

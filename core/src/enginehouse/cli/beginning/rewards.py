@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import inspect
 import keyword
 import re
@@ -100,6 +101,7 @@ def reward_texts(rows: Rows, reward: str) -> dict[str, str]:
     """The reward's file and its test, by name."""
     column = rows.answer
     named = column is not None and column.isidentifier() and not keyword.iskeyword(column)
+    named = named and column not in (*vars(builtins), *REWARDS)  # which the function calls
     parameter = column if named else "**columns"
     held = (column if named else f"columns[{column!r}]") if column else ""
     expression = f"{held}[{NESTED[column]!r}]" if column in NESTED else held
@@ -108,7 +110,7 @@ def reward_texts(rows: Rows, reward: str) -> dict[str, str]:
     if reward == OWN:
         given = {
             "parameters": ", ".join(filter(None, ["response", parameter if column else ""])),
-            "columns": ", ".join(map(repr, rows.columns)).replace("\\", "") or "none",
+            "columns": ", ".join(map(repr, rows.columns)).replace("\\", "").replace('"', "'") or "none",
             "value": f"float({expression} in response)" if column else "float(0 < len(response) <= 200)",
         }
         source = "own_reward.txt"
