@@ -78,6 +78,8 @@ def here(tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
     (tmp_path / "texts.csv").write_text("problem,level,answer\nSort 10,1,01\nSort 32,1,23\n", "utf-8")
     verl = [{"data_source": "a", "prompt": CHAT, "reward_model": {"style": "rule", "ground_truth": "42"}}] * 2
     parquet.write_table(pyarrow.Table.from_pylist(verl), tmp_path / "verl.parquet")
+    for name in ("reward", "test_reward"):  # of another directory, which another test imported
+        monkeypatch.delitem(sys.modules, name, raising=False)
     known = set(sys.modules)
     yield root
     for name in set(sys.modules) - known:
@@ -362,6 +364,31 @@ def test_a_terminal_is_asked_again_until_an_answer_can_be(here: Path, models: Pa
         assert said in done.stdout
     assert "prompt: column 'problem', text; answer: column 'answer'" in done.stdout
     assert "import numeric" in (here / "reward.py").read_text()
+
+
+def test_a_terminal_is_asked_for_columns_that_are_called_oddly(here: Path, models: Path):
+    rows = [{"conversation_log": f"what is {number}", "gold": str(number)} for number in range(9)]
+    (here / "odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = [str(models / "text"), "odd.jsonl", "conversation", "odd.jsonl", "conversation_log", "numeric", ""]
+    done = begin(answers="\n".join(lines) + "\n")
+    assert done.exit_code == 0, done.output
+    assert "no column of odd.jsonl is known to hold prompts" in done.stdout
+    assert "prompt: column 'conversation_log', text; answer: column 'gold'" in done.stdout
+
+
+def test_a_terminal_is_asked_for_the_column_of_answers(here: Path, models: Path):
+    rows = [{"prompt": f"what is {number}", "right_one": str(number)} for number in range(9)]
+    (here / "odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = begin(answers="\n".join([str(models / "text"), "odd.jsonl", "right_one", "numeric", ""]) + "\n")
+    assert done.exit_code == 0, done.output
+    assert "answer: column 'right_one'" in done.stdout
+
+
+def test_a_missing_file_is_not_blamed_on_the_tiny_model(here: Path):
+    done = begin("new", "--data", "missing.jsonl", "--yes")
+    assert done.exit_code == 2
+    assert "there is no data file missing.jsonl" in done.stderr
+    assert not (here / "new").exists()
 
 
 def test_without_a_terminal_what_is_not_said_is_asked_for_by_its_option(here: Path):

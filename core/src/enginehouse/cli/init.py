@@ -16,7 +16,7 @@ from enginehouse.cli.beginning.machines import LAPTOP, Engines, choose_engines, 
 from enginehouse.cli.beginning.models import TINY, read_model
 from enginehouse.cli.beginning.new_files import NewFiles
 from enginehouse.cli.beginning.rewards import OWN, REWARD, TEST, fitting_rewards, read_reward, reward_texts
-from enginehouse.cli.beginning.rows import SAMPLES, read_rows
+from enginehouse.cli.beginning.rows import SAMPLES, PromptsUnknown, read_rows
 from enginehouse.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -71,7 +71,12 @@ def init(
     files.check(CONFIG, REWARD, TEST)
     try:
         the_model = _ask("model", model, TINY, yes, lambda given: read_model(given, files.directory))
-        rows = _ask("data", data, "sorting", yes, lambda given: read_rows(given, the_model, files, prompt, answer))
+        asks = data is None and not yes
+
+        def rows_of(given: str) -> Rows:
+            return _read_rows(given, the_model, files, (prompt, answer), asks)
+
+        rows = _ask("data", data, "sorting", yes, rows_of)
         click.echo(f"  {rows.said}")
         fitting = fitting_rewards(rows)
         choices = [name for name, why in fitting.items() if not why]
@@ -113,6 +118,23 @@ def _ask(
             return read(text)
         except UserError as error:
             click.echo(f"  {error}")
+
+
+def _read_rows(given: str, model: Model, files: NewFiles, columns: tuple[str | None, str | None], asks: bool) -> Rows:
+    """As `read_rows`; a terminal is asked for the columns that are not known."""
+    prompt, answer = columns
+    try:
+        rows = read_rows(given, model, files, prompt, answer)
+    except PromptsUnknown as error:
+        if not asks:
+            raise
+        click.echo(f"  {error}")
+        return _read_rows(given, model, files, (click.prompt("Column of prompts"), answer), asks)
+    if asks and rows.answer is None and rows.columns:
+        none = "none"
+        text = click.prompt(f"Column of answers ({', '.join((*rows.columns, none))})", default=none)
+        return rows if text == none else read_rows(given, model, files, rows.prompt, text)
+    return rows
 
 
 def _write(files: NewFiles, model: Model, rows: Rows, reward: str, machine: Machine, engines: Engines) -> Plan:

@@ -203,7 +203,8 @@ class RunDirectory:
         for said in (self.path / "samples").glob("*.jsonl"):
             if _step_of(said.stem) > step:
                 said.unlink()
-        (self.path / "error.txt").unlink(missing_ok=True)
+        for said_at_the_end in ("error.txt", "report.html"):
+            (self.path / said_at_the_end).unlink(missing_ok=True)
         self.clear_partial()
         self.checkpoints.set_aside(resumed.passed_over)
         self.last_step = step

@@ -59,7 +59,8 @@ def config_text(model: Model, rows: Rows, machine: Machine, engines: Engines) ->
     values = _merged(values, _of_machine(machine, engines, bool(model.path)))
     values = _merged(values, {"reward": {"function": "reward:score"}, "run": {"directory": RUN}})
     if not model.path:
-        values["train"]["steps"] = min(values["train"]["steps"], TINY_STEPS)
+        steps = min(values["train"]["steps"], TINY_STEPS)
+        values = _merged(values, {"train": {"steps": steps, "checkpoint_every": steps // 2}})
     else:
         values = _merged(values, _of_model_and_rows(values, model, rows))
         if not rows.validation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,9 @@ class NewFiles:
 
     directory: Path
     made: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._new = not self.directory.exists()
 
     def check(self, *names: str) -> None:
         """Refuse names that are taken.
@@ -40,7 +44,10 @@ class NewFiles:
         return name
 
     def take_back(self) -> None:
-        """Delete what was written."""
+        """Delete what was written, and the directory if it was made for it."""
         for name in self.made:
             (self.directory / name).unlink(missing_ok=True)
+        if self._new:
+            with contextlib.suppress(OSError):  # a model was made there, which took a while: it stays
+                self.directory.rmdir()
         self.made = []

@@ -33,6 +33,10 @@ LOOKED_AT = 200
 READ_SECONDS = 5.0
 
 
+class PromptsUnknown(DataError):
+    """No column is known to hold the prompts."""
+
+
 @dataclass(frozen=True)
 class Rows:
     """Prompts, and what is known of them.
@@ -81,6 +85,7 @@ def read_rows(
         answers: that of answers.
 
     Raises:
+        PromptsUnknown: nothing says which column has the prompts.
         DataError: naming file, row and column.
         ConfigError: the model cannot learn from them.
     """
@@ -89,7 +94,7 @@ def read_rows(
     path = Path(answer).expanduser()
     if not path.exists() and not path.suffix:
         raise DataError(f"there is no data {answer!r}: give a path, or one of these; {nearest(answer, SAMPLES)}")
-    if not model.path:
+    if not model.path and path.exists():
         raise ConfigError(
             f"the model {TINY!r} knows the few characters of {' and '.join(SAMPLES)}, and cannot read {path}: name a "
             f"model of your own, or data {next(iter(SAMPLES))}"
@@ -215,7 +220,7 @@ def _looked_at(paths: Sequence[Path], prompt: str | None, answer: str | None) ->
     columns = list(dict.fromkeys([*columns, *(name for row in head for name in row)]))
     prompt = prompt or _guess(columns, PROMPTS, head, _is_prompt)
     if prompt is None:
-        raise DataError(
+        raise PromptsUnknown(
             f"no column of {paths[0]} is known to hold prompts, which are text, or chat messages of which the last is "
             f"not the assistant's; it has {', '.join(columns)}: say which by --prompt COLUMN"
         )
