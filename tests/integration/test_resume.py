@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from .conftest import QUICKSTART, SMALL, Start, installed
-from .run_process import RunProcess
+from .run_process import RunProcess, said
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # each runs several programs one after the other
 
@@ -106,10 +106,6 @@ def figures(run: RunProcess) -> list[dict[str, Any]]:
 
 def weights(run: RunProcess) -> bytes:
     return (run.directory / "model" / "model.safetensors").read_bytes()
-
-
-def said(run: RunProcess) -> dict[str, str]:
-    return {path.name: path.read_text() for path in (run.directory / "samples").iterdir()}
 
 
 def trained(run: RunProcess) -> Counter[str]:

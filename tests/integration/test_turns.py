@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from .conftest import SHORT, SMALL, Start, assert_rose, installed
-from .run_process import RunProcess
+from .run_process import RunProcess, said
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -64,10 +64,6 @@ def finished(run: RunProcess) -> RunProcess:
     ended = run.finish()
     assert ended.code == 0, ended.err
     return run
-
-
-def said(run: RunProcess) -> dict[str, str]:
-    return {path.name: path.read_text() for path in (run.directory / "samples").iterdir()}
 
 
 def figures(run: RunProcess) -> list[tuple[Any, ...]]:
