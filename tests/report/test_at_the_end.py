@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from projects import Project, project  # noqa: F401 - a fixture
+from projects import QUICK_TRAINER, Project, project  # noqa: F401 - a fixture
 from report_runs import page_of
 
 from enginehouse.cli.interrupts import KEY_ECHO_SECONDS
@@ -87,23 +87,16 @@ def test_a_page_that_cannot_be_written_changes_nothing_of_the_end(train, monkeyp
     assert not Path("runs/warm/report.html").exists()
 
 
-PROGRAM = """
-import sys, time, types
+PROGRAM = f"""
+import sys, time
 from enginehouse.cli.main import main
 import enginehouse_report.page
-
-class Quick:
-    def __init__(self, plan, run, progress):
-        self.directory = run
-    def run(self):
-        self.directory.log(1, {"loss": 1.0})
-
+{QUICK_TRAINER}
 def hangs(*_, **__):
     print("writing", flush=True)
     time.sleep(10000)
 
 enginehouse_report.page.write_report = hangs
-sys.modules["enginehouse.rl.sft"] = types.SimpleNamespace(SFTTrainer=Quick)
 main(["sft", "sft.yaml", "--json"])
 """
 

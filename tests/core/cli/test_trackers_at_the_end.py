@@ -10,22 +10,15 @@ import sys
 import time
 
 import pytest
-from projects import Project, project  # noqa: F401 - a fixture
+from projects import QUICK_TRAINER, Project, project  # noqa: F401 - a fixture
 
-PROGRAM = """
-import sys, types
+PROGRAM = f"""
+import sys
 from enginehouse.cli.main import main
 from enginehouse.runs import directory
-
-class Quick:
-    def __init__(self, plan, run, progress):
-        self.directory = run
-    def run(self):
-        self.directory.log(1, {"loss": 1.0})
-
+{QUICK_TRAINER}
 directory.ENDING_SECONDS = float(sys.argv[1])
-sys.modules["enginehouse.rl.sft"] = types.SimpleNamespace(SFTTrainer=Quick)
-main(["sft", "sft.yaml", "run.trackers=[{name: 'hanging:Hangs'}]"])
+main(["sft", "sft.yaml", "run.trackers=[{{name: 'hanging:Hangs'}}]"])
 """
 HANGS = """
 import atexit, time

@@ -112,6 +112,7 @@ def test_a_run_taken_up_is_cut_where_the_checkpoint_was_taken(run: RunDirectory)
     run.checkpoints.stage(6)
     run.timeline.span("step 5", time.monotonic(), time.monotonic())
     run.finish("failed", "it broke", "Traceback")
+    (run.path / "report.html").write_text("of the process that failed")
     with (run.path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')  # killed while it wrote
 
@@ -131,6 +132,7 @@ def test_a_run_taken_up_is_cut_where_the_checkpoint_was_taken(run: RunDirectory)
     assert spans(again) == ["step 3", "step 4"]
     assert names(again) == ["step-000003"]
     assert not (again.path / "error.txt").exists()
+    assert not (again.path / "report.html").exists()
 
 
 def test_the_record_remembers_the_processes_before(run: RunDirectory):

@@ -101,10 +101,11 @@ def run_plan(plan: RunPlan, build: Callable[[RunDirectory, Progress], Trainer], 
             ended_by = error
         # Whatever came of a signal: a process in our group may have died of it too.
         interrupted = interrupts.record_end() and ended_by is not None
+        outcome: Outcome = "finished" if ended_by is None else "interrupted" if interrupted else "failed"
         if run.opened:  # recorded while signals are heard: one that comes now must not end the program half way
-            outcome = _record_end(run, ended_by, interrupted)
+            _record_end(run, ended_by, outcome)
             _tell_recorded(run, outcome)
-    _emit_end(run, emit, "finished" if ended_by is None else "interrupted" if interrupted else "failed", ended_by)
+    _emit_end(run, emit, outcome, ended_by)
     if ended_by is None:
         _say_end(run, progress, "finished")
     elif interrupted:
@@ -115,13 +116,11 @@ def run_plan(plan: RunPlan, build: Callable[[RunDirectory, Progress], Trainer], 
         raise ended_by
 
 
-def _record_end(run: RunDirectory, ended_by: BaseException | None, interrupted: bool) -> Outcome:
-    outcome: Outcome = "finished" if ended_by is None else "interrupted" if interrupted else "failed"
-    if ended_by is None or (interrupted and not isinstance(ended_by, Exception)):
+def _record_end(run: RunDirectory, ended_by: BaseException | None, outcome: Outcome) -> None:
+    if ended_by is None or (outcome == "interrupted" and not isinstance(ended_by, Exception)):
         run.finish(outcome)
     else:
         run.finish(outcome, _in_words(ended_by), "".join(traceback.format_exception(ended_by)))
-    return outcome
 
 
 def _tell_recorded(run: RunDirectory, outcome: Outcome) -> None:

@@ -82,7 +82,7 @@ def bottleneck_of(path: Path) -> Bottleneck:
     """
     run = read_run(path)
     rows = [row for row in run.metrics.rows if number(row, "time/step")]
-    config = run.part(len(run.metrics.rows), len(run.validations.rows))["config"]
+    config, _ = run.config()
     profiled = json.loads(config.get("train.profile_steps") or "[]")
     counted = [row for row in rows[SKIPPED:] if row["step"] not in profiled]
     if len(counted) < FEWEST:

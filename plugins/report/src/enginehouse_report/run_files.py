@@ -90,7 +90,7 @@ class RunFiles:
     def part(self, metrics: int = 0, validations: int = 0) -> dict[str, Any]:
         """What a page shows of the run: all that may change, and the rows of figures from one on."""
         record = read_record(self.path)
-        config, problem = self._config()
+        config, problem = self.config()
         return {
             "name": self.path.name,
             "path": str(self.path),
@@ -104,7 +104,7 @@ class RunFiles:
             "validations": columns_of(self.validations.rows[validations:]),
         }
 
-    def _config(self) -> tuple[dict[str, Any], str]:
+    def config(self) -> tuple[dict[str, Any], str]:
         """The config by dotted keys, and what is wrong with the file."""
         try:
             found = parse((self.path / "config.yaml").read_text(encoding="utf-8", errors="replace"), "config.yaml")[0]
