@@ -66,6 +66,12 @@ def finished(run: RunProcess) -> RunProcess:
     return run
 
 
+def assert_same_up_to_rounding(run: RunProcess, other: RunProcess) -> None:
+    """Who draws lost rows again, or is back before another, computes them beside others."""
+    assert [pytest.approx(row, rel=1e-4, abs=1e-4) for row in figures(other)] == figures(run)
+    assert said(run) == said(other)
+
+
 def figures(run: RunProcess) -> list[tuple[Any, ...]]:
     return [(row["step"], row["reward/mean"], row["grad_norm"], row["loss"]) for row in run.metrics]
 
@@ -111,9 +117,7 @@ def test_a_replica_that_is_killed_in_any_phase_of_a_turn_costs_only_time(
 ):
     run = finished(start("train", *TASK, SHARED, env={"PYTHONPATH": str(killer), "TEST_KILLED": f"rollout {phase}"}))
     assert sum(row["rollout/restarts"] for row in run.metrics) == 1
-    # Who draws the lost rows again computes them beside others, which is equal up to rounding.
-    assert [pytest.approx(row, rel=1e-4, abs=1e-4) for row in figures(shared)] == figures(run)
-    assert said(run) == said(shared)
+    assert_same_up_to_rounding(run, shared)
 
 
 @pytest.mark.fault(
@@ -130,8 +134,7 @@ def test_replicas_that_are_all_killed_in_the_trainers_turn_cost_only_time(
 ):
     run = finished(start("train", *TASK, SHARED, env={"PYTHONPATH": str(killer), "TEST_KILLED": f"rollouts {phase}"}))
     assert sum(row["rollout/restarts"] for row in run.metrics) == 2
-    assert figures(run) == figures(shared)
-    assert said(run) == said(shared)
+    assert_same_up_to_rounding(run, shared)
 
 
 @pytest.mark.fault(

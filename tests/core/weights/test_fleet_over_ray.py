@@ -11,12 +11,13 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
-from enginehouse.controller import RemoteError, ResourcePool, WorkerGroup, WorkerSpec, start_ray
+from enginehouse.controller import ControllerError, RemoteError, ResourcePool, WorkerGroup, WorkerSpec, start_ray
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.rollout import SamplingParams
 from enginehouse.engines.train import LossSpec
@@ -223,6 +224,29 @@ def test_all_replicas_lost_at_one_moment_come_back_and_draw_the_same(house):
     house.tell("die-generate-0", "die-generate-1")
     assert_same_samples(house.draw(), expected)
     assert house.fleet.metrics()["rollout/restarts"] == 2
+
+
+@pytest.mark.parametrize("stage", ["receive", "commit"])
+def test_all_replicas_lost_within_an_update_come_back_and_get_it(house, stage, monkeypatch):
+    """Both are known to be gone before it is decided what becomes of the update."""
+    abort = house.sync._abort
+
+    def once_both_are_lost(version):
+        silent = abort(version)
+        until = time.monotonic() + PATIENCE
+        while len(house.sync._receivers.lost) < 2 and time.monotonic() < until:
+            with suppress(ControllerError):
+                house.fleet.call("health")
+        return silent
+
+    monkeypatch.setattr(house.sync, "_abort", once_both_are_lost)
+    house.tell(f"die-{stage}-0", f"die-{stage}-1")
+    assert house.update().version == house.version
+    house.await_restarts()
+    assert house.fleet.metrics()["rollout/restarts"] == 2
+    house.update()
+    assert house.fleet.states == ["serving", "serving"]
+    assert [state.version for state in house.fleet.weight_state()] == [house.version] * 2
 
 
 def test_a_replica_that_keeps_failing_to_start_is_left_out_and_the_other_goes_on(tmp_path, caplog):

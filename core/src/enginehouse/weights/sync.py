@@ -14,8 +14,9 @@ tolerance. For replicas that say checksums of what they serve, at the first upda
 every so often; for those that cannot, whose word for the version is all there is, at every update that changes weights.
 
 Where replicas can be lost one by one (`Replicas`), one that dies before it has all the bytes is left out and the update
-is sent again to the others; one that dies later is left out. One that came back gets the version that is served
-(`catch_up`), or the next one. So do replicas of another engine that serve beside those of the rollout (`serve_on`).
+is sent again to the others; one that dies later is left out. Where all die, the first that comes back gets it. One that
+came back gets the version that is served (`catch_up`), or the next one. So do replicas of another engine that serve
+beside those of the rollout (`serve_on`).
 
 The worker methods called here are those of `enginehouse.rl.roles`; any worker class that has them will do.
 """
@@ -225,15 +226,16 @@ class WeightSync:
         if version <= self._tried:
             raise WeightSyncError(f"weight version {version} is not newer than {self._tried}, which was tried before")
         self._await_resumption()
-        if self.make_room is not None:
-            self.make_room()
         self._tried = version
         begun = time.perf_counter()
         while True:
+            if self.make_room is not None:
+                self.make_room()
             self._in_flight = ()
             started, staged = time.monotonic(), False
+            receivers = self._members_now(f"weight update {version} failed")
             try:
-                self._follow_membership()
+                self._follow_membership(receivers)
                 sent = self._transfer(version, pause)
                 staged = True
                 blind = self._commit(version, sent)
@@ -246,10 +248,12 @@ class WeightSync:
                 silent = self._abort(version)
                 if not isinstance(error, Exception):
                     raise
-                if staged or not self._can_do_without(error):
+                if not self._may_begin_anew(receivers, staged):
                     cause = silent if late and silent is not None else error  # who waited for it, says so first
                     raise _explained(cause, f"weight update {version} failed") from error
-                log.warning("weight update %d begins anew without what was lost: %s", version, first_line(error))
+                log.warning(
+                    "weight update %d begins anew, with the replicas there are then: %s", version, first_line(error)
+                )
         self._updates += 1
         self._change_seen = self._change_seen or (changed and effect is not None)
         self._served = version, sent
@@ -327,16 +331,32 @@ class WeightSync:
             with suppress(ControllerError):
                 self._call(group, "close_weights", timeout=self._grace)
 
-    def _follow_membership(self) -> None:
+    def _members_now(self, what: str) -> Members:
+        """Who takes weights now.
+
+        Raises:
+            WeightSyncError: nobody does, or will; it begins with `what`.
+        """
+        try:
+            return self._replicas.members()
+        except ControllerError as error:
+            raise _explained(error, what) from error
+
+    def _follow_membership(self, now: Members) -> None:
         """Connect anew where replicas were lost or came back since, or others got the version that is served."""
-        now = self._replicas.members()
         if self._plan is None or now != self._receivers:
             self._connect(now)
 
-    def _can_do_without(self, error: Exception) -> bool:
-        """Whether an update failed because a replica was lost, so that it may be tried with those that are left."""
-        receivers = self._receivers
-        return receivers is not None and 0 < len(receivers.lost) < receivers.world_size
+    @staticmethod
+    def _may_begin_anew(receivers: Members, staged: bool) -> bool:
+        """Whether an update that failed may be tried again: replicas were lost, and nobody may have switched to it.
+
+        Args:
+            receivers: who was to get it.
+            staged: whether they had all of its bytes.
+        """
+        lost = len(receivers.lost)
+        return lost == receivers.world_size if staged else lost > 0
 
     # The stages
 
