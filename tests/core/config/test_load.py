@@ -195,6 +195,15 @@ def test_an_empty_file_lacks_its_required_keys(tmp_path: Path):
 def test_a_supervised_config_is_its_own_type(tmp_path: Path):
     said = refusal(write(tmp_path), schema=SFTConfig)
     assert "unknown key 'reward'" in said
+    assert "As it stands it is a config of `enginehouse train`: `enginehouse plan` checks it" in said
+
+
+def test_a_config_of_another_command_is_told_whose_it_is(tmp_path: Path):
+    path = write(tmp_path, "model: {path: m}\ndata: {train: d.jsonl, response: answer}\n")
+    said = refusal(path, "train.steps=3")
+    assert "unknown key 'data.response'" in said
+    assert "As it stands it is a config of `enginehouse sft`: `enginehouse plan` checks it with --sft" in said
+    assert "As it stands" not in refusal(path, "train.validate_every=3", schema=SFTConfig), "the override is at fault"
 
 
 @pytest.mark.parametrize(
