@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from unittest import mock
 
@@ -46,6 +47,15 @@ def test_a_rank_that_cannot_write_gathers_to_the_end(tmp_path):
         failure = export.write_weights(tmp_path, PARAMETERS, left, writes=True)
     assert failure is not None
     assert list(left) == []
+
+
+def test_an_export_names_the_class_that_the_model_came_with(tmp_path):
+    """An engine that serves it looks its class up by this name, and torch calls a sharded one otherwise."""
+    engine = make_sharded(tiny_model())
+    engine.export_hf(str(tmp_path))
+    engine.shutdown()
+    came, went = (json.loads(Path(path, "config.json").read_text()) for path in (tiny_model(), tmp_path))
+    assert went["architectures"] == came["architectures"]
 
 
 def _export(rank, world_size, path, directory):

@@ -39,6 +39,22 @@ def test_defaults_fill_what_the_file_leaves_out(tmp_path: Path):
     assert config.algorithm.advantage.name == "grpo"
 
 
+def test_a_tilde_in_any_path_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """No shell puts it for one in a YAML file, nor in an override; `run.directory: ~/runs` made a directory `~`."""
+    monkeypatch.setenv("HOME", "/home/me")
+    path = write(tmp_path, GOOD.replace("path: m", "path: ~/m").replace("d.jsonl", "{~/a.jsonl: 3, b~.jsonl: 1}"))
+    config = load_config(
+        path, ["run.directory=~/runs/one", "data.validation={held: ~/v.jsonl}", "reward_model.path=~/judge"]
+    )
+    assert config.model.path == "/home/me/m"
+    assert config.data.train == {"/home/me/a.jsonl": 3, "b~.jsonl": 1}
+    assert config.data.validation == {"held": "/home/me/v.jsonl"}
+    assert config.reward_model.path == "/home/me/judge"
+    assert config.run.directory == "/home/me/runs/one"
+    listed = load_config(path, ["data.train=[~/a.jsonl]"])
+    assert listed.data.train == ["/home/me/a.jsonl"]
+
+
 def test_float16_is_refused_with_the_reason(tmp_path: Path):
     said = refusal(write(tmp_path), "model.dtype=float16")
     assert "model.dtype (in the override 'model.dtype=float16'): no engine trains in float16" in said
@@ -179,6 +195,15 @@ def test_an_empty_file_lacks_its_required_keys(tmp_path: Path):
 def test_a_supervised_config_is_its_own_type(tmp_path: Path):
     said = refusal(write(tmp_path), schema=SFTConfig)
     assert "unknown key 'reward'" in said
+    assert "As it stands it is a config of `enginehouse train`: `enginehouse plan` checks it" in said
+
+
+def test_a_config_of_another_command_is_told_whose_it_is(tmp_path: Path):
+    path = write(tmp_path, "model: {path: m}\ndata: {train: d.jsonl, response: answer}\n")
+    said = refusal(path, "train.steps=3")
+    assert "unknown key 'data.response'" in said
+    assert "As it stands it is a config of `enginehouse sft`: `enginehouse plan` checks it with --sft" in said
+    assert "As it stands" not in refusal(path, "train.validate_every=3", schema=SFTConfig), "the override is at fault"
 
 
 @pytest.mark.parametrize(

@@ -225,6 +225,21 @@ def test_a_model_path_that_is_no_model_is_refused(make: Callable[..., Plan], pro
         assert part in missing
 
 
+def test_a_run_directory_as_a_model_is_told_where_its_model_is(make: Callable[..., Plan], project: Project):
+    (project.root / "run").mkdir()
+    (project.root / "run" / "run.json").write_text("{}")
+    project.make_model("run/model")
+    assert "run is a run directory; its newest model is run/model" in refusal(make, "model.path=run", kind=ModelError)
+
+
+def test_a_reward_model_is_no_policy(make: Callable[..., Plan], project: Project):
+    project.make_model("judge", architectures=["Qwen3ForSequenceClassification"])
+    said = refusal(make, "model.path=judge", kind=ModelError)
+    assert "model.path: judge is a Qwen3ForSequenceClassification, a reward model" in said
+    held_near = ("reference.path=judge", "algorithm.kl.coefficient=0.1")
+    assert "reference.path: judge is a" in refusal(make, *held_near, kind=ModelError)
+
+
 def test_a_model_that_lacks_a_shard_is_refused(make: Callable[..., Plan], project: Project):
     model = project.root / "model"
     (model / "model.safetensors").rename(model / "model-1.safetensors")

@@ -41,6 +41,11 @@ def test_metrics_are_on_disk_when_log_returns(run: RunDirectory):
     assert run.last_step == 2
 
 
+def test_a_directory_that_only_looks_writable_is_refused_by_its_key():
+    with pytest.raises(ConfigError, match=r"run\.directory: /proc/a-run cannot be made"):
+        RunDirectory.create("/proc/a-run", "a: 1\n")
+
+
 def test_numbers_that_json_has_no_word_for_become_null(run: RunDirectory):
     run.log(1, {"loss": math.nan, "norm": math.inf, "n": numpy.float32(0.5), "ok": 1.0})
     (row,) = lines(run.path / "metrics.jsonl")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import re
+import sys
 import time
 from pathlib import Path
 
@@ -42,6 +44,27 @@ def test_a_pipe_gets_plain_lines_now_and_then():
     steps = [line for line in lines if line.startswith("step ")]
     assert len(steps) == 21  # the first, then every fifth
     assert steps[-1].startswith("step 100/100  reward 0.250  loss 0.500  tokens/s 21,034")
+
+
+@pytest.mark.parametrize("where", ["a pipe that nobody reads", "a full disk"])
+def test_a_run_goes_on_without_an_output_that_takes_nothing(
+    where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """As of `| tee log`, where that ends first, and of `> log` on a disk that is full."""
+    if where == "a pipe that nobody reads":
+        reads, writes = os.pipe()
+        os.close(reads)
+    else:
+        writes = os.open("/dev/full", os.O_WRONLY)
+    with open(writes, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        with Progress("run") as progress, progress.task("starting workers"):
+            progress.start(2)
+            progress.update(1, METRICS)
+            progress.note("a note")
+            progress.update(2, METRICS)
+    assert caplog.text.count("the run goes on without it") == 1
+    assert progress.history.now("reward/mean") == METRICS["reward/mean"]
 
 
 def test_a_task_in_another_says_that_the_other_is_done_and_what_comes_of_it_follows():

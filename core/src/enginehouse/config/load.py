@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from enginehouse.config.document import dump, parse
 from enginehouse.config.migration import answer_key, answer_value
-from enginehouse.config.schema import Config
+from enginehouse.config.schema import SCHEMAS, Config
 from enginehouse.errors import ConfigError, nearest
 
 C = TypeVar("C", bound=BaseModel)
@@ -51,7 +51,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), schema: type[C]
     problems = [problem for override in overrides for problem in _override(data, override, sources)]
     problems += check(schema, data, sources)[1]
     if problems:
-        raise ConfigError(in_one_message(problems, f"the config {path}"))
+        raise ConfigError(in_one_message(problems, f"the config {path}") + _of_another_command(path, schema))
     return schema.model_validate(data)
 
 
@@ -104,6 +104,17 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Key, int]]:
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds {_worded(data)} where a mapping of sections (model, data, ...) is wanted")
     return data, lines
+
+
+def _of_another_command(path: Path, schema: type[BaseModel]) -> str:
+    """Whose config the file is, without overrides, if it is none of `schema`; empty if it is nobody's."""
+    data, _ = _read(path)
+    fits = [command for command, one in SCHEMAS.items() if not check(one, data)[1]]
+    if not fits or any(SCHEMAS[command] is schema for command in fits):
+        return ""
+    names = " or ".join(f"`enginehouse {command}`" for command in fits)
+    options = " or ".join(f"--{command}" for command in fits if command != "train")
+    return f"\nAs it stands it is a config of {names}: `enginehouse plan` checks it{f' with {options}' * bool(options)}"
 
 
 def _neighbours(path: Path) -> str:

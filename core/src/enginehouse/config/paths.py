@@ -46,6 +46,8 @@ def read_model(path: str, key: str = "model.path") -> Mapping[str, Any]:
         missing.append(weights)
     if not any(fnmatch.filter(files, pattern) for pattern in TOKENIZER_FILES):
         missing.append("a tokenizer (tokenizer.json)")
+    if missing and RUN_MARKER in files and (directory / "model").is_dir():
+        raise ModelError(f"{key}: {path} is a run directory; its newest model is {directory / 'model'}")
     if missing:
         raise ModelError(
             f"{key}: {path} is not a Hugging Face model directory; missing: {', '.join(missing)}. "

@@ -936,6 +936,8 @@ class _Setting:
         path = config.model.path
         with self.findings.collecting():
             model = read_model(path)
+            if not isinstance(config, RMConfig):
+                _check_writes("model.path", path, model)
             if config.data.chat_template and not has_chat_template(path):
                 raise ConfigError(f"data.chat_template is true, but the tokenizer in {path} has no chat template")
         for name, section in beside(config).items():
@@ -1121,9 +1123,21 @@ def _most_tokens(config: Config, roles: Mapping[str, RolePlan], models: Sequence
     return min(known) - ("reward_model" in roles) if known else None  # that reads a token more
 
 
+def _check_writes(key: str, path: str, model: Mapping[str, Any]) -> None:
+    """Refuse a classifier, given its `config.json`, where a language model is wanted."""
+    (architecture, *_) = model.get("architectures") or [""]
+    if architecture.endswith("ForSequenceClassification"):
+        raise ModelError(
+            f"{key}: {path} is a {architecture}, a reward model as `enginehouse rm` trains: it scores texts and writes "
+            "none; name a causal language model"
+        )
+
+
 def _read_model_of(role: str, path: str, model: Mapping[str, Any]) -> Mapping[str, Any]:
     """A role's own model, which has to read the actor's tokens."""
     own = read_model(path, f"{role}.path")
+    if role == "reference":
+        _check_writes("reference.path", path, own)
     sizes = model.get("vocab_size"), own.get("vocab_size")
     if None not in sizes and sizes[0] != sizes[1]:
         raise ModelError(

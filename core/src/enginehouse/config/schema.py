@@ -7,6 +7,7 @@ and model is in `enginehouse.config.plan`.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -30,6 +31,10 @@ class Section(BaseModel):
         return value
 
 
+FilePath = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A path of a file or directory; `~` is the home directory, which no shell puts for it in a YAML file."""
+
+
 def _one_path_or_several(value: Any) -> Any:
     if isinstance(value, str) or (isinstance(value, list) and value and all(isinstance(one, str) for one in value)):
         return value
@@ -48,7 +53,7 @@ def _paths_or_weights(value: Any) -> Any:
 class Model(Section):
     """The model that is trained, a Hugging Face directory."""
 
-    path: str = Field(description="Directory of a Hugging Face causal language model with its tokenizer")
+    path: FilePath = Field(description="Directory of a Hugging Face causal language model with its tokenizer")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
         description="What engines compute in and weights are served in; auto: bfloat16 on GPUs, float32 on CPUs. What "
@@ -67,7 +72,7 @@ class Model(Section):
 class Data(Section):
     """Prompts, as JSONL or Parquet files. Columns besides the prompt are handed to the reward function."""
 
-    train: str | list[str] | dict[str, float] = Field(
+    train: FilePath | list[FilePath] | dict[FilePath, float] = Field(
         description="File of training prompts, or a list of files; or the weight of each by its path, {a.jsonl: 3, "
         "b.jsonl: 1}: the share of prompts that is drawn from it"
     )
@@ -76,7 +81,7 @@ class Data(Section):
         description="Column with a number: in each epoch of a file, or of a list of files, rows with a lower one come "
         "first, and equal ones are shuffled; unset: all are shuffled",
     )
-    validation: str | dict[str, str] | None = Field(
+    validation: FilePath | dict[str, FilePath] | None = Field(
         default=None, description="File of held-out prompts; or several by name, {aime: a.jsonl, gsm: b.parquet}"
     )
     prompt: str = Field(default="prompt", description="Column with the prompt: a string, or a list of chat messages")
@@ -293,13 +298,13 @@ class Beside(Section):
         default=None,
         description="The role in whose processes it lives; unset: actor, or none where engine or processes are set",
     )
-    path: str | None = Field(default=None, description="Model directory; unset: model.path")
+    path: FilePath | None = Field(default=None, description="Model directory; unset: model.path")
 
 
 class Reference(Beside):
     """The frozen model a KL term, or DPO, holds the policy near to. It runs only for these."""
 
-    path: str | None = Field(
+    path: FilePath | None = Field(
         default=None, description="Model directory; unset: model.path, of an actor with adapters its own base"
     )
 
@@ -413,7 +418,7 @@ class Critic(Beside):
 class RewardModel(Beside):
     """A model that scores whole samples, beside the reward's function or instead of one. It runs if it has a path."""
 
-    path: str | None = Field(
+    path: FilePath | None = Field(
         default=None,
         description="Directory of a sequence classifier with one label and the actor's tokenizer, as `enginehouse rm` "
         "trains; unset: no reward model runs",
@@ -584,7 +589,7 @@ class Tracker(Section):
 class Run(Section):
     """The run directory, and what else gets the metrics."""
 
-    directory: str = Field(default="runs/run", description="Where everything the run writes goes")
+    directory: FilePath = Field(default="runs/run", description="Where everything the run writes goes")
     overwrite: bool = Field(
         default=False,
         description="Delete what an earlier run left there; one that did not finish and left checkpoints only if this "
@@ -624,7 +629,7 @@ class Config(Section):
 class SFTData(Section):
     """Demonstrations, as JSONL or Parquet files."""
 
-    train: str | list[str] | dict[str, float] = Field(
+    train: FilePath | list[FilePath] | dict[FilePath, float] = Field(
         description="File of demonstrations, or a list of files; or the weight of each by its path: the share of rows "
         "that is drawn from it"
     )
@@ -667,8 +672,8 @@ _RESPONSE = "a string, or a list of chat messages"
 class PreferenceData(Section):
     """Pairs of responses, as JSONL or Parquet files."""
 
-    train: str | list[str] = Field(description="File of preferences, or a list of files")
-    validation: str | list[str] | None = Field(
+    train: FilePath | list[FilePath] = Field(description="File of preferences, or a list of files")
+    validation: FilePath | list[FilePath] | None = Field(
         default=None, description="File of held-out preferences, or a list of files; unset: none"
     )
     prompt: str = Field(

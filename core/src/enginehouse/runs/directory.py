@@ -124,11 +124,15 @@ class RunDirectory:
         It is this process's alone from then on, until `finish`.
 
         Raises:
-            ConfigError: there is something else, or an earlier run without `overwrite`, or one that is still running.
+            ConfigError: there is something else, or an earlier run without `overwrite`, or one that is still running,
+                or it cannot be made.
         """
         self._check()  # before anything is made
-        self.path.mkdir(parents=True, exist_ok=True)
-        run_lock.take(self.path)
+        try:  # what may be written is known for sure by writing: a file system may squash root
+            self.path.mkdir(parents=True, exist_ok=True)
+            run_lock.take(self.path)
+        except OSError as error:
+            raise ConfigError(f"run.directory: {self.path} cannot be made or written to: {error}") from error
         try:
             self._check()  # what another process did until then
             if self._resumed is None:

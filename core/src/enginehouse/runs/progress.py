@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,9 +28,26 @@ LINES_A_RUN = 20
 SECONDS_BETWEEN_LINES = 60.0
 """Without a terminal a line is printed about `LINES_A_RUN` times a run, and at least this often while steps end."""
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 Mode = Literal["live", "lines", "quiet", "json"]
+
+
+class _Output(Console):
+    """Standard output of a run, which goes on without it where its reader went away or its disk is full."""
+
+    def on_broken_pipe(self) -> None:
+        self.give_up("its reader went away")
+
+    def give_up(self, why: object) -> None:
+        """Write nothing any more: what is not written yet would fail again, at the end of the program at the latest."""
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.file.fileno())
+        os.close(nowhere)
+        log.warning("standard output takes nothing any more (%s): the run goes on without it", why)
 
 
 class Progress:
@@ -61,7 +80,7 @@ class Progress:
         console: Console | None = None,
         emit: Emit | None = None,
     ):
-        self.console = console or Console(highlight=False)
+        self.console = console or _Output(highlight=False)
         lives = self.console.is_terminal and not self.console.is_dumb_terminal
         self.mode: Mode = mode or ("live" if lives else "lines")
         self._emit = emit or (lambda event, **content: None)
@@ -181,7 +200,7 @@ class Progress:
         """Print a line that stays, above the display on a terminal."""
         self._emit("note", text=text)
         if self.mode in ("live", "lines"):
-            self.console.print(text, soft_wrap=True, markup=False, highlight=False)
+            self._print(text)
 
     def _task_is_done(self) -> None:
         if self._task:
@@ -190,7 +209,15 @@ class Progress:
 
     def _line(self, text: str) -> None:
         if self.mode == "lines":
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        try:
             self.console.print(text, soft_wrap=True, markup=False, highlight=False)
+        except OSError as error:
+            if not isinstance(self.console, _Output):
+                raise
+            self.console.give_up(error)
 
     def _say(self, text: str) -> None:
         self._last_line = time.perf_counter()

@@ -17,7 +17,7 @@ from enginehouse_fsdp import adapters
 from enginehouse_fsdp.axes import axis_sizes
 from enginehouse_fsdp.context_parallel import split_sequences
 from enginehouse_fsdp.optimizer import ShardedAdamW
-from enginehouse_fsdp.sharding import context_group, device_mesh, forget_meshes, reshard, sharded_model
+from enginehouse_fsdp.sharding import context_group, device_mesh, forget_meshes, reshard, sharded_model, unsharded_class
 from enginehouse_fsdp.weights import ShardedWeights
 from enginehouse_torch.modeling import checkpoint, export
 from enginehouse_torch.modeling.files import parts_of
@@ -230,7 +230,7 @@ class FSDPEngine:
                     self._model.config,
                     self._model.generation_config if self._model.can_generate() else None,
                     getattr(torch, self._spec.dtype),
-                    type(self._model).__name__,
+                    unsharded_class(self._model).__name__,
                     self._spec,
                 )
 

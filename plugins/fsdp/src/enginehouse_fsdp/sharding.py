@@ -204,3 +204,8 @@ def _load(model: PreTrainedModel, spec: ModelSpec) -> None:
             whole = value_head_weight(model.config.get_text_config().hidden_size, spec).float().to(head.device)
             head.copy_(distribute_tensor(whole, head.device_mesh, head.placements))
         check_stored(path, ((name, t.to_local() if isinstance(t, DTensor) else t) for name, t in own.items()))
+
+
+def unsharded_class(model: torch.nn.Module) -> type[torch.nn.Module]:
+    """The class that a model had before it was sharded: `fully_shard` puts one of its own over it."""
+    return next(one for one in type(model).__mro__ if not issubclass(one, FSDPModule))
