@@ -49,6 +49,7 @@ from enginehouse.rl.rewards import program
 from enginehouse.rl.rewards.batch import RewardError
 from enginehouse.rl.router import PoisonousRows
 from enginehouse.rl.traces import SCORED, Span, Trace, TracedPolicy, Turn, UnderWay
+from enginehouse.rl.watchdog import NOT_THEIRS
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import PlayPlan
@@ -688,13 +689,14 @@ def _reason(error: BaseException) -> str:
 
 
 def in_words(error: BaseException) -> str:
-    """What went wrong in an episode, and where; of a group of errors the first."""
+    """What went wrong in an episode, and at which line of whoever wrote it; of a group of errors the first."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, EnginehouseError):
         return str(error)
-    frames = traceback.extract_tb(error.__traceback__)[-1:]
-    where = "".join(f" ({Path(one.filename).name}:{one.lineno})" for one in frames)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [one for one in frames if not one.filename.startswith(NOT_THEIRS)] or frames
+    where = "".join(f" ({Path(one.filename).name}:{one.lineno})" for one in own[-1:])
     return (f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) + where
 
 
