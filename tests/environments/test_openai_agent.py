@@ -600,7 +600,7 @@ def test_a_run_that_ends_while_agents_wait_says_nothing_of_their_requests(caplog
 def test_another_protocol_of_openais_is_refused_by_the_name_of_the_one_there_is():
     async def solve(task):
         async with client(task) as model:
-            with pytest.raises(openai.NotFoundError, match="POST /v1/responses: .* have it ask by chat completions"):
+            with pytest.raises(openai.NotFoundError, match=r"POST /v1/responses: .* have it ask by chat completions"):
                 await model.responses.create(model="x", input="?")
         await ask(task)
         return 1
