@@ -250,9 +250,9 @@ async def _left(request: Request) -> None:
 async def _as_openai(request: Request, error: Exception) -> Response:
     """An error as OpenAI's clients expect one."""
     if isinstance(error, HTTPException):
-        said = f"{request.method} {request.url.path}: {error.detail}"
+        what = f"{request.method} {request.url.path}: {error.detail}"
         cure = "; there is /v1/chat/completions: have it ask by chat completions" if error.status_code == 404 else ""
-        error = Refused(error.status_code, said + cure, "unknown_url")
+        error = Refused(error.status_code, what + cure, "unknown_url")
     if isinstance(error, RequestValidationError):
         first = error.errors()[0]
         param = ".".join(map(str, first["loc"][1:]))
