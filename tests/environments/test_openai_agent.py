@@ -18,7 +18,7 @@ from enginehouse.engines.environment import Task
 from enginehouse.engines.rollout import SamplingParams
 from enginehouse.errors import ConfigError, EnginehouseError, UserError
 from enginehouse.rl.episode_checks import MalformedEpisode
-from enginehouse.rl.player import EpisodeFailed
+from enginehouse.rl.player import EpisodeFailed, FleetPolicy, Player
 from enginehouse.rl.rewards.program import Score
 from enginehouse_environments.agents import OpenAIAgent
 
@@ -571,13 +571,53 @@ def test_what_is_drawn_at_another_temperature_is_not_trained_on():
     assert_as_drawn([episode], fleet)
 
 
-def test_an_agent_that_never_draws_as_the_run_trains_is_refused_in_training_and_validated():
+def test_what_is_asked_at_another_temperature_than_a_greedy_validation_is_not_warned_of(caplog):
+    async def solve(task):
+        await ask(task, temperature=1.0)
+        return 1
+
+    acted(solve, "five", player={"checks": None, "sampling": SamplingParams(temperature=0.0)})
+    assert not [one for one in caplog.records if one.name == "enginehouse_environments.agents"]
+
+
+def test_a_run_that_ends_while_agents_wait_says_nothing_of_their_requests(caplog):
+    async def solve(task):
+        await ask(task)
+
+    async def ended_early():
+        acting.agent, fleet = solve, Scripted(tokenizer(QWEN), lambda text, number: "five")
+        fleet.hold.clear()
+        policy = FleetPolicy(fleet, fleet.tokenizer, SamplingParams(), "task", 1)
+        playing = asyncio.create_task(Player(OpenAIAgent(f"{__name__}:agent"), lambda task: policy, None, 1).play(TASK))
+        while not fleet.waiting:
+            await asyncio.sleep(0)
+        return playing
+
+    assert asyncio.run(ended_early()).cancelled()
+    assert not [one for one in caplog.records if one.name.startswith("uvicorn")]
+
+
+def test_another_protocol_of_openais_is_refused_by_the_name_of_the_one_there_is():
+    async def solve(task):
+        async with client(task) as model:
+            with pytest.raises(openai.NotFoundError, match=r"POST /v1/responses: .* have it ask by chat completions"):
+                await model.responses.create(model="x", input="?")
+        await ask(task)
+        return 1
+
+    acted(solve, "five")
+
+
+def test_an_agent_that_never_draws_as_the_run_trains_is_refused_in_training_and_validated(caplog):
     async def solve(task):
         await ask(task, temperature=0.5)
         return 1
 
     with pytest.raises(MalformedEpisode, match=r"drawn at temperature 0\.5, and the run trains at 1"):
-        acted(solve, "five")
+        acted(solve, "five", samples=2)
+    (warned,) = [one.getMessage() for one in caplog.records if one.name == "enginehouse_environments.agents"]
+    assert warned.startswith("the agent asks at temperature 0.5, and the run draws at 1")
+    assert "environment.arguments.ignored=[temperature]" in warned
     (episode,), _ = acted(solve, "five", player={"checks": None})
     assert sum(episode.mask) == 5
 

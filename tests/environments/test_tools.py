@@ -12,6 +12,7 @@ from chat_templates import GEMMA, LLAMA, QWEN, make_tokenizer
 from enginehouse.engines.environment import Scored, Task
 from enginehouse.errors import ConfigError, UserError
 from enginehouse.rl.player import EpisodeFailed
+from enginehouse_environments.functions import FIRST_CALLS
 from enginehouse_environments.tools import Tools
 
 
@@ -31,6 +32,37 @@ def played(environment, *answers, template=QWEN, **options):
 
 def said_by_tools(episode):
     return [part.split("\n</tool_response>")[0] for part in episode.response.split("<tool_response>\n")[1:]]
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "seconds", "said"),
+    [
+        ("fail", {"how": "key"}, 30.0, "KeyError: 'gone'"),
+        ("promise", {}, 30.0, "TypeError: it gave what has to be awaited"),
+        ("resist", {}, 0.01, "it took more than 0.01 s"),
+    ],
+)
+def test_a_tool_whose_first_calls_all_fail_is_warned_of_once(name, given, seconds, said, caplog):
+    environment, one = tools(name, tool_seconds=seconds), call(name, **given)
+    played(environment, one * (FIRST_CALLS - 1), "5")
+    assert warned(caplog) == []
+    played(environment, one * 3, "5")
+    (record,) = warned(caplog)
+    begin, _, last = record.getMessage().partition(", the last: ")
+    assert begin == f"each of the first {FIRST_CALLS} calls of the tool {name!r} failed"
+    assert last.startswith(said)
+    assert bool(record.exc_info) == ("Error" in said)
+
+
+def test_a_tool_that_worked_or_was_asked_wrongly_is_not_warned_of(caplog):
+    environment = tools("give", "fail")
+    played(environment, call("give", what="nothing"), call("give", what="such") * FIRST_CALLS, "5")
+    played(environment, call("fail", which="key") * FIRST_CALLS, "5")
+    assert warned(caplog) == []
+
+
+def warned(caplog):
+    return [one for one in caplog.records if one.name == "enginehouse_environments.functions"]
 
 
 def test_an_answer_without_a_call_ends_the_episode():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 from types import SimpleNamespace
 
@@ -132,6 +133,15 @@ def test_fail_ends_the_run_and_names_the_task_and_the_cause():
         play(Whole(KeyError("x")), "fail")
     assert isinstance(e.value.__cause__, KeyError)
     assert len(str(e.value).splitlines()[0]) < 120
+
+
+def test_what_a_library_raises_is_put_down_to_the_line_that_called_it():
+    class Parses(Whole):
+        async def run(self, task, policy, context):
+            json.loads("{")
+
+    with pytest.raises(EpisodeFailed, match=r"failed: JSONDecodeError: .* \(test_player\.py:\d+\)"):
+        play(Parses(None), "fail")
 
 
 @pytest.mark.parametrize("on_failure", ["drop", "drop_group", "mask"])

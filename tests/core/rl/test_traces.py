@@ -41,7 +41,7 @@ async def turns_of_the_loop():
 
 
 def test_states_and_turns_are_seen_without_the_environments_help(monkeypatch):
-    """Of three episodes one has one turn, and one gets another score and order after `each`."""
+    """Of three episodes one has one turn, and the others get another score and order after `each`."""
     clock, under_way = Clock(monkeypatch), UnderWay()
     gates = {name: asyncio.Event() for name in ("draw", "tool", "score")}
 
@@ -89,19 +89,54 @@ def test_states_and_turns_are_seen_without_the_environments_help(monkeypatch):
 
     group = asyncio.run(played())
     assert (under_way, str(under_way)) == (UnderWay(), "")
-    two, one, none = group.traces
-    assert none is None
+    two, one, short = group.traces
+    assert [row["tokens"] for row in short.rows()] == [2]
     for trace, before in ((two, 10.0), (one, 10.0)):
         assert [row["tokens"] for row in trace.rows()] == [2, 2]
         assert [row["version"] for row in trace.rows()] == [4, 4]
         assert trace.rows()[1]["before"] >= before
-    written = list(sample_rows(rows_of([group])))
-    assert ["turns" in row for row in written] == [True, True, False]
-    assert written[0]["turns"] == two.rows()
+    assert [row["turns"] for row in sample_rows(rows_of([group]))] == [one.rows() for one in group.traces]
     figures = trace_metrics(group.traces)
-    assert figures["episode/turns"] == 2
+    assert figures["episode/turns"] == pytest.approx(5 / 3)
     assert 0.5 < figures["episode/in_tools"] < 1
     assert trace_metrics([None]) == {}
+
+
+@pytest.mark.parametrize(("whose", "share"), [("environment", 0.9), ("config", 0.0)])
+def test_a_slow_reward_of_the_environments_is_time_in_tools_and_the_configured_one_is_not(monkeypatch, whose, share):
+    clock = Clock(monkeypatch)
+
+    class Fleet:
+        async def generate(self, request):
+            clock.passes(1.0)
+            return GenerateResult(request.id, (Completion([5], [-0.5], "stop", 3, 3),))
+
+    class OneTurn:
+        async def run(self, task, policy, context):
+            async def play(number, policy):
+                said = Transcript(task.prompt_ids)
+                said.add_drawn(await policy.generate(said.tokens))
+                (score,) = await (context.score([{}]) if whose == "config" else judged([{}]))
+                return said.episode(score)
+
+            return await context.each(play)
+
+    async def judged(rows):
+        clock.passes(9.0)
+        return [Scored(1.0) for _ in rows]
+
+    player = Player(
+        OneTurn(), lambda _: FleetPolicy(Fleet(), None, SamplingParams(), "t", 1), judged, 1,
+        checks=EpisodeChecks("mine"), under_way=UnderWay(),
+    )  # fmt: skip
+    (trace,) = asyncio.run(player.played(TASK)).traces
+    assert trace.seconds == 10.0
+    assert trace_metrics([trace])["episode/in_tools"] == pytest.approx(share)
+
+
+def test_turns_beside_each_other_take_their_time_once():
+    turns = (Turn(0.0, 4.0, 1, 1), Turn(1.0, 3.0, 1, 1), Turn(2.0, 6.0, 1, 1))
+    assert trace_metrics([Trace(0.0, 8.0, turns)])["episode/in_tools"] == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize("fails", [True, False])
@@ -142,7 +177,12 @@ def test_the_longest_episodes_of_a_step_are_drawn_on_lanes_of_their_own(tmp_path
     timeline = Timeline(tmp_path / "timeline.json")
     begun = timeline._origin
     traces = [None] + [
-        Trace(begun, begun + 10 + row, (Turn(begun + 1, begun + 2, 5, 3), Turn(begun + 8, begun + 9, 6, 3)))
+        Trace(
+            begun,
+            begun + 10 + row,
+            (Turn(begun + 1, begun + 2, 5, 3), Turn(begun + 8, begun + 9, 6, 3)),
+            ((begun + 9, begun + 12),),
+        )
         for row in range(MOST_TRACED + 5)
     ]
     draw_on(timeline, traces)
@@ -157,7 +197,8 @@ def test_the_longest_episodes_of_a_step_are_drawn_on_lanes_of_their_own(tmp_path
         event for event in events if event.get("ph") == "X" and event["tid"] == lane and event["name"] != "episode"
     ]
     assert [(one["name"], one["ts"], one["dur"]) for one in inner] == [
-        ("in tools", 0, 1e6), ("draw", 1e6, 1e6), ("in tools", 2e6, 6e6), ("draw", 8e6, 1e6), ("in tools", 9e6, 6e6),
+        ("in tools", 0, 1e6), ("draw", 1e6, 1e6), ("in tools", 2e6, 6e6), ("draw", 8e6, 1e6), ("score", 9e6, 3e6),
+        ("in tools", 12e6, 3e6),
     ]  # fmt: skip
     assert inner[1]["args"] == {"turn": 0, "tokens": 5, "version": 3}
 

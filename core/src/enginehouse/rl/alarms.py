@@ -446,8 +446,9 @@ ALARMS = (
         "controller_bound",
         _controller_bound,
         "For the reward raise reward.processes or reward.concurrency, for an environment environment.processes; what "
-        "no figure tells, as of an environment of one turn, is put down to the controller, and timeline.json shows "
-        "more. With train.staleness the next samples are drawn meanwhile. `enginehouse bottleneck` tells all parts",
+        "no figure tells, as of an environment that plays a task's episodes as one, is put down to the controller, and "
+        "timeline.json shows more. With train.staleness the next samples are drawn meanwhile. `enginehouse bottleneck` "
+        "tells all parts",
     ),
 )
 """All alarms; a cause comes before what it causes."""

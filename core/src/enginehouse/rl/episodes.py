@@ -35,8 +35,7 @@ class Played:
         kept: whether they are trained on: there are some, and no filter refused them.
         group: the episodes, where they are here.
         rows: else their rows, as of `batch_of`, where they were made; of texts, their bytes.
-        traces: of the episodes, where they are here: what those of several turns spent their time on. Empty: nobody
-            knows.
+        traces: of the episodes, where they are here: what each spent its time on. Empty: nobody knows.
     """
 
     task: Task

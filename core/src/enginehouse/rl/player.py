@@ -48,7 +48,8 @@ from enginehouse.rl.policies import BySamples
 from enginehouse.rl.rewards import program
 from enginehouse.rl.rewards.batch import RewardError
 from enginehouse.rl.router import PoisonousRows
-from enginehouse.rl.traces import Trace, TracedPolicy, Turn, UnderWay
+from enginehouse.rl.traces import SCORED, Span, Trace, TracedPolicy, Turn, UnderWay
+from enginehouse.rl.watchdog import NOT_THEIRS
 
 if TYPE_CHECKING:
     from enginehouse.config.plan import PlayPlan
@@ -182,7 +183,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """Episodes, and the traces of those that have several turns."""
+    """Episodes, and the traces of those whose environment plays each by itself."""
 
     episodes: Sequence[Episode]
     traces: tuple[Trace | None, ...] = ()
@@ -462,7 +463,7 @@ class Context:
         return policy if self.under_way is None else TracedPolicy(policy, self.under_way, turns)
 
     def trace_of(self, episode: Episode) -> Trace | None:
-        """What an episode spent its time on, where that is known: it was one of `each`, and has several turns."""
+        """What an episode spent its time on, where that is known: it was one of `each`."""
         _, trace = self.traces.get(id(episode.tokens), (None, None))
         return trace
 
@@ -490,11 +491,12 @@ class Context:
     async def _one(self, play: Callable[[int, Policy], Awaitable[Episode]], index: int) -> Episode | GivenUp:
         async def make(number: int, deadline: Deadline) -> Episode:
             own = self.policy.branch(f"episode-{index}" + (f"-try-{number}" if number else ""))
-            begun, turns = time.monotonic(), list[Turn]()
+            begun, turns, scored = time.monotonic(), list[Turn](), list[Span]()
+            SCORED.set(scored)  # of the task that plays it alone
             episode = await play(index, self.seen(own, turns))
-            if len(turns) > 1:
+            if turns:
                 tokens = getattr(episode, "tokens", None)
-                self.traces[id(tokens)] = tokens, Trace(begun, time.monotonic(), tuple(turns))
+                self.traces[id(tokens)] = tokens, Trace(begun, time.monotonic(), tuple(turns), tuple(scored))
             return episode
 
         try:
@@ -601,7 +603,7 @@ def player_of(
         policy_of: what a task's episodes are drawn from.
         rewards: score them.
         kind: what they are played for.
-        under_way: told what episodes of several turns are at.
+        under_way: told what episodes are at, but for those of `single_turn`.
     """
     rollout, samples = plan.config.rollout, kind.sampling.n
     scorer = rewards.scorer(kind.tasks * samples)
@@ -687,13 +689,14 @@ def _reason(error: BaseException) -> str:
 
 
 def in_words(error: BaseException) -> str:
-    """What went wrong in an episode, and where; of a group of errors the first."""
+    """What went wrong in an episode, and at which line of whoever wrote it; of a group of errors the first."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, EnginehouseError):
         return str(error)
-    frames = traceback.extract_tb(error.__traceback__)[-1:]
-    where = "".join(f" ({Path(one.filename).name}:{one.lineno})" for one in frames)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [one for one in frames if not one.filename.startswith(NOT_THEIRS)] or frames
+    where = "".join(f" ({Path(one.filename).name}:{one.lineno})" for one in own[-1:])
     return (f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) + where
 
 

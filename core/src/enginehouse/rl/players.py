@@ -67,7 +67,7 @@ class Players:
 
     @property
     def under_way(self) -> UnderWay:
-        """What episodes of several turns are at, after `beside`."""
+        """What episodes are at, after `beside`."""
         return self._workers.under_way if self._apart else self._under_way
 
     def describe(self) -> dict[str, Any]:

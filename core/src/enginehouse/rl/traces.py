@@ -1,14 +1,16 @@
 """What episodes are at while they are played, and what each spent its time on.
 
-An environment need not help: what it asks its policy for is seen, and all the rest of an episode's time is its own, its
-tools'. Of environments that have several turns only; an episode of one turn has nothing to tell.
+An environment need not help: what it asks its policy and the configured reward for is seen, and all the rest of an
+episode's time is its own, its tools'. Of `single_turn` nothing is: it has no tools.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,6 +24,12 @@ if TYPE_CHECKING:
 TRACK = "episodes"
 MOST_TRACED = 24
 """So many episodes of a step are drawn on the timeline: those that took longest."""
+
+
+Span = tuple[float, float]
+"""From when to when, as of `time.monotonic()`."""
+SCORED: ContextVar[list[Span] | None] = ContextVar("SCORED", default=None)
+"""Where it is noted when the episode that is played waits for the configured reward."""
 
 
 @dataclass(slots=True)
@@ -59,11 +67,14 @@ class UnderWay:
     @contextmanager
     def scored(self, count: int) -> Iterator[None]:
         """So many wait for their reward."""
+        begun = time.monotonic()
         self.scoring += count
         try:
             yield
         finally:
             self.scoring -= count
+            if (noted := SCORED.get()) is not None:
+                noted.append((begun, time.monotonic()))
 
 
 class Turn(NamedTuple):
@@ -78,17 +89,19 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What an episode spent its time on: its turns, and between them its environment.
+    """What an episode spent its time on: its turns, its reward, and besides its environment.
 
     Attributes:
         begun: when, by this machine's `time.monotonic()`; so are all times.
         ended: likewise.
         turns: its requests, as they ended; of one that it made again, the last time.
+        scored: when it waited for the configured reward.
     """
 
     begun: float
     ended: float
     turns: tuple[Turn, ...]
+    scored: tuple[Span, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -98,12 +111,18 @@ class Trace:
     @property
     def drawing_seconds(self) -> float:
         """How long it waited for tokens."""
-        return sum(turn.ended - turn.begun for turn in self.turns)
+        return _covered([(turn.begun, turn.ended) for turn in self.turns])
+
+    @property
+    def in_tools_seconds(self) -> float:
+        """How long it waited for neither tokens nor the configured reward."""
+        return self.seconds - _covered([*((turn.begun, turn.ended) for turn in self.turns), *self.scored])
 
     def shifted(self, seconds: float) -> Trace:
         """By another clock, which is so much ahead."""
         turns = tuple(turn._replace(begun=turn.begun + seconds, ended=turn.ended + seconds) for turn in self.turns)
-        return replace(self, begun=self.begun + seconds, ended=self.ended + seconds, turns=turns)
+        scored = tuple((begun + seconds, ended + seconds) for begun, ended in self.scored)
+        return replace(self, begun=self.begun + seconds, ended=self.ended + seconds, turns=turns, scored=scored)
 
     def rows(self) -> list[dict[str, float]]:
         """For `samples/`: of each turn its tokens, the seconds in which they were drawn, those in the environment
@@ -155,17 +174,18 @@ class TracedPolicy(BySamples):
 
 
 def trace_metrics(traces: Iterable[Trace | None]) -> dict[str, float]:
-    """Figures of the episodes of several turns: turns and seconds of one, the longest, and the share of the time that
-    they spent in their environment."""
+    """Figures of episodes: turns and seconds of one, the longest, and the share that they spent in their environment of
+    the time in which they did not wait for the configured reward."""
     found = [trace for trace in traces if trace is not None]
     if not found:
         return {}
-    seconds = sum(trace.seconds for trace in found)
+    drawing = sum(trace.drawing_seconds for trace in found)
+    in_tools = sum(trace.in_tools_seconds for trace in found)
     return {
         "episode/turns": sum(len(trace.turns) for trace in found) / len(found),
-        "episode/seconds_mean": seconds / len(found),
+        "episode/seconds_mean": sum(trace.seconds for trace in found) / len(found),
         "episode/seconds_max": max(trace.seconds for trace in found),
-        "episode/in_tools": 1.0 - sum(trace.drawing_seconds for trace in found) / max(seconds, 1e-9),
+        "episode/in_tools": in_tools / max(drawing + in_tools, 1e-9),
     }
 
 
@@ -181,13 +201,28 @@ def draw_on(timeline: Timeline, traces: Sequence[Trace | None]) -> None:
     for row, trace in sorted(longest, key=lambda one: one[1].begun):
         parts: list[tuple[str, float, float, dict[str, Any]]] = []
         begun = trace.begun
-        for number, turn in enumerate(sorted(trace.turns)):
-            if turn.begun > begun:
-                parts.append(("in tools", begun, turn.begun, {}))
-            if turn.begun >= begun:  # those beside another are left out: spans of a track must nest
-                details = {"turn": number, "tokens": turn.tokens, "version": turn.version}
-                parts.append(("draw", turn.begun, turn.ended, details))
-            begun = max(begun, turn.ended)
+        waits: list[tuple[str, float, float, dict[str, Any]]] = [
+            *(
+                ("draw", turn.begun, turn.ended, {"turn": number, "tokens": turn.tokens, "version": turn.version})
+                for number, turn in enumerate(sorted(trace.turns))
+            ),
+            *(("score", *span, {}) for span in trace.scored),
+        ]
+        for wait in sorted(waits, key=lambda one: one[1:3]):
+            if wait[1] > begun:
+                parts.append(("in tools", begun, wait[1], {}))
+            if wait[1] >= begun:  # those beside another are left out: spans of a track must nest
+                parts.append(wait)
+            begun = max(begun, wait[2])
         if trace.ended > begun:
             parts.append(("in tools", begun, trace.ended, {}))
         timeline.lane(TRACK, "episode", trace.begun, trace.ended, parts, sample=row)
+
+
+def _covered(spans: Iterable[Span]) -> float:
+    """Seconds that lie in at least one of some spans."""
+    covered, reached = 0.0, -math.inf
+    for begun, ended in sorted(spans):
+        covered += max(ended - max(begun, reached), 0.0)
+        reached = max(reached, ended)
+    return covered

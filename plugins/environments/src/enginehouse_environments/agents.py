@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,8 @@ from enginehouse_environments.threads import in_thread
 if TYPE_CHECKING:
     from enginehouse.engines.environment import Episode, EpisodeContext, Policy, Score, Task
     from enginehouse_environments.recording import Answer
+
+log = logging.getLogger(__name__)
 
 LIMIT = "limit"
 """Why an episode ended whose agent did not go on after a limit."""
@@ -140,6 +143,7 @@ class RecordedAgents:
         template: Mapping[str, Any] | None = None,
     ):
         self._limits, self._ignored, self._template = limits, tuple(ignored), (format, template)
+        self._warned = False
         self._here: tuple[Any, Templates, Endpoint, Served] | None = None
 
     async def play(
@@ -166,9 +170,21 @@ class RecordedAgents:
                 messages = [dict(one) for one in task.messages or [{"role": "user", "content": task.prompt}]]
                 told = AgentTask(served.url, key, MODEL, messages, task.prompt, dict(task.columns))
                 returned = await _first(act(told), recording)
+            self._warn(recording.temperature, policy.sampling.temperature)
             return await _episode(returned, recording, task, context)
 
         return await context.each(play)
+
+    def _warn(self, asked: float | None, own: float) -> None:
+        """Say once that what an agent asks for is not trained on. A greedy validation tells nothing of that."""
+        if asked is None or not own or self._warned:
+            return
+        self._warned = True
+        log.warning(
+            "the agent asks at temperature %g, and the run draws at %g: what is drawn so is not trained on. Have it "
+            "ignored, environment.arguments.ignored=[temperature], or the agent leave it away",
+            asked, own,
+        )  # fmt: skip
 
     @property
     def endpoint(self) -> Endpoint:

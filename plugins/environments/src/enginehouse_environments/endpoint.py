@@ -12,7 +12,7 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -230,7 +230,8 @@ async def _while_connected(request: Request, recording: Recording, asked: Asked)
     answering = asyncio.create_task(recording.answer(asked))
     leaving = asyncio.create_task(_left(request))
     try:
-        await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+        with suppress(asyncio.CancelledError):  # the loop ends; the server would tell of it, with a traceback
+            await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not answering.done():
             raise Refused(499, "nobody waits for this any more", "client_closed_request")
         if answering.cancelled():
@@ -249,7 +250,9 @@ async def _left(request: Request) -> None:
 async def _as_openai(request: Request, error: Exception) -> Response:
     """An error as OpenAI's clients expect one."""
     if isinstance(error, HTTPException):
-        error = Refused(error.status_code, f"{request.method} {request.url.path}: {error.detail}", "unknown_url")
+        what = f"{request.method} {request.url.path}: {error.detail}"
+        cure = "; there is /v1/chat/completions: have it ask by chat completions" if error.status_code == 404 else ""
+        error = Refused(error.status_code, what + cure, "unknown_url")
     if isinstance(error, RequestValidationError):
         first = error.errors()[0]
         param = ".".join(map(str, first["loc"][1:]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NotRequired, get_type_hints
 
@@ -15,6 +16,11 @@ from typing_extensions import TypedDict
 from enginehouse.errors import ConfigError, first_line, nearest
 from enginehouse.plugin import ResolveError, resolve
 from enginehouse_environments.threads import in_thread
+
+log = logging.getLogger(__name__)
+
+FIRST_CALLS = 8
+"""Where so many first calls of a tool all failed, that is hardly the policy's mistake."""
 
 BUILT_IN = {
     name: f"enginehouse_environments.builtin_tools.{name}:make_{name}" for name in ("calculator", "python", "search")
@@ -46,6 +52,7 @@ class Tool:
         self.schema = _schema(function, self.name)
         self._arguments = _arguments(function, self.name)
         self.prepare: Callable[[], Any] = getattr(function, "prepare", lambda: None)
+        self._failures: int | None = 0  # so far, while no call went well
 
     async def call(self, arguments: Mapping[str, Any], seconds: float) -> str:
         """What it gives, as text: a string as it is, all else as JSON.
@@ -67,13 +74,28 @@ class Tool:
         finally:
             calling.cancel()
         if not calling.done():
-            raise ToolError(f"it took more than {seconds:g} s")
+            raise self._failed(f"it took more than {seconds:g} s")
         if calling.cancelled():
-            raise ToolError("it was cancelled")
+            raise self._failed("it was cancelled")
         result, raised = calling.result()
         if raised is not None:
-            raise ToolError(f"{type(raised).__name__}: {raised}" if str(raised) else type(raised).__name__) from raised
+            name = type(raised).__name__
+            raise self._failed(f"{name}: {raised}" if str(raised) else name, raised) from raised
+        self._failures = None
         return result
+
+    def _failed(self, said: str, raised: BaseException | None = None) -> ToolError:
+        """What the policy is told of a call that failed; a tool that never works is warned of, once."""
+        if self._failures is not None:
+            self._failures += 1
+            if self._failures == FIRST_CALLS:
+                self._failures = None
+                log.warning(
+                    "each of the first %d calls of the tool %r failed, the last: %s. That is told to the model and "
+                    "ends nothing. If the tool is at fault, call it by hand, await what it awaits, raise tool_seconds",
+                    FIRST_CALLS, self.name, said, exc_info=raised,
+                )  # fmt: skip
+        return ToolError(said)
 
     async def _outcome(self, given: Mapping[str, Any]) -> tuple[str, BaseException | None]:
         """What it gives, or what it raised; that does not leave a task, as some of it would end the event loop."""

@@ -174,12 +174,14 @@ class Recording:
     Attributes:
         edits: how many requests had a history that is not as it was told.
         limit: the limit at which a request was refused; empty while none was.
+        temperature: the first that is not the run's, of those that it was asked to draw at; None while there is none.
         failed: done with the error of the policy, if it raised one.
     """
 
     def __init__(self, policy: Policy, templates: Templates, limits: Limits):
         self.edits = 0
         self.limit = ""
+        self.temperature: float | None = None
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.failed.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         self._policy, self._templates, self._limits = policy, templates, limits
@@ -206,13 +208,15 @@ class Recording:
             given = self._rendered(template, new, tokens, before)
             begins = self._why(new, before)
             sampling = self._sampling(asked, template, len(tokens) + len(given))
+            fits = _same(sampling.temperature, self._policy.sampling.temperature)
+            if self.temperature is None and not fits:
+                self.temperature = sampling.temperature
             self._slots.append(slot := [])
             completions = await self._draw(digest, [*tokens, *given], asked.n, sampling)
             for completion in completions:
                 message, finish = self._said(asked, template, form, completion)
                 self._count += 1
                 length = len(tokens) + len(given) + len(completion.token_ids)
-                fits = _same(sampling.temperature, self._policy.sampling.temperature)
                 answer = Answer(before, given, completion, message, finish, asked.trained, fits, length, begins)
                 slot.append(answer)
                 (ended := digest.copy()).update(_digested(normalised(message)))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from enginehouse.errors import ConfigError, EnginehouseError, UserError
+from enginehouse.errors import ConfigError, EnginehouseError, UserError, nearest
 from enginehouse_environments.agents import RecordedAgents
 from enginehouse_environments.recording import Limits
 
@@ -54,9 +54,14 @@ class Verifiers:
         self._serving: tuple[Any, asyncio.Future[None]] | None = None
 
     @staticmethod
-    def check(arguments: Mapping[str, Any], columns: object) -> None:
-        """See `enginehouse.engines.environment.Environment`."""
+    def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
+        """Refuse a taskset that there is not, and rows that name no task."""
         loaded(arguments["taskset"], arguments.get("config"))
+        if (column := arguments.get("column", "task")) not in (columns if columns is not None else [column]):
+            raise ConfigError(
+                f"column: the data has no column {column!r}, the place of a task in the taskset: "
+                f"{nearest(column, columns or ())}"
+            )
 
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
         """See the protocol."""
