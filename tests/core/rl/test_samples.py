@@ -58,7 +58,7 @@ class Pool:
 class Answers:
     """A policy that answers in one token, one more than the last time."""
 
-    tokenizer = SimpleNamespace(batch_decode=lambda ids, **_: [f"r{row[0]}" for row in ids])
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: f"r{ids[0]}")
     next = 9
 
     async def samples(self, tokens: Sequence[int], n: int, sampling: SamplingParams | None = None) -> list[Completion]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,11 +23,9 @@ class SingleTurn:
         """See the protocol."""
         prompt = np.asarray(task.prompt_ids, dtype=np.int64)
         completions = await policy.samples(task.prompt_ids, context.samples)
-        responses = policy.tokenizer.batch_decode(
-            [np.asarray(one.token_ids, dtype=np.int64) for one in completions],
-            skip_special_tokens=True,
-            clean_up_tokenization_spaces=False,
-        )
+        decode = partial(policy.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        # one by one: `batch_decode` looks at each token twice
+        responses = [str(decode(np.asarray(one.token_ids, dtype=np.int64).tolist())) for one in completions]
         given = {**task.columns, "prompt": task.prompt, "messages": task.messages}
         scores = await context.score(
             [
