@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from report_runs import make_run, sample, take_step
@@ -158,6 +160,29 @@ def test_a_run_that_was_killed_is_said_to_be(tmp_path: Path):
     assert read_run(tmp_path / "run").part()["facts"]["status"] == "killed"
 
 
+def test_a_resumed_run_took_the_time_of_all_its_processes(tmp_path: Path):
+    earlier = [{"status": "interrupted", "seconds": 100.0}, {"status": "failed", "seconds": 10.5, "resumed_after": 2}]
+    record = {"status": "finished", "seconds": 30.0, "resumed_after": 4, "earlier": earlier}
+
+    def said(**more: object) -> dict[str, Any]:
+        (tmp_path / "run.json").write_text(json.dumps(record | more))
+        return read_run(tmp_path).part()["facts"]
+
+    assert (said()["seconds"], said()["at_least"], said()["resumed"]) == (140.5, False, 2)
+    untold = said(earlier=[*earlier, {"status": "killed", "seconds": 2.0}, {"status": "killed"}])
+    assert (untold["seconds"], untold["at_least"], untold["resumed"]) == (142.5, True, 4)
+
+
+def test_a_killed_run_took_the_time_up_to_its_last_step(tmp_path: Path):
+    record = {"status": "running", "host": socket.gethostname(), "started": "2020-01-01T00:00:00+00:00", "pid": 2**22}
+    record |= {"resumed_after": 1, "earlier": [{"status": "interrupted", "seconds": 7.0}]}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    rows = [{"step": 1, "elapsed_seconds": 5.0}, {"step": 2, "elapsed_seconds": 5.75}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    facts = read_run(tmp_path).part()["facts"]
+    assert (facts["status"], facts["seconds"], facts["at_least"]) == ("killed", 7.8, True)
+
+
 def test_a_run_under_way_is_running(run: RunDirectory, tmp_path: Path):
     program = (
         "import sys, pathlib\nfrom enginehouse_report.run_files import read_run\n"
@@ -179,6 +204,6 @@ def test_reading_needs_no_torch_and_no_ray():
 def test_a_resumed_run_shows_its_earlier_processes(run: RunDirectory):
     run.record.update(resumed_after=2, earlier=[{"status": "killed"}])
     facts = read_run(run.path).part()["facts"]
-    assert (facts["resumed_after"], facts["processes"]) == (2, 2)
+    assert (facts["resumed_after"], facts["resumed"]) == (2, 1)
     take_step(run, 4)
     assert make_run(run.path.parent / "two").last_step == 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,25 @@ def test_it_says_whether_a_run_could_be_resumed(project: Project):
     done = enginehouse(project.root, "plan", "grpo.yaml", "--resume")
     assert done.returncode == 2
     assert "--resume: there is no run in" in done.stderr
+
+
+@pytest.mark.parametrize(("kind", "save"), [("train", Project.save), ("sft", Project.save_sft)])
+def test_of_a_run_that_exists_it_says_what_its_command_would_say(
+    project: Project, monkeypatch: pytest.MonkeyPatch, kind: str, save: Callable[[Project], Path]
+):
+    monkeypatch.chdir(project.root)
+    given = [save(project).name, "run.directory=runs/one"]
+    record = project.root / "runs/one/run.json"
+    record.parent.mkdir(parents=True)
+    record.write_text("{}")
+    option = ["--sft"] if kind == "sft" else []
+
+    done = CliRunner().invoke(main, ["plan", *option, *given])
+    assert done.exit_code == 0, done.stderr
+    assert f"`enginehouse {kind}` refuses that: run.directory: {record.parent} holds an earlier run: " in done.stdout
+    assert CliRunner().invoke(main, [kind, *given]).exit_code == 2
+    assert CliRunner().invoke(main, ["plan", *option, *given, "run.directory=runs/two"]).stdout.count("refuses") == 0
+
+    others = CliRunner().invoke(main, ["plan", *option, *given, "run.directory=model"])
+    assert others.exit_code == 2
+    assert "was not made by a run" in others.stderr

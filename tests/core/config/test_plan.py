@@ -14,6 +14,7 @@ from projects import Project
 
 from enginehouse.config.functions import extend_path
 from enginehouse.config.load import load_config
+from enginehouse.config.paths import EarlierRun
 from enginehouse.config.plan import Plan, SFTPlan, plan, plan_sft
 from enginehouse.config.schema import SFTConfig
 from enginehouse.config.secrets import from_environment
@@ -575,7 +576,7 @@ def test_an_earlier_run_is_only_deleted_when_asked(make: Callable[..., Plan], pr
     earlier.mkdir(parents=True)
     make()
     (earlier / "run.json").write_text("{}")
-    assert "holds an earlier run" in refusal(make)
+    assert "holds an earlier run" in refusal(make, kind=EarlierRun)
     make("run.overwrite=true")
     assert (earlier / "run.json").exists()
 

@@ -6,6 +6,7 @@ import gzip
 import json
 import logging
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -131,3 +132,37 @@ def test_a_profiler_that_does_not_stop_keeps_no_engine_from_being_released(monke
     monkeypatch.setattr(profiles_module, "_under_way", [SimpleNamespace(stop=stop)])
     stop_profile()
     assert profiles_module._under_way == []
+
+
+def trace_of(events: list[dict[str, Any]], end: str = '],"traceName": "[1]"}') -> Any:
+    """A profiler that saw these, and writes them as torch does."""
+
+    head = '{"schemaVersion": 1, "deviceProperties": [{"id": 0}], "baseTimeNanoseconds": 5000, "traceEvents": ['
+    text = gzip.compress((head + ",\n".join(json.dumps(event, indent=1) for event in events) + end).encode())
+    return SimpleNamespace(stop=lambda: None, export_chrome_trace=lambda path: Path(path).write_bytes(text))
+
+
+def test_of_a_trace_no_more_is_held_at_once_than_is_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    copies = [
+        {"ph": "X", "cat": "kernel", "name": f"copy {number}]}},", "pid": 0, "tid": 7, "ts": number, "dur": number / 8}
+        for number in range(8000)
+    ]
+    others = [{"ph": "M", "name": "process_name", "args": {"name": "python"}}, {"ph": "X", "cat": "ac2g", "dur": 1e9}]
+    monkeypatch.setattr(profiles_module, "_under_way", [trace_of([*others, *copies])])
+    tracemalloc.start()
+    profile = end_profile(CONTEXT, 0, str(tmp_path), 2)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert profile is not None
+    assert list(profile.spans) == [
+        ("gpu 0 stream 7", "copy 7999]},", 5000 + 7_999_000, 999_875),
+        ("gpu 0 stream 7", "copy 7998]},", 5000 + 7_998_000, 999_750),
+    ]
+    assert profile.left_out == 7998
+    assert most < 2.5e6  # bytes; all events as Python has them are twice that
+
+
+@pytest.mark.parametrize("end", ["", ", ", ', {"ph": "X"'])
+def test_a_trace_that_was_cut_off_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str):
+    monkeypatch.setattr(profiles_module, "_under_way", [trace_of([{"ph": "M"}], end)])
+    assert end_profile(CONTEXT, 0, str(tmp_path), 2).problem  # type: ignore[union-attr]

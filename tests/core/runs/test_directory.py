@@ -261,6 +261,24 @@ def test_a_resumed_run_keeps_the_best_model_unless_it_makes_a_better_one(run: Ru
     assert best(run)[1] == {"metric": "validation/reward", "step": 3, "value": 0.75}
 
 
+def test_a_killed_process_is_recorded_with_the_seconds_of_its_last_step_once_it_is_gone_on_with(run: RunDirectory):
+    resumed_after = None
+    for elapsed, expected in (([3.0, 5.0, 9.0], 9.0), ([3.0, 5.0, 6.5], 1.5)):
+        run.finish("interrupted")
+        left = {
+            "status": "running",
+            "resumed_after": resumed_after,
+            "earlier": read_record(run.path).get("earlier", []),
+        }
+        (run.path / "run.json").write_text(json.dumps(left))
+        rows = [{"step": step, "elapsed_seconds": seconds} for step, seconds in enumerate(elapsed, 1)]
+        (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        checkpoint = Checkpoint(run.path, 2, 5.0, {}, {}, "train", record=read_record(run.path))
+        run = RunDirectory.create(run.path, "", resumed=checkpoint)
+        assert run.record.content["earlier"][-1]["seconds"] == expected
+        resumed_after = 2
+
+
 def test_a_resumed_run_does_not_delete_the_model_it_has_just_written_for_one_it_left_behind(tmp_path: Path):
     run = RunDirectory.create(tmp_path / "one", "", models_kept=1)
     save(run, 9)

@@ -38,7 +38,8 @@ def plan(
     enginehouse plan --sft examples/quickstart/sft.yaml
     enginehouse plan examples/quickstart/grpo.yaml --suggest --gpus 8 --gpu H100
 
-    Exit codes: 0 the run can start, 2 it cannot; then everything that is wrong is listed.
+    Exit codes: 0 the config is right, 2 it is not; then everything that is wrong is listed. That an earlier run is in
+    run.directory, so that this one could not start there, is a note.
     """
     from enginehouse.config.device import GPUS_GIB, Gpu, assumed_gpus, visible_gpus
     from enginehouse.config.layouts import nearest_layout
@@ -54,7 +55,8 @@ def plan(
 
     def planned(further: Sequence[str] = ()) -> RunPlan:
         given = (*overrides, *further)
-        return check(load_config(config, given, schema), config_path=config, resume=resume, overrides=given)
+        loaded = load_config(config, given, schema)
+        return check(loaded, config_path=config, resume=resume, overrides=given, starts=False)
 
     number = gpus or (1 if kind else None)
     with nullcontext() if number is None else assumed_gpus(number, Gpu.of_kind(kind) if kind else None):

@@ -67,6 +67,10 @@ def has_chat_template(path: str) -> bool:
         return False
 
 
+class EarlierRun(ConfigError):
+    """The run directory holds an earlier run, which may not be deleted."""
+
+
 def check_run_directory(
     path: str | Path,
     *,
@@ -88,8 +92,8 @@ def check_run_directory(
         What of an earlier run would be deleted, in words; None if there is none.
 
     Raises:
-        ConfigError: something else is there, or an earlier run without `overwrite`, or one that is still running, or
-            it cannot be written.
+        EarlierRun: an earlier run is there, without `overwrite` or spared.
+        ConfigError: something else is there, or a run that is still running, or it cannot be written.
     """
     path = Path(path).absolute()
     if not path.exists():
@@ -116,12 +120,12 @@ def check_run_directory(
         return None
     resume = "go on with it (--resume), " if checkpoint_paths(path) else ""
     if not overwrite:
-        raise ConfigError(
+        raise EarlierRun(
             f"run.directory: {path} holds an earlier run: {resume}name another directory (run.directory=...), "
             "or delete that run by run.overwrite=true"
         )
     if spare_unfinished and can_go_on(path):
-        raise ConfigError(
+        raise EarlierRun(
             f"run.overwrite: {path} holds a run that did not finish ({outcome(path)}). From a file run.overwrite does "
             f"not delete such a one: {resume}name another directory (run.directory=...), or delete it by "
             "run.overwrite=true on the command line"

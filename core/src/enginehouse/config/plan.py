@@ -58,9 +58,9 @@ from enginehouse.config.findings import Findings
 from enginehouse.config.functions import check_environment, extend_path, find_function
 from enginehouse.config.memory import check_memory, table
 from enginehouse.config.outline import Facts, outline_eval, outline_preferences, outline_rl, outline_sft
-from enginehouse.config.paths import check_run_directory, has_chat_template, read_model
+from enginehouse.config.paths import EarlierRun, check_run_directory, has_chat_template, read_model
 from enginehouse.config.placement import check_turns, choose_placement, gpus_needed
-from enginehouse.config.resume import check_resume
+from enginehouse.config.resume import check_resume, kind_of
 from enginehouse.config.rewards import RewardPlan, is_reserved, key_of
 from enginehouse.config.roles import RolePlan, beside, own_processes
 from enginehouse.config.rows import (
@@ -270,6 +270,7 @@ def plan(
     config_path: str | Path | None = None,
     resume: bool = False,
     overrides: Sequence[str] = (),
+    starts: bool = True,
 ) -> Plan:
     """Check a reinforcement-learning run.
 
@@ -283,12 +284,13 @@ def plan(
             nothing.
         overrides: what of the config was given on the command line; only there can `run.overwrite` delete a run that
             did not finish and left checkpoints.
+        starts: whether the run is to start; otherwise an earlier run in `run.directory` is a note.
 
     Raises:
         UserError: `ConfigError`, `DataError`, `ModelError` or `PluginLookupError`; where several things are wrong, one
             `ConfigError` that lists them.
     """
-    setting = _Setting(config, plugins, config_path, resume, overrides)
+    setting = _Setting(config, plugins, config_path, resume, overrides, starts)
     findings, algorithm = setting.findings, config.algorithm
     needs = _needs_of(setting.plugins, config)
     uses_reference = algorithm.kl.coefficient > 0 or "reference_logprobs" in (needs or ())
@@ -547,9 +549,10 @@ def plan_sft(
     config_path: str | Path | None = None,
     resume: bool = False,
     overrides: Sequence[str] = (),
+    starts: bool = True,
 ) -> SFTPlan:
     """Check a supervised run; as `plan`."""
-    setting = _Setting(config, plugins, config_path, resume, overrides)
+    setting = _Setting(config, plugins, config_path, resume, overrides, starts)
     findings = setting.findings
     actor, model = setting.only_actor(config)
     roles = {"actor": actor.role}
@@ -574,9 +577,10 @@ def plan_preferences(
     config_path: str | Path | None = None,
     resume: bool = False,
     overrides: Sequence[str] = (),
+    starts: bool = True,
 ) -> PreferencePlan:
     """Check a run of DPO or KTO, or one that trains a reward model; as `plan`."""
-    setting = _Setting(config, plugins, config_path, resume, overrides)
+    setting = _Setting(config, plugins, config_path, resume, overrides, starts)
     findings = setting.findings
     actor, model = setting.only_actor(config)
     placed = {"actor": actor}
@@ -641,9 +645,11 @@ class _Setting:
         config_path: str | Path | None,
         resume: bool,
         overrides: Sequence[str],
+        starts: bool = True,
     ):
         switches = config.plugins
         self.resume = resume
+        self.starts = starts
         self.resumed: Checkpoint | None = None
         self.deletes: str | None = None
         self.memory_lines: list[str] = []
@@ -1003,13 +1009,18 @@ class _Setting:
             self.resumed = check_resume(self.findings, self.config, trained, self.runs_on.dtype)
         kept = {key: path for key, path in needed.items() if path}
         with self.findings.collecting():
-            self.deletes = check_run_directory(
-                run.directory,
-                overwrite=run.overwrite,
-                spare_unfinished=self.spare_unfinished,
-                needed=kept,
-                resuming=self.resume,
-            )
+            try:
+                self.deletes = check_run_directory(
+                    run.directory,
+                    overwrite=run.overwrite,
+                    spare_unfinished=self.spare_unfinished,
+                    needed=kept,
+                    resuming=self.resume,
+                )
+            except EarlierRun as error:
+                if self.starts:
+                    raise
+                self.findings.note(f"`enginehouse {kind_of(self.config)}` refuses that: {error}")
         return Path(run.directory).absolute()
 
     def reward(self, name: str, given: NamedReward, columns: Sequence[Columns] | None) -> RewardPlan:

@@ -10,13 +10,14 @@ import gzip
 import heapq
 import json
 import logging
+import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from enginehouse.errors import first_line
 
@@ -32,6 +33,11 @@ MOST_SPANS = 100_000
 """Of all profiles of a run, on its timeline: a viewer has to open it, and the run's own spans come first."""
 DRAWN = ("cpu_op", "user_annotation", "kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation", "cuda_runtime")
 """Categories of torch's events that are drawn there; the file of the process has all."""
+
+CHUNK = 1 << 18
+"""Characters of a trace that are read at a time."""
+EVENTS = re.compile(r'(?:"baseTimeNanoseconds":\s*(?P<base>\d+).*)?"traceEvents":\s*\[', re.DOTALL)
+BETWEEN = re.compile(r"[\s,]*")
 
 
 @dataclass(frozen=True)
@@ -105,11 +111,10 @@ def end_profile(context: ProcessContext, rank: int, directory: str, most: int) -
         profiler.stop()
         path.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(path))
-        with gzip.open(path) as file:
-            trace = json.load(file)
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            spans, left_out = _longest(file, most)
     except Exception as error:  # no room on the disk, say
         return Profile(name, first_line(error))
-    spans, left_out = _longest(trace, most)
     return Profile(name, "", str(path), spans, left_out)
 
 
@@ -121,14 +126,43 @@ def stop_profile() -> None:
                 profiler.stop()
 
 
-def _longest(trace: Mapping[str, Any], most: int) -> tuple[list[tuple[str, str, int, int]], int]:
-    """The longest spans of a trace as torch writes it, times in microseconds from `baseTimeNanoseconds` on."""
-    events = [event for event in trace["traceEvents"] if event.get("ph") == "X" and event.get("cat") in DRAWN]
-    base = int(trace.get("baseTimeNanoseconds", 0))
-    return [
-        (_row_of(event), event["name"], base + int(event["ts"] * 1000), int(event["dur"] * 1000))
-        for event in heapq.nlargest(most, events, key=lambda event: event["dur"])
-    ], max(len(events) - most, 0)
+def _longest(trace: TextIO, most: int) -> tuple[list[tuple[str, str, int, int]], int]:
+    """The longest spans of a trace as torch writes it, times in microseconds from `baseTimeNanoseconds` on, and how
+    many others there are. No more of it is held at once: that of a step on a GPU may have gigabytes."""
+    text = ""
+    while (found := EVENTS.search(text)) is None:
+        if not (more := trace.read(CHUNK)):
+            raise ValueError("torch's trace has no traceEvents")
+        text += more
+    base = int(found["base"] or 0)
+    count = 0
+
+    def drawn() -> Iterator[tuple[float, str, str, int]]:
+        nonlocal count
+        for event in _objects(trace, text[found.end() :]):
+            if event.get("ph") == "X" and event.get("cat") in DRAWN:
+                count += 1
+                yield event["dur"], _row_of(event), event["name"], base + int(event["ts"] * 1000)
+
+    longest = heapq.nlargest(most, drawn(), key=lambda span: span[0])
+    return [(row, name, begin, int(length * 1000)) for length, row, name, begin in longest], max(count - most, 0)
+
+
+def _objects(file: TextIO, text: str) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON array, one at a time: `text` is its beginning, behind the bracket, and `file` goes on."""
+    decode, place = json.JSONDecoder().raw_decode, 0
+    while True:
+        place = BETWEEN.match(text, place).end()  # type: ignore[union-attr]
+        if text.startswith("]", place):
+            return
+        try:
+            found, place = decode(text, place)
+        except ValueError:
+            if not (more := file.read(CHUNK)):
+                raise
+            text, place = text[place:] + more, 0
+        else:
+            yield found
 
 
 def _row_of(event: Mapping[str, Any]) -> str:

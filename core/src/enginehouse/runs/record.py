@@ -10,7 +10,7 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from typing import Any, Literal
 from enginehouse.atomic import write_whole
 from enginehouse.config.earlier_run import read_record
 from enginehouse.plugin.requirements import installed_versions
+from enginehouse.runs.jsonlines import read_whole_lines
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,8 @@ class RunRecord:
             earlier = former.pop("earlier", [])
             earlier = earlier if isinstance(earlier, list) else []
             if former.get("status") == "running":
-                former["status"] = "killed"
+                rows = read_whole_lines(path.parent / "metrics.jsonl")
+                former |= {"status": "killed", "seconds": seconds_logged(rows, former.get("resumed_after"))}
             # Of the directory, not of a process: at no time is it in no record.
             best = {"best": former.pop("best")} if "best" in former else {}
             self.content |= {"resumed_after": resumed_after, "earlier": [*earlier, former], **best}
@@ -114,6 +116,22 @@ class RunRecord:
 
     def _write(self) -> None:
         write_whole(self.path, self._text())
+
+
+def seconds_logged(rows: Iterable[Mapping[str, Any]], resumed_after: int | None) -> float:
+    """Seconds that the last process of a run had run at its last step: of one that was killed, all that is known.
+
+    Args:
+        rows: of `metrics.jsonl`.
+        resumed_after: the step that it went on after; None for one that began the run.
+    """
+    elapsed = [(row.get("step"), row["elapsed_seconds"]) for row in rows if _is_number(row.get("elapsed_seconds"))]
+    before = next((seconds for step, seconds in elapsed if step == resumed_after), 0.0)
+    return round(max([before, *(seconds for _, seconds in elapsed)]) - before, 3)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float))
 
 
 def _now() -> str:

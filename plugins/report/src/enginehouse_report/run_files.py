@@ -10,7 +10,7 @@ import json
 import re
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from enginehouse.config.document import parse
 from enginehouse.config.earlier_run import RUN_MARKER, read_record
 from enginehouse.errors import EnginehouseError, UserError, listed
 from enginehouse.runs.jsonlines import whole_lines_from
+from enginehouse.runs.record import seconds_logged
 from enginehouse_report.columns import columns_of
 
 ERROR_LINES = 12
@@ -94,7 +95,7 @@ class RunFiles:
         return {
             "name": self.path.name,
             "path": str(self.path),
-            "facts": facts(record, config, self.path),
+            "facts": facts(record, config, self.path, self.metrics.rows),
             "config": config,
             "config_problem": problem,
             "versions": versions(record),
@@ -163,15 +164,22 @@ def _shown(path: Path) -> str:
     return str(absolute.relative_to(Path.cwd())) if absolute.is_relative_to(Path.cwd()) else str(absolute)
 
 
-def facts(record: Mapping[str, Any], config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """What is said of a run before its figures; plain data, of the record and the flattened config."""
+def facts(
+    record: Mapping[str, Any], config: Mapping[str, Any], path: Path, metrics: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What is said of a run before its figures; plain data, of the record, the flattened config and the metrics."""
     status, said = _status(record, path)
+    earlier = record["earlier"] if isinstance(record.get("earlier"), list) else []
+    before = [one for one in earlier if isinstance(one, Mapping)]
+    if status == "killed":
+        record = {"seconds": seconds_logged(metrics, record.get("resumed_after")), **record}
     return {
         "status": status,
         "said": said,
         "started": _text(record.get("started")),
         "ended": _text(record.get("ended")),
-        "seconds": _seconds(record),
+        "seconds": _seconds(record, before),
+        "at_least": any(one.get("status") == "killed" for one in (*before, {"status": status})),
         "steps": record.get("steps"),
         "of_steps": config.get("train.steps"),
         "kind": _kind(record),
@@ -182,7 +190,7 @@ def facts(record: Mapping[str, Any], config: Mapping[str, Any], path: Path) -> d
         "command": _command(record),
         "host": _text(record.get("host")),
         "resumed_after": record.get("resumed_after"),
-        "processes": 1 + len(record["earlier"] if isinstance(record.get("earlier"), list) else []),
+        "resumed": len(earlier),
         "best": record["best"] if isinstance(record.get("best"), Mapping) else None,
     }
 
@@ -198,14 +206,16 @@ def _status(record: Mapping[str, Any], path: Path) -> tuple[str, str]:
     return status, ""
 
 
-def _seconds(record: Mapping[str, Any]) -> float | None:
-    """How long the run took, or has taken; of its last process."""
-    if isinstance(record.get("seconds"), (int, float)):
-        return round(float(record["seconds"]), 1)
-    try:
-        return round(time.time() - datetime.fromisoformat(str(record.get("started"))).timestamp(), 1)
-    except ValueError:
-        return None
+def _seconds(record: Mapping[str, Any], earlier: Iterable[Mapping[str, Any]]) -> float | None:
+    """How long the run took, or has taken, with all its earlier processes; None where its last does not say."""
+    last = record.get("seconds")
+    if not isinstance(last, (int, float)):
+        try:
+            last = time.time() - datetime.fromisoformat(str(record.get("started"))).timestamp()
+        except ValueError:
+            return None
+    before = [one.get("seconds") for one in earlier]
+    return round(last + sum(seconds for seconds in before if isinstance(seconds, (int, float))), 1)
 
 
 def _kind(record: Mapping[str, Any]) -> str:

@@ -616,8 +616,8 @@ function factList(run) {
   const rows = [
     ["state", facts.said],
     ["steps", steps === null || steps === undefined ? "" : `${steps}${facts.of_steps ? ` of ${facts.of_steps}` : ""}`],
-    ["took", [duration(facts.seconds), facts.started && `from ${facts.started}`].filter(Boolean).join(", ")],
-    ["resumed", facts.resumed_after === null ? "" : `after step ${facts.resumed_after}; process ${facts.processes} of this run`],
+    ["took", [facts.seconds === null ? "" : (facts.at_least ? "at least " : "") + duration(facts.seconds), facts.started && `${facts.resumed ? "its last process " : ""}from ${facts.started}`].filter(Boolean).join(", ")],
+    ["resumed", facts.resumed ? `${facts.resumed === 1 ? "once" : `${facts.resumed} times`}, the last time after step ${facts.resumed_after}` : ""],
     ["command", facts.command],
     ["model", facts.model],
     ["algorithm", facts.algorithm],
