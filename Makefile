@@ -28,6 +28,8 @@ $(VENV)/.installed: $(SOURCES) constraints.txt | $(BIN)/python
 
 $(VENV)/.developer: $(VENV)/.installed pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(shell sed -n '/^dev = \[/,/^\]/p' pyproject.toml | grep -o '"[^"]*"')
+	@# cyclonedx-bom brings it for jsonschema, which ray imports: each process of Ray would build its grammar, 1.3 s of a core.
+	$(BIN)/pip uninstall --quiet --yes rfc3987-syntax
 	@touch $@
 
 install: $(VENV)/.installed  ## make .venv with enginehouse and its plugins
