@@ -42,7 +42,7 @@ test: $(VENV)/.developer  ## run the tests that show each promise: the quick one
 	@$(MAKE) runtimes
 	$(BIN)/python -m pytest -m "essential and not exhaustive" $(SEVERAL) --verbose $(ARGS)
 
-test-long: $(VENV)/.developer runtimes  ## run the slow tests that `make test` leaves out: PART=2/3 the second third of them
+test-long: $(VENV)/.developer runtimes  ## run the slow tests that `make test` leaves out: PART=2/5 the second fifth of them
 	$(BIN)/python -m pytest -m "slow and not essential and not exhaustive" --part $(PART) $(SEVERAL) --verbose $(ARGS)
 
 test-exhaustive: $(VENV)/.developer runtimes  ## run all slow tests, and what shows at length what they show in short: before a release
