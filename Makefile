@@ -28,6 +28,8 @@ $(VENV)/.installed: $(SOURCES) constraints.txt | $(BIN)/python
 
 $(VENV)/.developer: $(VENV)/.installed pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt $(shell sed -n '/^dev = \[/,/^\]/p' pyproject.toml | grep -o '"[^"]*"')
+	@# cyclonedx-bom brings it for jsonschema, which ray imports: each process of Ray would build its grammar, 1.3 s of a core.
+	$(BIN)/pip uninstall --quiet --yes rfc3987-syntax
 	@touch $@
 
 install: $(VENV)/.installed  ## make .venv with enginehouse and its plugins
@@ -40,7 +42,7 @@ test: $(VENV)/.developer  ## run the tests that show each promise: the quick one
 	@$(MAKE) runtimes
 	$(BIN)/python -m pytest -m "essential and not exhaustive" $(SEVERAL) --verbose $(ARGS)
 
-test-long: $(VENV)/.developer runtimes  ## run the slow tests that `make test` leaves out: PART=2/3 the second third of them
+test-long: $(VENV)/.developer runtimes  ## run the slow tests that `make test` leaves out: PART=2/5 the second fifth of them
 	$(BIN)/python -m pytest -m "slow and not essential and not exhaustive" --part $(PART) $(SEVERAL) --verbose $(ARGS)
 
 test-exhaustive: $(VENV)/.developer runtimes  ## run all slow tests, and what shows at length what they show in short: before a release

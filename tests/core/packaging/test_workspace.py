@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -116,6 +117,11 @@ def test_the_extra_of_suites_is_taken_for_no_backend():
     with pytest.raises(PluginLookupError) as caught:
         load_plugins(entry_points=[]).get("train", "nothing")
     assert "testing" not in str(caught.value)
+
+
+def test_no_process_of_ray_builds_a_grammar_for_iris():
+    """Ray imports jsonschema, and that builds the grammar where this is installed."""
+    assert importlib.util.find_spec("rfc3987_syntax") is None, "`make lint` or `make test` bring .venv up to date"
 
 
 @pytest.fixture
