@@ -470,3 +470,10 @@ def test_help_shows_examples():
 
 def test_a_config_argument_is_required():
     assert CliRunner().invoke(main, ["train"]).exit_code == 2
+
+
+def test_a_command_that_is_mistyped_is_told_the_nearest():
+    refused = CliRunner().invoke(main, ["trian", "grpo.yaml"])
+    assert refused.exit_code == 2
+    assert "there is no command 'trian': did you mean 'train'? Choices: " in refused.output
+    assert "certify" in refused.output  # a plugin's
