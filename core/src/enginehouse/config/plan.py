@@ -877,6 +877,12 @@ class _Setting:
             record = find_backend(findings, self.plugins, TrainBackend, engine, name, self.device)
             options = typed_options(findings, self.plugins, record, engine, name, processes, self.runs_on)
             interpreter, key = self.interpreter(record, engine, options, name), f"{name}.engine.options"
+            if "backend" not in engine.model_fields_set and engine.backend != like.backend:
+                findings.note(
+                    f"{name}.engine names no backend, so the default, {engine.backend!r}, runs it: it does not follow "
+                    f"the {shares or 'actor'}, which {like.backend!r} runs. For that too, set "
+                    f"{name}.engine.backend={like.backend}"
+                )
         elif processes != like.processes:
             check_processes(findings, record, options, processes, key)
         if shares and interpreter != like.interpreter:
