@@ -104,7 +104,9 @@ def test_the_object_store_is_a_part_of_the_machines_memory_and_of_what_is_free_t
     assert asked == [expected]
 
 
-@pytest.mark.parametrize("says", ["Failed to connect to Ray cluster at 127.0.0.1:6379", "ray client connection timeout"])
+@pytest.mark.parametrize(
+    "says", ["Failed to connect to Ray cluster at 127.0.0.1:6379", "ray client connection timeout"]
+)
 @pytest.mark.parametrize(
     ("mode", "said"),
     [
