@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 from projects import Project
@@ -491,3 +492,5 @@ def test_a_command_that_is_mistyped_is_told_the_nearest():
     assert refused.exit_code == 2
     assert "there is no command 'trian': did you mean 'train'? Choices: " in refused.output
     assert "certify" in refused.output  # a plugin's
+    completing = click.Context(main, resilient_parsing=True)
+    assert main.resolve_command(completing, ["trian"])[1] is None
