@@ -15,7 +15,9 @@ import textwrap
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 from projects import Project
@@ -89,13 +91,15 @@ def project(tmp_path: Path) -> Project:
     return project
 
 
-def start(project: Project, behaviour: str, *arguments: str, script: str = STAND_IN) -> subprocess.Popen[str]:
+def start(
+    project: Project, behaviour: str, *arguments: str, script: str = STAND_IN, stdout: Any = subprocess.PIPE
+) -> subprocess.Popen[str]:
     """A run whose terminal can be closed, also where these tests are run by nohup."""
     return subprocess.Popen(
         [sys.executable, "-c", script.replace("BEHAVIOUR", behaviour), *arguments],
         cwd=project.root,
         env={**os.environ, "ENGINEHOUSE_PLUGINS": "torch"},
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
@@ -183,6 +187,17 @@ def test_a_reader_of_json_that_goes_away_does_not_end_the_run(project: Project):
     process.stdout.close()
     assert process.wait(WITHIN_SECONDS) == 0
     assert record(project)["status"] == "finished"
+
+
+@pytest.mark.parametrize("mode", [(), ("--quiet",)])
+def test_an_output_that_takes_nothing_from_the_first_line_on_does_not_end_the_run(project: Project, mode: tuple):
+    with open("/dev/full", "w") as full:
+        process = start(project, "pass", *mode, stdout=full)
+    _, err = process.communicate(timeout=WITHIN_SECONDS)
+    assert process.returncode == 0, err
+    assert record(project)["status"] == "finished"
+    assert err.count("the run goes on without it") == 1
+    assert "Traceback" not in err
 
 
 def test_a_config_that_is_refused_has_no_event(project: Project):
@@ -470,3 +485,12 @@ def test_help_shows_examples():
 
 def test_a_config_argument_is_required():
     assert CliRunner().invoke(main, ["train"]).exit_code == 2
+
+
+def test_a_command_that_is_mistyped_is_told_the_nearest():
+    refused = CliRunner().invoke(main, ["trian", "grpo.yaml"])
+    assert refused.exit_code == 2
+    assert "there is no command 'trian': did you mean 'train'? Choices: " in refused.output
+    assert "certify" in refused.output  # a plugin's
+    completing = click.Context(main, resilient_parsing=True)
+    assert main.resolve_command(completing, ["trian"])[1] is None

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from enginehouse.config.load import dump_config, keys, load_config
-from enginehouse.config.schema import Config, SFTConfig
+from enginehouse.config.schema import Config, DPOConfig, SFTConfig
 from enginehouse.errors import ConfigError
 
 GOOD = """\
@@ -53,6 +53,41 @@ def test_a_tilde_in_any_path_is_the_home_directory(tmp_path: Path, monkeypatch: 
     assert config.run.directory == "/home/me/runs/one"
     listed = load_config(path, ["data.train=[~/a.jsonl]"])
     assert listed.data.train == ["/home/me/a.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model.path", "${DATA}/m"),
+        ("reward_model.path", "$DATA/judge"),
+        ("run.directory", "runs/$DATA"),
+        ("data.train", "${DATA}/x.jsonl"),
+        ("data.train", "[a.jsonl, '${DATA}/x.jsonl']"),
+        ("data.train", "{'${DATA}/x.jsonl': 2}"),
+        ("data.validation", "${DATA}/x.jsonl"),
+        ("data.validation", "{held: '${DATA}/x.jsonl'}"),
+    ],
+)
+def test_a_variable_in_a_path_is_refused_with_what_takes_one(tmp_path: Path, key: str, value: str):
+    """It would be part of a file's name; `run.directory: ${HOME}/runs` made a directory of that name."""
+    said = refusal(write(tmp_path), f"{key}={value}")
+    assert f"{key} (in the override {f'{key}={value}'!r}): $" in said
+    assert "no variable is put into a path" in said
+    assert "only ~ is the home directory" in said
+    assert "${NAME} is for engine.env, and for arguments" in said
+    assert "\n" not in said
+
+
+def test_a_dollar_in_a_name_is_no_variable(tmp_path: Path):
+    assert load_config(write(tmp_path), ["data.train=a$b/c$.jsonl"]).data.train == "a$b/c$.jsonl"
+
+
+@pytest.mark.parametrize("value", ["${DATA}/x.jsonl", "[a.jsonl, '${DATA}/x.jsonl']"])
+def test_a_variable_in_a_path_of_preferences_is_refused_alike(tmp_path: Path, value: str):
+    path = write(tmp_path, "model: {path: m}\ndata: {train: d.jsonl}\n")
+    with pytest.raises(ConfigError, match="no variable is put into a path") as caught:
+        load_config(path, [f"data.validation={value}"], DPOConfig)
+    assert "\n" not in str(caught.value)
 
 
 def test_float16_is_refused_with_the_reason(tmp_path: Path):

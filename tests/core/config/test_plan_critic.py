@@ -33,6 +33,23 @@ def test_a_critic_may_have_options_of_its_own_in_the_actors_processes(make: Call
     assert (critic.shares, critic.options["lr"]) == ("actor", 1e-3)
 
 
+def test_a_critic_that_does_not_follow_the_actors_backend_is_noted(make: Callable[..., Plan]):
+    """Options of its own make it an engine of its own, whose backend is the default."""
+    own = ["critic.shares=actor", "critic.engine.options.lr=1e-3"]
+    said = (
+        "critic.engine names no backend, so the default, 'torch', runs it: it does not follow the actor, which 'fsdp' "
+        "runs. For that too, set critic.engine.backend=fsdp"
+    )
+    fsdp = "actor.engine.backend=fsdp"
+    planned = make(GAE, fsdp, *own)
+    assert planned.roles["critic"].backend == "torch"
+    assert said in planned.notes
+    for settled in ([fsdp], [fsdp, *own, "critic.engine.backend=torch"], own):
+        assert said not in make(GAE, *settled).notes
+    followed = make(GAE, fsdp, *own, "critic.engine.backend=fsdp")
+    assert (followed.roles["critic"].backend, said in followed.notes) == ("fsdp", False)
+
+
 def test_roles_may_live_in_two_pools(make: Callable[..., Plan]):
     kl = "algorithm.kl={coefficient: 0.1, place: reward}"
     planned = make(GAE, kl, "critic.processes=2", "reference.shares=critic", "critic.warmup_steps=3")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,16 @@ def init(*arguments, **named):
 ray.init = init
 with start_ray(num_cpus=1):
     print("started", ray.is_initialized())
+"""
+
+
+HEAD = """
+import ray
+from enginehouse.controller import start_ray
+
+with start_ray(num_cpus=1):
+    print(ray.get_runtime_context().gcs_address, flush=True)
+    input()
 """
 
 
@@ -91,3 +102,62 @@ def test_the_object_store_is_a_part_of_the_machines_memory_and_of_what_is_free_t
     with pytest.raises(RuntimeError):
         cluster._start(SimpleNamespace(init=init, shutdown=lambda: None), 1, {})
     assert asked == [expected]
+
+
+@pytest.mark.parametrize(
+    "says", ["Failed to connect to Ray cluster at 127.0.0.1:6379", "ray client connection timeout"]
+)
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [
+        (None, "this process gives none: export RAY_AUTH_MODE=token, with the cluster's token in ~/.ray/auth_token"),
+        ("disabled", "this process gives none: export RAY_AUTH_MODE=token, with the cluster's"),
+        ("token", "this process gives another: copy the cluster's ~/.ray/auth_token"),
+    ],
+)
+def test_a_cluster_that_takes_nobody_in_is_said_to_ask_for_a_token(
+    monkeypatch: pytest.MonkeyPatch, says: str, mode: str | None, said: str
+):
+    """Ray says why in lines of its C++ alone, and not at all to its client (`ray://`)."""
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    if mode:
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+
+    def init(**named: object) -> None:
+        raise ConnectionError(says)
+
+    with pytest.raises(ConnectionError) as caught:
+        cluster._join(SimpleNamespace(init=init), "auto", {})
+    assert str(caught.value).startswith(says)
+    assert "asks for a token (InvalidAuthToken)" in str(caught.value)
+    assert said in str(caught.value)
+
+
+def test_where_no_cluster_runs_nothing_is_said_of_tokens():
+    def init(**named: object) -> None:
+        raise ConnectionError("Could not find any running Ray instance.")
+
+    with pytest.raises(ConnectionError, match=r"^Could not find any running Ray instance\.$"):
+        cluster._join(SimpleNamespace(init=init), "auto", {})
+
+
+@pytest.mark.slow
+def test_a_shell_without_the_clusters_token_is_told_what_to_set(tmp_path: Path):
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    head = subprocess.Popen(
+        [sys.executable, "-c", HEAD],
+        env=variables | {"HOME": str(tmp_path), "RAY_AUTH_MODE": "token"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert head.stdout is not None
+        address = head.stdout.readline().strip()
+        program = f"from enginehouse.controller import start_ray; start_ray({address!r})"
+        joined = subprocess.run(
+            [sys.executable, "-c", program], env=variables, capture_output=True, text=True, timeout=280, check=False
+        )
+    finally:
+        head.communicate("\n", timeout=60)
+    assert "asks for a token (InvalidAuthToken) and this process gives none" in joined.stderr.splitlines()[-1]

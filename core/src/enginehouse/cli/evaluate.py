@@ -48,15 +48,15 @@ def evaluate(config: str, overrides: tuple[str, ...], model: str | None, show: S
     from enginehouse.config.schema import Config
 
     planned = plan_eval(load_config(config, overrides, Config), config_path=config, overrides=overrides, model=model)
-    tables = []
+    say_figures = []
 
     def build(run, progress):
         from enginehouse.rl.evaluation import Evaluation
 
         evaluation = Evaluation(planned, run, progress)
-        tables.append(evaluation.table)
+        say_figures.append(lambda: progress.print("\n" + "\n".join(evaluation.table())))
         return evaluation
 
     run_plan(planned, build, show=show)
     if show is None:
-        click.echo("\n" + "\n".join(tables[0]()))
+        say_figures[0]()

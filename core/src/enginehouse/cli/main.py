@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import click
 
 from enginehouse import __version__
-from enginehouse.errors import EnginehouseError, UserError
+from enginehouse.errors import EnginehouseError, UserError, nearest
 
 DEBUG_VARIABLE = "ENGINEHOUSE_DEBUG"
 
@@ -58,8 +58,9 @@ class LazyGroup(click.Group):
             return getattr(importlib.import_module(module), attribute)
         self._add_plugins_commands(ctx)
         command = self.commands.get(cmd_name)
-        if command is None:
+        if command is None and not ctx.resilient_parsing:  # the shell completes what is not whole yet
             _refuse_if_of_a_tool(cmd_name)
+            raise UserError(f"there is no command {cmd_name!r}: {nearest(cmd_name, self.list_commands(ctx))}")
         return command
 
     def add_command(self, cmd: click.Command, name: str | None = None) -> None:

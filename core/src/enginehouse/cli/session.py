@@ -58,8 +58,6 @@ def run_plan(plan: RunPlan, build: Callable[[RunDirectory, Progress], Trainer], 
     from enginehouse.runs import Progress, RunDirectory, saved_words
 
     emit = show if callable(show) else None
-    if show is None:
-        click.echo(plan.render() + "\n")
     settings = plan.config.run
     run = RunDirectory(
         plan.run_directory,
@@ -74,6 +72,8 @@ def run_plan(plan: RunPlan, build: Callable[[RunDirectory, Progress], Trainer], 
         trackers=plan.trackers,
     )
     progress = Progress(run.path.name, mode="quiet" if show == "quiet" else "json" if emit else None, emit=emit)
+    if show is None:
+        progress.print(plan.render() + "\n")
     if emit is not None:
         emit("plan", run=run.path.name, directory=str(run.path), plan=plan.render())
 
@@ -197,12 +197,12 @@ def _say_end(run: RunDirectory, progress: Progress, status: Status) -> None:
     if progress.mode == "json":  # it has been said
         return
     if progress.mode == "quiet":
-        click.echo(f"{status}: {run.path}")
+        progress.print(f"{status}: {run.path}")
     elif progress.mode == "live":
         progress.console.print(summary_panel(run, progress.history, status))
     else:
         for line in summary_lines(run, progress.history, status):
-            click.echo(line)
+            progress.print(line)
 
 
 def _trace_calls(run: RunDirectory) -> Callable[[], None]:

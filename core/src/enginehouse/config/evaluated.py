@@ -34,8 +34,12 @@ class Evaluated:
     name: str
 
     @classmethod
-    def at(cls, path: str) -> Evaluated:
+    def at(cls, path: str, key: str) -> Evaluated:
         """The model in a directory, or the newest of a run's directory.
+
+        Args:
+            path: the directory.
+            key: what names it, for messages: `"--model"`.
 
         Raises:
             ModelError: it is a run's directory, and there is no model in it.
@@ -45,7 +49,7 @@ class Evaluated:
             link, models = directory / "model", _models(directory)
             if not link.is_dir() and not models:
                 raise ModelError(
-                    f"--model: the run in {path} has saved no model yet (train.save_every says when one is saved)"
+                    f"{key}: the run in {path} has saved no model yet (train.save_every says when one is saved)"
                 )
             directory = link if link.is_dir() else models[-1]
         place = directory.resolve()

@@ -25,7 +25,7 @@ def read_model(path: str, key: str = "model.path") -> Mapping[str, Any]:
 
     Args:
         path: a directory, relative to the current one.
-        key: the config key that names it, for messages.
+        key: the config key or option that names it, for messages.
 
     Raises:
         ModelError: it is no directory, or lacks `config.json`, weights in safetensors or a tokenizer; all that is
@@ -151,7 +151,7 @@ def _no_directory(path: str) -> str:
     close = difflib.get_close_matches(directory.name, beside, n=1)
     if close:
         return f"{said}; did you mean {parent / close[0]}?"
-    if _HUB_ID.fullmatch(path):
+    if _HUB_ID.fullmatch(path) and not parent.is_dir():
         return (
             f"{said}. If it is a model of the Hugging Face hub, download it first: "
             f"hf download {path} --local-dir models/{directory.name}, and set the path to that directory"

@@ -456,7 +456,8 @@ def plan_eval(
             evaluation.
         model: the directory of a model, or of a run; None: `model.path`.
     """
-    evaluated = Evaluated.at(model or config.model.path)
+    named_by = "--model" if model else "model.path"
+    evaluated = Evaluated.at(model or config.model.path, named_by)
     place = free_directory(config.run.directory, evaluated.name, overrides)
     config = config.model_copy(
         update={
@@ -487,7 +488,7 @@ def plan_eval(
     if scoring:
         roles["reward_model"] = scoring.role
     unread = {name: type(section)() for name, section in beside(config).items() if name not in roles}
-    read = setting.model(config.model_copy(update=unread))
+    read = setting.model(config.model_copy(update=unread), named_by)
     check_model(findings, rollout, options, read, key)
     check_sampling(findings, config, rollout, roles["rollout"], setting.device, "evaluation")
     if scoring:
@@ -876,6 +877,12 @@ class _Setting:
             record = find_backend(findings, self.plugins, TrainBackend, engine, name, self.device)
             options = typed_options(findings, self.plugins, record, engine, name, processes, self.runs_on)
             interpreter, key = self.interpreter(record, engine, options, name), f"{name}.engine.options"
+            if "backend" not in engine.model_fields_set and engine.backend != like.backend:
+                findings.note(
+                    f"{name}.engine names no backend, so the default, {engine.backend!r}, runs it: it does not follow "
+                    f"the {shares or 'actor'}, which {like.backend!r} runs. For that too, set "
+                    f"{name}.engine.backend={like.backend}"
+                )
         elif processes != like.processes:
             check_processes(findings, record, options, processes, key)
         if shares and interpreter != like.interpreter:
@@ -933,17 +940,18 @@ class _Setting:
             effect_check_every=int(check_capabilities(findings, config, record, "evaluation") > 0),
         )
 
-    def model(self, config: AnyConfig) -> Mapping[str, Any]:
+    def model(self, config: AnyConfig, key: str = "model.path") -> Mapping[str, Any]:
         """Check the model and what goes with it; returns its `config.json`, empty after a problem.
 
-        `models` holds those of roles with a model of their own from then on.
+        `models` holds those of roles with a model of their own from then on. `key` is what names the model, for
+        messages.
         """
         model: Mapping[str, Any] = {}
         path = config.model.path
         with self.findings.collecting():
-            model = read_model(path)
+            model = read_model(path, key)
             if not isinstance(config, RMConfig):
-                _check_writes("model.path", path, model)
+                _check_writes(key, path, model)
             if config.data.chat_template and not has_chat_template(path):
                 raise ConfigError(f"data.chat_template is true, but the tokenizer in {path} has no chat template")
         for name, section in beside(config).items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -31,12 +31,32 @@ class Section(BaseModel):
         return value
 
 
-FilePath = Annotated[str, AfterValidator(os.path.expanduser)]
+_VARIABLE = re.compile(r"\$\{\w+\}|(?:(?<=/)|^)\$[A-Za-z_]\w*")
+
+
+def _without_variables(paths: str | Iterable[str]) -> None:
+    """Refuse a variable in a path; a pydantic union would tell of each of its types instead."""
+    for path in [paths] if isinstance(paths, str) else paths:
+        if found := _VARIABLE.search(path):
+            raise ValueError(
+                f"{found[0]}: no variable is put into a path, only ~ is the home directory (${{NAME}} is for "
+                "engine.env, and for arguments of rewards, environments and trackers): write the path in full, or give "
+                "it on the command line, where the shell puts it in"
+            )
+
+
+def _path(path: str) -> str:
+    _without_variables(path)
+    return os.path.expanduser(path)
+
+
+FilePath = Annotated[str, AfterValidator(_path)]
 """A path of a file or directory; `~` is the home directory, which no shell puts for it in a YAML file."""
 
 
 def _one_path_or_several(value: Any) -> Any:
     if isinstance(value, str) or (isinstance(value, list) and value and all(isinstance(one, str) for one in value)):
+        _without_variables(value)
         return value
     raise ValueError("a path is wanted, or a list of paths")
 
@@ -108,13 +128,17 @@ class Data(Section):
     @field_validator("validation", mode="before")
     @classmethod
     def _named_files(cls, value: Any) -> Any:
-        if value is None or isinstance(value, str):
+        if value is None:
+            return value
+        if isinstance(value, str):
+            _without_variables(value)
             return value
         if not isinstance(value, dict) or not value or not all(isinstance(path, str) for path in value.values()):
             raise ValueError("expected the path of a file, or several paths by name, as in {aime: a.jsonl}")
         for name in value:
             if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
                 raise ValueError(f"{name!r} cannot name a file: give a name of letters, digits, _ . and -")
+        _without_variables(value.values())
         return value
 
     def validation_files(self) -> dict[str, str]:
@@ -689,6 +713,11 @@ class PreferenceData(Section):
     )
 
     _paths = field_validator("train", mode="before")(_one_path_or_several)
+
+    @field_validator("validation", mode="before")
+    @classmethod
+    def _held_out(cls, value: Any) -> Any:
+        return value and _one_path_or_several(value)
 
 
 class RMData(PreferenceData):

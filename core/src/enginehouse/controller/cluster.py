@@ -35,6 +35,8 @@ STARTS = 3
 """How often Ray is started at most, where its processes do not come up within the 30 s that it gives them."""
 LATE = "timed out during startup"
 """What Ray says then (2.60, `_private/node.py`)."""
+TURNED_AWAY = "Failed to connect to Ray cluster", "ray client connection timeout"
+"""What Ray says then (2.60, `_private/worker.py` and `util/client/worker.py`) where the token is not the cluster's."""
 KNOCK_SECONDS = 10.0
 """How long a cluster's head node gets to accept a connection."""
 LONGEST_TEMP_DIR = 40
@@ -142,8 +144,25 @@ def _join(ray: Any, address: str, quiet: dict[str, Any]) -> Cluster:
     host, colon, port = address.rpartition("://")[2].rpartition(":")
     if colon and port.isdigit():  # Ray itself would try for minutes
         socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_SECONDS).close()
-    ray.init(address=address, **quiet)
+    try:
+        ray.init(address=address, **quiet)
+    except ConnectionError as error:
+        if str(error).startswith(TURNED_AWAY):
+            raise ConnectionError(f"{error}. {_about_tokens()}") from error
+        raise
     return Cluster(owned=True, control=_control_at(ray.get_runtime_context().gcs_address))
+
+
+def _about_tokens() -> str:
+    """Why a cluster that is up may turn this process away."""
+    if os.environ.get("RAY_AUTH_MODE", "").lower() == "token":
+        cure = "another: copy the cluster's ~/.ray/auth_token here (RAY_AUTH_TOKEN and RAY_AUTH_TOKEN_PATH win over it)"
+    else:
+        cure = (
+            "none: export RAY_AUTH_MODE=token, with the cluster's token in ~/.ray/auth_token; or start the cluster "
+            "with RAY_AUTH_MODE=disabled"
+        )
+    return f"If it is up, it most likely asks for a token (InvalidAuthToken) and this process gives {cure}"
 
 
 def _control_at(address: str) -> psutil.Process | None:

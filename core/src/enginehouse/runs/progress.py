@@ -200,7 +200,7 @@ class Progress:
         """Print a line that stays, above the display on a terminal."""
         self._emit("note", text=text)
         if self.mode in ("live", "lines"):
-            self._print(text)
+            self.print(text)
 
     def _task_is_done(self) -> None:
         if self._task:
@@ -209,11 +209,12 @@ class Progress:
 
     def _line(self, text: str) -> None:
         if self.mode == "lines":
-            self._print(text)
+            self.print(text)
 
-    def _print(self, text: str) -> None:
+    def print(self, text: str) -> None:
+        """Print lines as they stand, whatever the mode, if the output still takes any."""
         try:
-            self.console.print(text, soft_wrap=True, markup=False, highlight=False)
+            self.console.out(text, highlight=False)
         except OSError as error:
             if not isinstance(self.console, _Output):
                 raise
