@@ -51,7 +51,9 @@ def test_all_that_the_dashboard_and_the_alerts_ask_for_is_served(train: Start, h
                 families = list(text_string_to_metric_families(answer.read().decode()))
         except urllib.error.URLError:
             return True
-        served.update({one.name: {sample.labels.get("status", "") for sample in one.samples} for one in families})
+        for one in families:
+            name = f"{one.name}_total" if one.type == "counter" else one.name
+            served[name] = {sample.labels.get("status", "") for sample in one.samples}
         return served["enginehouse_run_info"] == {"finished"}
 
     until(ended, "the end of the run", 120, alive=lambda: None)

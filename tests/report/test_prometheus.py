@@ -87,6 +87,18 @@ def test_the_newest_value_of_each_metric_is_served(run: Run):
     assert run.status() == "running"
 
 
+def test_alarms_are_counted_by_name_also_those_from_before_a_resume(run: Run):
+    def told() -> dict[str, float]:
+        served = run.fetch().items()
+        return {dict(labels)["alarm"]: value for (name, labels), value in served if name == "enginehouse_alarms_total"}
+
+    assert told() == {}
+    rows = [{"step": 3, "alarm": "kl_runaway"}, {"step": 5, "alarm": "reward_zero"}]
+    written = "".join(json.dumps(row) + "\n" for row in rows)
+    (run.directory / "alarms.jsonl").write_text(written + '{"step": 6, "ala')  # being written
+    assert told() == {"kl_runaway": 1, "reward_zero": 1}
+
+
 def test_runs_say_in_one_folder_where_they_are(tmp_path: Path):
     folder = tmp_path / "shared" / "prometheus"
     trackers = {name: prometheus.Prometheus(0, name=name, targets=str(folder)) for name in ("a", "b/c")}
@@ -105,7 +117,8 @@ def test_a_resumed_run_begins_at_the_step_that_it_goes_on_from(tmp_path: Path):
 
 
 def test_whatever_metrics_are_called_none_is_taken_for_another(run: Run):
-    names = ["a/b", "a_b", "a.b", "run/step", "run_info", "", "9", "größe", 'a "b" \\ c\nd', "\ud800"]
+    names = ["a/b", "a_b", "a.b", "run/step", "run_info", "alarms", "alarms_total"]
+    names += ["", "9", "größe", 'a "b" \\ c\nd', "\ud800"]
     run.tracker.log(3, {name: float(number) for number, name in enumerate(names)}, "train")
     run.tracker.log(3, {"a/b": 77.0}, "validation")
     served = run.fetch()

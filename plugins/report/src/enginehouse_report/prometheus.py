@@ -8,17 +8,19 @@ import re
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from enginehouse.atomic import write_whole
 from enginehouse.errors import EnginehouseError
+from enginehouse_report.run_files import GrowingLines
 
 if TYPE_CHECKING:
-    from prometheus_client.core import GaugeMetricFamily
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     from enginehouse.engines.tracker import MetricsKind, Outcome, RunFacts
 
@@ -28,7 +30,10 @@ MOST_METRICS = 2000
 """Names that are served; further ones are left out. Each is a time series for whoever fetches them."""
 METRIC = ("run", "kind", "metric")
 """Labels of a run's metrics."""
-OF_THE_RUN = ("run_info", "run_step", "run_steps", "run_elapsed_seconds", "run_step_timestamp_seconds")
+OF_THE_RUN = (
+    *("run_info", "run_step", "run_steps", "run_elapsed_seconds", "run_step_timestamp_seconds"),
+    *("alarms", "alarms_total"),
+)
 """What is said of the run itself; a metric of such a name gets another `_`."""
 EVERYWHERE = ("0.0.0.0", "::")
 """Addresses that stand for all of a machine's, and so tell nobody where to fetch."""
@@ -38,7 +43,8 @@ class Prometheus:
     """Serves the newest value of each metric at `http://ADDRESS:PORT/metrics`, from the run's start to its end.
 
     A metric's name is `enginehouse_`, and `_` for what Prometheus does not take: `enginehouse_reward_mean`. The label
-    `metric` has it as the run calls it, so that no two are one. A file says where it is served, for Prometheus'
+    `metric` has it as the run calls it, so that no two are one. Alarms are counted by name as they are in
+    `alarms.jsonl`. A file says where it is served, for Prometheus'
     `file_sd_configs`; a run that ends in order takes it away.
 
     Args:
@@ -66,7 +72,7 @@ class Prometheus:
         from prometheus_client import CollectorRegistry, start_http_server
 
         name = self._name or run.name
-        self._figures = _Figures(name, run.config, run.resumed_after, run.versions)
+        self._figures = _Figures(name, run)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self._figures)
         try:
@@ -100,10 +106,11 @@ class Prometheus:
 class _Figures:
     """What is served: a collector of `prometheus_client`. Its methods are called by several threads."""
 
-    def __init__(self, run: str, config: Mapping[str, Any], resumed_after: int, versions: Mapping[str, str]):
-        self._run, self._step, self._status = _text(run), resumed_after, "running"
-        self._steps = (config.get("train") or {}).get("steps")
-        self._version = versions.get("enginehouse", "")
+    def __init__(self, name: str, run: RunFacts):
+        self._run, self._step, self._status = _text(name), run.resumed_after, "running"
+        self._steps = (run.config.get("train") or {}).get("steps")
+        self._version = run.versions.get("enginehouse", "")
+        self._alarms = GrowingLines(run.directory / "alarms.jsonl")
         self._began = self._stepped = time.time()
         self._values: dict[tuple[str, MetricsKind], float] = {}
         self._changed = threading.Condition()
@@ -128,11 +135,11 @@ class _Figures:
             if so_far:
                 self._changed.wait_for(lambda: self._fetched > so_far, seconds)
 
-    def collect(self) -> Iterable[GaugeMetricFamily]:
+    def collect(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
         with self._changed:
             self._fetched += 1
             self._changed.notify_all()
-            return [*self._of_the_run(), *self._of_its_steps()]
+            return [*self._of_the_run(), self._of_its_alarms(), *self._of_its_steps()]
 
     def _of_the_run(self) -> Iterable[GaugeMetricFamily]:
         status = _gauge("run_info", "A run, and how it goes", ["run", "status", "version"])
@@ -148,6 +155,15 @@ class _Figures:
                 family = _gauge(name, said, ["run"])
                 family.add_metric([self._run], value)
                 yield family
+
+    def _of_its_alarms(self) -> CounterMetricFamily:
+        from prometheus_client.core import CounterMetricFamily
+
+        self._alarms.refresh()
+        family = CounterMetricFamily("enginehouse_alarms", "Alarms of the run", labels=["run", "alarm"])
+        for alarm, times in Counter(_text(str(row.get("alarm"))) for row in self._alarms.rows).items():
+            family.add_metric([self._run, alarm], times)
+        return family
 
     def _of_its_steps(self) -> Iterable[GaugeMetricFamily]:
         families: dict[str, GaugeMetricFamily] = {}
