@@ -12,6 +12,7 @@ import subprocess
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import jsonschema
@@ -102,7 +103,7 @@ def test_the_config_in_the_manifest_is_one(tmp_path: Path):
     path = tmp_path / "run.yaml"
     path.write_text(of_kind("ConfigMap")["data"]["run.yaml"])
     (command,) = re.findall(r"exec enginehouse train \S+ (.*) \"\$@\"", of_kind("ConfigMap")["data"]["train.sh"])
-    config = load_config(path, command.split())
+    config = load_config(path, Template(command).substitute(run=tmp_path / "run").split())  # as the shell does
     assert config.cluster.address == "auto"
     workers = of_kind("RayJob")["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     gpus = [int(one["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]) for one in workers]
