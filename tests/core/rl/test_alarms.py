@@ -203,6 +203,25 @@ def test_what_advantages_come_of_is_known(project: Project, overrides: list[str]
     assert (watched.compares, watched.rewarded, watched.scored) == (compares, rewarded, True)
 
 
+@pytest.mark.parametrize(
+    ("place", "says"), [("reward", "only the KL term"), ("loss", "comparing them teaches nothing")]
+)
+def test_equal_rewards_with_a_kl_term_in_them_are_said_to_teach_that_alone(
+    project: Project,
+    tmp_path: Path,
+    place: str,
+    says: str,
+):
+    overrides = ["rollout.samples_per_prompt=4", f"algorithm.kl={{coefficient: 0.1, place: {place}}}"]
+    config = load_config(project.save(), overrides, Config)
+    watched = Trainer.watched(SimpleNamespace(plan=plan(config), config=config))  # type: ignore[arg-type]
+    watch = Watch(tmp_path, watched)
+    watch.take(*[ZERO | {"reward/max": 1.0, "reward/min": 1.0}] * WINDOW)
+    (alarm,) = watch.run.alarms
+    assert alarm["alarm"] == "reward_all_equal"
+    assert says in str(alarm)
+
+
 def test_a_reward_that_trains_nothing_sets_nothing_off(tmp_path: Path):
     """As in the recipe `distill`, where a teacher rates each token."""
     watch = Watch(tmp_path, Watched(grouped=True, tolerance=0.2, rewarded=False))

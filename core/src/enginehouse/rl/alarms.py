@@ -63,6 +63,7 @@ class Watched:
         beside: roles that are trained beside the actor; their metrics begin with their names.
         grouped: whether there are several samples of each prompt.
         compares: whether it is these that advantages come of.
+        kl_in_reward: whether a KL term is taken off the rewards, after their figures were made.
         tolerance: that of the effect check, in nats; engines may be apart by it, or `LARGEST_OF_DRAWN` if that is less.
         stale: whether rows of older weights are what the config asks for.
         rewarded: whether advantages come of rewards; of a teacher's logprobs, say, they do not.
@@ -72,6 +73,7 @@ class Watched:
     beside: Sequence[str] = ()
     grouped: bool = False
     compares: bool = False
+    kl_in_reward: bool = False
     tolerance: float = LARGEST_OF_DRAWN
     stale: bool = False
     rewarded: bool = True
@@ -313,7 +315,8 @@ def _reward_zero(history: History, watched: Watched) -> str:
 
 def _reward_all_equal(history: History, watched: Watched) -> str:
     equal = watched.compares and lasts(history, lambda row: row.get("reward/groups_all_equal") == 1.0)
-    return f"all samples of each prompt had the same reward {_span(history)}: comparing them teaches nothing" * equal
+    left = "only the KL term in it tells them apart" if watched.kl_in_reward else "comparing them teaches nothing"
+    return f"all samples of each prompt had the same reward {_span(history)}: {left}" * equal
 
 
 def _no_token_counted(history: History, watched: Watched) -> str:

@@ -108,10 +108,12 @@ class Trainer(Loop):
         plan, grouped, needs = self.plan, self.config.rollout.samples_per_prompt > 1, self.plan.advantage_needs
         known = [one.record for one in plugins().providers(Advantage, self.config.algorithm.advantage.name)]
         compares = all(isinstance(one, Advantage) and one.compares_samples for one in known)  # of one's own: maybe
+        kl = self.config.algorithm.kl
         return Watched(
             beside=[name for name, role in plan.roles.items() if role.trained and name != "actor"],
             grouped=grouped,
             compares=grouped and compares and "critic" not in plan.roles,
+            kl_in_reward=kl.place == "reward" and kl.coefficient > 0,
             tolerance=plan.effect_tolerance,
             stale=bool(self.config.train.staleness),
             rewarded=needs is None or not {"reward", "rewards", "token_rewards"}.isdisjoint(needs),
