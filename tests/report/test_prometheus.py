@@ -87,6 +87,16 @@ def test_the_newest_value_of_each_metric_is_served(run: Run):
     assert run.status() == "running"
 
 
+def test_what_steps_count_is_added_up_so_that_a_slow_scraper_misses_none(run: Run):
+    for step, restarts in enumerate((0.0, 2.0, 1.0), 1):
+        run.tracker.log(step, {"rollout/restarts": restarts, "feed/failed_time": 1.0, "rollout/replicas": 2.0}, "train")
+    served = run.fetch()
+    assert served[series("rollout/restarts", "train", "enginehouse_rollout_restarts_total")] == 3.0
+    assert served[series("feed/failed_time", "train", "enginehouse_feed_failed_time_total")] == 3.0
+    assert served[series("rollout/replicas", "train", "enginehouse_rollout_replicas")] == 2.0
+    assert not [name for name, _ in served if name in ("enginehouse_rollout_restarts", "enginehouse_feed_failed_time")]
+
+
 def test_alarms_are_counted_by_name_also_those_from_before_a_resume(run: Run):
     def told() -> dict[str, float]:
         served = run.fetch().items()

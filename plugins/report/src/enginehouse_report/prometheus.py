@@ -35,6 +35,11 @@ OF_THE_RUN = (
     *("alarms", "alarms_total"),
 )
 """What is said of the run itself; a metric of such a name gets another `_`."""
+OF_THE_NEWEST = "Of the newest step or validation that had it"
+COUNTED = re.compile(
+    r"rollout/(restarts|retries)|feed/(refused|dropped|stale|left_over|worker_restarts|failed_\w+)|reward/failures|(\w+/)?skipped"
+)
+"""Metrics that say how often something happened in their step: what is served is how often it did so far."""
 EVERYWHERE = ("0.0.0.0", "::")
 """Addresses that stand for all of a machine's, and so tell nobody where to fetch."""
 
@@ -43,9 +48,10 @@ class Prometheus:
     """Serves the newest value of each metric at `http://ADDRESS:PORT/metrics`, from the run's start to its end.
 
     A metric's name is `enginehouse_`, and `_` for what Prometheus does not take: `enginehouse_reward_mean`. The label
-    `metric` has it as the run calls it, so that no two are one. Alarms are counted by name as they are in
-    `alarms.jsonl`. A file says where it is served, for Prometheus'
-    `file_sd_configs`; a run that ends in order takes it away.
+    `metric` has it as the run calls it, so that no two are one. What a step counts (`COUNTED`) is added up, from when
+    this process of the run began: `enginehouse_rollout_restarts_total`. Alarms are counted by name as they are in
+    `alarms.jsonl`. A file says where it is served, for Prometheus' `file_sd_configs`; a run that ends in order takes it
+    away.
 
     Args:
         port: where it waits; 0: any that is free.
@@ -123,7 +129,8 @@ class _Figures:
             before = len(self._values)
             for name, value in metrics.items():
                 if (name, kind) in self._values or len(self._values) < MOST_METRICS:
-                    self._values[name, kind] = value
+                    so_far = self._values.get((name, kind), 0.0) if COUNTED.fullmatch(name) else 0.0
+                    self._values[name, kind] = so_far + value
                 elif before < MOST_METRICS:
                     before = MOST_METRICS
                     log.warning("Prometheus gets the first %d metrics of this run alone", MOST_METRICS)
@@ -165,12 +172,12 @@ class _Figures:
             family.add_metric([self._run, alarm], times)
         return family
 
-    def _of_its_steps(self) -> Iterable[GaugeMetricFamily]:
-        families: dict[str, GaugeMetricFamily] = {}
+    def _of_its_steps(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
         for (name, kind), value in self._values.items():
-            family = _family(name)
+            family, is_count = _family(name), COUNTED.fullmatch(name) is not None
             if family not in families:
-                families[family] = _gauge(family, "Of the newest step or validation that had it", METRIC)
+                families[family] = _count(family) if is_count else _gauge(family, OF_THE_NEWEST, METRIC)
             families[family].add_metric([self._run, kind, _text(name)], value)
         return families.values()
 
@@ -179,6 +186,12 @@ def _gauge(name: str, said: str, labels: Sequence[str]) -> GaugeMetricFamily:
     from prometheus_client.core import GaugeMetricFamily
 
     return GaugeMetricFamily(f"enginehouse_{name}", said, labels=labels)
+
+
+def _count(name: str) -> CounterMetricFamily:
+    from prometheus_client.core import CounterMetricFamily
+
+    return CounterMetricFamily(f"enginehouse_{name}", "Since this process of the run began", labels=METRIC)
 
 
 def _family(name: str) -> str:
