@@ -207,7 +207,7 @@ def test_what_advantages_come_of_is_known(project: Project, overrides: list[str]
     ("place", "says"), [("reward", "only the KL term"), ("loss", "comparing them teaches nothing")]
 )
 def test_equal_rewards_with_a_kl_term_in_them_are_said_to_teach_that_alone(
-    project: Project,
+    project: Project,  # noqa: F811
     tmp_path: Path,
     place: str,
     says: str,
