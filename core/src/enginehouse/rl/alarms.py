@@ -32,9 +32,9 @@ LARGEST_OF_DRAWN = 0.05
 than those of the prompts that an effect check compares."""
 COLLAPSED = 10.0
 """An entropy so many times smaller than at the beginning has collapsed, if nothing else is tried any more
-(`ALL_EQUAL`) and it costs `MISSED` of the distance between the least and the best reward seen: a policy that has found
-the best answer is as sure of it. Of single samples less is known: there the reward has not risen for `KEPT` steps
-either, and it costs `LOST`."""
+(`ALL_EQUAL`), it costs `MISSED` of the distance between the least and the best reward seen, and the reward of the last
+`KEPT` steps does not rise: a policy that finds the best answers gets as sure of them. Of single samples less is known:
+there it costs `LOST`, in so many steps."""
 ALL_EQUAL, MISSED, LOST = 0.8, 0.1, 0.5
 FAR_FROM_REFERENCE = 1.0
 """Nats a token; or twice the entropy at the beginning, which is about what it costs to make of a policy one that always
@@ -286,13 +286,14 @@ def _entropy_collapse(history: History, watched: Watched) -> str:
         return ""
     reward, top = median(history, "reward/mean"), max(best)
     cost = (top - reward) / max(top - min(least), 1e-9)
+    means = _figures(history.recent(KEPT), "reward/mean")
+    half = len(means) // 2
+    rises = statistics.median(means[half:]) > statistics.median(means[:half])
     if watched.grouped:
         collapsed = median(history, "reward/groups_all_equal") >= ALL_EQUAL and cost > MISSED
     else:
-        means = _figures(history.recent(KEPT), "reward/mean")
-        before, now = means[: KEPT // 2], means[KEPT // 2 :]
-        collapsed = len(means) == KEPT and statistics.median(now) <= statistics.median(before) and cost > LOST
-    if not collapsed:
+        collapsed = len(means) == KEPT and cost > LOST
+    if rises or not collapsed:
         return ""
     return (
         f"the entropy collapsed, {seen[0]}, in nats a token, while the reward is {reward:.3g} on average and single "
