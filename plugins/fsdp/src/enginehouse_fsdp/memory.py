@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from enginehouse_fsdp.options import FSDPOptions
 
 BUCKET_BYTES = 256 << 20
-"""As in `weights`, which imports torch."""
+"""Bytes of weights that are gathered at once; two buckets are held: one is being gathered while the other is read."""
 
 
 def memory_use(options: FSDPOptions, demand: MemoryDemand) -> MemoryUse:

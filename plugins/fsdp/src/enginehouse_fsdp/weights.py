@@ -15,14 +15,12 @@ from enginehouse.weights.names import unique_state
 from enginehouse_fsdp import experts
 from enginehouse_fsdp.adapters import base_state, merged
 from enginehouse_fsdp.gathering import SPLITTING_ORDER, Gathering, split_dimensions
+from enginehouse_fsdp.memory import BUCKET_BYTES
 from enginehouse_torch.modeling.stored import StoredForm
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
-
-BUCKET_BYTES = 256 << 20
-"""How much is gathered at once; two buckets are held: one is being gathered while the other is read."""
 
 
 class ShardedWeights:

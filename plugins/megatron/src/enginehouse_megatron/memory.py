@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from enginehouse_megatron.options import MegatronOptions
 
 BUCKET_BYTES = 256 << 20
-"""As in `weights`, which imports torch."""
+"""How many bytes of weights are put together at once, a larger tensor excepted."""
 
 
 def memory_use(options: MegatronOptions, demand: MemoryDemand) -> MemoryUse:

@@ -17,13 +17,11 @@ from megatron.core import parallel_state
 from enginehouse.engines.weights import ParamMeta
 from enginehouse.weights.buckets import pack_buckets
 from enginehouse_megatron.axes import PIPELINE, TENSOR
+from enginehouse_megatron.memory import BUCKET_BYTES
 from enginehouse_megatron.weight_map import MappedParameter, Stored
 
 if TYPE_CHECKING:
     from enginehouse_megatron.forms import Heads
-
-BUCKET_BYTES = 256 << 20
-"""How much is put together at once, a larger tensor excepted."""
 
 
 class SplitWeights:
