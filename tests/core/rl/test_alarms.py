@@ -170,6 +170,11 @@ def test_an_entropy_that_falls_while_the_reward_rises_is_none(watch: Watch):
     assert [told for _, told in watch.take(*[rising[-1] | {"reward/mean": 0.85}] * KEPT)] == ["entropy_collapse"]
 
 
+def test_an_entropy_that_falls_without_a_mean_reward_to_judge_by_is_none(watch: Watch):
+    """Of rewards that are infinite, say."""
+    assert watch.take(*[{}] * WINDOW, *[COLLAPSED | {"reward/mean": math.inf}] * KEPT) == []
+
+
 def test_where_samples_are_single_a_reward_that_stands_still_tells_a_collapse(tmp_path: Path):
     single = {"reward/groups_all_equal": 1.0, "reward/mean": 0.05}
     fallen = [{"entropy": 0.05, "reward/mean": 0.1 + step / 200, "reward/groups_all_equal": 1.0} for step in range(60)]

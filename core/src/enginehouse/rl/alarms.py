@@ -288,12 +288,11 @@ def _entropy_collapse(history: History, watched: Watched) -> str:
     cost = (top - reward) / max(top - min(least), 1e-9)
     means = _figures(history.recent(KEPT), "reward/mean")
     half = len(means) // 2
-    rises = statistics.median(means[half:]) > statistics.median(means[:half])
     if watched.grouped:
         collapsed = median(history, "reward/groups_all_equal") >= ALL_EQUAL and cost > MISSED
     else:
         collapsed = len(means) == KEPT and cost > LOST
-    if rises or not collapsed:
+    if not collapsed or statistics.median(means[half:]) > statistics.median(means[:half]):
         return ""
     return (
         f"the entropy collapsed, {seen[0]}, in nats a token, while the reward is {reward:.3g} on average and single "
