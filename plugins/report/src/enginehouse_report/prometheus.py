@@ -35,7 +35,6 @@ OF_THE_RUN = (
     *("alarms", "alarms_total"),
 )
 """What is said of the run itself; a metric of such a name gets another `_`."""
-OF_THE_NEWEST = "Of the newest step or validation that had it"
 COUNTED = re.compile(
     r"rollout/(restarts|retries)|feed/(refused|dropped|stale|left_over|worker_restarts|failed_\w+)|reward/failures|(\w+/)?skipped"
 )
@@ -164,10 +163,8 @@ class _Figures:
                 yield family
 
     def _of_its_alarms(self) -> CounterMetricFamily:
-        from prometheus_client.core import CounterMetricFamily
-
         self._alarms.refresh()
-        family = CounterMetricFamily("enginehouse_alarms", "Alarms of the run", labels=["run", "alarm"])
+        family = _counter("alarms", "Alarms of the run", ["run", "alarm"])
         for alarm, times in Counter(_text(str(row.get("alarm"))) for row in self._alarms.rows).items():
             family.add_metric([self._run, alarm], times)
         return family
@@ -175,9 +172,13 @@ class _Figures:
     def _of_its_steps(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
         for (name, kind), value in self._values.items():
-            family, is_count = _family(name), COUNTED.fullmatch(name) is not None
+            family = _family(name)
             if family not in families:
-                families[family] = _count(family) if is_count else _gauge(family, OF_THE_NEWEST, METRIC)
+                families[family] = (
+                    _counter(family, "Since this process of the run began", METRIC)
+                    if COUNTED.fullmatch(name)
+                    else _gauge(family, "Of the newest step or validation that had it", METRIC)
+                )
             families[family].add_metric([self._run, kind, _text(name)], value)
         return families.values()
 
@@ -188,10 +189,10 @@ def _gauge(name: str, said: str, labels: Sequence[str]) -> GaugeMetricFamily:
     return GaugeMetricFamily(f"enginehouse_{name}", said, labels=labels)
 
 
-def _count(name: str) -> CounterMetricFamily:
+def _counter(name: str, said: str, labels: Sequence[str]) -> CounterMetricFamily:
     from prometheus_client.core import CounterMetricFamily
 
-    return CounterMetricFamily(f"enginehouse_{name}", "Since this process of the run began", labels=METRIC)
+    return CounterMetricFamily(f"enginehouse_{name}", said, labels=labels)
 
 
 def _family(name: str) -> str:
