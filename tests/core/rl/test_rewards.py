@@ -151,6 +151,18 @@ def test_a_hanging_row_among_cheap_ones_costs_only_itself(pool, tmp_path):
     assert sorted(calls(marks)) == sorted([*cheap * 3, "hang"])
 
 
+def test_a_row_that_takes_its_process_down_among_cheap_ones_is_told_from_them(pool, tmp_path):
+    (tmp_path / "marks").touch()
+    rewards = pool("waits", arguments={"gates": str(tmp_path)}, on_error="zero")
+    cheap = [f"r{i}" for i in range(50)]
+    rewards.score(rows(*cheap))  # from now on all go to the process at once, and are answered together
+    (tmp_path / "marks").unlink()
+    scored = rewards.score(rows(*cheap, "die", *cheap))
+    assert [bool(score.failure) for score in scored] == [False] * 50 + [True] + [False] * 50
+    assert calls(tmp_path / "marks").count("die") == 2
+    assert max(calls(tmp_path / "marks").count(one) for one in cheap) <= 4  # each is there twice
+
+
 @pytest.mark.parametrize(("warm", "made"), [(False, TIMEOUTS_AT_FIRST), pytest.param(True, 2, marks=pytest.mark.slow)])
 def test_a_reward_that_hangs_on_every_row_ends_the_step(pool, tmp_path, monkeypatch, warm, made):
     monkeypatch.setattr("enginehouse.rl.rewards.pool.TIMEOUTS_LATER", 2)

@@ -250,6 +250,8 @@ class Loop(ABC):
         self.progress.start(self.steps, self.trained_step)
         profiles = Profiles(self.config.train.profile_steps, self.run_directory)
         alarms = Alarms(self.run_directory, self.progress, self.watched())
+        import gc
+        gc.collect(); gc.freeze(); gc.set_threshold(10000, 20, 20)
         for step in range(self.trained_step + 1, self.steps + 1):
             with profiles.step(step, self.roles), self.clock.step(step):
                 metrics = dict(plugins().run_step(self, step))

@@ -397,10 +397,12 @@ class RewardPool:
         Returns:
             The rows it was at work on.
         """
+        begun, numbers = process.begun, list(process.outstanding)
         rows = self._remove(process)
-        if process.style == "single":  # only the first had begun
-            put_back(rows[1:])
-            rows = rows[:1]
+        if process.style == "single":  # what was scored before and not told yet is scored anew
+            at_work = numbers.index(begun) if begun in process.outstanding else 0
+            put_back(rows[:at_work] + rows[at_work + 1 :])
+            rows = rows[at_work : at_work + 1]
         if len(rows) == 1 and (rows[0].blamed or not retry):
             self._fail(rows[0], failure)
             return rows

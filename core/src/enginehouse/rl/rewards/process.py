@@ -7,6 +7,7 @@ it was busy with is known. What it starts has its mark in the environment and en
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import pickle
 import socket
@@ -18,7 +19,18 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from enginehouse.rl.rewards.program import HEAD, MARK, Answers, Rows, SetUp, Style, end_marked, framed, tail
+from enginehouse.rl.rewards.program import (
+    AT_WORK,
+    HEAD,
+    MARK,
+    Answers,
+    Rows,
+    SetUp,
+    Style,
+    end_marked,
+    framed,
+    tail,
+)
 
 START_SECONDS = 300.0
 """Longest time a process may take to import the function."""
@@ -29,7 +41,7 @@ GRACE_SECONDS = 2.0
 OUTPUT_LIMIT = 2**20
 """A row's output is thrown away when it gets longer than this, in bytes; what comes then counts anew."""
 
-PROGRAM = "import sys; sys.path[:] = {path!r}; from enginehouse.rl.rewards.program import main; main({descriptor})"
+PROGRAM = "import sys; sys.path[:] = {path!r}; from enginehouse.rl.rewards.program import main; main({descriptor}, {at_work})"
 
 
 class RewardProcess:
@@ -57,14 +69,17 @@ class RewardProcess:
         self.line.setblocking(False)
         self._output = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - `close` does
         fcntl.fcntl(self._output, fcntl.F_SETFL, os.O_APPEND)  # so that it can be cut while it is written to
-        command = [sys.executable, "-c", PROGRAM.format(path=sys.path, descriptor=theirs.fileno())]
-        with theirs:
+        with theirs, tempfile.TemporaryFile(buffering=0) as at_work:
+            at_work.write(AT_WORK.pack(-1))
+            self._begun = mmap.mmap(at_work.fileno(), AT_WORK.size)
+            descriptors = theirs.fileno(), at_work.fileno()
+            program = PROGRAM.format(path=sys.path, descriptor=descriptors[0], at_work=descriptors[1])
             self._process = subprocess.Popen(
-                command,
+                [sys.executable, "-c", program],
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
                 stderr=self._output,
-                pass_fds=[theirs.fileno()],
+                pass_fds=descriptors,
                 env={"OMP_NUM_THREADS": "1", **os.environ, MARK: mark},
                 start_new_session=True,  # a Ctrl-C is for the run to answer
             )
@@ -77,6 +92,12 @@ class RewardProcess:
     def exit_code(self) -> int | None:
         """None while it is there; of a process ended by a signal, minus its number."""
         return self._process.poll()
+
+    @property
+    def begun(self) -> int:
+        """Of rows that are scored one after another, the number of the one begun last, ended or not; -1: none was."""
+        number: int = AT_WORK.unpack_from(self._begun)[0]
+        return number
 
     @property
     def sending(self) -> bool:
@@ -178,3 +199,4 @@ class RewardProcess:
         """Close what was held open for it."""
         self.line.close()
         self._output.close()
+        self._begun.close()

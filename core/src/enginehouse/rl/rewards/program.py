@@ -10,6 +10,7 @@ import asyncio
 import faulthandler
 import inspect
 import math
+import mmap
 import os
 import pickle
 import queue
@@ -38,9 +39,15 @@ OUTPUT_BYTES = 4096
 TEXT_LENGTH = 10_000
 """How much of an error's message or traceback is kept, in characters."""
 
+ANSWER_SECONDS = 0.002
+"""So long a row's answer may wait for those of the next ones: a message costs more than a cheap row."""
+
 FLOAT32_MAX = 3.4028234663852886e38
 
 HEAD = struct.Struct("!Q")
+AT_WORK = struct.Struct("!q")
+"""In a file that both ends map: the number of the row that was begun last, whatever becomes of who is at it; -1 before
+there is one."""
 
 Style = Literal["single", "async", "batched"]
 
@@ -132,8 +139,8 @@ def named_exit(code: int | None) -> str:
     return f"exit code {code}"
 
 
-def main(descriptor: int) -> None:
-    """Serve the line on the file descriptor until it is closed."""
+def main(descriptor: int, at_work: int) -> None:
+    """Serve the line on a file descriptor until it is closed, and say in the file of another what is at work."""
     faulthandler.enable()  # a crash in C says where, in the row's output
     line = socket.socket(fileno=descriptor)
     with line, line.makefile("rb") as incoming, suppress(BrokenPipeError, ConnectionResetError):
@@ -147,14 +154,19 @@ def main(descriptor: int) -> None:
             line.sendall(framed(Unstartable(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")))
             return
         line.sendall(framed(Ready(judge.style)))
-        process = os.getpid()
+        process, shared = os.getpid(), mmap.mmap(at_work, AT_WORK.size)
 
         def answer(results: Mapping[int, Score | Failure]) -> None:
             if os.getpid() != process:  # the function has forked, and its child came back from it
                 os._exit(0)
             line.sendall(framed(Answers(results)))
 
-        judge.serve(inbox, answer)
+        def begin(number: int) -> None:
+            if os.getpid() != process:
+                os._exit(0)
+            AT_WORK.pack_into(shared, 0, number)
+
+        judge.serve(inbox, begin, answer)
     end_marked(os.environ[MARK])
 
 
@@ -195,8 +207,8 @@ class Judge:
         self.style: Style = "batched" if is_batched(function) else "async" if self._is_async else "single"
         self._output = _Output()
 
-    def serve(self, inbox: Inbox, answer: Answer) -> None:
-        """Score what comes, until None does."""
+    def serve(self, inbox: Inbox, begin: Callable[[int], None], answer: Answer) -> None:
+        """Score what comes, until None does; rows that are scored one after another are said to begin."""
         if self.style == "async":
             asyncio.run(self._serve_async(inbox, answer))
         elif self.style == "batched":
@@ -204,10 +216,14 @@ class Judge:
                 for message in iter(inbox.get, None):
                     self._serve_batch(message, answer, runner)
         else:
+            ended = _Ended(answer)
             for message in iter(inbox.get, None):
                 for number, row in zip(message.numbers, message.rows, strict=True):
+                    begin(number)
                     self._output.clear()
-                    answer({number: self._one(row)})
+                    ended.add(number, self._one(row))
+                ended.tell()
+
 
     def _one(self, row: Mapping[str, Any]) -> Score | Failure:
         try:
@@ -328,6 +344,34 @@ def shortened(value: Any, limit: int = 200) -> str:
     except Exception as error:
         text = f"<{type(value).__name__} whose repr raises {type(error).__name__}>"
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+
+
+class _Ended:
+    """Rows that are scored one after another: they are told together, `ANSWER_SECONDS` after the first of them."""
+
+    def __init__(self, answer: Answer):
+        self._answer = answer
+        self._results: dict[int, Score | Failure] = {}
+        self._some, self._lock = threading.Event(), threading.Lock()
+        threading.Thread(target=self._tell_in_time, daemon=True).start()
+
+    def add(self, number: int, result: Score | Failure) -> None:
+        with self._lock:
+            self._results[number] = result
+        self._some.set()
+
+    def tell(self) -> None:
+        with self._lock:
+            results, self._results = self._results, {}
+            self._some.clear()
+            if results:
+                self._answer(results)
+
+    def _tell_in_time(self) -> None:
+        with suppress(OSError):  # the run closed its end of the line
+            while self._some.wait():
+                time.sleep(ANSWER_SECONDS)
+                self.tell()
 
 
 class _Output:
