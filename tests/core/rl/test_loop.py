@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -125,6 +126,14 @@ def test_whatever_ends_a_run_state_and_model_are_saved_in_that_order(loop: OneAc
     assert loop.actor.calls == ["update"] * 3 + ["save", "export_hf"]
     assert whole(loop) == ["checkpoints/step-000003", "models/step-000003"]
     assert loop.run_directory.last_step == 3
+
+
+def test_the_garbage_collector_is_as_it_was_after_a_run(loop: OneActor):
+    thresholds = gc.get_threshold()
+    loop.trouble = RuntimeError("a bug")
+    with pytest.raises(RuntimeError):
+        loop.run()
+    assert (gc.get_freeze_count(), gc.get_threshold()) == (0, thresholds)
 
 
 def test_an_error_that_says_the_state_is_at_fault_saves_nothing(loop: OneActor):

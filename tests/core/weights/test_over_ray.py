@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from enginehouse.rl.generation import in_order
 from enginehouse.weights.transports.segment import Segment
 
 from . import faults
-from .roles_for_tests import DEMONSTRATIONS, PROMPTS, dealt, logprobs, open_house
+from .roles_for_tests import DEMONSTRATIONS, PROMPTS, SECONDS, dealt, logprobs, open_house
 
 pytestmark = pytest.mark.slow
 TESTS = Path(__file__).parents[2]
@@ -129,6 +131,53 @@ def test_a_version_that_one_replica_does_not_switch_to_is_answered_with_by_none(
         assert set(request.result()["weight_version"].tolist()) <= {4, 6}
 
 
+def test_an_update_begun_behind_the_trainers_call_brings_what_comes_of_it(separate):
+    """Were it sent before, replicas would compute as before: that is what the effect check is for."""
+    sync = separate.connect(effect_check_every=1)
+    sync.sync(7)
+    for version in (8, 9):
+        separate.answers()
+        before = separate.rollout.weight_state()
+        training = separate.actor.call("update", DEMONSTRATIONS, LossSpec("supervised"), blocking=False)
+        sync.begin(version)
+        training.result()
+        assert sync.sync(version).effect < 1e-4
+        assert separate.rollout.weight_state()[0].checksums != before[0].checksums
+        assert separate.versions() == [version, version]
+
+
+def test_an_update_begun_and_given_up_leaves_the_old_version_served_and_the_trainer_free(separate):
+    sync = separate.connect()
+    sync.sync(10)
+    separate.answers()
+    states = separate.rollout.weight_state()
+    training = separate.actor.call("update", DEMONSTRATIONS, LossSpec("supervised"), blocking=False)
+    sync.begin(11)
+    sync.give_up()
+    training.result()
+    separate.train()
+    assert separate.rollout.weight_state() == states
+    assert len(separate.answers()) == len(PROMPTS)
+    assert sync.sync(11).version == 11
+    assert separate.versions() == [11, 11]
+
+
+@pytest.mark.parametrize(("begun", "version"), [(13, 13), (15, 16)], ids=["late", "another version"])
+def test_what_was_begun_and_is_of_no_use_is_sent_anew(separate, segments, monkeypatch, begun, version):
+    sync = separate.connect()
+    sync.sync(begun - 1)
+    separate.answers()
+    sync.begin(begun)
+    if begun == version:
+        monkeypatch.setattr("enginehouse.weights.sync.time", SimpleNamespace(
+            monotonic=lambda: time.monotonic() + SECONDS / 2, perf_counter=time.perf_counter
+        ))  # fmt: skip
+    separate.train()
+    assert sync.sync(version).version == version
+    assert len(segments) == 2  # a connection each
+    assert separate.versions() == [version, version]
+
+
 def test_inproc_between_processes_is_refused_when_it_is_connected(separate):
     separate.transport, transport = "inproc", separate.transport
     try:
@@ -161,5 +210,5 @@ def test_a_killed_replica_ends_the_update_with_its_name(separate):
     sync = separate.connect()
     os.kill(separate.rollout.pids[1], signal.SIGKILL)
     with pytest.raises(WeightSyncError, match="rollout rank 1"):
-        sync.sync(10)
+        sync.sync(20)
     assert len(separate.actor.weight_metadata()) > 0  # the trainer is still there

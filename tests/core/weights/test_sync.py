@@ -59,6 +59,23 @@ def test_versions_only_grow_and_a_transport_comes_first(house):
         sync.sync(4)
 
 
+def test_an_update_can_be_begun_before_it_is_synced(house):
+    sync = house.connect()
+    sync.begin(1)  # nothing is under way that it could stand behind: it is sent now
+    assert sync.sync(1).version == 1
+    sync.begin(1)  # it is served already
+    house.train()
+    sync.begin(2)
+    sync.give_up()
+    assert house.versions() == [1]
+    assert sync.sync(2).version == 2
+    assert house.versions() == [2]
+    sync.close()
+    sync.begin(3)
+    with pytest.raises(WeightSyncError, match="before the transport is connected"):
+        sync.sync(3)
+
+
 def check_that_the_old_version_serves_and_the_next_update_works(house, *, parameters, said):
     """Update 1 works, 2 fails as said and changes nothing that is served, 3 works."""
     sync = house.connect()
@@ -74,6 +91,19 @@ def check_that_the_old_version_serves_and_the_next_update_works(house, *, parame
     assert sync.sync(3).version == 3
     assert house.versions() == [3]
     assert house.rollout.weight_state() != state
+
+
+def test_what_was_begun_is_verified_as_any_other_update():
+    with open_house(f"{faults.__name__}:CorruptingInproc") as house:
+        sync = house.connect()
+        sync.sync(1)
+        states = house.rollout.weight_state()
+        house.train()
+        sync.begin(faults.VERSION)
+        with pytest.raises(WeightSyncError, match=f"changed: {faults.PARAMETER}"):
+            sync.sync(faults.VERSION)
+        assert house.rollout.weight_state() == states
+        assert sync.sync(3).version == 3
 
 
 @pytest.mark.parametrize("transport", ["CorruptingInproc", "CorruptingSharedMemory"])

@@ -7,6 +7,7 @@ What runs where is decided elsewhere (`enginehouse.rl.placement`), what an algor
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -62,10 +63,15 @@ PROBE_SEQUENCES, PROBE_TOKENS = 4, 32
 last tokens: rollout engines that cannot be read back are asked at every update."""
 
 
+SHORT_UPDATE_SECONDS = 1.0
+"""After an update that took less, the weights of the next one are asked for before it has ended."""
+
+
 class Trainer(Loop):
     """Trains the actor of a plan by reinforcement learning. Arguments as of `Loop`."""
 
     config: Config
+    sends_at_once = False
 
     def __init__(self, plan: Plan, run: RunDirectory, progress: Progress):
         super().__init__(plan, run, progress)
@@ -174,6 +180,8 @@ class Trainer(Loop):
             batch = self.with_advantages(batch)
 
         def meanwhile() -> Mapping[str, float]:
+            if self.sends_at_once:
+                self.roles.sync.begin(self.version + 1)
             traces = samples["trace"]
             metrics = {
                 **sample_metrics(samples, self.version),
@@ -192,10 +200,16 @@ class Trainer(Loop):
             draw_on(self.run_directory.timeline, traces)
             return metrics
 
-        with phase("update"):
-            metrics = self.update(step, self.updates(self.training_batch(batch, step), step), meanwhile)
-        with phase("sync"):
-            return metrics | self.sync_weights()
+        try:
+            with phase("update"):
+                begun = time.perf_counter()
+                metrics = self.update(step, self.updates(self.training_batch(batch, step), step), meanwhile)
+                self.sends_at_once = self._may_send_at_once(time.perf_counter() - begun)
+            with phase("sync"):
+                return metrics | self.sync_weights()
+        except BaseException:
+            self.roles.sync.give_up()
+            raise
 
     # The stages
 
@@ -217,6 +231,11 @@ class Trainer(Loop):
             return
         self.roles.rollout.hold()
         self.feed.begin(self.version + 1, self._left(step + 1))
+
+    def _may_send_at_once(self, update_seconds: float) -> bool:
+        """Whether the next update's weights are asked for before it has ended. With `train.staleness` replicas draw
+        meanwhile. Where it takes long nothing is gained, and who asks a replica by itself would wait for it."""
+        return not self.config.train.staleness and update_seconds < SHORT_UPDATE_SECONDS
 
     def _left(self, step: int) -> int:
         """Groups to be trained on until the run ends, a step's included."""

@@ -103,6 +103,19 @@ class SyncReport:
     bytes_minimum: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A transfer that waits for the trainer.
+
+    Attributes:
+        version: its version.
+        at: when it was begun, by `time.monotonic()`.
+    """
+
+    version: int
+    at: float
+
+
 class WeightSync:
     """Brings a training group's weights to a rollout group.
 
@@ -159,7 +172,8 @@ class WeightSync:
         self._agreed: dict[Member | str, tuple[Scores, Mapping[str, str]]] = {}
         self._scored: dict[Member, tuple[Scores, Mapping[str, str]]] = {}
         self._tried = 0  # newest version tried
-        self._in_flight: tuple[Future | Gathered, ...] = ()
+        self._in_flight: tuple[Future | Gathered, ...] = ()  # a transfer: what sends, and what receives
+        self._begun: _Begun | None = None
         self._resuming: tuple[int, Future | Gathered] | None = None  # the last update's, not waited for
 
     def trainer_in_use(self) -> AbstractContextManager[Any]:
@@ -205,6 +219,47 @@ class WeightSync:
             self._disconnect()
             raise _explained(error, f"weight transport {transport!r} could not be connected") from error
 
+    def begin(self, version: int) -> None:
+        """Begin an update behind the call that the trainer is busy with: it sends once it has ended that, and replicas
+        pause now. `sync` goes on from there, or `give_up` ends it; meanwhile the trainer takes no other call in.
+
+        To be called where nothing is drawn, and the trainer is busy for much less than the time of a stage. Nothing is
+        begun where `sync` has something else to do first.
+
+        Args:
+            version: as of `sync`.
+        """
+        resumed = self._resuming is None or self._resuming[1].done()
+        if self._plan is None or self.make_room is not None or version <= self._tried or not resumed:
+            return
+        if self._has_all_receivers():
+            self._begun = _Begun(version, time.monotonic())
+            self._begin_transfer(version, "wait")
+
+    def give_up(self) -> None:
+        """End the update that was begun, if there is one, without waiting for the trainer."""
+        if (begun := self._begun) is not None:
+            self._in_flight = ()
+            self._abandon(begun)
+
+    def _abandon(self, begun: _Begun) -> None:
+        """Give up an update, so that its version may come again."""
+        self._begun = None
+        self._abort(begun.version)
+        self._plan = None  # a connection takes no version that was given up
+
+    def _takes_over(self, version: int) -> _Begun | None:
+        """The update that was begun, if `sync` can go on with it; else it is given up. Half of the time is left to it
+        at least: its deadlines count from when it was begun."""
+        if (begun := self._begun) is None:
+            return None
+        in_time = time.monotonic() - begun.at < self._timeout / 2
+        if begun.version == version and in_time and self._has_all_receivers():
+            self._begun = None
+            return begun
+        self._abandon(begun)
+        return None
+
     def sync(self, version: int, pause: PauseMode = "wait") -> SyncReport:
         """Make every replica serve the trainer's current weights as `version`.
 
@@ -227,16 +282,20 @@ class WeightSync:
             raise WeightSyncError(f"weight version {version} is not newer than {self._tried}, which was tried before")
         self._await_resumption()
         self._tried = version
-        begun = time.perf_counter()
+        seconds = time.perf_counter()
+        begun = self._takes_over(version)
         while True:
             if self.make_room is not None:
                 self.make_room()
-            self._in_flight = ()
-            started, staged = time.monotonic(), False
+            started, staged = time.monotonic() if begun is None else begun.at, False
             receivers = self._members_now(f"weight update {version} failed")
             try:
-                self._follow_membership(receivers)
-                sent = self._transfer(version, pause)
+                if begun is None:
+                    self._in_flight = ()
+                    self._follow_membership(receivers)
+                    self._begin_transfer(version, pause)
+                begun = None
+                sent = self._transferred()
                 staged = True
                 blind = self._commit(version, sent)
                 changed = self._served is not None and sent != self._served[1]
@@ -259,7 +318,7 @@ class WeightSync:
         self._served = version, sent
         plan = self._plan
         moved = (None, None) if plan is None else (plan.bytes_moved, plan.bytes_minimum)
-        return SyncReport(version, time.perf_counter() - begun, self._nbytes, effect, taken, *moved)
+        return SyncReport(version, time.perf_counter() - seconds, self._nbytes, effect, taken, *moved)
 
     def catch_up(self, returned: Members) -> None:
         """Make replicas that came back serve the version that the others serve, verified in all three ways.
@@ -300,7 +359,8 @@ class WeightSync:
         self._in_flight = ()
         try:
             self._connect(members, transport)
-            sent = self._transfer(version, "wait")
+            self._begin_transfer(version, "wait")
+            sent = self._transferred()
             compare_checksums(sums, sent, f"the trainer, whose weights are not those of version {version} any more,")
             self._commit(version, sent)
             self._finish(version, sent, check and bool(self._probe))
@@ -342,6 +402,13 @@ class WeightSync:
         except ControllerError as error:
             raise _explained(error, what) from error
 
+    def _has_all_receivers(self) -> bool:
+        """Whether those that take weights now are those of the connection."""
+        try:
+            return self._replicas.members() == self._receivers
+        except ControllerError:
+            return False
+
     def _follow_membership(self, now: Members) -> None:
         """Connect anew where replicas were lost or came back since, or others got the version that is served."""
         if self._plan is None or now != self._receivers:
@@ -360,11 +427,15 @@ class WeightSync:
 
     # The stages
 
-    def _transfer(self, version: int, pause: PauseMode) -> Mapping[str, str]:
-        """Pause, send and receive, and compare bytes; returns each parameter's checksum as it left and arrived."""
-        receiving = self._begin(self._connected, "receive_weights", version, self._timeout, pause)
-        sending = self._begin(self._train, "send_weights", version, self._timeout)
-        self._in_flight = (sending, receiving)
+    def _begin_transfer(self, version: int, pause: PauseMode) -> None:
+        """Have replicas pause and receive, and the trainer send."""
+        receiving = self._call_later(self._connected, "receive_weights", version, self._timeout, pause)
+        self._in_flight = (receiving,)
+        self._in_flight = (self._call_later(self._train, "send_weights", version, self._timeout), receiving)
+
+    def _transferred(self) -> Mapping[str, str]:
+        """Wait for a transfer, and compare bytes; returns each parameter's checksum as it left and arrived."""
+        sending, receiving = self._in_flight
         arrived = _await_both(receiving, sending)
         sent: dict[str, str] = {}
         for rank, sums in enumerate(sending.result()):
@@ -427,7 +498,7 @@ class WeightSync:
         computing: Future | Gathered | None = None
         if checked:
             probe = Batch({"input_ids": Ragged.from_list(self._probe)})
-            computing = self._begin(self._train, "forward", probe, Outputs())
+            computing = self._call_later(self._train, "forward", probe, Outputs())
         if self.hand_over is not None:
             if computing is not None:
                 computing.result()
@@ -511,7 +582,7 @@ class WeightSync:
             if group is None:
                 continue
             try:
-                outstanding.append(self._begin(group, "abort_weights", version, timeout=self._grace))
+                outstanding.append(self._call_later(group, "abort_weights", version, timeout=self._grace))
             except GroupClosed as error:  # what broke the group is what the update's error says
                 log.info("while weight update %d was aborted: %s", version, error)
             except ControllerError as error:
@@ -528,11 +599,11 @@ class WeightSync:
 
     # Calls
 
-    def _begin(self, members: Members, method: str, *args: Any, timeout: float | None = None) -> Future | Gathered:
+    def _call_later(self, members: Members, method: str, *args: Any, timeout: float | None = None) -> Future | Gathered:
         return members.call(method, *args, timeout=self._timeout + self._grace if timeout is None else timeout)
 
     def _call(self, members: Members, method: str, *args: Any, timeout: float | None = None) -> Any:
-        return self._begin(members, method, *args, timeout=timeout).result()
+        return self._call_later(members, method, *args, timeout=timeout).result()
 
     def _name(self, replica: int) -> str:
         return f"{self._connected.name} replica {self._connected.members[replica].number}"

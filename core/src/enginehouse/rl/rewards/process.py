@@ -41,7 +41,7 @@ GRACE_SECONDS = 2.0
 OUTPUT_LIMIT = 2**20
 """A row's output is thrown away when it gets longer than this, in bytes; what comes then counts anew."""
 
-PROGRAM = "import sys; sys.path[:] = {path!r}; from enginehouse.rl.rewards.program import main; main({descriptor}, {at_work})"
+PROGRAM = "import sys; sys.path[:] = {path!r}; from enginehouse.rl.rewards.program import main; main({line}, {at_work})"
 
 
 class RewardProcess:
@@ -73,7 +73,7 @@ class RewardProcess:
             at_work.write(AT_WORK.pack(-1))
             self._begun = mmap.mmap(at_work.fileno(), AT_WORK.size)
             descriptors = theirs.fileno(), at_work.fileno()
-            program = PROGRAM.format(path=sys.path, descriptor=descriptors[0], at_work=descriptors[1])
+            program = PROGRAM.format(path=sys.path, line=descriptors[0], at_work=descriptors[1])
             self._process = subprocess.Popen(
                 [sys.executable, "-c", program],
                 stdin=subprocess.DEVNULL,

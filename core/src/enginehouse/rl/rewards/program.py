@@ -224,7 +224,6 @@ class Judge:
                     ended.add(number, self._one(row))
                 ended.tell()
 
-
     def _one(self, row: Mapping[str, Any]) -> Score | Failure:
         try:
             return self._judged(self._function(**self._given(row), **self._setup.arguments))
