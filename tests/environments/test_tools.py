@@ -208,6 +208,7 @@ def test_a_model_that_cannot_be_told_of_tools_ends_the_run():
         (["calculater"], "there is no tool 'calculater': did you mean 'calculator'"),
         ([{"k": 3}], "has no name. Choices: calculator, python, search; one of your own"),
         (["tool_functions:gone"], "has no 'gone'"),
+        (["tool_functions:undescribe"], "has no 'undescribe' .* did you mean 'undescribed'"),
         (["tool_functions:untyped"], "'untyped' cannot be described to the model: Argument a is missing a type hint"),
         (["tool_functions:undescribed"], r"'undescribed' cannot be described to the model: .* no docstring\. A"),
         (["tool_functions:starred"], r"the arguments of 'starred' cannot be checked: it takes any arguments \(\*a\)"),

@@ -203,9 +203,8 @@ def test_functions_are_looked_for_and_have_to_take_what_they_are_given(doctor, d
     module = distributions.modules[-1]
     assert found == {
         "loss 'idle': function 'acme_parts:loss' takes (), and is given one argument": "acme_parts.py:2",
-        "loss 'gone': function: module 'acme_parts' has no 'losses' (asked for by 'acme_parts:losses')": (
-            f"{module}.py:4"
-        ),
+        "loss 'gone': function: module 'acme_parts' has no 'losses' (asked for by 'acme_parts:losses'); did you mean "
+        "'loss'? Choices: advantage, loss, not_a_function": f"{module}.py:4",
         "advantage 'three': function 'acme_parts:not_a_function' is 3, which cannot be called": f"{module}.py:9",
     }
 

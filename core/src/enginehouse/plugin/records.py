@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
-from enginehouse.errors import EnginehouseError
+from enginehouse.errors import EnginehouseError, nearest
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -307,7 +307,10 @@ def resolve(reference: str) -> Any:
         try:
             found = getattr(found, part)
         except AttributeError:
-            raise ResolveError(f"module {module_name!r} has no {attribute!r} (asked for by {reference!r})") from None
+            close = nearest(part, [name for name in dir(found) if not name.startswith("_")])
+            raise ResolveError(
+                f"module {module_name!r} has no {attribute!r} (asked for by {reference!r}); {close}"
+            ) from None
     return found
 
 
