@@ -24,8 +24,8 @@ class SingleTurn:
         prompt = np.asarray(task.prompt_ids, dtype=np.int64)
         completions = await policy.samples(task.prompt_ids, context.samples)
         decode = partial(policy.tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        # one by one: `batch_decode` looks at each token twice
-        responses = [str(decode(np.asarray(one.token_ids, dtype=np.int64).tolist())) for one in completions]
+        # Arrays one by one: of a list, and of many at once, each token is looked at twice.
+        responses = [str(decode(np.asarray(one.token_ids, dtype=np.int64))) for one in completions]
         given = {**task.columns, "prompt": task.prompt, "messages": task.messages}
         scores = await context.score(
             [
