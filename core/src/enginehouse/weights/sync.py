@@ -234,7 +234,11 @@ class WeightSync:
             return
         if self._has_all_receivers():
             self._begun = _Begun(version, time.monotonic())
-            self._begin_transfer(version, "wait")
+            try:
+                self._begin_transfer(version, "wait")
+            except ControllerError as error:  # what comes of the trainer's call says more
+                log.info("weight update %d was not begun: %s", version, error)
+                self.give_up()
 
     def give_up(self) -> None:
         """End the update that was begun, if there is one, without waiting for the trainer."""
@@ -282,16 +286,16 @@ class WeightSync:
             raise WeightSyncError(f"weight version {version} is not newer than {self._tried}, which was tried before")
         self._await_resumption()
         self._tried = version
-        seconds = time.perf_counter()
+        called = time.perf_counter()
         begun = self._takes_over(version)
         while True:
             if self.make_room is not None:
                 self.make_room()
-            started, staged = time.monotonic() if begun is None else begun.at, False
-            receivers = self._members_now(f"weight update {version} failed")
+            self._in_flight = self._in_flight if begun else ()
+            started, staged = begun.at if begun else time.monotonic(), False
+            receivers = self._connected if begun else self._members_now(f"weight update {version} failed")
             try:
                 if begun is None:
-                    self._in_flight = ()
                     self._follow_membership(receivers)
                     self._begin_transfer(version, pause)
                 begun = None
@@ -318,7 +322,7 @@ class WeightSync:
         self._served = version, sent
         plan = self._plan
         moved = (None, None) if plan is None else (plan.bytes_moved, plan.bytes_minimum)
-        return SyncReport(version, time.perf_counter() - seconds, self._nbytes, effect, taken, *moved)
+        return SyncReport(version, time.perf_counter() - called, self._nbytes, effect, taken, *moved)
 
     def catch_up(self, returned: Members) -> None:
         """Make replicas that came back serve the version that the others serve, verified in all three ways.

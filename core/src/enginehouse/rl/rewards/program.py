@@ -162,8 +162,6 @@ def main(descriptor: int, at_work: int) -> None:
             line.sendall(framed(Answers(results)))
 
         def begin(number: int) -> None:
-            if os.getpid() != process:
-                os._exit(0)
             AT_WORK.pack_into(shared, 0, number)
 
         judge.serve(inbox, begin, answer)
@@ -349,12 +347,14 @@ class _Ended:
     """Rows that are scored one after another: they are told together, `ANSWER_SECONDS` after the first of them."""
 
     def __init__(self, answer: Answer):
-        self._answer = answer
+        self._answer, self._process = answer, os.getpid()
         self._results: dict[int, Score | Failure] = {}
         self._some, self._lock = threading.Event(), threading.Lock()
         threading.Thread(target=self._tell_in_time, daemon=True).start()
 
     def add(self, number: int, result: Score | Failure) -> None:
+        if os.getpid() != self._process:  # a child, as in `main`; nobody there lets go of a lock that was held
+            os._exit(0)
         with self._lock:
             self._results[number] = result
         self._some.set()
