@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := core/pyproject.toml $(wildcard plugins/*/pyproject.toml)
-# Several tests at a time, as many as the machine bears: tests/conftest.py.
-SEVERAL := -n auto --dist loadscope --no-loadscope-reorder
+# Several tests at a time, as many as the machine bears: tests/conftest.py. The first process that is lost ends all: xdist
+# would give the test that it was lost in to the next.
+SEVERAL := -n auto --dist loadscope --no-loadscope-reorder --max-worker-restart 0
 export OMP_NUM_THREADS ?= 1
 
 # Which part of the long tests, of how many.

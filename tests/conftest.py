@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 from collections import defaultdict
+from typing import TextIO
 
 import psutil
 import pytest
@@ -36,6 +38,26 @@ def pytest_xdist_auto_num_workers(config):
     A test may start several processes of an engine, which hold some GiB, and mostly wait for each other.
     """
     return max(1, min(os.cpu_count() or 1, psutil.virtual_memory().total // BYTES_PER_TEST, MOST_TESTS_AT_A_TIME))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item):
+    """End the process of a test that its timeout did not end, and say where it is.
+
+    A timeout is raised once, in the main thread: what then waits in a `finally` or as a fixture ends would wait for
+    ever. Where several run at a time, xdist names the test.
+    """
+    marker = item.get_closest_marker("timeout")
+    timeout = marker.args[0] if marker else float(item.config.getini("timeout"))
+    faulthandler.dump_traceback_later(timeout + SECONDS_TO_END, file=item.config.stash[STDERR], exit=True)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_configure(config):
+    config.stash[STDERR] = open(os.dup(2), "w")  # noqa: SIM115 - what a test prints is kept from the terminal
 
 
 @pytest.hookimpl(trylast=True)
@@ -107,8 +129,12 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.section("failed: tests were skipped, and none may be (ENGINEHOUSE_TESTS_MUST_RUN)")
 
 
+STDERR = pytest.StashKey[TextIO]()
 NOT_RUN = pytest.StashKey[list[str]]()
 NOT_RUN_OF_WORKER = "enginehouse_not_run"
+
+SECONDS_TO_END = 60
+"""So long after its timeout a test may still be there."""
 
 BYTES_PER_TEST = 7 << 30
 MOST_TESTS_AT_A_TIME = 4

@@ -189,6 +189,30 @@ def test_a_request_that_is_aborted_at_the_worker_ends_with_what_it_had(group, ov
     assert {one.finish_reason for one in asyncio.run(abort()).completions} == {"abort"}
 
 
+def test_no_two_fleets_over_a_group_call_requests_the_same(group, over, monkeypatch):
+    names = []
+    call = group.execute_rank_async
+
+    def noted(rank, method, requests, aborted):
+        names.extend(requests.ids)
+        return call(rank, method, requests, aborted)
+
+    monkeypatch.setattr(group, "execute_rank_async", noted)
+    asyncio.run(over.generate(short()))
+    other = RolloutFleet.over(group)
+    asyncio.run(other.generate(short()))
+    other.shutdown()
+    assert len(names) == len(set(names)) == 2
+
+
+def test_a_request_that_is_under_way_is_not_drawn_a_second_time(group):
+    twice = Requests.pack([long(), long()], ["same", "same"])
+    with pytest.raises(RemoteError, match="a request with the id 'same' is under way already"):
+        group.execute_rank_async(0, "draw", twice, ()).result()
+    while group.go() != [0]:
+        pass
+
+
 def test_who_stops_iterating_ends_what_is_under_way(group, over):
     batch = Batch({"prompt_ids": Ragged.from_list([[3, 4], [LONG, 4]]), "prompt_index": torch.arange(2)})
     pieces = over.generate_each(batch, SAMPLING, seed=4)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from enginehouse.engines.progress import note_progress
 from enginehouse.engines.rollout import Completion, GenerateRequest, GenerateResult, RolloutEngine
+from enginehouse.errors import EnginehouseError
 from enginehouse.rl.generation import check_result
 from enginehouse.weights.receiver import WeightReceiver
 
@@ -57,7 +58,12 @@ class Drawing:
 
         The task raises:
             EnginehouseError: the engine does not draw it, or gave something else than was asked for.
+
+        Raises:
+            EnginehouseError: a request with its id is under way.
         """
+        if request.id in self._requests:
+            raise EnginehouseError(f"{self._where}: a request with the id {request.id!r} is under way already")
         task = asyncio.get_running_loop().create_task(self._draw(request), name=request.id)
         self._requests[request.id] = _Request(task)
         return task
@@ -123,14 +129,16 @@ class Drawing:
     async def ended(self) -> list[asyncio.Task[GenerateResult]]:
         """Those that were handed over and have ended since this was asked last: at least one, if any is under way.
 
-        Who asks again while this waits releases it: it returns what there is.
+        Who asks again while this waits gets what there is, and this returns nothing: who waited may be gone.
         """
         self._release()
+        self._asking = None
         if self._handed and not self._due:
             asking = self._asking = asyncio.get_running_loop().create_future()
             await asking
-            if self._asking is asking:
-                self._asking = None
+            if self._asking is not asking:
+                return []
+            self._asking = None
         ended, self._ended, self._due = self._ended, [], False
         return ended
 

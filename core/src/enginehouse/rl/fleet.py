@@ -104,6 +104,8 @@ class RolloutFleet:
     _start_timeout: float | None = None
     _ranks: Ranks | None = None
     _pool: ResourcePool | None = None
+    _numbers = itertools.count()
+    """Of requests; of all fleets, as two may be over one group, and a worker knows requests by their names."""
 
     def __init__(
         self,
@@ -174,7 +176,6 @@ class RolloutFleet:
         self._catching_up = self._held = False
         self._launches_allowed, self._launches_alone, self._launching = True, False, 0
         self._router: Router | None = None
-        self._numbers = itertools.count()
         self._loop = EventLoop()
         self._memory = PrefixMemory()
         self._metrics = FleetMetrics()
