@@ -213,6 +213,21 @@ def test_a_request_that_is_under_way_is_not_drawn_a_second_time(group):
         pass
 
 
+def test_who_asked_before_and_aborts_meanwhile_gets_nothing_of_what_ends_since(group):
+    """A fleet that is gone has left a call behind."""
+
+    def call(name, *aborted):
+        asked = [short(name)] if name else []
+        return group.execute_rank_async(0, "draw", Requests.pack(asked, [one.id for one in asked]), aborted)
+
+    left_behind = [call("", "unknown"), call("", "unknown")]
+    assert "new" in call("new").result().ids
+    for one in left_behind:
+        answer = one.result()
+        assert not answer.ids
+        assert not answer.failures
+
+
 def test_who_stops_iterating_ends_what_is_under_way(group, over):
     batch = Batch({"prompt_ids": Ragged.from_list([[3, 4], [LONG, 4]]), "prompt_index": torch.arange(2)})
     pieces = over.generate_each(batch, SAMPLING, seed=4)

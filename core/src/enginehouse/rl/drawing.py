@@ -51,7 +51,8 @@ class Drawing:
         self._idle, self._awake = asyncio.Event(), asyncio.Event()
         self._awake.set()
         self._due = False
-        self._asking: asyncio.Future[None] | None = None
+        self._exchanges = 0
+        self._asking: asyncio.Future[None] | None = None  # the newest exchange's
 
     def begin(self, request: GenerateRequest) -> asyncio.Task[GenerateResult]:
         """Draw a request; requests begun in one turn of the loop reach the engine together, in their order.
@@ -119,26 +120,28 @@ class Drawing:
         """Let the engine draw again."""
         self._awake.set()
 
-    def hand_over(self, requests: Sequence[GenerateRequest]) -> None:
-        """Draw requests whose ends are to be asked for (`ended`)."""
+    async def exchange(
+        self, requests: Sequence[GenerateRequest], aborted: Sequence[str] = ()
+    ) -> list[asyncio.Task[GenerateResult]]:
+        """Draw requests, abort others, and give those that have ended since this was called last: at least one, if any
+        is under way.
+
+        Who calls again meanwhile gets them, and this returns nothing: whoever called may be gone.
+        """
+        self._exchanges += 1
+        exchange = self._exchanges
+        self._release()
         for request in requests:
             task = self.begin(request)
             self._handed.add(task)
             task.add_done_callback(self._note)
-
-    async def ended(self) -> list[asyncio.Task[GenerateResult]]:
-        """Those that were handed over and have ended since this was asked last: at least one, if any is under way.
-
-        Who asks again while this waits gets what there is, and this returns nothing: who waited may be gone.
-        """
-        self._release()
-        self._asking = None
-        if self._handed and not self._due:
-            asking = self._asking = asyncio.get_running_loop().create_future()
-            await asking
-            if self._asking is not asking:
-                return []
-            self._asking = None
+        if aborted:
+            await self.abort(aborted)
+        if exchange == self._exchanges and self._handed and not self._due:
+            self._asking = asyncio.get_running_loop().create_future()
+            await self._asking
+        if exchange != self._exchanges:
+            return []
         ended, self._ended, self._due = self._ended, [], False
         return ended
 

@@ -361,18 +361,15 @@ class RolloutWorker(Worker):
     async def draw(self, requests: Requests, aborted: Sequence[str] = ()) -> Answer:
         """Take up requests, and hand out what ended since this was called last: at least one, if any is under way.
 
-        So one call is enough to hand over and to collect. A further one releases it: it answers with what there is,
-        maybe nothing.
+        So one call is enough to hand over and to collect. A further one releases it, and gets what ended: this answers
+        with nothing.
 
         Args:
             requests: to be drawn from verified weights, as by `generate`; may be none.
             aborted: ids of requests that are to end with what they have.
         """
-        self.drawing.hand_over(list(requests.unpack()))
-        if aborted:
-            await self.drawing.abort(aborted)
         drawn, failures, context = [], {}, self.context
-        for task in await self.drawing.ended():
+        for task in await self.drawing.exchange(list(requests.unpack()), aborted):
             if task.cancelled() or (error := task.exception()) is None:
                 drawn.append(task.result())
                 continue
