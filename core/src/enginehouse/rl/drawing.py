@@ -51,7 +51,6 @@ class Drawing:
         self._idle, self._awake = asyncio.Event(), asyncio.Event()
         self._awake.set()
         self._due = False
-        self._exchanges = 0
         self._asking: asyncio.Future[None] | None = None  # the newest exchange's
 
     def begin(self, request: GenerateRequest) -> asyncio.Task[GenerateResult]:
@@ -128,19 +127,17 @@ class Drawing:
 
         Who calls again meanwhile gets them, and this returns nothing: whoever called may be gone.
         """
-        self._exchanges += 1
-        exchange = self._exchanges
         self._release()
+        asking = self._asking = asyncio.get_running_loop().create_future()
         for request in requests:
             task = self.begin(request)
             self._handed.add(task)
             task.add_done_callback(self._note)
         if aborted:
             await self.abort(aborted)
-        if exchange == self._exchanges and self._handed and not self._due:
-            self._asking = asyncio.get_running_loop().create_future()
-            await self._asking
-        if exchange != self._exchanges:
+        if self._handed and not self._due:
+            await asking
+        if self._asking is not asking:
             return []
         ended, self._ended, self._due = self._ended, [], False
         return ended
