@@ -40,20 +40,34 @@ def pytest_xdist_auto_num_workers(config):
     return max(1, min(os.cpu_count() or 1, psutil.virtual_memory().total // BYTES_PER_TEST, MOST_TESTS_AT_A_TIME))
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item):
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item, settings):
     """End the process of a test that its timeout did not end, and say where it is.
 
     A timeout is raised once, in the main thread: what then waits in a `finally` or as a fixture ends would wait for
     ever. Where several run at a time, xdist names the test.
     """
-    marker = item.get_closest_marker("timeout")
-    timeout = marker.args[0] if marker else float(item.config.getini("timeout"))
-    faulthandler.dump_traceback_later(timeout + SECONDS_TO_END, file=item.config.stash[STDERR], exit=True)
-    try:
-        return (yield)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+    item.stash[LONGEST] = settings.timeout + SECONDS_TO_END
+    _limit(item)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item):
+    """Once more: pytest lifts the limit where a test fails."""
+    if LONGEST in item.stash:
+        _limit(item)
+
+
+def _limit(item):
+    faulthandler.dump_traceback_later(item.stash[LONGEST], file=item.config.stash[STDERR], exit=True)
+
+
+def pytest_runtest_logfinish():
+    faulthandler.cancel_dump_traceback_later()
+
+
+def pytest_enter_pdb():
+    faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_configure(config):
@@ -130,6 +144,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 STDERR = pytest.StashKey[TextIO]()
+LONGEST = pytest.StashKey[float]()
 NOT_RUN = pytest.StashKey[list[str]]()
 NOT_RUN_OF_WORKER = "enginehouse_not_run"
 
