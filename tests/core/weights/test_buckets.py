@@ -6,13 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transport_weights import bytes_of, random_tensor
 
 from enginehouse.engines.weights import ALIGNMENT, DTYPE_BYTES, ParamMeta, WeightSyncError
 from enginehouse.weights.buckets import exhausted, in_plan_order, pack_buckets, plan_transfer
 from enginehouse.weights.checksums import checksum, copy_with_checksum
 from enginehouse.weights.host_memory import side_by_side
-
-from .transports.weights import bytes_of, random_tensor
 
 shapes = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 parameter_lists = st.lists(st.tuples(shapes, st.sampled_from(sorted(DTYPE_BYTES))), max_size=30).map(

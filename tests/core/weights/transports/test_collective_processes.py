@@ -11,18 +11,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import pytest
+from transport_processes import FOREVER, SECONDS, UPDATES, receive_one_bucket, receive_updates, send_half, started
+from transport_weights import MODEL, bytes_of, metadata, random_weights
 
 from enginehouse.engines.weights import WeightSyncError, WeightUpdateAborted
 from enginehouse.weights.transports import collective, rendezvous
 from enginehouse.weights.transports.collective import CollectiveTransport
 from enginehouse.weights.transports.ends import IdleSender, address_of
-
-from .processes import started
-from .weights import MODEL, bytes_of, metadata, random_weights
-
-SECONDS = 60.0
-FOREVER = 3600.0  # a deadline no test waits for: what ends before it ended for another reason
-UPDATES = 3
 
 
 def plan_of(receivers: int):
@@ -40,19 +35,13 @@ def opened(receivers: int):
         sender.close()
 
 
-def receive_updates(plan, index, pipe):
-    session = CollectiveTransport().connect(plan, "recv", index)
-    for version in range(1, UPDATES + 1):
-        pipe.send(bytes_of({n: t.clone() for chunk in session.recv(version, SECONDS) for n, t in chunk.tensors}))
-    session.close()
-
-
 def test_two_receiving_processes_get_every_byte():
     with (
         opened(receivers=2) as (sender, plan),
         started(receive_updates, plan, 0) as one,
         started(receive_updates, plan, 1) as other,
     ):
+        assert [pipe.recv() for _, pipe in (one, other)] == ["connected"] * 2
         for version in range(1, UPDATES + 1):
             weights = random_weights(MODEL, version)
             sender.send(version, weights.items(), SECONDS)
@@ -60,14 +49,6 @@ def test_two_receiving_processes_get_every_byte():
         for process, _ in (one, other):
             process.join(SECONDS)
             assert process.exitcode == 0
-
-
-def receive_one_bucket(plan, index, pipe):
-    session = CollectiveTransport().connect(plan, "recv", index)
-    chunks = session.recv(1, FOREVER)
-    next(chunks)
-    pipe.send("has a bucket")
-    pipe.recv()
 
 
 def test_a_receiver_that_is_killed_fails_the_sender_and_the_other_receivers_at_once():
@@ -100,18 +81,6 @@ def test_a_receiver_that_stands_still_ends_at_the_senders_deadline_with_its_numb
         os.kill(process.pid, signal.SIGSTOP)
         with pytest.raises(WeightSyncError, match=r"replica 0 did not take bucket \d of \d within 3 s"):
             sending.result(SECONDS)
-
-
-def send_half(plan, index, pipe):
-    def weights():
-        for i, item in enumerate(random_weights(MODEL, 1).items()):
-            if i == 5:  # of the third bucket, so the first was taken
-                os.kill(os.getpid(), signal.SIGKILL)
-            yield item
-
-    session = CollectiveTransport().connect(plan, "send", 0)
-    pipe.send(address_of(session, "localhost"))
-    session.send(1, weights(), FOREVER)
 
 
 def test_a_sender_that_is_killed_in_an_update_fails_the_receiver_at_once():

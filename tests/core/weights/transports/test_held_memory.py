@@ -11,14 +11,13 @@ import psutil
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from transport_weights import MODEL, bytes_of, metadata, random_weights
 
 from enginehouse.engines.weights import HostMemory, WeightSyncError
 from enginehouse.weights.host_memory import private_copy
 from enginehouse.weights.transports.control_block import HOLDS
 from enginehouse.weights.transports.segment import Segment
 from enginehouse.weights.transports.shared_memory import SharedMemoryTransport
-
-from .weights import MODEL, bytes_of, metadata, random_weights
 
 SECONDS = 20.0
 WEIGHTS = [random_weights(MODEL, version) for version in range(12)]

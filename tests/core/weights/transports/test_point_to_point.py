@@ -11,24 +11,25 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transport_processes import (
+    FOREVER,
+    SECONDS,
+    SHAPES,
+    UPDATES,
+    Source,
+    part,
+    receive_one_bucket,
+    replica,
+    started,
+    train,
+    wholes,
+)
+from transport_weights import MODEL, bytes_of, metadata, random_weights
 
 from enginehouse.engines.weights import ParamMeta, WeightSyncError, WeightUpdateAborted
-from enginehouse.weights.checksums import checksum
-from enginehouse.weights.resharding import held_by, parts_of
 from enginehouse.weights.transports import point_to_point, streams
 from enginehouse.weights.transports.ends import address_of, weights_for
 from enginehouse.weights.transports.point_to_point import PointToPointTransport, resharding
-
-from .processes import started
-from .weights import MODEL, bytes_of, metadata, random_weights
-
-SECONDS = 120.0
-FOREVER = 3600.0  # a deadline no test waits for: what ends before it ended for another reason
-UPDATES = 3
-
-SHAPES = [
-    ((13, 8), "float32"), ((8, 13), "bfloat16"), ((5,), "float32"), ((), "float64"), ((0, 3), "int8"), ((4, 6), "int64")
-]  # fmt: skip
 
 
 def stages(tensor: int = 2, pipeline: int = 2, data: int = 1) -> list[ParamMeta]:
@@ -46,62 +47,8 @@ def stages(tensor: int = 2, pipeline: int = 2, data: int = 1) -> list[ParamMeta]
     return found
 
 
-def wholes(version: int) -> dict[str, torch.Tensor]:
-    """The weights of an update."""
-    weights = random_weights(SHAPES, version)
-    return {**weights, "twice": weights["p5"] + 1, "everywhere": weights["p5"] + 2}
-
-
-def part(whole: torch.Tensor, meta: ParamMeta, rank: int) -> torch.Tensor:
-    """A rank's part; how metadata cut is tested beside `plan_reshard`."""
-    return whole[tuple(slice(*bounds) for bounds in held_by(meta, rank))]
-
-
-class Source:
-    """The weights of one training rank."""
-
-    def __init__(self, plan, rank, version):
-        self.plan, self.rank, self.version = plan, rank, version
-
-    def iter_local(self):
-        for meta, _ in parts_of(self.plan.parameters, self.rank):
-            yield meta.name, part(wholes(self.version)[meta.name], meta, self.rank)
-
-    def iter_full(self):
-        raise AssertionError("nothing is to be gathered")
-
-
 def planned(parameters, receivers, senders, targets=()):
     return PointToPointTransport().prepare(parameters, receivers, uuid.uuid4().hex, 512, senders, targets)
-
-
-def train(plan, rank, pipe):
-    """A training rank: sends an update for each version it is told."""
-    session = PointToPointTransport().connect(plan, "send", rank)
-    pipe.send(address_of(session, "localhost"))
-    while version := pipe.recv():
-        try:
-            pipe.send(session.send(version, weights_for(session, Source(plan, rank, version)), SECONDS))
-        except WeightSyncError as error:
-            pipe.send(error)
-    session.close()
-
-
-def replica(plan, index, pipe):
-    """A replica: answers with what arrived, and the checksums of the parts it came in."""
-    session = PointToPointTransport().connect(plan, "recv", index)
-    while version := pipe.recv():
-        found, sums = {}, {}
-        try:
-            for chunk in session.recv(version, SECONDS):
-                for name, tensor in chunk.tensors:
-                    found |= bytes_of({name: tensor})
-                    parts = chunk.parts.get(name, [(name, tensor)])
-                    sums |= {piece: checksum(view) for piece, view in parts}
-            pipe.send((found, sums))
-        except WeightSyncError as error:
-            pipe.send(error)
-    session.close()
 
 
 @contextmanager
@@ -278,20 +225,12 @@ def one_pair(weights, bucket_bytes=512):
     return sender, plan.reached([address_of(sender, "localhost")])
 
 
-def take_one(plan, index, pipe):
-    session = PointToPointTransport().connect(plan, "recv", index)
-    chunks = session.recv(1, FOREVER)
-    next(chunks)
-    pipe.send("has a bucket")
-    pipe.recv()
-
-
 @pytest.mark.slow
 def test_a_replica_that_stands_still_with_full_connections_ends_at_the_deadline_with_its_number():
     """Larger than what connections hold: what is written waits for nobody who reads it."""
     weights = {f"p{n}": torch.full((8 << 20,), float(n)) for n in range(4)}
     sender, plan = one_pair(weights, 32 << 20)
-    with started(take_one, plan, 0) as (process, pipe), ThreadPoolExecutor(1) as threads:
+    with started(receive_one_bucket, plan) as (process, pipe), ThreadPoolExecutor(1) as threads:
         sending = threads.submit(sender.send, 1, iter(weights.items()), 10.0)
         pipe.recv()
         os.kill(process.pid, signal.SIGSTOP)

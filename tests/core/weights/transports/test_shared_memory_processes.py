@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -13,18 +12,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+from transport_processes import SECONDS, UPDATES, receive_updates, send_half, started
+from transport_weights import MODEL, bytes_of, metadata, random_weights
 
 from enginehouse.engines.weights import ParamMeta, WeightSyncError
 from enginehouse.weights.transports.control_block import DESCRIPTOR, PROCESS, ControlBlock
 from enginehouse.weights.transports.segment import Segment
 from enginehouse.weights.transports.shared_memory import SharedMemoryTransport
 
-from .weights import MODEL, bytes_of, metadata, random_weights
-
 pytestmark = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="looks into /dev/shm")
-fork = multiprocessing.get_context("fork")
-SECONDS = 20.0
-UPDATES = 3
 
 
 def make_plan(receivers: int):
@@ -35,59 +31,31 @@ def left_over(session: str) -> bool:
     return Path("/dev/shm", Segment.name_of(session)).exists()
 
 
-def receive_updates(plan, index, results):
-    session = SharedMemoryTransport().connect(plan, "recv", index)
-    results.send("attached")
-    for version in range(1, UPDATES + 1):
-        arrived = {name: t.clone() for chunk in session.recv(version, SECONDS) for name, t in chunk.tensors}
-        results.send(bytes_of(arrived))
-
-
 def test_two_receiving_processes_get_every_byte_and_nothing_is_left_over():
     plan = make_plan(receivers=2)
     sender = SharedMemoryTransport().connect(plan, "send", 0)
-    pipes, processes = [], []
-    for index in range(2):
-        ours, theirs = fork.Pipe()
-        process = fork.Process(target=receive_updates, args=(plan, index, theirs), daemon=True)
-        process.start()
-        pipes.append(ours)
-        processes.append(process)
-    assert [pipe.recv() for pipe in pipes] == ["attached"] * 2
-    for version in range(1, UPDATES + 1):
-        weights = random_weights(MODEL, version)
-        sender.send(version, weights.items(), SECONDS)
-        assert [pipe.recv() for pipe in pipes] == [bytes_of(weights)] * 2
-        assert not left_over(plan.session)  # the name goes as soon as everyone is attached
-    for process in processes:
-        process.join(SECONDS)
-        assert process.exitcode == 0
+    with started(receive_updates, plan, 0) as one, started(receive_updates, plan, 1) as other:
+        assert [pipe.recv() for _, pipe in (one, other)] == ["connected"] * 2
+        for version in range(1, UPDATES + 1):
+            weights = random_weights(MODEL, version)
+            sender.send(version, weights.items(), SECONDS)
+            assert [pipe.recv() for _, pipe in (one, other)] == [bytes_of(weights)] * 2
+            assert not left_over(plan.session)  # the name goes as soon as everyone is attached
+        for process, _ in (one, other):
+            process.join(SECONDS)
+            assert process.exitcode == 0
     sender.close()
-
-
-def send_half(plan, connected):
-    def weights():
-        for i, item in enumerate(random_weights(MODEL, 1).items()):
-            if i == 5:  # begins the third bucket, so the first was taken
-                os.kill(os.getpid(), signal.SIGKILL)
-            yield item
-
-    session = SharedMemoryTransport().connect(plan, "send", 0)
-    connected.set()
-    session.send(1, weights(), SECONDS)
 
 
 def test_a_sender_killed_in_an_update_ends_in_the_receivers_deadline_and_leaves_nothing():
     plan = make_plan(receivers=1)
-    connected = fork.Event()
-    process = fork.Process(target=send_half, args=(plan, connected), daemon=True)
-    process.start()
-    assert connected.wait(SECONDS)
-    receiver = SharedMemoryTransport().connect(plan, "recv", 0)
-    with pytest.raises(WeightSyncError, match=r"bucket \d of \d did not arrive within 3 s"):
-        list(receiver.recv(1, 3))
-    process.join(SECONDS)
-    assert process.exitcode == -signal.SIGKILL
+    with started(send_half, plan) as (process, pipe):
+        assert pipe.recv() == "", "shared memory has no address"
+        receiver = SharedMemoryTransport().connect(plan, "recv", 0)
+        with pytest.raises(WeightSyncError, match=r"bucket \d of \d did not arrive within 3 s"):
+            list(receiver.recv(1, 3))
+        process.join(SECONDS)
+        assert process.exitcode == -signal.SIGKILL
     assert not left_over(plan.session)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transport_weights import DTYPES, MODEL, bytes_of, metadata, random_weights
 
 from enginehouse.engines.weights import WeightSyncError, WeightTransport
 from enginehouse.weights.checksums import checksum
@@ -18,8 +19,6 @@ from enginehouse.weights.transports.ends import address_of
 from enginehouse.weights.transports.inproc import InprocTransport
 from enginehouse.weights.transports.point_to_point import PointToPointTransport
 from enginehouse.weights.transports.shared_memory import SharedMemoryTransport
-
-from .weights import DTYPES, MODEL, bytes_of, metadata, random_weights
 
 TRANSPORTS = [InprocTransport, SharedMemoryTransport, CollectiveTransport, PointToPointTransport]
 SECONDS = 20.0
