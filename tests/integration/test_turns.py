@@ -137,27 +137,30 @@ def test_replicas_that_are_all_killed_in_the_trainers_turn_cost_only_time(
     assert_same_up_to_rounding(run, shared)
 
 
-@pytest.mark.fault(
-    area="processes",
-    what="a rank of the actor dies in any phase of a turn, where actor and rollout share devices",
-    happens="the run ends with an error that names it; `--resume` takes the same steps",
-    exit_code="1",
-    kept="the newest checkpoint",
-    noticed="at its next call",
-)
-@pytest.mark.parametrize("phase", PHASES)
-def test_a_rank_of_the_actor_that_is_killed_in_any_phase_of_a_turn_is_named_and_the_run_goes_on_by_resume(
-    start: Start, shared: RunProcess, killer: Path, phase: str
-):
-    env = {"PYTHONPATH": str(killer), "TEST_KILLED": f"actor {phase}"}
-    name = f"killed-{phase.replace(' ', '-')}"
-    run = start("train", *TASK, SHARED, f"run.directory=runs/{name}", name=name, env=env)
-    ended = run.finish()
-    assert ended.code == 1, ended.err
-    assert "actor rank 1" in ended.err.partition("\nError: ")[2]
-    run = finished(start("train", *TASK, SHARED, f"run.directory=runs/{name}", "--resume", name=name))
-    assert figures(run) == figures(shared)
-    assert said(run) == said(shared)
+class TestRanks:
+    """Many and long: a class, so that they need not wait for the tests above."""
+
+    @pytest.mark.fault(
+        area="processes",
+        what="a rank of the actor dies in any phase of a turn, where actor and rollout share devices",
+        happens="the run ends with an error that names it; `--resume` takes the same steps",
+        exit_code="1",
+        kept="the newest checkpoint",
+        noticed="at its next call",
+    )
+    @pytest.mark.parametrize("phase", PHASES)
+    def test_a_rank_of_the_actor_that_is_killed_in_any_phase_of_a_turn_is_named_and_the_run_goes_on_by_resume(
+        self, start: Start, shared: RunProcess, killer: Path, phase: str
+    ):
+        env = {"PYTHONPATH": str(killer), "TEST_KILLED": f"actor {phase}"}
+        name = f"killed-{phase.replace(' ', '-')}"
+        run = start("train", *TASK, SHARED, f"run.directory=runs/{name}", name=name, env=env)
+        ended = run.finish()
+        assert ended.code == 1, ended.err
+        assert "actor rank 1" in ended.err.partition("\nError: ")[2]
+        run = finished(start("train", *TASK, SHARED, f"run.directory=runs/{name}", "--resume", name=name))
+        assert figures(run) == figures(shared)
+        assert said(run) == said(shared)
 
 
 def test_the_quickstart_learns_with_fsdp_and_a_torch_rollout_in_turns(start: Start, warmed_up: RunProcess):
