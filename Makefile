@@ -7,6 +7,8 @@ SOURCES := core/pyproject.toml $(wildcard plugins/*/pyproject.toml)
 # would give the test that it was lost in to the next.
 SEVERAL := -n auto --dist loadscope --no-loadscope-reorder --max-worker-restart 0
 export OMP_NUM_THREADS ?= 1
+# As where people work: else each process of a test would compile our modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Which part of the long tests, of how many.
 PART ?= 1/1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 from collections import defaultdict
 from typing import TextIO
@@ -71,6 +72,7 @@ def pytest_enter_pdb():
 
 
 def pytest_configure(config):
+    gc.disable()  # until all is collected: there is little to free, and much to look through
     config.stash[STDERR] = open(os.dup(2), "w")  # noqa: SIM115 - what a test prints is kept from the terminal
 
 
@@ -110,6 +112,12 @@ def _part(config, items):
     kept = [item for item in items if item.nodeid.rpartition("::")[0] in chosen]
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid.rpartition("::")[0] not in chosen])
     return kept
+
+
+def pytest_collection_finish(session):
+    """What is there by now stays: no test's garbage is looked for among it."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish(session, exitstatus):

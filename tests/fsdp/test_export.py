@@ -49,6 +49,7 @@ def test_a_rank_that_cannot_write_gathers_to_the_end(tmp_path):
     assert list(left) == []
 
 
+@pytest.mark.slow
 def test_an_export_names_the_class_that_the_model_came_with(tmp_path):
     """An engine that serves it looks its class up by this name, and torch calls a sharded one otherwise."""
     engine = make_sharded(tiny_model())

@@ -16,6 +16,7 @@ def ratio(config, options: FSDPOptions, ranks: int) -> float:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_the_plan_of_a_small_model_is_within_a_tenth(checkpointing):
     options = FSDPOptions(activation_checkpointing=checkpointing, tokens_per_microbatch=8192)

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from enginehouse_testing.models import tiny_model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", ["causal_lm", "value"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_parameter_is_sharded(head, tied):

@@ -17,6 +17,7 @@ ROWS = [[*range(3, 27), last] for last in range(4)]
 MASKS = [[False] * 24 + [True]] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "shares"), [("float32", False), ("bfloat16", True)])
 def test_rounding_of_the_dtype_it_computes_in_is_no_reason_against_it(dtype, shares):
     with mock.patch("enginehouse_torch.modeling.sharing._probe", return_value=(0.05, 1.0)):  # as on a GPU in bfloat16

@@ -73,12 +73,14 @@ def assert_is_as_transformers(path):
     assert all(torch.equal(given[name], weight) for name, weight in weights.items())
 
 
+@pytest.mark.slow
 def test_a_model_with_biases_of_queries_keys_and_values(save):
     from transformers import Qwen2Config
 
     assert_is_as_transformers(save(Qwen2Config, tie_word_embeddings=True))
 
 
+@pytest.mark.slow
 def test_a_model_nobody_wrote_down_runs_by_naming_its_architecture(save):
     from transformers import MistralConfig
 
@@ -87,6 +89,7 @@ def test_a_model_nobody_wrote_down_runs_by_naming_its_architecture(save):
         assert_scores_as_transformers_does(engine, path)
 
 
+@pytest.mark.slow
 def test_rotary_embeddings_of_llama_3(save):
     from transformers import LlamaConfig
 
@@ -103,6 +106,7 @@ def test_rotary_embeddings_of_llama_3(save):
         assert_scores_as_transformers_does(engine, path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "values",
     [
@@ -120,12 +124,14 @@ def test_a_mixture_of_experts_with_or_without_dense_layers(save, values):
     assert_is_as_transformers(save(Qwen3MoeConfig, **(experts | values)))
 
 
+@pytest.mark.slow
 def test_mixtral(save):
     from transformers import MixtralConfig
 
     assert_is_as_transformers(save(MixtralConfig, num_local_experts=4, num_experts_per_tok=2, sliding_window=None))
 
 
+@pytest.mark.slow
 def test_recomputing_activations_changes_no_gradient(save):
     from transformers import Qwen2Config
 

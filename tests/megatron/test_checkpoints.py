@@ -83,6 +83,7 @@ def a_file_is_cut(saved: Path, to: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -114,6 +115,7 @@ def test_a_checkpoint_of_another_model_says_what_differs(saved):
         engine.load(str(saved), ("model",))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_replaces_the_one_before_and_a_failed_one_leaves_it(saved, tmp_path, monkeypatch):
     path = copied(saved, tmp_path)
     with engine_of(tiny_model()) as engine:
@@ -136,6 +138,7 @@ def _full_disk(*arguments):
     raise OSError("no space left on device")
 
 
+@pytest.mark.slow
 def test_hyperparameters_after_a_load_are_this_runs_own(saved, tmp_path):
     path = str(tmp_path / "trained")
     with engine_of(tiny_model()) as engine:

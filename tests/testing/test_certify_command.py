@@ -32,6 +32,7 @@ def certify(tmp_path, monkeypatch):
     return certify
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("outcome", "arguments", "code", "passed"),
     [
@@ -87,6 +88,7 @@ def test_what_is_not_of_the_kind_is_the_users_mistake(tmp_path, name, kind, said
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_of_a_name_of_two_kinds_both_are_checked_each_into_a_folder_of_its_own(certify):
     done, written = certify("passed")
     assert done.exit_code == 0, done.output

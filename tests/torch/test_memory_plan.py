@@ -51,6 +51,7 @@ def ratio(config, tokens: int) -> float:
     return planned(options, config, 1, LONGEST) / torch_peak(config, options, tokens, LONGEST)
 
 
+@pytest.mark.slow
 def test_the_plan_of_a_small_model_is_within_a_tenth():
     assert 0.9 < ratio(QWEN3_600M | {"num_hidden_layers": 4}, 8192) < 1.1
 

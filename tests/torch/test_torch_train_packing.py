@@ -31,6 +31,7 @@ def _seen(layout):
     return causal & ((own[None, None, :] == own[None, :, None]) | (own[None, None, :] == prompt[None, :, None]))
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     rows=ROWS,

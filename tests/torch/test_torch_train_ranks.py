@@ -10,6 +10,8 @@ from torch_train_cases import NOT_FINITE, POLICY, make_batch, make_engine, weigh
 from enginehouse.errors import EnginehouseError
 from enginehouse_testing.models import tiny_model
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = {"lr": 1e-3, "eps": 1e-6, "schedule": "cosine", "total_steps": 8, "warmup_steps": 1}
 STEPS = 5
 

@@ -40,6 +40,7 @@ def test_other_models_do_not(kind):
     assert not can_share_prompts(AutoModelForCausalLM.from_config(config).eval())
 
 
+@pytest.mark.slow
 def test_a_model_whose_rows_see_each_other_does_not_pass_for_one_that_rounds():
     """A new model, nearly uniform: whatever it does wrong changes its logprobs by little."""
     path = tiny_model(hidden=256, initializer_range=0.02)

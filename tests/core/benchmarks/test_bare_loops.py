@@ -27,6 +27,7 @@ def made(tmp_path_factory):
     return model, tokenizer, Task.load(directory, tokenizer)
 
 
+@pytest.mark.slow
 def test_sampled_logprobs_are_those_of_a_plain_forward_pass(made):
     model, _, task = made
     prompts = task.train[:3]

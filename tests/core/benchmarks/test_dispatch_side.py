@@ -121,6 +121,7 @@ def test_shared_memory_counts_as_resident_but_not_as_its_own(side, seen):
     assert side.memory.resident > 80e6
 
 
+@pytest.mark.slow
 def test_a_paused_side_stands_still_with_its_children_and_goes_on_when_asked(side):
     child = psutil.Process(side.ask("start_child"))
     side.pause()

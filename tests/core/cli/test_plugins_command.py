@@ -170,6 +170,7 @@ def enginehouse_register_losses(register):
     assert "arguments cannot be shown: " in lost.stdout
 
 
+@pytest.mark.slow
 def test_list_and_show_import_no_engine(command_line):
     command_line.install("sound-engines", BACKEND.format(name="sound"))
     for arguments in (

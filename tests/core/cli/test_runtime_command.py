@@ -60,6 +60,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wheelhouse: Wheelhouse)
     return run
 
 
+@pytest.mark.slow
 def test_where_the_engine_is_installed_here_too_creating_says_how_the_runtime_is_asked_for(run, wheelhouse, tmp_path):
     here = tmp_path / "site" / "swift_engine-2.0.dist-info"
     here.mkdir()
@@ -70,6 +71,7 @@ def test_where_the_engine_is_installed_here_too_creating_says_how_the_runtime_is
     assert choose_runtime(swift(), "own").name == recipe(swift(), "cpu").name
 
 
+@pytest.mark.slow
 def test_a_runtime_is_made_listed_checked_and_removed(run):
     made = run("create", "swift", "--variant", "cpu")
     assert made.exit_code == 0, made.output
@@ -114,6 +116,7 @@ def test_doctor_names_what_is_wrong_and_its_cure_and_fails(run, tmp_path: Path):
     assert run("doctor", "cut-short").exit_code == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "name"),
     [({"key": "0" * 16}, None), ({"python": "cpython 3.7"}, "mine"), ({"variant": "none"}, None)],

@@ -63,6 +63,7 @@ def test_a_tracker_that_hangs_for_good_is_left_and_the_program_ends_with_its_own
     assert "the tracker 'hanging:Hangs' did not end in time and is left" in said
 
 
+@pytest.mark.slow
 def test_a_run_that_is_forced_to_end_while_it_waits_for_a_tracker_is_still_a_finished_one(begin, project: Project):  # noqa: F811
     process = begin(10000.0)
     until = time.monotonic() + MANY

@@ -57,6 +57,7 @@ def other_process(directory: Path, *children: str) -> Iterator[tuple[subprocess.
                 os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_directory_another_process_runs_in_is_refused_and_the_process_named(tmp_path: Path):
     with other_process(tmp_path) as (process, _):
         named = rf"is still under way \(process {process.pid} on {socket.gethostname()}, since 20"

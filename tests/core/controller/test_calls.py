@@ -13,6 +13,8 @@ from enginehouse.controller import DispatchError, Future, GroupClosed, StillRunn
 from enginehouse.controller.future import as_they_end
 from enginehouse.controller.tracing import CallTrace
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def accumulator(standing):
@@ -22,6 +24,7 @@ def accumulator(standing):
     return group
 
 
+@pytest.mark.essential
 def test_an_accumulator_answers_in_every_mode(accumulator):
     assert accumulator.add(3) == [8, 8]
     assert accumulator.total_of_rank_zero() == 8
@@ -32,6 +35,7 @@ def test_an_accumulator_answers_in_every_mode(accumulator):
     assert (metrics["loss"].value, metrics["lr"]) == (0.5, 0.5)
 
 
+@pytest.mark.essential
 def test_any_method_can_be_executed(accumulator):
     assert accumulator.execute_all("unregistered", value=3) == [3, 4]
     assert accumulator.execute_rank_zero("unregistered") == 1

@@ -9,6 +9,8 @@ from controller_shards import Sharded
 from enginehouse.controller import DispatchError
 from enginehouse.data import Batch
 
+pytestmark = pytest.mark.slow
+
 
 def batch_of(count: int) -> Batch:
     return Batch({"x": torch.arange(count), "name": [f"row {index}" for index in range(count)]})
@@ -59,7 +61,6 @@ def test_a_future_of_a_batch_is_split_like_the_batch(lie_on):
     assert group.execute_all("what_was_seen") == [2 * [rows] for rows in ([0, 1], [0, 1], [2, 3], [2, 3])]
 
 
-@pytest.mark.slow
 def test_without_a_mesh_every_rank_is_a_replica(launch):
     group = launch(Sharded)
     assert group.meshes == [None, None]

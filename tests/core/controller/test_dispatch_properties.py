@@ -354,6 +354,7 @@ def test_a_distributed_batch_is_dealt_by_tokens_like_the_batch(mesh: Drawn, anot
         assert group.received[rank][0][0][0].equal(calls[0][0][0])
 
 
+@pytest.mark.slow
 @given(meshes(), batches(more=("ids",)))
 def test_what_is_not_one_entry_a_row_is_left_as_the_shards_gave_it(mesh: Drawn, batch: Batch) -> None:
     """Also where there happen to be as many results as rows."""

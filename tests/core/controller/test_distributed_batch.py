@@ -55,6 +55,7 @@ def check_same(distributed: DistributedBatch, whole: Batch) -> None:
         assert Batch.concat(parts).equal(whole)
 
 
+@pytest.mark.slow
 @given(shard_lengths, st.data())
 @settings(deadline=None, max_examples=80)
 def test_every_chain_of_operations_gives_what_a_batch_gives(shards: list[list[int]], data: st.DataObject) -> None:

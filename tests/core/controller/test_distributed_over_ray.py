@@ -24,6 +24,8 @@ from enginehouse.controller import (
 )
 from enginehouse.data import Batch, Ragged
 
+pytestmark = pytest.mark.slow
+
 
 def prompts(rows: int = 5) -> Batch:
     return Batch({"number": torch.arange(rows)})
@@ -108,7 +110,6 @@ def test_an_exception_is_told_as_ever_when_results_stay(writers):
     assert writers.same(prompts()).column("number").tolist() == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.slow
 def test_rows_outlive_the_processes_that_made_them(launch, readers):
     group = launch(Writer, name="short-lived")
     made = group.write(prompts())

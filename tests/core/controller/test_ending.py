@@ -18,6 +18,7 @@ from enginehouse.controller import GroupClosed, WorkerDied
 from enginehouse.controller.launchers.role_objects import RoleObjects
 
 
+@pytest.mark.slow
 def test_workers_shut_down_in_order_and_their_children_end_with_them(launch, tmp_path):
     note = tmp_path / "note"
     group = launch(Leaver, str(note))
@@ -46,6 +47,7 @@ def test_a_call_that_comes_after_the_end_of_its_process_is_cancelled():
         objects["odd"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["hang_on", "hang_async"])
 def test_a_call_that_still_ran_when_its_group_was_ended_says_so(launch, method):
     group = launch(Trouble, name="odd", processes=1)

@@ -28,6 +28,8 @@ from enginehouse.controller import (
 from enginehouse.controller.future import as_they_end
 from enginehouse.errors import ModelError
 
+pytestmark = pytest.mark.slow
+
 
 def test_an_exception_surfaces_at_once_while_other_ranks_hang(launch):
     trouble = launch(Trouble, name="trouble")
@@ -107,7 +109,6 @@ def test_a_hang_is_reported_with_the_function_it_hangs_in(trouble):
         trouble.fine()
 
 
-@pytest.mark.slow
 def test_a_call_takes_as_long_as_it_gets_on_and_a_hang_after_that_is_ended_in_the_limit(launch):
     group = launch(Trouble, name="long", timeout=3.0)  # on a busy machine a worker may not run for a second or two
     assert group.get_on(4.0) == [0, 1]
@@ -147,7 +148,6 @@ def test_a_hanging_coroutine_is_reported_with_what_it_awaits(trouble):
     assert set(caught.value.stacks) == {0, 1}
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR2"), reason="needs POSIX signals")
 def test_native_code_that_holds_the_interpreter_is_seen_through(launch):
     group = launch(Trouble, name="native", processes=1)
@@ -155,7 +155,6 @@ def test_native_code_that_holds_the_interpreter_is_seen_through(launch):
         group.call("hang_in_native_code", timeout=0.3)
 
 
-@pytest.mark.slow
 def test_a_stopped_process_is_called_that(launch):
     group = launch(Trouble, name="stopped", processes=1)
     os.kill(group.pids[0], signal.SIGSTOP)
@@ -163,7 +162,6 @@ def test_a_stopped_process_is_called_that(launch):
         group.call("fine", timeout=0.3)
 
 
-@pytest.mark.slow
 def test_meshes_that_come_late_leave_the_group_whole(launch):
     group = launch(Meeting, name="meeting", timeout=1)
     waiting = group.call("block_until_arrived", 1, timeout=60, blocking=False)
@@ -237,7 +235,6 @@ def test_a_worker_that_dies_while_it_is_built_is_named(launch):
         launch(Trouble, "die", 0, name="bad")
 
 
-@pytest.mark.slow
 def test_a_worker_that_is_never_built_ends_the_start(launch):
     with pytest.raises(WorkerTimeout, match=r"'__init__' did not end within 15 s") as caught:
         launch(Trouble, "hang", 1, name="bad", start_timeout=15)
@@ -252,7 +249,6 @@ def test_a_pool_the_cluster_cannot_give_is_refused_with_both_sides(ray_cluster):
         WorkerGroup(ResourcePool([1], gpus_per_process=1), WorkerSpec(Trouble))
 
 
-@pytest.mark.slow
 def test_a_pool_that_others_occupy_is_waited_for_until_its_deadline(ray_cluster):
     most = int(ray.available_resources()["CPU"])
     held = ResourcePool([1], cpus_per_process=most)

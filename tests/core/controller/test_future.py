@@ -80,11 +80,13 @@ def test_a_call_whose_deadline_passed_is_given_once():
     assert list(ends) == [waiting]
 
 
+@pytest.mark.slow
 def test_a_cluster_that_is_lost_ends_the_wait():
     with pytest.raises(ClusterLost, match="gone"):
         next(as_they_end([future(FakePending(lost=ClusterLost("gone")))]))
 
 
+@pytest.mark.slow
 def test_who_is_interrupted_hurries_what_still_runs():
     running = FakePending(lost=KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
@@ -134,6 +136,7 @@ def test_a_call_that_gets_on_past_its_deadline_is_given_when_it_ends():
     assert not pending.gets_on
 
 
+@pytest.mark.slow
 def test_who_awaits_hears_that_the_cluster_is_lost():
     with pytest.raises(ClusterLost, match="gone"):
         awaited(FakePending(lost=ClusterLost("gone")), lambda: None)

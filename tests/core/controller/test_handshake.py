@@ -33,6 +33,7 @@ def launch(pool: ResourcePool, spec: WorkerSpec) -> WorkerGroup:
     return WorkerGroup(pool, spec.options(distributed=False), name="liar")
 
 
+@pytest.mark.slow
 def test_a_worker_with_another_wire_format_is_refused_with_what_both_sides_have(pool: ResourcePool, tmp_path: Path):
     shutil.copytree(HERE, tmp_path / "enginehouse", ignore=shutil.ignore_patterns("__pycache__"))
     for file, version in (("data/wire_version.py", "WIRE_VERSION = "), ("plugin/hookspecs.py", "CONTRACT = ")):
@@ -50,6 +51,7 @@ def test_a_worker_with_another_wire_format_is_refused_with_what_both_sides_have(
     assert f"plugin contract is 98.0 there and {identity().contract} here" in said
 
 
+@pytest.mark.slow
 def test_an_interpreter_with_another_ray_is_refused_before_a_process_starts(pool: ResourcePool, tmp_path: Path):
     liar = tmp_path / "python"
     answer = '{"python": "' + identity().python + '", "ray": "1.0", "path": []}'
@@ -59,6 +61,7 @@ def test_an_interpreter_with_another_ray_is_refused_before_a_process_starts(pool
         launch(pool, WorkerSpec(Trouble).options(python=str(liar)))
 
 
+@pytest.mark.slow
 def test_roles_of_one_process_under_two_interpreters_are_refused(pool: ResourcePool):
     from enginehouse.controller import colocate
 

@@ -65,6 +65,7 @@ def test_the_fullest_part_is_no_fuller_than_the_greedy_deal_makes_it(lengths: li
     assert max(sums(lengths, balance(lengths, parts))) <= fullest_of_the_greedy_deal(lengths, parts)
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(st.lists(st.integers(0, 30), max_size=7), st.integers(1, 4))
 def test_the_fullest_part_is_within_the_bound_of_the_best_deal(lengths: list[int], parts: int) -> None:

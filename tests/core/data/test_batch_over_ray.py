@@ -12,6 +12,8 @@ import torch
 
 from enginehouse.data import Batch, Ragged
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 
 

@@ -201,6 +201,7 @@ def test_parquet_rows_are_read(write: Any) -> None:
     assert alone.others([0]) == [{}]
 
 
+@pytest.mark.slow
 def test_checking_a_file_imports_no_torch_and_reading_leaves_nothing_behind(write: Any, tmp_path: Path) -> None:
     write("a.jsonl", [{"prompt": "a"}])
     write("a.parquet", [{"prompt": "a"}])

@@ -129,6 +129,7 @@ def test_each_epoch_of_each_source_holds_each_of_its_rows_once_and_in_order(
         start += source.rows
 
 
+@pytest.mark.slow
 @given(several(), st.integers(1, 9), st.integers(0, 2**40), st.integers(0, 99), st.integers(0, 99))
 def test_a_cut_and_resumed_order_is_the_straight_one(
     given: dict, per_step: int, seed: int, before: int, after: int

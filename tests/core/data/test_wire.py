@@ -109,6 +109,7 @@ def test_another_wire_version_is_refused(value: Any, monkeypatch: pytest.MonkeyP
         pickle.loads(data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("always", ["False", "True"])
 def test_reading_warns_of_nothing_but_others_are_still_warned(always: str) -> None:
     """In a process of its own: torch gives this warning once a process."""

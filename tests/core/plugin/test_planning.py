@@ -80,6 +80,7 @@ def swift(site, distribution: str, kind: str, engine: str, options: str) -> None
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["train", "rollout"])
 def test_a_name_that_two_distributions_offer_works_where_it_is_qualified(make, site, kind: str):
     for distribution in ("acme-hf", "bad-twin"):

@@ -33,6 +33,7 @@ def by_hand(batch, gamma, lam):
             yield row, t, advantage, advantage + values[i]
 
 
+@pytest.mark.slow
 @given(rows, st.sampled_from([0.0, 0.9, 1.0]), st.sampled_from([0.0, 0.95, 1.0]))
 def test_gae_is_the_discounted_sum_of_the_critics_errors_over_counted_tokens(masks, gamma, lam):
     batch = make_batch(masks)

@@ -119,6 +119,7 @@ def test_slow_tools_hold_up_no_other_episode(fleet):
     assert [task % 2 for task in ended] == [1] * (tasks // 2) + [0] * (tasks // 2)
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_of_episodes_that_ended(fleet, caplog):
     caplog.set_level(logging.ERROR)  # what is logged is kept by the test
     tasks = 12

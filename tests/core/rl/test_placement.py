@@ -130,6 +130,7 @@ def test_the_seed_of_a_run_reaches_new_weights(make: Make, started: Started, see
         assert model.seed == seed
 
 
+@pytest.mark.slow
 def test_a_reference_of_its_own_is_a_group_in_processes_of_its_own(make: Make, started: Started):
     planned = make("algorithm.kl.coefficient=0.1", "cluster.launcher=ray", "reference.processes=2")
     with placement.place(planned) as roles:
@@ -138,6 +139,7 @@ def test_a_reference_of_its_own_is_a_group_in_processes_of_its_own(make: Make, s
     assert started.pools == [[1], [2]]
 
 
+@pytest.mark.slow
 def test_variables_of_a_role_are_read_from_the_environment_as_it_starts(
     make: Make, started: Started, monkeypatch: pytest.MonkeyPatch
 ):

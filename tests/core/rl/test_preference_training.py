@@ -69,6 +69,7 @@ def run(command: str, name: str, *overrides: str) -> list[dict[str, Any]]:
 KTO = ("algorithm.loss=kto", "data.train=train_rated.jsonl", "data.validation=held_out_rated.jsonl")
 
 
+@pytest.mark.slow
 def test_a_reward_model_ranks_held_out_pairs_and_is_one_of_transformers(house: Path):
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -101,6 +102,7 @@ def test_a_policy_learns_to_prefer_what_was_chosen(house: Path, options: tuple[s
     assert ("kl" in last) == (options == KTO)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "options"), [("rm", ()), ("dpo", ()), ("dpo", KTO)], ids=["rm", "dpo", "kto"])
 def test_a_resumed_run_is_the_one_that_was_not_interrupted(house: Path, command: str, options: tuple[str, ...]):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -121,6 +123,7 @@ def test_a_resumed_run_is_the_one_that_was_not_interrupted(house: Path, command:
     assert models[0] == models[1]
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_in_a_validation_logs_the_loss_and_goes_on(house: Path, monkeypatch: pytest.MonkeyPatch):
     def fails(self: PreferenceTrainer, held_out: object) -> dict[str, float]:
         raise EnginehouseError("no validation today")
@@ -153,6 +156,7 @@ def test_pairs_that_are_split_over_ranks_are_trained_alike(house: Path, command:
         assert [other[name] for name in same] == pytest.approx([one[name] for name in same], rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_margins_of_the_data_are_taken_off(house: Path):
     for file in (house / "train.jsonl", house / "held_out.jsonl"):
         write(file, [json.loads(line) | {"by": 2} for line in file.read_text().splitlines()])

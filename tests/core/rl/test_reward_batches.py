@@ -191,6 +191,7 @@ def test_rows_of_two_batches_lose_their_process_and_each_gets_its_score(pool, ga
     assert gates.began().count("die") <= 3  # with others, alone, and once more
 
 
+@pytest.mark.slow
 def test_rows_do_not_join_one_that_may_end_its_process(pool, gates):
     rewards = pool("waits_async", on_error="zero", concurrency=2)
     assert rewards_of(rewards.batch(6).submit(rows("die", *"abcde"))) == [0.0, *[1.0] * 5]
@@ -218,6 +219,7 @@ def test_an_error_of_one_batch_is_not_the_others(pool, gates, function):
     assert "f" not in gates.began()
 
 
+@pytest.mark.slow
 def test_a_row_that_hangs_ends_its_batch_after_a_deadline_and_no_other(pool, gates):
     rewards = pool(processes=2, timeout_seconds=2)
     hanging, sound = rewards.batch(64), rewards.batch(64)
@@ -229,6 +231,7 @@ def test_a_row_that_hangs_ends_its_batch_after_a_deadline_and_no_other(pool, gat
     assert rewards_of(sound.submit(rows("a", "b"))) == [1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_what_holds_a_failing_batch_up_is_ended_with_it(pool, gates):
     rewards = pool(processes=3, timeout_seconds=3600)
     batch = rewards.batch(8)

@@ -55,6 +55,7 @@ def test_scores_come_back_in_order(pool):
     assert rewards.score([]) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("response", "said"),
     [
@@ -163,6 +164,7 @@ def test_a_row_that_takes_its_process_down_among_cheap_ones_is_told_from_them(po
     assert max(calls(tmp_path / "marks").count(one) for one in cheap) <= 4  # each is there twice
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("warm", "made"), [(False, TIMEOUTS_AT_FIRST), pytest.param(True, 2, marks=pytest.mark.slow)])
 def test_a_reward_that_hangs_on_every_row_ends_the_step(pool, tmp_path, monkeypatch, warm, made):
     monkeypatch.setattr("enginehouse.rl.rewards.pool.TIMEOUTS_LATER", 2)
@@ -278,6 +280,7 @@ def test_a_process_that_dies_or_stops_while_idle_costs_nothing(pool, tmp_path, n
     assert sorted(calls(marks)) == ["a", "b", "c", "d", "e"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP], ids=lambda number: number.name)
 @pytest.mark.fault(
     area="rewards",

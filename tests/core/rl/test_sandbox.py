@@ -242,6 +242,7 @@ def test_a_sandbox_that_somebody_deleted_leaves_the_folder_it_was_in_as_it_is(tm
     assert (tmp_path / "temporary").stat().st_mode & 0o7777 == 0o1777
 
 
+@pytest.mark.slow
 def test_a_program_ends_with_the_row_that_is_late(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     arguments = {**OF_PAIRS, "seconds": 60, "total_seconds": 60}

@@ -25,6 +25,7 @@ def scheduler_of(given: list[Entry], limit: int, *replicas: int) -> Scheduler:
     return scheduler
 
 
+@pytest.mark.slow
 @given(data=st.data(), count=st.integers(1, 30), samples=st.integers(1, 6), limit=st.integers(1, 12))
 def test_whatever_replicas_do_every_request_is_counted_once_and_none_is_lost(data, count, samples, limit):
     """Requests and answers in any order, deaths and returns at any time, requests nobody wants, answers of the dead."""

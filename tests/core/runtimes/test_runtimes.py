@@ -324,6 +324,7 @@ def test_a_runtime_is_made_once_and_found_again():
     assert not said
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_is_named_with_its_last_lines_and_its_log_and_leaves_nothing(tmp_path: Path):
     lost = f"absent @ file://{tmp_path}/absent-1.0-py3-none-any.whl"
     with pytest.raises(MakingError) as caught:
@@ -385,6 +386,7 @@ def test_what_was_half_made_under_the_name_is_replaced(home: Path):
     assert not (left / "leftover").exists()
 
 
+@pytest.mark.slow
 def test_who_makes_it_is_waited_for_by_name_and_what_it_made_is_taken():
     wanted = small()
     said: list[str] = []
@@ -407,6 +409,7 @@ def test_another_process_is_not_waited_for_without_end(monkeypatch: pytest.Monke
         make_runtime(small())
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_ends_at_its_deadline_by_name(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(making, "_IMPORT", HANG)
 

@@ -106,6 +106,7 @@ def both_sides(draw):
     return sources, targets, *ranks
 
 
+@pytest.mark.slow
 @given(both_sides())
 @settings(max_examples=400, deadline=None)
 def test_each_target_gets_its_part_of_any_layout_exactly_and_no_element_twice(sides):

@@ -206,6 +206,7 @@ def peak_bytes(tokens, hidden, vocabulary, dtype, outputs):
     return peak - sum(t.numel() * t.element_size() for t in (states, head.weight, targets))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shapes", "dtype", "outputs", "most"),
     [

@@ -54,14 +54,15 @@ many, and nearly all go without it."""
 def garbage_collected_less() -> Iterator[None]:
     """Within, the garbage collector does not look at what is there by now, some 300,000 objects of libraries, nor as
     often at the rest: it took a twentieth of what the controller computes."""
-    thresholds = gc.get_threshold()
+    thresholds, others_froze = gc.get_threshold(), gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     gc.set_threshold(NEW_OBJECTS, *thresholds[1:])
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not others_froze:
+            gc.unfreeze()
         gc.set_threshold(*thresholds)
 
 

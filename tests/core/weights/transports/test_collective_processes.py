@@ -35,6 +35,7 @@ def opened(receivers: int):
         sender.close()
 
 
+@pytest.mark.slow
 def test_two_receiving_processes_get_every_byte():
     with (
         opened(receivers=2) as (sender, plan),
@@ -70,6 +71,7 @@ def test_a_receiver_that_is_killed_fails_the_sender_and_the_other_receivers_at_o
         left.close()
 
 
+@pytest.mark.slow
 def test_a_receiver_that_stands_still_ends_at_the_senders_deadline_with_its_number():
     with (
         opened(receivers=1) as (sender, plan),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from enginehouse_testing import WeightTransportSuite
 
 
@@ -13,9 +15,11 @@ class TestSharedMemory(WeightTransportSuite):
     transport = "shared_memory"
 
 
+@pytest.mark.slow
 class TestCollective(WeightTransportSuite):
     transport = "collective"
 
 
+@pytest.mark.slow
 class TestPointToPoint(WeightTransportSuite):
     transport = "point_to_point"

@@ -78,6 +78,7 @@ def assert_sums_agree(arrived, sent):
     assert set().union(*(sums for _, sums in arrived)) == set(together)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [(2, 2, 1), (2, 1, 2)], ids=["tp2 x pp2", "tp2 x dp2"])
 def test_parts_of_four_ranks_arrive_whole_at_two_replicas_bit_for_bit(layout):
     parameters = stages(*layout)

@@ -47,6 +47,7 @@ def test_two_receiving_processes_get_every_byte_and_nothing_is_left_over():
     sender.close()
 
 
+@pytest.mark.slow
 def test_a_sender_killed_in_an_update_ends_in_the_receivers_deadline_and_leaves_nothing():
     plan = make_plan(receivers=1)
     with started(send_half, plan) as (process, pipe):

@@ -67,6 +67,7 @@ def transport(request):
     return request.param()
 
 
+@pytest.mark.slow
 @given(
     shapes=st.lists(
         st.tuples(st.lists(st.integers(0, 8), max_size=3).map(tuple), st.sampled_from(DTYPES)), max_size=12

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import dataclass, field
+from importlib.util import cache_from_source
 from pathlib import Path
 
 from enginehouse.errors import ConfigError
@@ -44,9 +45,14 @@ class NewFiles:
         return name
 
     def take_back(self) -> None:
-        """Delete what was written, and the directory if it was made for it."""
-        for name in self.made:
-            (self.directory / name).unlink(missing_ok=True)
+        """Delete what was written and what Python compiled of it, and the directory if it was made for it."""
+        for path in [self.directory / name for name in self.made]:
+            path.unlink(missing_ok=True)
+            if path.suffix == ".py":
+                compiled = Path(cache_from_source(path))
+                compiled.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # others' modules are there too, or none was compiled
+                    compiled.parent.rmdir()
         if self._new:
             with contextlib.suppress(OSError):  # a model was made there, which took a while: it stays
                 self.directory.rmdir()
