@@ -12,8 +12,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
-from .run_process import RunProcess
+from .run_process import RunFiles, RunProcess
 
 REPOSITORY = Path(__file__).parents[2]
 QUICKSTART = Path("examples", "quickstart")
@@ -68,12 +69,26 @@ def start(house: Path) -> Iterator[Start]:
 
 
 @pytest.fixture(scope="session")
-def warmed_up(start: Start) -> RunProcess:
-    """The quickstart's supervised run, at its end: what learns anything starts from its model."""
-    run = start("sft", config=QUICKSTART / "sft.yaml", name="quickstart-sft")
-    ended = run.finish()
-    assert ended.code == 0, ended.err
-    return run
+def warmed_up(start: Start, house: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFiles:
+    """The quickstart's supervised run, at its end: what learns anything starts from its model.
+
+    Where several tests run at a time, one of their processes makes it, and the others copy it.
+    """
+
+    def made() -> RunFiles:
+        run = start("sft", config=QUICKSTART / "sft.yaml", name="quickstart-sft")
+        ended = run.finish()
+        assert ended.code == 0, ended.err
+        return run
+
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return made()
+    first = tmp_path_factory.getbasetemp().parent / "quickstart-sft"
+    with FileLock(first.with_suffix(".lock")):
+        if not first.exists():
+            shutil.copytree(made().directory, first)
+            return RunFiles(house / "runs" / "quickstart-sft")
+    return RunFiles(shutil.copytree(first, house / "runs" / "quickstart-sft"))
 
 
 @pytest.fixture(scope="session")

@@ -42,46 +42,15 @@ class Ended(NamedTuple):
     err: str
 
 
-class RunProcess:
-    """One `enginehouse` command under way.
-
-    It leads a process group of its own, as in a terminal: Ctrl-C reaches every process of the group.
+class RunFiles:
+    """What a run wrote.
 
     Args:
-        arguments: of the command.
-        cwd: current directory.
-        directory: the run directory it was told to use.
-        logs: where its output goes; files, so that no full pipe ever blocks it.
-        env: further environment variables.
-        program: that starts the command, where it is not the command itself.
+        directory: the run directory.
     """
 
-    def __init__(
-        self,
-        *arguments: str,
-        cwd: Path,
-        directory: Path,
-        logs: Path,
-        env: Mapping[str, str] | None = None,
-        program: str | Path = COMMAND,
-    ):
+    def __init__(self, directory: Path):
         self.directory = directory
-        self._mark = uuid.uuid4().hex
-        logs.mkdir(parents=True, exist_ok=True)
-        self._out, self._err = logs / f"{self._mark}.out", logs / f"{self._mark}.err"
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "ENGINEHOUSE_"))}
-        with self._out.open("w") as out, self._err.open("w") as err:
-            self._process = subprocess.Popen(
-                [program, *arguments],
-                cwd=cwd,
-                env={**inherited, MARK: self._mark, **(env or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
-            )
-
-    # What it wrote
 
     @property
     def record(self) -> dict[str, Any]:
@@ -117,6 +86,46 @@ class RunProcess:
         if not path.exists():
             return []
         return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+class RunProcess(RunFiles):
+    """One `enginehouse` command under way.
+
+    It leads a process group of its own, as in a terminal: Ctrl-C reaches every process of the group.
+
+    Args:
+        arguments: of the command.
+        cwd: current directory.
+        directory: the run directory it was told to use.
+        logs: where its output goes; files, so that no full pipe ever blocks it.
+        env: further environment variables.
+        program: that starts the command, where it is not the command itself.
+    """
+
+    def __init__(
+        self,
+        *arguments: str,
+        cwd: Path,
+        directory: Path,
+        logs: Path,
+        env: Mapping[str, str] | None = None,
+        program: str | Path = COMMAND,
+    ):
+        super().__init__(directory)
+        self._mark = uuid.uuid4().hex
+        logs.mkdir(parents=True, exist_ok=True)
+        self._out, self._err = logs / f"{self._mark}.out", logs / f"{self._mark}.err"
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "ENGINEHOUSE_"))}
+        with self._out.open("w") as out, self._err.open("w") as err:
+            self._process = subprocess.Popen(
+                [program, *arguments],
+                cwd=cwd,
+                env={**inherited, MARK: self._mark, **(env or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
 
     # Waiting for it
 

@@ -30,7 +30,6 @@ def finished(run: RunProcess) -> list[dict[str, float]]:
     return run.metrics
 
 
-@pytest.mark.essential
 @pytest.mark.fault(
     area="rewards",
     what="every sample of a group gets the same reward, 3.3 say",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from .conftest import QUICKSTART, Start
-from .run_process import RunProcess
+from .run_process import RunFiles
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +20,7 @@ RECIPE = (
 )
 
 
-def test_adapters_learn_the_quickstart(start: Start, warmed_up: RunProcess):
+def test_adapters_learn_the_quickstart(start: Start, warmed_up: RunFiles):
     readme = (QUICKSTART / "README.md").read_text()
     assert all(override in readme for override in RECIPE)
     run = start(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from .conftest import SHORT, Start, assert_rose
-from .run_process import RunProcess
+from .run_process import RunFiles, RunProcess
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +19,7 @@ COLOCATED = (*FSDP, "rollout.replicas=2")
 
 
 @pytest.mark.essential
-def test_two_sharded_ranks_learn(start: Start, warmed_up: RunProcess):
+def test_two_sharded_ranks_learn(start: Start, warmed_up: RunFiles):
     """With the rollout elsewhere one rank learns in test_vllm_quickstart.py, and two send in test_vllm_fleet.py."""
     run = start("train", *COLOCATED, *SHORT)
     assert_rose(run)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from .conftest import Start
-from .run_process import RunProcess
+from .run_process import RunFiles, RunProcess
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -24,7 +24,7 @@ MEGATRON = (
 
 
 @pytest.mark.essential
-def test_it_learns_split_by_matrices_and_goes_on_split_by_layers(start: Start, warmed_up: RunProcess):
+def test_it_learns_split_by_matrices_and_goes_on_split_by_layers(start: Start, warmed_up: RunFiles):
     run = start("train", *MEGATRON, "train.steps=30", "actor.engine.options.tensor_parallel=2", name="megatron")
     ended = run.finish()
     assert ended.code == 0, ended.err
@@ -58,7 +58,7 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def run_in(start: Start, warmed_up: RunProcess) -> Callable[[str, int], RunProcess]:
+def run_in(start: Start, warmed_up: RunFiles) -> Callable[[str, int], RunProcess]:
     """Runs the quickstart in a layout for so many steps, and returns the run at its end."""
 
     def run(layout: str, steps: int) -> RunProcess:

@@ -9,7 +9,7 @@ import pytest
 from enginehouse_testing.models import with_weight
 
 from .conftest import Start
-from .run_process import RunProcess
+from .run_process import RunFiles
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +52,7 @@ def test_weights_that_a_step_lost_are_never_served_or_saved(train: Start):
     kept="everything, and what the model said at each validation",
     noticed="at the next validation",
 )
-def test_a_run_that_makes_the_model_worse_says_so(start: Start, warmed_up: RunProcess):
+def test_a_run_that_makes_the_model_worse_says_so(start: Start, warmed_up: RunFiles):
     run = start("train", ALONE, "train.steps=12", "actor.engine.options.schedule=constant")
     ended = run.finish()
     assert ended.code == 0, ended.err

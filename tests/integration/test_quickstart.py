@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from .conftest import QUICKSTART, SHORT, Start, assert_rose
-from .run_process import RunProcess
+from .run_process import RunFiles, RunProcess
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def colocated(start: Start, warmed_up: RunProcess) -> RunProcess:
+def colocated(start: Start, warmed_up: RunFiles) -> RunProcess:
     """The run of `grpo.yaml` as it is shipped, at its end."""
     run = start("train", name="quickstart")
     ended = run.finish()
@@ -25,7 +25,7 @@ def colocated(start: Start, warmed_up: RunProcess) -> RunProcess:
     return run
 
 
-def test_the_warm_up_lowers_the_loss(warmed_up: RunProcess):
+def test_the_warm_up_lowers_the_loss(warmed_up: RunFiles):
     losses = [line["loss"] for line in warmed_up.metrics]
     assert len(losses) == 100
     assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
@@ -88,7 +88,7 @@ def test_the_trained_model_loads_and_sorts(colocated: RunProcess):
 
 
 def test_it_learns_too_with_one_changed_line_and_the_rollout_in_another_process(
-    start: Start, house: Path, warmed_up: RunProcess
+    start: Start, house: Path, warmed_up: RunFiles
 ):
     lines = (house / QUICKSTART / "grpo.yaml").read_text().splitlines()
     changed = [line.replace("placement: auto     ", "placement: separate ") for line in lines]

@@ -149,7 +149,6 @@ def test_a_killed_run_goes_on_exactly_where_its_checkpoint_was_taken(start: Star
     assert steps_drawn(run) == [f"step {step}" for step in range(1, STEPS + 1)]
 
 
-@pytest.mark.essential
 def test_a_killed_run_with_a_critic_goes_on_with_both_optimizers(start: Start, ends: Ends):
     kl = "algorithm.kl={coefficient: 0.1, place: reward, target: 1.0e-4}"
     ppo = (*TASK, "algorithm.advantage.name=gae", "critic.warmup_steps=1", kl, INLINE)

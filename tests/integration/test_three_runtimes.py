@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from .conftest import Start
-from .run_process import RunProcess
+from .run_process import RunFiles
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
     ids=["begins", "learns"],
 )
 def test_an_actor_a_rollout_and_an_evaluation_each_in_its_own_environment(
-    start: Start, warmed_up: RunProcess, tmp_path: Path, steps: int, reward: float
+    start: Start, warmed_up: RunFiles, tmp_path: Path, steps: int, reward: float
 ):
     run = start(
         "train",

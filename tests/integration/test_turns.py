@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from .conftest import SHORT, SMALL, Start, assert_rose, installed
-from .run_process import RunProcess, said
+from .run_process import RunFiles, RunProcess, said
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -163,7 +163,7 @@ class TestRanks:
         assert said(run) == said(shared)
 
 
-def test_the_quickstart_learns_with_fsdp_and_a_torch_rollout_in_turns(start: Start, warmed_up: RunProcess):
+def test_the_quickstart_learns_with_fsdp_and_a_torch_rollout_in_turns(start: Start, warmed_up: RunFiles):
     model = f"model.path={warmed_up.directory / 'model'}"
     run = start(
         "train", model, SHARED, "actor.engine.backend=fsdp", "train.steps=90",
@@ -177,7 +177,7 @@ def test_the_quickstart_learns_with_fsdp_and_a_torch_rollout_in_turns(start: Sta
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_the_quickstart_learns_with_an_engine_of_its_own_environment_in_turns(
-    start: Start, warmed_up: RunProcess, engine: str
+    start: Start, warmed_up: RunFiles, engine: str
 ):
     run = start("train", *SHORT, SHARED, f"rollout.engine.backend={engine}", "train.steps=30")
     ended = run.finish(1000)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from .conftest import SHORT, Start
-from .run_process import RunProcess
+from .run_process import RunFiles
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
     ids=["begins", "learns"],
 )
 def test_fsdp_trains_and_vllm_generates_each_in_its_own_environment(
-    start: Start, warmed_up: RunProcess, overrides: tuple[str, ...], reward: float
+    start: Start, warmed_up: RunFiles, overrides: tuple[str, ...], reward: float
 ):
     endpoint = "rollout.engine.options.openai_endpoint=loopback"
     engines = ("actor.engine.backend=fsdp", "rollout.engine.backend=vllm", endpoint)

@@ -58,7 +58,6 @@ def _measured(program: str) -> tuple[int, int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.essential
 def test_a_training_engine_that_is_offloaded_gives_back_weights_gradients_and_moments():
     size, freed, taken = _measured(TRAINED)
     assert size > 80 * 2**20
@@ -67,7 +66,6 @@ def test_a_training_engine_that_is_offloaded_gives_back_weights_gradients_and_mo
 
 
 @pytest.mark.slow
-@pytest.mark.essential
 def test_a_rollout_engine_that_sleeps_gives_back_its_weights():
     size, freed, _ = _measured(SERVED)
     assert size > 80 * 2**20
