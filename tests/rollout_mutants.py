@@ -259,7 +259,7 @@ class StateOff(TorchRolloutEngine):
 
     async def weight_state(self):
         state = await super().weight_state()
-        return WeightState(state.version + 1, state.checksums)
+        return WeightState(None if state.version is None else state.version + 1, state.checksums)
 
 
 class ProcessLeft(TorchRolloutEngine):

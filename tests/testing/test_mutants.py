@@ -9,7 +9,7 @@ from enginehouse_testing.running import Certifier, cases
 
 pytestmark = pytest.mark.slow
 
-TRAINS = {"training", "skips_nonfinite", "value_head"}
+TRAINS = {"training", "skips_nonfinite", "value_head", "offload"}
 GRADIENT = {"gradients", "cut_independence", "metrics", *TRAINS}
 
 MUTANTS = [

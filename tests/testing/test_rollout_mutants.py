@@ -17,7 +17,7 @@ PAUSES = {"pause_abort", "pause_wait", "pause_keep"}
 SERVED = {"update", "prefix_cache", "interrupted_update"}
 
 MUTANTS = [
-    ("OffByOne", {*DRAWN, "abort_one", "abort_all", "kept_whole", *PAUSES, *SERVED}),
+    ("OffByOne", {*DRAWN, "abort_one", "abort_all", "kept_whole", "sleep", *PAUSES, *SERVED}),
     ("SeedIgnored", {"seed"}),
     ("Retokenised", {"token_ids", "prompt_logprobs"}),
     ("TemperatureForgotten", {"logprobs", "distribution", "ends"}),
@@ -32,7 +32,7 @@ MUTANTS = [
     ("PauseIgnored", PAUSES),
     ("KeptAborted", {"pause_keep", "kept_whole"}),
     ("HealthOfTheDead", {"health"}),
-    ("StaleReportedAsNew", {*PAUSES, *SERVED, "small_updates"}),
+    ("StaleReportedAsNew", {*PAUSES, *SERVED, "small_updates", "sleep"}),
     ("AppliedOnArrival", {"interrupted_update"}),
     ("IncompleteTaken", {"interrupted_update"}),
     ("PrefixKept", SERVED),
