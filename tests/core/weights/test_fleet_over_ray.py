@@ -64,13 +64,15 @@ class Fleet:
 
     def update(self, train: bool = True, ahead: bool = False):
         """Train, and bring the weights to whoever lives; `ahead`: begun before the training has ended."""
-        training = self.actor.call("update", DEMONSTRATIONS, LossSpec("supervised"), blocking=False) if train else None
-        self.version = next(self.numbers)
-        if ahead:
-            self.sync.begin(self.version)
-        if training is not None:
-            training.result()
-        return self.sync.sync(self.version)
+        with self.sync.trainer_in_use():  # a replica may still be caught up that drew nothing any more
+            loss = LossSpec("supervised")
+            training = self.actor.call("update", DEMONSTRATIONS, loss, blocking=False) if train else None
+            self.version = next(self.numbers)
+            if ahead:
+                self.sync.begin(self.version)
+            if training is not None:
+                training.result()
+            return self.sync.sync(self.version)
 
     def draw(self, seed: int = 3):
         return in_order(self.fleet.generate_each(PROMPTS, SAMPLING, seed=seed))
