@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from enginehouse.engines.weights import ParamMeta, TransferPlan, WeightChunk
+from enginehouse.engines.weights import ParamMeta, TransferPlan, WeightChunk, WeightState
 from enginehouse.weights.checksums import checksum
 from enginehouse.weights.receiver import WeightReceiver
 
@@ -27,6 +27,18 @@ class Keeping:
     async def update_weights(self, chunk):
         self.given |= chunk.checksums
 
+    async def finish_weight_update(self, version):
+        self.version = version
+
+    async def abort_weight_update(self):
+        self.given = {}
+
+    async def weight_state(self):
+        return WeightState(self.version, self.given)
+
+    async def resume(self):
+        pass
+
 
 class Delivering:
     """A session that says of its chunks what is not so."""
@@ -36,6 +48,9 @@ class Delivering:
 
     def recv(self, version, deadline_seconds):
         yield from self.chunks
+
+    def abort(self, version):
+        pass
 
 
 def test_an_engine_is_told_the_checksums_that_were_taken_here_and_not_those_of_a_transport():
@@ -70,3 +85,20 @@ def test_a_parameter_that_came_in_parts_is_summed_as_they_left_and_as_a_whole():
     sums = asyncio.run(received())
     assert sums.parameters == engine.given == {"a": checksum(whole)}
     assert sums.sent == {"a[0:4, 0:2]": checksum(whole[:, :2]), "a[0:4, 2:3]": checksum(whole[:, 2:])}
+
+
+def test_an_abort_that_comes_late_leaves_a_newer_update_alone():
+    tensors = {"a": torch.arange(5.0)}
+    metas = (ParamMeta("a", "float32", (5,)),)
+    engine = Keeping()
+
+    async def committed():
+        with ThreadPoolExecutor(1) as thread:
+            receiver = WeightReceiver(engine, "here", thread)
+            session = Delivering(WeightChunk(list(tensors.items()), {}))
+            receiver.connect(TransferPlan("any", metas, ((0,),), 64, 1, "session"), session)
+            await receiver.receive(2, 30.0, "wait")
+            await receiver.abort(1)
+            return await receiver.commit(2)
+
+    assert asyncio.run(committed()).version == engine.version == 2

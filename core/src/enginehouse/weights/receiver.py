@@ -192,7 +192,7 @@ class WeightReceiver:
         if self._session is not None:
             self._session.abort(version)
         async with self._busy:
-            if self._staged is not None:
+            if self._staged is not None and (self._staged.version or 0) <= version:
                 await self._give_up()
 
     async def _give_up(self) -> None:
