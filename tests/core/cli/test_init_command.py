@@ -348,7 +348,8 @@ def test_data_that_is_made_overwrites_nothing_either_and_is_taken_back(here: Pat
     assert [entry.name for entry in here.iterdir()] == ["validation.jsonl"]
 
 
-def test_what_plan_refuses_is_taken_back(here: Path, models: Path):
+def test_what_plan_refuses_is_taken_back(here: Path, models: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)  # as where people work
     (here / "long.jsonl").write_text(json.dumps({"prompt": "s1=" * 400, "answer": "1"}))
     done = begin("--model", str(models / "text"), "--data", "long.jsonl", "--yes")
     assert done.exit_code == 2
