@@ -149,8 +149,8 @@ class Stage:
             assert self.changed.wait_for(lambda: set(serials) <= set(self.begun), 10)
 
     def account(self):
-        """The state to go on from, how many tasks were drawn, and how many were counted as not trained on since this was
-        asked for last: all of one moment, as groups go on to end."""
+        """The state to go on from, how many tasks were drawn, and how many were counted as not trained on since this
+        was asked for last: all of one moment, as groups go on to end."""
         return self.loop.call(
             lambda: (
                 self.tasks.state(self.schedule.under_way),
