@@ -11,15 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
+from inline_runs import run_inline
 
-from enginehouse.config.load import load_config
-from enginehouse.config.plan import plan
 from enginehouse.engines.environment import Scored
 from enginehouse.engines.transcript import Transcript
 from enginehouse.rl.kl import adapted
 from enginehouse.rl.trainer import Trainer
-from enginehouse.runs import Progress, RunDirectory
 from enginehouse_testing.models import tiny_model
 
 TEMPERATURE, GAMMA, LAMBDA, MODEL_WEIGHT = 0.7, 0.95, 0.9, 0.5
@@ -109,15 +106,8 @@ def looking(tmp_path_factory: pytest.TempPathFactory) -> Looking:
             "mask_truncated": True,
         },
         "train": {"steps": 3, "prompts_per_step": 2, "samples_every": 0},
-        "cluster": {"launcher": "inline", "device": "cpu"},
-        "run": {"directory": str(here / "run")},
     }
-    path = here / "run.yaml"
-    path.write_text(yaml.safe_dump(config))
-    planned = plan(load_config(path), config_path=path)
-    trainer = Looking(planned, RunDirectory.create(planned.run_directory, ""), Progress("by hand", mode="quiet"))
-    trainer.run()
-    return trainer
+    return run_inline(config, here, Looking)
 
 
 def rows(column: Any) -> list[list[float]]:
