@@ -634,6 +634,9 @@ def test_a_supervised_run_that_cannot_work_is_refused(
 
 
 def test_planning_imports_neither_torch_nor_ray(project: Project):
+    project.config["algorithm"] = {
+        "loss": {"name": "clipped_policy", "arguments": {"clip_low": 0.2, "clip_high": 0.28}}
+    }
     path = project.save()
     code = (
         "import sys\n"

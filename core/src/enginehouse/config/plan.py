@@ -1099,7 +1099,13 @@ class _Setting:
         check_secrets(self.findings, key, arguments, read=False)
         with self.findings.collecting():
             reference, function = find_function(
-                self.plugins, kind, name, key.replace("arguments", "name"), self.python_path, always=bool(given)
+                self.plugins,
+                kind,
+                name,
+                key.replace("arguments", "name"),
+                self.python_path,
+                always=bool(others),
+                given=arguments,
             )
             if function is not None:
                 named = key + (" and the KL term's" if kind is Loss else "")

@@ -315,7 +315,8 @@ class RolloutWorker(Worker):
         if endpoint.url:
             log.info("OpenAI clients are answered at %s", endpoint.url)
         self._weights = WeightReceiver(self.engine, str(self.context), self._thread)
-        self._drawing = Drawing(self.engine, self._weights, f"{self._name} ({self.context})")
+        seeds = capabilities.SEED in self._record.capabilities
+        self._drawing = Drawing(self.engine, self._weights, f"{self._name} ({self.context})", seeds=seeds)
         return endpoint.engine
 
     @property

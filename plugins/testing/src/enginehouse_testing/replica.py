@@ -127,8 +127,10 @@ class Replica:
     # Requests
 
     async def request(self, prompt: Sequence[int], **sampling: Any) -> GenerateResult:
-        """One request."""
+        """Make one request, without a seed where the backend does not declare that it takes any."""
         self.requests += 1
+        if capabilities.SEED not in self.record.capabilities:
+            sampling.pop("seed", None)
         request = GenerateRequest(f"certify-{self.requests}", list(prompt), SamplingParams(**sampling))
         return await soon(self.engine.generate(request))
 
