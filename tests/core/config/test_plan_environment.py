@@ -61,6 +61,18 @@ class Asking:
     async def run(self, task, policy, context): ...
 
 
+class Telling:
+    needs_reward = False
+
+    async def run(self, task, policy, context): ...
+
+
+class Depending:
+    needs_reward = None
+
+    async def run(self, task, policy, context): ...
+
+
 class Scoring:
     @staticmethod
     def check(arguments, columns):
@@ -202,6 +214,23 @@ def test_an_environment_sees_the_columns_and_says_that_it_needs_the_reward(make:
         make("environment.name=games:Scoring")
     with pytest.raises(UserError, match=r"reward\.function is wanted.*'games:Asking' has it score what was answered"):
         make("environment.name=games:Asking")
+
+
+def test_a_reward_that_nothing_asks_for_is_noted(make: Callable[..., Plan], project: Project):
+    def notes(*overrides: str) -> list[str]:
+        return [note for note in make(*overrides).notes if "asks for" in note]
+
+    assert notes() == notes("environment.name=games:Asking") == notes("environment.name=games:Depending") == []
+    assert notes("environment.name=games:Telling") == [
+        "the environment 'games:Telling' scores its episodes itself and never asks for reward: that is unused"
+    ]
+    (maybe,) = notes("environment.name=games:Sure")
+    assert maybe.startswith("the environment 'games:Sure' does not say whether it asks for reward, which is unused")
+    project.config["reward"] = {"functions": {"form": {"function": "scoring:right"}}}
+    (several,) = notes("environment.name=games:Telling")
+    assert several.endswith("never asks for reward.functions: that is unused")
+    project.config["reward"] = {}
+    assert notes("environment.name=games:Telling") == notes("environment.name=games:Sure") == []
 
 
 def test_a_check_that_is_of_instances_is_the_environments_own(make: Callable[..., Plan]):

@@ -75,6 +75,7 @@ from enginehouse.config.rows import (
 )
 from enginehouse.config.schema import AnyConfig, Config, DPOConfig, PreferenceConfig, RMConfig, SFTConfig
 from enginehouse.config.secrets import check_secrets
+from enginehouse.config.tokenizers import check_tokens, vocabulary
 from enginehouse.config.trackers import TrackerPlan, check_trackers
 from enginehouse.config.variables import check_agreement, check_variables
 from enginehouse.engines.memory import MemoryDemand, MemoryUse, ModelShape
@@ -168,7 +169,7 @@ class PlayPlan(RunPlan):
         rewards: what the samples are scored by.
         environment: `"module:Class"` of what makes the samples.
         environment_arguments: as it takes them.
-        vocabulary: how many tokens the model knows; None where that is not known.
+        vocabulary: how many tokens all models of the run know; None where that is not known.
         most_tokens: how long a sample may be, for every model that reads it; None where that is not known.
         advantage_needs: the columns that the advantage is given; None: all but texts.
         keep: `"module:function"` of the filter of groups; None: all are trained on.
@@ -419,7 +420,7 @@ def plan(
         rewards=rewards,
         environment=environment,
         environment_arguments=environment_arguments,
-        vocabulary=_vocabulary(model),
+        vocabulary=_fewest_tokens([model, *setting.models.values()]),
         most_tokens=_most_tokens(config, roles, [model, *setting.models.values()]),
         advantage=advantage,
         advantage_arguments=advantage_arguments,
@@ -530,7 +531,7 @@ def plan_eval(
         rewards=rewards,
         environment=environment,
         environment_arguments=environment_arguments,
-        vocabulary=_vocabulary(read),
+        vocabulary=_fewest_tokens([read, *setting.models.values()]),
         most_tokens=_most_tokens(config, roles, [read, *setting.models.values()]),
         prompt_limit=limit,
         step=evaluated.step,
@@ -958,7 +959,11 @@ class _Setting:
             self.models[name] = {}
             if section.path:
                 with self.findings.collecting():
-                    self.models[name] = _read_model_of(name, section.path, model)
+                    self.models[name] = read_model(section.path, f"{name}.path")
+                    if name == "reference":
+                        _check_writes("reference.path", section.path, self.models[name])
+                    paths, models = (path, section.path), (model, self.models[name])
+                    check_tokens(self.findings, name, paths, models, config.model.trust_remote_code)
         return model
 
     def memory(
@@ -1134,10 +1139,9 @@ def _check_needs(
             findings.refuse(f"the advantage {name!r} needs the column {column!r}: {nearest(column, there)}")
 
 
-def _vocabulary(model: Mapping[str, Any]) -> int | None:
-    """How many tokens a model, given its `config.json`, knows."""
-    number = (model.get("text_config") or model).get("vocab_size")
-    return number if isinstance(number, int) else None
+def _fewest_tokens(models: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the number of tokens that all models, given their `config.json`, have a row for."""
+    return min((number for model in models if (number := vocabulary(model)) is not None), default=None)
 
 
 def _most_tokens(config: Config, roles: Mapping[str, RolePlan], models: Sequence[Mapping[str, Any]]) -> int | None:
@@ -1156,20 +1160,6 @@ def _check_writes(key: str, path: str, model: Mapping[str, Any]) -> None:
             f"{key}: {path} is a {architecture}, a reward model as `enginehouse rm` trains: it scores texts and writes "
             "none; name a causal language model"
         )
-
-
-def _read_model_of(role: str, path: str, model: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A role's own model, which has to read the actor's tokens."""
-    own = read_model(path, f"{role}.path")
-    if role == "reference":
-        _check_writes("reference.path", path, own)
-    sizes = model.get("vocab_size"), own.get("vocab_size")
-    if None not in sizes and sizes[0] != sizes[1]:
-        raise ModelError(
-            f"{role}.path: {path} has a vocabulary of {sizes[1]} tokens, model.path one of {sizes[0]}: a {role} "
-            "reads the actor's tokens, so the two have to share a tokenizer"
-        )
-    return own
 
 
 def _by_key(key: str, paths: str | Iterable[str]) -> dict[str, str]:
@@ -1194,14 +1184,26 @@ def _check_old_logprobs(findings: Findings, plugins: PluginManager, config: Conf
 
 
 def _check_that_there_is_a_reward(findings: Findings, config: Config, environment: str) -> None:
-    """For core's own environment, and for one that says that it asks for it (`Environment.needs_reward`)."""
-    if not environment or config.reward.named() or config.reward_model.path:
+    """Check that what asks for a reward has one, and note a reward that nothing may ask for.
+
+    Core's own environment asks, and one that says so (`Environment.needs_reward`).
+    """
+    if not environment:
         return
-    wanted = "reward.function is wanted, several under reward.functions, or reward_model.path"
-    if environment == SINGLE_TURN:
-        findings.refuse(wanted)
-    elif getattr(resolve(environment), "needs_reward", False):
-        findings.refuse(f"{wanted}: the environment {config.environment.name!r} has it score what was answered")
+    name, given = config.environment.name, config.reward.named()
+    key = "reward" if "" in given else "reward.functions"
+    asks = environment == SINGLE_TURN or getattr(resolve(environment), "needs_reward", NotImplemented)
+    if given and asks is False:
+        findings.note(f"the environment {name!r} scores its episodes itself and never asks for {key}: that is unused")
+    elif given and asks is NotImplemented:
+        findings.note(
+            f"the environment {name!r} does not say whether it asks for {key}, which is unused if it does not "
+            "(context.score); its class says so by needs_reward"
+        )
+    elif asks is True and not given and not config.reward_model.path:
+        wanted = "reward.function is wanted, several under reward.functions, or reward_model.path"
+        of = "" if environment == SINGLE_TURN else f": the environment {name!r} has it score what was answered"
+        findings.refuse(wanted + of)
 
 
 def _check_save_best(findings: Findings, config: Config) -> None:

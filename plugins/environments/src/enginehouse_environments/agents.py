@@ -88,6 +88,8 @@ class OpenAIAgent:
         self._agent, self._arguments = found(agent, arguments or {}), dict(arguments or {})
         self._agents = RecordedAgents(Limits(max_calls, max_tokens, max_row_tokens), ignored, format, template)
 
+    needs_reward = None  # a text that an agent returns is scored, a reward is not
+
     @staticmethod
     def check(arguments: Mapping[str, Any], columns: object) -> None:
         """Refuse an agent that there is not or that cannot be called so, and a form of calls that there is not."""

@@ -30,6 +30,8 @@ class GuessingGame:
     def __init__(self, turns: Annotated[int, Field(ge=1)] = 2, later: float = 1.0):
         self.turns, self.later = turns, later
 
+    needs_reward = False
+
     @staticmethod
     def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
         """Raises `ConfigError` where rows have no secret."""

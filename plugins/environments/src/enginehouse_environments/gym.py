@@ -61,6 +61,8 @@ class Gym:
         self._games = GameProcesses(rules.begin, processes, step_seconds) if processes else InPlace(rules.begin)
         self._names = itertools.count()
 
+    needs_reward = False
+
     @staticmethod
     def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
         """Raises `ConfigError` where gymnasium knows no such environment, or a function or a column is not there."""

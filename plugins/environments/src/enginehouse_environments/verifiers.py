@@ -53,6 +53,8 @@ class Verifiers:
         self._agents = RecordedAgents(Limits(max_calls, max_tokens, max_row_tokens), ignored)
         self._serving: tuple[Any, asyncio.Future[None]] | None = None
 
+    needs_reward = False
+
     @staticmethod
     def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
         """Refuse a taskset that there is not, and rows that name no task."""
