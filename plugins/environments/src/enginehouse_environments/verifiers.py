@@ -100,7 +100,7 @@ class Verifiers:
             async with self._environment.serving():
                 ready.set_result(None)
                 await asyncio.Event().wait()  # until the loop ends
-        except Exception as error:
+        except BaseException as error:
             if ready.done():
                 raise
             ready.set_exception(error)
