@@ -51,7 +51,7 @@ test-long: $(VENV)/.developer runtimes  ## run the slow tests that `make test` l
 test-exhaustive: $(VENV)/.developer runtimes  ## run all slow tests, and what shows at length what they show in short: before a release
 	$(BIN)/python -m pytest -m "slow or exhaustive" $(SEVERAL) --verbose $(ARGS)
 
-test-gpu: $(VENV)/.developer  ## run all that needs a GPU, on one, in at most 30 minutes: benchmarks/results/gpu/DEVICE.json
+test-gpu: $(VENV)/.developer  ## run all that needs a GPU, on one, in at most 45 minutes: benchmarks/results/gpu/DEVICE.json; ARGS=--rehearse small, on a CPU
 	$(BIN)/python -m tools.gpu $(ARGS)
 
 runtimes: $(VENV)/.developer  ## make the Python environments of engines that need one of their own
