@@ -69,7 +69,7 @@ def test_the_page_is_asked_for_as_it_says(planned):
     assert planned(seven, "--gpus", "8", "--gpu", "H100")[0] == 0
     code, said = planned(seven, "--gpus", "8", "--gpu", "L4")
     assert code == 2
-    assert "29.9 of 22.0 GiB on each of 8 GPUs, while the actor computes" in said
+    assert "31.9 of 22.0 GiB on each of 8 GPUs, while the actor computes" in said
     code, said = planned(seven, "--gpus", "8", "--gpu", "L4", "--suggest")
     assert code == 2
     overrides = re.findall(r"\S+=\S+", said.partition("With these it can start:")[2].split("\n\n")[1])

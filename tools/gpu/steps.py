@@ -123,7 +123,7 @@ def steps(size: Size = LARGE) -> list[Step]:
         return Step(
             name, f"enginehouse train {arguments} run.overwrite=true", seconds, (*TRAINING, *needs),
             lambda: learned(directory, size.model),
-            {"grad_norm/least": 1e-9, "weights/changed": 1.0} | ({} if small else least or {}),
+            {"grad_norm/least": 1e-9, "weights/changed": 1.0} | dict({} if small else least or {}),
             {"loss/mean": -1e-9, "mismatch/kl": size.most_kl},
         )  # fmt: skip
 

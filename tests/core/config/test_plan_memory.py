@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -10,8 +11,9 @@ from projects import Project
 
 from enginehouse.cli.main import main
 from enginehouse.config.device import Gpu, assumed_gpus
+from enginehouse.config.findings import Findings
 from enginehouse.config.load import load_config
-from enginehouse.config.memory import PROCESS_BYTES, places
+from enginehouse.config.memory import PROCESS_BYTES, check_memory, places
 from enginehouse.config.plan import Plan, plan
 from enginehouse.engines.memory import MemoryDemand, MemoryUse, ModelShape, server_memory
 from enginehouse.errors import UserError
@@ -96,6 +98,29 @@ def test_roles_of_one_process_hold_theirs_together_and_compute_in_turn(on):
 
 def test_roles_that_take_turns_need_what_the_larger_turn_does(on):
     assert sizes(on(8, *both(8), "rollout.placement=shared")) == {"actor+rollout": 16 + 30 + 1}
+
+
+def test_what_an_engine_keeps_asleep_is_beside_the_others_turn(on, monkeypatch: pytest.MonkeyPatch):
+    shared = on(8, *both(8), "rollout.placement=shared")
+    larger = dataclasses.replace(USES["actor"], working={"activations": 50 * GIB})
+    kept = dataclasses.replace(USES["rollout"], asleep=3 * GIB)
+    monkeypatch.setitem(USES, "actor", larger)
+    assert sizes(shared) == {"actor+rollout": 4 + 8 + 50}
+    monkeypatch.setitem(USES, "rollout", kept)
+    assert sizes(shared) == {"actor+rollout": 4 + 8 + 50 + 3}
+    assert sizes(on(8, *both(8))) == {"actor+rollout": 4 + 8 + 16 + 30 + 50}, "nobody sleeps in one process"
+
+
+@pytest.mark.parametrize(("gib", "fits"), [(75, True), (77, False)])
+def test_some_of_a_gpu_is_left_free(on, gib: int, fits: bool):
+    """Of 79 GiB, 3 stay free."""
+    planned, findings = on(8, *both(4), "rollout.placement=separate"), Findings()
+    uses = {"actor": MemoryUse(held={"weights": gib * GIB - PROCESS_BYTES}), "rollout": MemoryUse(held={})}
+    check_memory(findings, planned.roles, uses, "cuda", Gpu.of_kind("H100"), exact=True)
+    refused = [
+        f"{gib}.0 of 79.0 GiB" in str(one) and ", of which 3.2 stay free" in str(one) for one in findings.problems
+    ]
+    assert refused == ([] if fits else [True])
 
 
 def test_roles_apart_are_alone(on):

@@ -27,7 +27,7 @@ from enginehouse.controller.launchers.failure import WorkerFailure
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import ModelSpec
-from enginehouse.engines.progress import note_progress
+from enginehouse.engines.progress import note_progress, noting_files
 from enginehouse.engines.rollout import Health, PauseMode, RolloutEngine, SamplingParams
 from enginehouse.engines.sleep import sleeping
 from enginehouse.engines.train import ALL, LossSpec, Max, Mean, Metrics, Outputs, TrainEngine, merge_metrics
@@ -206,7 +206,8 @@ class TrainWorker(Worker):
     @register
     def save(self, path: str, what: tuple[str, ...] = ALL) -> None:
         """Write a checkpoint; see `TrainEngine.save`."""
-        self.engine.save(path, what)
+        with noting_files():
+            self.engine.save(path, what)
 
     @register
     def save_in_background(self, path: str, what: tuple[str, ...] = ALL) -> None:
@@ -216,22 +217,26 @@ class TrainWorker(Worker):
     @register
     def finish_save(self) -> None:
         """Wait for a background save; see `SavesInBackground`."""
-        self._offering(capabilities.BACKGROUND_SAVE).finish_save()
+        with noting_files():
+            self._offering(capabilities.BACKGROUND_SAVE).finish_save()
 
     @register
     def load(self, path: str, what: tuple[str, ...] = ALL) -> None:
         """Load a checkpoint; see `TrainEngine.load`."""
-        self.engine.load(path, what)
+        with noting_files():
+            self.engine.load(path, what)
 
     @register
     def export_hf(self, path: str) -> None:
         """Write the model as a Hugging Face directory; see `TrainEngine.export_hf`."""
-        self.engine.export_hf(path)
+        with noting_files():
+            self.engine.export_hf(path)
 
     @register
     def export_adapter(self, path: str) -> None:
         """Write the adapters alone; see `TrainsAdapters.export_adapter`."""
-        self._offering(capabilities.LORA).export_adapter(path)
+        with noting_files():
+            self._offering(capabilities.LORA).export_adapter(path)
 
     def _offering(self, capability: str) -> Any:
         """The engine, if its backend declares a capability.
