@@ -91,6 +91,7 @@ class Step:
 GPU_TESTS = "tests/core/data/test_batch.py tests/fsdp/test_gpu.py tests/fsdp/test_offload.py"
 MEGATRON_TESTS = "tests/megatron/test_gpu.py tests/megatron/test_offload.py"
 TRAINING = ("torch", "transformers", "pydantic")
+PYTEST = ("pytest", "xdist", "pytest_timeout", "hypothesis")
 TURNS = ("time/turns", "turns/actor/freed_mib", "turns/rollout/freed_mib")
 ACTOR_FREED = {"turns/actor/freed_mib": 4000.0}
 """MiB of 0.6 billion parameters: float32 weights and two moments are 6,800."""
@@ -143,14 +144,14 @@ def steps(size: Size = LARGE) -> list[Step]:
     return [
         Step(
             "kernels", f"python3 -m tools.gpu.kernels --device {size.device} {size.kernels} --out {WORK}/kernels.json",
-            150, TRAINING, lambda: numbers(WORK / "kernels.json"),
+            180, TRAINING, lambda: numbers(WORK / "kernels.json"),
             most={"gradients/float32": 1e-3, "logprobs/float32": 1e-3}
             | ({} if small else {"gradients/bfloat16 by padded": 2.0, "logprobs/bfloat16 by padded": 2.0}),
         ),
         Step(
             "tests",
             f"{tests} {'--collect-only -p tools.gpu.bare' if small else '-m gpu'} {GPU_TESTS}",
-            180, (*TRAINING, "pytest", "hypothesis"),
+            180, (*TRAINING, *PYTEST),
         ),
         trained("in one process", f"{tokens} {inline}", 150),
         trained(
@@ -175,7 +176,7 @@ def steps(size: Size = LARGE) -> list[Step]:
         ),
         Step(
             "tests of megatron", f"{tests} -m gpu {MEGATRON_TESTS}", 120,
-            (*TRAINING, "pytest", "hypothesis", "megatron"),
+            (*TRAINING, *PYTEST, "megatron"),
             skipped=_only(small, "make test collects them"),
         ),
         certified("torch", 120),
