@@ -46,6 +46,7 @@ def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("task", "sft", "grpo", "chat", "sft_chat"):
         (root / name).mkdir()
         project.make_model(f"{name}/model")
+    chat.make_tokenizer().save_pretrained(root / "sft_chat" / "model")  # environments look at its chat template
     for name, row in ROWS.items():
         project.write_rows(f"task/{name}.jsonl", [row] * 256)
     project.write_rows("task/validation.jsonl", [ROWS["train"]])

@@ -7,20 +7,25 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from projects import Project
 
+from enginehouse.config import backends
+from enginehouse.config.backends import check_native_names, native_names
+from enginehouse.config.findings import Findings
 from enginehouse.config.functions import extend_path
 from enginehouse.config.load import load_config
 from enginehouse.config.paths import EarlierRun
 from enginehouse.config.plan import Plan, SFTPlan, plan, plan_sft
 from enginehouse.config.schema import SFTConfig
 from enginehouse.config.secrets import from_environment
+from enginehouse.engines.options import EngineOptions
 from enginehouse.errors import ConfigError, DataError, ModelError, UserError
-from enginehouse.plugin import PluginLookupError, PluginManager, load_plugins
-from enginehouse.runtimes import RuntimeProblem
+from enginehouse.plugin import PluginLookupError, PluginManager, RolloutBackend, load_plugins
+from enginehouse.runtimes import Interpreter, RuntimeProblem
 
 
 @pytest.fixture(scope="module")
@@ -224,6 +229,13 @@ def test_a_model_path_that_is_no_model_is_refused(make: Callable[..., Plan], pro
     missing = refusal(make, "model.path=empty", kind=ModelError)
     for part in ("config.json", "weights (model.safetensors)", "a tokenizer (tokenizer.json)"):
         assert part in missing
+
+
+def test_an_adapter_as_a_model_is_told_of_its_base(make: Callable[..., Plan], project: Project):
+    (project.root / "adapter").mkdir()
+    (project.root / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "models/base"}')
+    said = refusal(make, "model.path=adapter", kind=ModelError)
+    assert "adapter is an adapter of models/base, and a whole model is wanted" in said
 
 
 def test_a_run_directory_as_a_model_is_told_where_its_model_is(make: Callable[..., Plan], project: Project):
@@ -588,6 +600,10 @@ def test_a_directory_that_is_no_run_is_never_deleted(make: Callable[..., Plan], 
     said = refusal(make, "run.directory=.", "run.overwrite=true")
     assert "the current directory" in said
     assert "is a file" in refusal(make, "run.directory=train.jsonl")
+    before = sorted(project.root.iterdir())
+    assert "/proc/x cannot be made" in refusal(make, "run.directory=/proc/x"), "who may write is not who can, as root"
+    make("run.directory=new/run")
+    assert sorted(project.root.iterdir()) == before
 
 
 def test_a_run_does_not_delete_the_model_it_reads(make: Callable[..., Plan], project: Project):
@@ -1058,3 +1074,39 @@ def test_a_plan_says_what_it_takes_a_clusters_device_to_be(make: Callable[..., P
     assert "planned for cpu, as this machine has it, and refused at the start if the cluster has GPUs" in note
     for known in (("cluster.device=auto",), ("cluster.device=cpu", "cluster.address=x")):
         assert not any("cluster.device is auto" in one for one in make(*known).notes)
+
+
+NATIVE = """
+class Arguments(Base):
+    memory_utilization: float = 0.9
+    "--not a flag"
+
+    def add(parser):
+        parser.add_argument("--tp-size", "-x")
+"""
+
+
+def test_what_an_engine_takes_is_read_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Options(EngineOptions):
+        native_sources = ("engine/arguments.py", "engine/fields/*.py")
+
+    packages = tmp_path / "lib" / "python3.11" / "site-packages"
+    (packages / "engine").mkdir(parents=True)
+    (packages / "engine" / "arguments.py").write_text(NATIVE)
+    python = str(tmp_path / "bin" / "python")
+    assert native_names(Options.native_sources, python) == {"memory_utilization", "tp_size"}
+    assert native_names(Options.native_sources, None) == set()
+    monkeypatch.syspath_prepend(packages)
+    assert native_names(Options.native_sources, None) == {"memory_utilization", "tp_size"}
+    monkeypatch.setattr(backends, "resolve", lambda reference: Options)
+    record = RolloutBackend(name="own", engine="engine:Engine", options="engine:Options")
+
+    def said(**native: Any) -> str:
+        findings = Findings()
+        check_native_names(findings, record, {"native": native}, Interpreter("own", python), "rollout")
+        return "\n".join(map(str, findings.problems))
+
+    assert said(**{"memory_utilization": 1, "tp-size": 2}) == ""
+    assert "rollout.engine.options.native: the engine has no argument 'memory_utilisation'; did you mean" in said(
+        memory_utilisation=0.5
+    )

@@ -23,7 +23,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from enginehouse.errors import ConfigError
+from enginehouse.errors import ConfigError, UserError
 
 
 class Game:
@@ -78,6 +78,14 @@ class Scoring:
     def check(arguments, columns):
         if columns is not None and "clue" not in columns:
             raise ConfigError(f"no column 'clue' in {sorted(columns)}")
+
+    async def run(self, task, policy, context): ...
+
+
+class Spoken:
+    @staticmethod
+    def check_tokenizer(arguments, tokenizer):
+        raise UserError(f"{type(tokenizer).__name__} writes no calls")
 
     async def run(self, task, policy, context): ...
 
@@ -173,6 +181,14 @@ def test_an_environment_that_could_not_be_made_is_refused(make: Callable[..., Pl
     with pytest.raises(UserError) as refused:
         make(f"environment={{name: '{name}'{comma}{rest}}}")
     assert said in str(refused.value)
+
+
+def test_an_environment_sees_the_tokenizer_before_anything_starts(
+    make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("enginehouse.config.rows.load_tokenizer", lambda path, trust_remote_code: "a tokenizer")
+    with pytest.raises(UserError, match="environment: str writes no calls"):
+        make("environment.name=games:Spoken")
 
 
 def test_a_reward_is_wanted_where_the_environment_may_not_bring_one(make: Callable[..., Plan], project: Project):

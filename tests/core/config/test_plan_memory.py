@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 
 import pytest
@@ -59,6 +60,20 @@ def said(planned: Plan) -> str:
 def test_what_a_gpu_cannot_hold_is_refused_with_what_takes_most(on):
     with pytest.raises(UserError, match=r"of 79\.0 GiB on each of 1 GPU, .*most of it: optimizer of the actor, 56\.7"):
         on(1)
+
+
+def test_rows_are_as_long_as_the_longest_prompt_that_was_read(on, project: Project):
+    (project.root / "games.py").write_text("class Game:\n    async def run(self, task, policy, context): ...\n")
+    eight = [*both(8), "rollout.sampling.max_tokens=100", "data.max_prompt_tokens=200"]
+    rows = map(json.loads, (project.root / "train.jsonl").read_text().splitlines())
+    longest = max(len(row["prompt"]) for row in rows) + 8  # no tokenizer makes more of it
+    bound = f"rows of at most {longest + 100} tokens: the longest prompt of the data, {longest}, and rollout.sampling"
+    assert bound in said(on(8, *eight))
+    assert "rows of at most 300 tokens: a prompt of data.max_prompt_tokens=200, and rollout" in said(
+        on(8, *eight, "environment.name=games:Game")
+    )
+    project.write_rows("held_out.jsonl", [{"prompt": "1" * 60, "answer": "1"}])
+    assert "the longest prompt of the data, 68," in said(on(8, *eight, "data.validation=held_out.jsonl"))
 
 
 def test_what_it_can_is_planned_by_role(on):
@@ -157,3 +172,10 @@ def test_a_kind_of_gpu_that_is_not_known_is_refused_with_those_there_are(project
     refused = CliRunner().invoke(main, ["plan", str(project.save()), "--gpu", "H10"])
     assert refused.exit_code == 2
     assert "H100" in refused.output
+
+
+def test_on_a_cpu_each_process_has_its_libraries_too(on):
+    planned = on(1, "cluster.device=cpu", "rollout.placement=separate", "model.dtype=float32")
+    (actor, rollout) = places(planned.roles, USES, "cpu")
+    assert [place.size / GIB for place in (actor, rollout)] == [32.75, 47.75]
+    assert "in each sum 0.8 GiB a process are for libraries and freed memory that is kept, a guess" in said(planned)

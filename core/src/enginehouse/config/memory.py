@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from enginehouse.engines.memory import MemoryUse
 
 GIB = 2**30
+OF_PROCESS = {
+    "cuda": ("CUDA and NCCL", PROCESS_BYTES),
+    "cpu": ("libraries and freed memory that is kept", 3 * 2**28),
+}
+"""What a process takes besides what its engines say, by the device of a run: on a CPU 0.4 to 0.9 GiB were libraries,
+and as much freed memory as an update leaves."""
 SUGGEST = ". `enginehouse plan --suggest` looks for a layout that fits"
 """What a refusal ends with."""
 
@@ -89,7 +95,8 @@ def _moments(
     """What is on a device of a place in each part of a step, and what part that is."""
     turns = any(roles[name].devices_of for name in uses)
     processes = 1 + turns
-    own = [Amount(next(iter(uses)), "CUDA and NCCL", processes * PROCESS_BYTES)] if device == "cuda" else []
+    what, size = OF_PROCESS[device]
+    own = [Amount(next(iter(uses)), what, processes * size)]
 
     def asleep(*awake: str) -> list[Amount]:
         sleeping = {name: use.asleep for name, use in uses.items() if turns and name not in awake}
@@ -147,14 +154,13 @@ def table(
     lines += [f"{name.replace('_', ' ')}: {use.note}" for name, use in known.items() if use.note]
     if guessed := [name.replace("_", " ") for name, use in known.items() if not use.measured]:
         lines.append(f"not compared with what is really allocated: {', '.join(guessed)}")
+    what, size = OF_PROCESS[device]
+    guess = f"in each sum {size / GIB:.1f} GiB a process are for {what}"
     if device == "cuda":
         asleep = max(use.asleep for use in known.values()) if any(roles[name].devices_of for name in known) else 0
         sleeping = f", {asleep / GIB:.1f} for an engine that sleeps" if asleep else ""
-        lines.append(
-            f"in each sum {PROCESS_BYTES / GIB:.1f} GiB a process are for CUDA and NCCL{sleeping}, a guess; "
-            f"{MARGIN:.0%} of a GPU stay free"
-        )
-    return lines
+        return [*lines, f"{guess}{sleeping}, a guess; {MARGIN:.0%} of a GPU stay free"]
+    return [*lines, f"{guess}, a guess"]
 
 
 def _on_host(place: Place, roles: Mapping[str, RolePlan], uses: Mapping[str, MemoryUse]) -> int:

@@ -106,18 +106,32 @@ def outline_eval(
 
 
 def outline_sft(
-    config: SFTConfig, model: Mapping[str, Any], sources: Sequence[Source], roles: Mapping[str, RolePlan]
+    config: SFTConfig, model: Mapping[str, Any], sources: Sequence[Source], held_out: int, roles: Mapping[str, RolePlan]
 ) -> Facts:
-    """A supervised run; `model` is the model's `config.json`, `sources` what is drawn from, `roles` by name."""
+    """A supervised run.
+
+    Args:
+        model: the model's `config.json`.
+        sources: what is drawn from.
+        held_out: how many demonstrations are.
+        roles: by name.
+    """
     each, longest = config.train.rows_per_step, config.data.max_tokens
     return [
         ("model", _model(config.model, model, roles["actor"])),
         ("actor", f"{_count(config.actor.processes, 'process')} of {_engine(config.actor.engine)}"),
         ("runtimes", _runtimes(roles)),
         ("data", _drawn(sources, "demonstrations", config.data.train, config.train.steps * each)),
+        *([("validation", _held_out(config, held_out, "demonstrations"))] if config.data.validation else []),
         ("a step", f"{each} rows, at most {each * longest:,} tokens"),
         ("the run", f"{config.train.steps} steps, an optimizer step each"),
     ]
+
+
+def _held_out(config: SFTConfig | PreferenceConfig, number: int, noun: str) -> str:
+    every = config.train.validate_every
+    often = f"every {_count(every, 'step')} and " if every else ""
+    return f"{number:,} {noun}, {often}after the last step"
 
 
 def outline_preferences(
@@ -131,7 +145,7 @@ def outline_preferences(
         held_out: those of the files of held-out preferences.
         roles: by name.
     """
-    train, data, every = config.train, config.data, config.train.validate_every
+    train, data = config.train, config.data
     rated = isinstance(config, DPOConfig) and config.algorithm.loss == "kto"
     noun, each = ("rated responses", 1) if rated else ("pairs", 2)
     facts = [
@@ -144,13 +158,12 @@ def outline_preferences(
     else:
         facts.append(("algorithm", "a reward model, by the Bradley-Terry loss"))
     longest = train.rows_per_step * each * data.max_tokens
-    often = f"every {_count(every, 'step')} and " if every else ""
     return [
         *facts,
         ("runtimes", _runtimes(roles)),
         ("data", _data(rows, noun, data.train, train.steps * train.rows_per_step)),
         ("a step", f"{train.rows_per_step} {noun}, at most {longest:,} tokens, read once more to find their gradient"),
-        *([("validation", f"{held_out:,} {noun}, {often}after the last step")] if data.validation else []),
+        *([("validation", _held_out(config, held_out, noun))] if data.validation else []),
         ("the run", f"{train.steps} steps, an optimizer step each"),
     ]
 

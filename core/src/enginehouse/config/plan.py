@@ -36,7 +36,9 @@ from enginehouse.config.arithmetic import (
 from enginehouse.config.backends import (
     RunsOn,
     check_capabilities,
+    check_export,
     check_model,
+    check_native_names,
     check_processes,
     check_sampling,
     check_servers,
@@ -52,7 +54,7 @@ from enginehouse.config.backends import (
     stored_names,
     typed_options,
 )
-from enginehouse.config.device import gpu_here, pick_device, pick_dtype
+from enginehouse.config.device import cpu_has_bfloat16, gpu_here, pick_device, pick_dtype
 from enginehouse.config.evaluated import Evaluated, free_directory, holds_training
 from enginehouse.config.findings import Findings
 from enginehouse.config.functions import check_environment, extend_path, find_function
@@ -64,7 +66,9 @@ from enginehouse.config.resume import check_resume, kind_of
 from enginehouse.config.rewards import RewardPlan, is_reserved, key_of
 from enginehouse.config.roles import RolePlan, beside, own_processes
 from enginehouse.config.rows import (
+    Tokenizer,
     check_by_its_own,
+    check_by_tokenizer,
     check_reward_columns,
     look_at_demonstrations,
     look_at_held_out,
@@ -97,7 +101,7 @@ from enginehouse.plugin import (
 from enginehouse.weights.effect import TOLERANCES
 
 if TYPE_CHECKING:
-    from enginehouse.config.rows import Columns
+    from enginehouse.config.rows import Columns, Rows
     from enginehouse.config.schema import Beside, Engine, NamedReward
     from enginehouse.data.preference_files import PreferenceColumns
     from enginehouse.data.rendering import TokenLimit
@@ -351,6 +355,7 @@ def plan(
     model = setting.model(config)
     check_model(findings, train, actor_options, model, "actor")
     check_targets(findings, actor_options, config.model.path)
+    check_export(findings, config, train, actor_options)
     check_model(findings, rollout, rollout_options, model, "rollout")
     check_sampling(findings, config, rollout, roles["rollout"], setting.device)
     if evaluation:
@@ -367,11 +372,10 @@ def plan(
     limit = check_lengths(findings, config, roles, model)
     check_evaluation(findings, config)
     check_positions(findings, config, roles, setting.models, limit)
-    rows = look_at_prompts(findings, config, limit, bool(model))
-    if config.train.validate_every and not config.data.validation_files():
-        findings.refuse("train.validate_every is set, but there is no file to validate on (data.validation)")
+    rows = look_at_prompts(findings, config, limit, setting.tokenizer_of(model))
+    _check_validated(findings, config)
     _check_save_best(findings, config)
-    environment, environment_arguments, rewards = setting.playing(config, rows.columns)
+    environment, environment_arguments, rewards = setting.playing(config, rows.columns, setting.tokenizer_of(model))
     is_single_turn = environment == SINGLE_TURN
     advantage, advantage_arguments = setting.function(
         Advantage, algorithm.advantage.name, "algorithm.advantage", algorithm.advantage.arguments
@@ -411,7 +415,7 @@ def plan(
         {**backends, "rollout": rollout, "evaluation": evaluator},
         model,
         {name: -(-samples // algorithm.minibatches) if role.trained else samples for name, role in roles.items()},
-        limit.tokens + config.rollout.sampling.max_tokens,
+        *_longest(rows, limit, "rollout.sampling.max_tokens", config.rollout.sampling.max_tokens, is_single_turn),
     )
     findings.raise_problems(setting.source)
     return Plan(
@@ -506,8 +510,8 @@ def plan_eval(
             "there are no held-out prompts to evaluate on (data.validation): name a file, as in "
             "data.validation=held_out.jsonl, or several by name, data.validation='{aime: a.jsonl, gsm: b.jsonl}'"
         )
-    rows = look_at_held_out(findings, config, limit, bool(read))
-    environment, environment_arguments, rewards = setting.playing(config, rows.columns)
+    rows = look_at_held_out(findings, config, limit, setting.tokenizer_of(read))
+    environment, environment_arguments, rewards = setting.playing(config, rows.columns, setting.tokenizer_of(read))
     is_single_turn = environment == SINGLE_TURN
     directory = Path(place).absolute()
     if holds_training(directory):
@@ -521,8 +525,9 @@ def plan_eval(
         setting.run_directory({"model.path": config.model.path, **needed}, roles)
     answers = config.evaluation.samples_per_prompt * sum(count for _, count in rows.held_out)
     backends = {"rollout": rollout, "reward_model": scoring.backend if scoring else None}
-    longest = limit.tokens + config.evaluation.sampling.beside(config.rollout.sampling).max_tokens
-    setting.memory(roles, backends, read, dict.fromkeys(roles, answers), longest)
+    new = config.evaluation.sampling.beside(config.rollout.sampling).max_tokens
+    longest = _longest(rows, limit, "evaluation.sampling.max_tokens", new, is_single_turn)
+    setting.memory(roles, backends, read, dict.fromkeys(roles, answers), *longest)
     findings.raise_problems(setting.source)
     reads_back = rollout is not None and capabilities.WEIGHT_CHECKSUMS in rollout.capabilities
     return EvalPlan(
@@ -560,8 +565,13 @@ def plan_sft(
     roles = {"actor": actor.role}
     setting.check_room(config, roles)
     limit = row_limit(config, model)
-    sources = look_at_demonstrations(findings, config, limit, bool(model))
-    needed = {"model.path": config.model.path, **_by_key("data.train", config.data.train)}
+    sources, held_out = look_at_demonstrations(findings, config, limit, setting.tokenizer_of(model))
+    _check_validated(findings, config)
+    needed = {
+        "model.path": config.model.path,
+        **_by_key("data.train", config.data.train),
+        **_by_key("data.validation", config.data.validation or []),
+    }
     directory = setting.run_directory(needed, roles)
     setting.memory(roles, {"actor": actor.backend}, model, {"actor": config.train.rows_per_step}, limit.tokens)
     findings.raise_problems(setting.source)
@@ -569,7 +579,7 @@ def plan_sft(
         config=config,
         roles=roles,
         row_limit=limit,
-        **setting.common(outline_sft(config, model, sources, roles), directory, (actor.backend,)),
+        **setting.common(outline_sft(config, model, sources, held_out, roles), directory, (actor.backend,)),
     )
 
 
@@ -597,9 +607,8 @@ def plan_preferences(
     setting.check_room(config, roles)
     # A score takes a token more (`enginehouse.rl.sequence_scores`).
     limit = row_limit(config, model, further=int(isinstance(config, RMConfig)))
-    rows, held_out = look_at_preferences(findings, config, limit, bool(model))
-    if config.train.validate_every and not config.data.validation:
-        findings.refuse("train.validate_every is set, but there is no file to validate on (data.validation)")
+    rows, held_out = look_at_preferences(findings, config, limit, setting.tokenizer_of(model))
+    _check_validated(findings, config)
     directory = setting.run_directory(
         {
             "model.path": config.model.path,
@@ -671,8 +680,18 @@ class _Setting:
                 f"run is planned for {self.device}, as this machine has it, and refused at the start if the cluster "
                 f"has {'GPUs' if self.device == 'cpu' else 'none'} (set cluster.device)"
             )
+        if self.runs_on == ("cpu", "bfloat16") and not config.cluster.address and not cpu_has_bfloat16():
+            self.findings.note(
+                "model.dtype is bfloat16, and this CPU has no instructions for it: it multiplies 5 to 8 times slower "
+                "than in float32 (model.dtype=float32, which takes twice the memory)"
+            )
         self.models: dict[str, Mapping[str, Any]] = {}
+        self._tokenizer = Tokenizer(self.findings, config)
         self.trackers = check_trackers(self.findings, self.plugins, config.run.trackers, self.python_path)
+
+    def tokenizer_of(self, model: Mapping[str, Any]) -> Tokenizer | None:
+        """Return the tokenizer of the actor's model, given its `config.json`; None where there is no model."""
+        return self._tokenizer if model else None
 
     def common(
         self, facts: Facts, directory: Path, backends: Sequence[Backend | None], resumable: bool = True
@@ -709,9 +728,11 @@ class _Setting:
         """What the workers of a role run under; `key` is the role's in the config."""
         check_secrets(self.findings, f"{key}.engine.options", engine.options, read=False)
         check_variables(self.findings, f"{key}.engine.env", engine.env, self.config.cluster.launcher)
-        return choose_interpreter(
+        chosen = choose_interpreter(
             self.findings, self.plugins, record, engine, options, key, self.config.cluster.launcher, self.device
         )
+        check_native_names(self.findings, record, options, chosen, key)
+        return chosen
 
     def model_spec(self, path: str) -> ModelSpec:
         """What a role that loads the model in `path` is told of it."""
@@ -744,6 +765,7 @@ class _Setting:
         model = self.model(config)
         check_model(findings, train, options, model, "actor")
         check_targets(findings, options, config.model.path)
+        check_export(findings, config, train, options)
         return _Placed(train, actor), model
 
     def check_room(self, config: SFTConfig | PreferenceConfig, roles: Mapping[str, RolePlan]) -> None:
@@ -973,6 +995,7 @@ class _Setting:
         model: Mapping[str, Any],
         rows: Mapping[str, int],
         longest: int,
+        of: str = "",
     ) -> None:
         """Add up what the engines will hold of each device, and check that it has room.
 
@@ -982,6 +1005,7 @@ class _Setting:
             model: `config.json` of the actor's model.
             rows: most rows of one call of each role.
             longest: tokens of the longest row.
+            of: what that is made of, in words.
         """
         gpu = gpu_here() if self.device == "cuda" else None
         uses: dict[str, MemoryUse | None] = {}
@@ -1007,6 +1031,8 @@ class _Setting:
             )
             uses[name] = memory_of(backends.get(name), role.options, demand)
         self.memory_lines = table(roles, uses, self.device, gpu)
+        if self.memory_lines and of:
+            self.memory_lines.append(f"rows of at most {longest:,} tokens: {of}")
         check_memory(self.findings, roles, uses, self.device, gpu, exact)
 
     def run_directory(self, needed: Mapping[str, str | None], roles: Mapping[str, RolePlan]) -> Path:
@@ -1053,17 +1079,24 @@ class _Setting:
         return RewardPlan(name, reference, arguments, given)
 
     def playing(
-        self, config: Config, columns: Sequence[Columns] | None
+        self, config: Config, columns: Sequence[Columns] | None, tokenizer: Tokenizer | None
     ) -> tuple[str, dict[str, Any], tuple[RewardPlan, ...]]:
-        """Check what plays tasks, given the columns of rows, if known: the environment, its arguments, the rewards."""
-        environment, arguments = self.environment(config, columns)
+        """Check what plays tasks: the environment, its arguments, the rewards.
+
+        Args:
+            columns: of rows; None where they are not known.
+            tokenizer: of the model; None: it is not there.
+        """
+        environment, arguments = self.environment(config, columns, tokenizer)
         _check_that_there_is_a_reward(self.findings, config, environment)
         given = columns if environment == SINGLE_TURN else None  # another one may give rewards what it likes
         rewards = tuple(self.reward(name, one, given) for name, one in config.reward.named().items())
         return environment, arguments, rewards
 
-    def environment(self, config: Config, columns: Sequence[Columns] | None) -> tuple[str, dict[str, Any]]:
-        """Check the environment and what it is made with, given the columns of rows, if known; as `function`."""
+    def environment(
+        self, config: Config, columns: Sequence[Columns] | None, tokenizer: Tokenizer | None
+    ) -> tuple[str, dict[str, Any]]:
+        """Check the environment and what it is made with; arguments as of `playing`, return as of `function`."""
         name, arguments = config.environment.name, config.environment.arguments
         key = "environment.arguments"
         check_secrets(self.findings, key, arguments)
@@ -1079,6 +1112,8 @@ class _Setting:
                 arguments = take_values(self.findings, found, name, key, arguments)
                 if len(self.findings.problems) == before:
                     check_by_its_own(found, key, arguments, columns)
+                    if tokenizer is not None:
+                        check_by_tokenizer(found, "environment", arguments, tokenizer)
             return reference, dict(arguments)
         return "", {}
 
@@ -1144,6 +1179,22 @@ def _fewest_tokens(models: Sequence[Mapping[str, Any]]) -> int | None:
     return min((number for model in models if (number := vocabulary(model)) is not None), default=None)
 
 
+def _longest(rows: Rows, limit: TokenLimit, key: str, new: int, is_single_turn: bool) -> tuple[int, str]:
+    """Tokens of the longest row, and what they are: a prompt, the longest that was read if all were, and a response.
+
+    Args:
+        rows: of the data.
+        limit: of a prompt.
+        key: the config key that says how long a response may be.
+        new: its value.
+        is_single_turn: whether a response to the prompt is all of a row.
+    """
+    prompt, said = limit.tokens, f"a prompt of {limit.option}"
+    if rows.longest is not None and is_single_turn:
+        prompt, said = rows.longest, f"the longest prompt of the data, {rows.longest:,}"
+    return prompt + new, f"{said}, and {key}={new}"
+
+
 def _most_tokens(config: Config, roles: Mapping[str, RolePlan], models: Sequence[Mapping[str, Any]]) -> int | None:
     """How long a sample may be for the models that read it, given their `config.json`."""
     limits = [positions(model) for model in models if model]
@@ -1204,6 +1255,12 @@ def _check_that_there_is_a_reward(findings: Findings, config: Config, environmen
         wanted = "reward.function is wanted, several under reward.functions, or reward_model.path"
         of = "" if environment == SINGLE_TURN else f": the environment {name!r} has it score what was answered"
         findings.refuse(wanted + of)
+
+
+def _check_validated(findings: Findings, config: AnyConfig) -> None:
+    """Refuse validations without anything to validate on."""
+    if config.train.validate_every and not config.data.validation:
+        findings.refuse("train.validate_every is set, but there is no file to validate on (data.validation)")
 
 
 def _check_save_best(findings: Findings, config: Config) -> None:

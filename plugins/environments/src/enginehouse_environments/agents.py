@@ -20,6 +20,7 @@ from enginehouse.engines.environment import Scored
 from enginehouse.errors import ConfigError, EnginehouseError, UserError, nearest
 from enginehouse.plugin import ResolveError, resolve
 from enginehouse_environments.calls import FORMATS
+from enginehouse_environments.dialogue import ChatTemplate
 from enginehouse_environments.endpoint import MODEL, Endpoint, Served
 from enginehouse_environments.recording import Limits, Recording, Templates
 from enginehouse_environments.threads import in_thread
@@ -96,6 +97,11 @@ class OpenAIAgent:
         found(arguments["agent"], arguments.get("arguments") or {})
         if (name := arguments.get("format", "auto")) not in ("auto", *FORMATS):
             raise ConfigError(f"format: there is none {name!r}: {nearest(name, ['auto', *FORMATS])}")
+
+    @staticmethod
+    def check_tokenizer(arguments: Mapping[str, Any], tokenizer: Any) -> None:
+        """Refuse a tokenizer without a chat template."""
+        ChatTemplate(tokenizer, None, arguments.get("template"))
 
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
         """See the protocol."""

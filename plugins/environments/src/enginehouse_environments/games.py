@@ -39,6 +39,11 @@ class GuessingGame:
             near = nearest("secret", columns)
             raise ConfigError(f"the data has no column 'secret', the number to guess: {near}")
 
+    @staticmethod
+    def check_tokenizer(arguments: Mapping[str, Any], tokenizer: Any) -> None:
+        """Refuse a tokenizer without a chat template."""
+        ChatTemplate(tokenizer)
+
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
         """See the protocol."""
         template, most = ChatTemplate(policy.tokenizer), context.most_tokens or math.inf

@@ -82,6 +82,11 @@ class Gym:
                 except ResolveError as error:
                     raise ConfigError(f"{key}: {error}") from error
 
+    @staticmethod
+    def check_tokenizer(arguments: Mapping[str, Any], tokenizer: Any) -> None:
+        """Refuse a tokenizer without a chat template."""
+        ChatTemplate(tokenizer)
+
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
         """See the protocol."""
         template, seed = ChatTemplate(policy.tokenizer), self._seed_of(task)

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from enginehouse.errors import ConfigError, EnginehouseError, UserError, nearest
 from enginehouse_environments.agents import RecordedAgents
+from enginehouse_environments.dialogue import ChatTemplate
 from enginehouse_environments.recording import Limits
 
 if TYPE_CHECKING:
@@ -64,6 +65,11 @@ class Verifiers:
                 f"column: the data has no column {column!r}, the place of a task in the taskset: "
                 f"{nearest(column, columns or ())}"
             )
+
+    @staticmethod
+    def check_tokenizer(arguments: Mapping[str, Any], tokenizer: Any) -> None:
+        """Refuse a tokenizer without a chat template."""
+        ChatTemplate(tokenizer)
 
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
         """See the protocol."""
