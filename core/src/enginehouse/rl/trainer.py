@@ -77,7 +77,6 @@ class Trainer(Loop):
         super().__init__(plan, run, progress)
         self.plan = plan
         config = plan.config
-        self.save_every = config.train.save_every
         self.dropped: dict[str, int] = {}
         with progress.task("reading data"):
             self.tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)

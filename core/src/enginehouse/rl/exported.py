@@ -1,0 +1,100 @@
+"""Compares an exported model with the one that was trained: a row scored by transformers, from the files, on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from enginehouse.controller import Balanced
+from enginehouse.data import Batch, Ragged
+from enginehouse.data.rendering import load_tokenizer
+from enginehouse.engines.train import Outputs
+from enginehouse.errors import SaveError, first_line
+from enginehouse.quiet import quiet_transformers
+from enginehouse.weights.effect import TOLERANCES
+
+if TYPE_CHECKING:
+    from enginehouse.controller import WorkerGroup
+    from enginehouse.engines.model import ModelSpec
+
+MOST_BYTES = 4 << 30
+"""A model that takes more in float32 is not loaded a second time."""
+TEXT = "1 + 1 = 2"
+
+
+class ExportDiffers(SaveError):
+    """An exported model gives other figures than the one that was trained."""
+
+
+def compare_export(directory: Path, actor: WorkerGroup, spec: ModelSpec) -> str:
+    """Score a row by transformers from exported files and by the engine, and compare.
+
+    Args:
+        directory: a model, or an adapter as `peft` reads it.
+        actor: the engine's workers; their weights are on their devices, and those that were exported.
+        spec: what the actor was loaded from.
+
+    Returns:
+        Why the two were not compared; empty where they agree.
+
+    Raises:
+        ExportDiffers: they do not.
+    """
+    is_adapter = (directory / "adapter_config.json").is_file()
+    needed = _float32_bytes(Path(spec.path) if is_adapter else directory, spec.dtype)
+    if needed > MOST_BYTES or needed > psutil.virtual_memory().available / 2:
+        return f"it would take {needed / 2**30:.1f} GiB once more"
+    try:
+        ids = _row(spec.path if is_adapter else str(directory), spec)
+        theirs = _scores_of_files(directory, ids, spec)
+    except Exception as error:  # no peft here, or no such class of transformers: no fault of the files
+        return f"transformers does not load it here ({type(error).__name__}: {first_line(error)})"
+    rows = Balanced(Batch({"input_ids": Ragged.from_list([ids], dtype=torch.int64)}), by="input_ids")
+    if spec.head == "value":
+        ours, what = actor.score_rows(rows)["score"], "the score"
+    else:
+        ours, what = actor.forward(rows, Outputs())["logprobs"].values[1:], "the logprobs of the tokens"
+    apart = (ours.double().cpu() - theirs.double()).abs().mean().item()
+    most = TOLERANCES[spec.dtype] * (max(1.0, ours.abs().max().item()) if spec.head == "value" else 1.0)
+    if not apart <= most:  # NaN too
+        raise ExportDiffers(
+            f"what was exported is not what was trained: {what} of {TEXT!r} by transformers, from the files, and by "
+            f"the engine are {apart:.3g} apart on average, and in {spec.dtype} {most:.3g} is rounding. The engine: "
+            f"{_shown(ours)}; transformers: {_shown(theirs)}"
+        )
+    return ""
+
+
+def _row(directory: str, spec: ModelSpec) -> list[int]:
+    """Token ids of a text with its end, as a tokenizer is documented to be used."""
+    tokenizer = load_tokenizer(directory, spec.trust_remote_code)
+    ids: list[int] = tokenizer(TEXT)["input_ids"]
+    end = tokenizer.eos_token_id
+    return ids if end is None or ids[-1:] == [end] else [*ids, end]
+
+
+def _scores_of_files(directory: Path, ids: list[int], spec: ModelSpec) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    kind: Any = AutoModelForSequenceClassification if spec.head == "value" else AutoModelForCausalLM
+    with quiet_transformers(), torch.no_grad():
+        model = kind.from_pretrained(
+            str(directory), dtype=torch.float32, trust_remote_code=spec.trust_remote_code, local_files_only=True
+        ).eval()
+        row = torch.tensor([ids])
+        logits: torch.Tensor = model(input_ids=row).logits[0]
+    if spec.head == "value":
+        return logits
+    return logits[:-1].log_softmax(-1).gather(-1, row[0, 1:, None])[:, 0]
+
+
+def _float32_bytes(directory: Path, dtype: str) -> int:
+    stored = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    return stored * (1 if dtype == "float32" else 2)
+
+
+def _shown(scores: torch.Tensor) -> str:
+    return ", ".join(f"{score:.3f}" for score in scores[:8].tolist())
