@@ -83,7 +83,7 @@ from enginehouse.config.tokenizers import check_tokens, vocabulary
 from enginehouse.config.trackers import TrackerPlan, check_trackers
 from enginehouse.config.variables import check_agreement, check_variables
 from enginehouse.engines.memory import MemoryDemand, MemoryUse, ModelShape
-from enginehouse.engines.model import Device, ModelSpec, positions
+from enginehouse.engines.model import Device, ModelSpec, end_ids, positions
 from enginehouse.errors import ConfigError, ModelError, nearest
 from enginehouse.plugin import (
     Advantage,
@@ -984,6 +984,12 @@ class _Setting:
                     self.models[name] = read_model(section.path, f"{name}.path")
                     if name == "reference":
                         _check_writes("reference.path", section.path, self.models[name])
+                    if name == "reward_model" and _pads_with_an_end(self.models[name]):
+                        self.findings.note(
+                            f"reward_model.path: {section.path} pads with its end of sequence: transformers reads the "
+                            "score of such a model at the token before the end, and here the last token is scored, as "
+                            "`enginehouse rm` trains it; one that was trained otherwise scores otherwise"
+                        )
                     paths, models = (path, section.path), (model, self.models[name])
                     check_tokens(self.findings, name, paths, models, config.model.trust_remote_code)
         return model
@@ -1201,6 +1207,12 @@ def _most_tokens(config: Config, roles: Mapping[str, RolePlan], models: Sequence
     limits.append(roles["rollout"].options.get("max_model_tokens"))
     known = [limit for limit in limits if isinstance(limit, int)]
     return min(known) - ("reward_model" in roles) if known else None  # that reads a token more
+
+
+def _pads_with_an_end(model: Mapping[str, Any]) -> bool:
+    """True if a model, given its `config.json`, has an end of sequence for padding."""
+    text = model.get("text_config") or model
+    return text.get("pad_token_id") is not None and text["pad_token_id"] in end_ids(text.get("eos_token_id"))
 
 
 def _check_writes(key: str, path: str, model: Mapping[str, Any]) -> None:
