@@ -19,7 +19,8 @@ from enginehouse_testing.models import tiny_model
 def trained(head: Any, directory: Path) -> tuple[Any, Any, ModelSpec]:
     """An engine that has trained and exported, its workers as a group calls them, and what it was loaded from."""
     engine = make_engine(tiny_model(), head=head, lr=1e-2)
-    train(engine, head)
+    for _ in range(3):
+        train(engine, head)
     engine.export_hf(str(directory))
 
     def score_rows(rows: Any) -> Batch:
