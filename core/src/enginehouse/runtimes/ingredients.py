@@ -37,6 +37,7 @@ class Recipe:
         platform: `sysconfig.get_platform()`.
         ray: version of Ray, the driver's own.
         prepare: `"module:function"` of the plugin, called before the engine's module is imported; empty: none.
+        engine: `"module:Class"` of the plugin's engine, which workers import; empty: no worker is to start.
     """
 
     backend: str
@@ -48,11 +49,12 @@ class Recipe:
     platform: str
     ray: str
     prepare: str = ""
+    engine: str = ""
 
     @property
     def key(self) -> str:
         """Stands for all that is installed; hexadecimal."""
-        installed = {name: value for name, value in asdict(self).items() if name != "prepare"}
+        installed = {name: value for name, value in asdict(self).items() if name not in ("prepare", "engine")}
         return hashlib.sha256(json.dumps(installed, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -92,6 +94,7 @@ def recipe(record: Backend, variant: str) -> Recipe:
         platform=sysconfig.get_platform(),
         ray=ray,
         prepare=wanted.prepare,
+        engine=record.engine,
     )
 
 
