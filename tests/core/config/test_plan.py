@@ -424,6 +424,21 @@ def test_k1_in_the_loss_is_refused_with_the_reason_and_k1_in_the_reward_is_not(m
     assert make("algorithm.kl.estimator=k1")  # no term, nothing to refuse
 
 
+@pytest.mark.parametrize("estimator", ["k2", "k3", "k3_unbiased"])
+def test_other_estimators_than_k1_in_the_reward_are_refused_with_the_reason(make: Callable[..., Plan], estimator: str):
+    term = ("algorithm.kl.coefficient=0.1", "algorithm.kl.place=reward")
+    said = refusal(make, *term, f"algorithm.kl.estimator={estimator}")
+    assert f"{estimator} in the reward does not hold the policy near its reference" in said
+    assert all(cure in said for cure in ("algorithm.kl.estimator=k1", "algorithm.kl.place=loss"))
+    assert make("algorithm.kl.place=reward", f"algorithm.kl.estimator={estimator}")  # no term, nothing to refuse
+
+
+@pytest.mark.parametrize(("place", "estimator"), [("reward", "k1"), ("loss", "k3")])
+def test_the_estimator_goes_by_the_place_of_the_term(make: Callable[..., Plan], place: str, estimator: str):
+    said = make("algorithm.kl.coefficient=0.1", f"algorithm.kl.place={place}").render()
+    assert f"0.1 times the {estimator} divergence in the {place}" in said
+
+
 @pytest.mark.parametrize("key", ["data.train", "data.validation"])
 @pytest.mark.parametrize("column", ["prompt", "messages", "response", "response_tokens", "finish_reason"])
 def test_a_column_that_a_reward_would_never_see_is_refused(

@@ -222,7 +222,7 @@ def _reference(config: Config, reference: RolePlan | None, used: bool) -> str:
     if not kl.coefficient:
         return f"{what}; for the {config.algorithm.advantage.name} advantages"
     adapted = f", adapted to a divergence of {kl.target:g}" if kl.target else ""
-    return f"{what}; {kl.coefficient:g} times the {kl.estimator} divergence in the {kl.place}{adapted}"
+    return f"{what}; {kl.coefficient:g} times the {kl.chosen_estimator} divergence in the {kl.place}{adapted}"
 
 
 def _reference_model(config: Config | DPOConfig, reference: RolePlan | None) -> str:

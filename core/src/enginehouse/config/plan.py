@@ -111,14 +111,15 @@ if TYPE_CHECKING:
 REWARD_GETS = ("prompt", "messages", "response", "response_tokens", "finish_reason")
 """What a reward may take by name, besides the data set's columns; `reward.arguments` it has to take."""
 SAMPLE_COLUMNS = (
-    *("input_ids", "loss_mask", "rollout_logprobs", "reward", "group", "response_tokens"),
+    *("input_ids", "loss_mask", "rollout_logprobs", "old_logprobs", "reward", "group", "response_tokens"),
     *("rewards", "first_version", "weight_version", "finish_reason", "reward_figures", "reward_failure"),
 )
-"""What an advantage may need of the samples, besides `old_logprobs` and `reference_logprobs` where those are computed;
-see `enginehouse.rl.episodes.batch_of`; `rewards` is of `enginehouse.rl.rewards.weighted.with_rewards`."""
-OF_ROLES = ("values", "token_rewards", "baseline")
-"""What it may need besides: a critic's values; rewards of single tokens, as of a KL term, else 0; and the reward of the
-prompt's greedy response."""
+"""What an advantage may need of the samples, besides `reference_logprobs` where those are computed; see
+`enginehouse.rl.episodes.batch_of`; `rewards` is of `enginehouse.rl.rewards.weighted.with_rewards`. `old_logprobs` are
+the actor's where it computes them anew, else the rollout's."""
+OF_ROLES = ("values", "token_rewards", "kl_penalty", "baseline")
+"""What it may need besides: a critic's values; rewards of single tokens, as of a KL term, else 0; what a KL term takes
+off the reward, which then is without it; and the reward of the prompt's greedy response."""
 IMPORTANCE_CAP, STALE_IMPORTANCE_CAP = "importance_cap", 2.0
 """An argument of losses, the largest importance weight of a token, and its value for samples of older weights where the
 config says none (`null` takes the weights away)."""
@@ -395,7 +396,7 @@ def plan(
         else ("", {})
     )
     _check_old_logprobs(findings, setting.plugins, config, old_logprobs)
-    _check_needs(findings, config, needs, old_logprobs, uses_reference)
+    _check_needs(findings, config, needs, uses_reference)
     _check_kl(findings, config)
     _check_rewards_are_read(findings, config, needs)
     _check_outputs(findings, setting.plugins, config, "critic" in roles)
@@ -1168,12 +1169,9 @@ def _needs_of(plugins: PluginManager, config: Config) -> tuple[str, ...] | None:
     return next((record.needs for record in records if isinstance(record, Advantage)), None)
 
 
-def _check_needs(
-    findings: Findings, config: Config, needs: Sequence[str] | None, old_logprobs: str, uses_reference: bool
-) -> None:
+def _check_needs(findings: Findings, config: Config, needs: Sequence[str] | None, uses_reference: bool) -> None:
     """Refuse a column that the samples will not have."""
-    there = [*SAMPLE_COLUMNS, *OF_ROLES]
-    there += ["old_logprobs"] * (old_logprobs == "actor") + ["reference_logprobs"] * uses_reference
+    there = [*SAMPLE_COLUMNS, *OF_ROLES, *(["reference_logprobs"] * uses_reference)]
     for column in needs or ():
         if column not in there:
             name = config.algorithm.advantage.name
@@ -1311,8 +1309,14 @@ def _check_kl(findings: Findings, config: Config) -> None:
     if kl.coefficient and kl.place == "loss" and kl.estimator == "k1":
         findings.refuse(
             "algorithm.kl: k1 in the loss regularises nothing, since its gradient is zero in expectation; set "
-            "algorithm.kl.estimator to k2 (the gradient of the reverse KL) or k3 (of the forward KL), or "
+            "algorithm.kl.estimator to k3 (the gradient of the forward KL), k2 or k3_unbiased (of the reverse KL), or "
             "algorithm.kl.place=reward"
+        )
+    if kl.coefficient and kl.place == "reward" and kl.chosen_estimator != "k1":
+        findings.refuse(
+            f"algorithm.kl: {kl.estimator} in the reward does not hold the policy near its reference, and may drive it "
+            "away, since near the reference its policy gradient is zero in expectation; set algorithm.kl.estimator=k1, "
+            "or algorithm.kl.place=loss"
         )
     for name, cure in KL_ARGUMENTS.items():
         if name in config.algorithm.loss.arguments:

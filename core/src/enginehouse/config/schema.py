@@ -425,7 +425,7 @@ class Loss(Section):
     )
 
 
-KLEstimator = Literal["k1", "k2", "k3"]
+KLEstimator = Literal["k1", "k2", "k3", "k3_unbiased"]
 
 
 class CriticLoss(Loss):
@@ -460,7 +460,11 @@ class KL(Section):
     """Divergence from the reference model."""
 
     coefficient: float = Field(default=0.0, ge=0, description="Its weight; 0: no reference model runs")
-    estimator: KLEstimator = Field(default="k3", description="Schulman's estimators from one sample")
+    estimator: KLEstimator | None = Field(
+        default=None,
+        description="Schulman's estimators from one sample; unset: k1 in the reward, where the others do not hold the "
+        "policy, and k3 in the loss, where k2 and k3_unbiased are too",
+    )
     place: Literal["loss", "reward"] = Field(default="loss", description="Added to the loss, or taken off the reward")
     target: float | None = Field(
         default=None,
@@ -468,6 +472,11 @@ class KL(Section):
         description="Divergence in nats a token that the coefficient is adapted to, step by step, with place reward; "
         "unset: it stays",
     )
+
+    @property
+    def chosen_estimator(self) -> KLEstimator:
+        """The estimator that the config names, else that of the term's place."""
+        return self.estimator or ("k1" if self.place == "reward" else "k3")
 
 
 class Algorithm(Section):

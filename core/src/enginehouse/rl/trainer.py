@@ -31,7 +31,7 @@ from enginehouse.rl.episodes import FOR_PEOPLE, TEXTS, rows_of
 from enginehouse.rl.evaluation import KIND, Evaluator, kind_of
 from enginehouse.rl.feed import Feed
 from enginehouse.rl.generation import outputs_as_sampled, row_seed, sampling_params, step_seed
-from enginehouse.rl.kl import adapted, resumed_coefficient, with_kl_in_reward
+from enginehouse.rl.kl import KL_PENALTY, adapted, resumed_coefficient, with_kl_in_reward
 from enginehouse.rl.loop import Loop, Update
 from enginehouse.rl.minibatches import assign_minibatches
 from enginehouse.rl.mismatch import measuring, mismatch
@@ -272,7 +272,7 @@ class Trainer(Loop):
 
     def with_reference(self, batch: DistributedBatch) -> tuple[DistributedBatch, dict[str, float]]:
         """Add `reference_logprobs`, if something compares with a reference, and take the KL term, if there is one, from
-        the rewards if that is its place.
+        the rewards if that is its place, or beside them for an advantage that needs `KL_PENALTY`.
 
         Returns:
             The batch; and `kl`, the mean of the term's tokens, where the loss does not measure it.
@@ -283,8 +283,9 @@ class Trainer(Loop):
         batch = batch.joined(self.roles.score_by_reference(batch.select(["input_ids", "loss_mask"]), self._outputs()))
         if kl.place == "loss" or not kl.coefficient:
             return batch, {}
-        by_token = "token_rewards" in (self.plan.advantage_needs or ())
-        batch, mean = with_kl_in_reward(batch, self.kl_coefficient, kl.estimator, by_token)
+        needs = self.plan.advantage_needs or ()
+        into = next((name for name in (KL_PENALTY, "token_rewards") if name in needs), "reward")
+        batch, mean = with_kl_in_reward(batch, self.kl_coefficient, kl.chosen_estimator, into)
         if kl.target is None:
             return batch, {"kl": mean}
         used, self.kl_coefficient = self.kl_coefficient, adapted(self.kl_coefficient, mean, kl.target)
@@ -300,7 +301,9 @@ class Trainer(Loop):
             if "token_rewards" in needs and "token_rewards" not in batch:
                 lengths = batch.lengths("input_ids")
                 batch = batch.with_columns(token_rewards=Ragged.from_lengths(torch.zeros(int(lengths.sum())), lengths))
-            given = batch.fetch(needs)
+            own = {"old_logprobs": "old_logprobs" if "old_logprobs" in batch else "rollout_logprobs"}
+            names = dict.fromkeys(own.get(name, name) for name in needs if name in batch or name != KL_PENALTY)
+            given = with_defaults(batch.fetch(tuple(names)))
         estimate = partial(self.advantage, **self.plan.advantage_arguments)
         made = EpisodeRows(batch["episode"]).made(estimate, given, batch.lengths("input_ids"))
         return batch.with_columns(**made)
@@ -335,7 +338,7 @@ class Trainer(Loop):
         algorithm = self.config.algorithm
         arguments = dict(self.plan.loss_arguments)
         if algorithm.kl.coefficient and algorithm.kl.place == "loss":
-            arguments |= {"kl_coefficient": algorithm.kl.coefficient, "kl_estimator": algorithm.kl.estimator}
+            arguments |= {"kl_coefficient": algorithm.kl.coefficient, "kl_estimator": algorithm.kl.chosen_estimator}
         outputs = self._outputs(entropy=bool(arguments.get("entropy_coefficient")))
         return LossSpec(algorithm.loss.name, arguments, outputs)
 
