@@ -439,6 +439,46 @@ def test_the_estimator_goes_by_the_place_of_the_term(make: Callable[..., Plan], 
     assert f"0.1 times the {estimator} divergence in the {place}" in said
 
 
+@pytest.mark.parametrize(
+    ("overrides", "whose"),
+    [
+        ([], "rollout's"),
+        (["algorithm.loss.name=policy_gradient", "model.dtype=bfloat16"], "rollout's"),
+        (["algorithm.loss.name=cispo", "model.dtype=bfloat16"], "rollout's"),
+        (["algorithm.loss.name=sapo", "model.dtype=bfloat16"], "rollout's"),
+        (["algorithm.loss.arguments.clip_low=0.01"], "rollout's"),
+        (["algorithm.loss.name=gspo"], "actor's (its ratio is clipped nearer to 1"),
+        (["algorithm.loss={name: gspo, arguments: {clip_low: 0.2, clip_high: 0.2}}"], "actor's (its ratio"),
+        (["algorithm.loss.arguments.clip_low=0.01", "model.dtype=bfloat16"], "actor's (its ratio is clipped"),
+        (["train.staleness=1"], "actor's (samples are of older weights)"),
+        (["algorithm.old_logprobs=actor"], "actor's"),
+    ],
+)
+def test_the_actor_computes_old_logprobs_for_a_loss_that_needs_them(
+    make: Callable[..., Plan], overrides: list[str], whose: str
+):
+    planned = make("algorithm.loss.arguments={}", *overrides)
+    assert f"loss; old logprobs are the {whose}" in planned.render()
+    assert planned.old_logprobs == whose.partition("'")[0]
+
+
+def test_a_kl_term_in_the_loss_without_weights_for_older_samples_is_noted(make: Callable[..., Plan]):
+    stale = ("train.staleness=1", "algorithm.kl.coefficient=0.1", "algorithm.loss.name=clipped_policy")
+    without = (*stale, "algorithm.loss.arguments={importance_cap: null}")
+    assert any("the term in the loss takes samples of older weights" in note for note in make(*without).notes)
+    for right in (stale, (*without[1:], "algorithm.loss.arguments={}"), (*without, "algorithm.kl.place=reward")):
+        assert not any("older weights" in note for note in make(*right).notes)
+
+
+def test_a_loss_that_needs_the_actors_logprobs_is_refused_with_the_rollouts(make: Callable[..., Plan]):
+    said = refusal(make, "algorithm.loss.name=gspo", "algorithm.old_logprobs=rollout")
+    assert "algorithm.loss.name: 'gspo' needs the actor's own logprobs" in said
+    assert "set algorithm.old_logprobs=actor" in said
+    narrow = ("algorithm.loss.arguments.clip_high=0.001", "model.dtype=bfloat16", "algorithm.old_logprobs=rollout")
+    assert any("clip_high is less than 0.05, and in bfloat16" in note for note in make(*narrow).notes)
+    assert not any("clip_high" in note for note in make(*narrow[::2]).notes), "float32 rounds too little for that"
+
+
 @pytest.mark.parametrize("key", ["data.train", "data.validation"])
 @pytest.mark.parametrize("column", ["prompt", "messages", "response", "response_tokens", "finish_reason"])
 def test_a_column_that_a_reward_would_never_see_is_refused(
@@ -1043,7 +1083,7 @@ def test_a_plan_of_every_role_is_said_line_by_line(make: Callable[..., Plan], pr
         f"runtimes    actor {HERE}; rollout {HERE}; evaluation {HERE}",
         "weights     by collective (weights.transport names it); their effect checked every 50 updates",
         "reward      scoring:right, in 1 process; one that raises or takes more than 30 s ends the run",
-        "algorithm   grpo advantages, clipped_policy loss",
+        "algorithm   grpo advantages, clipped_policy loss; old logprobs are the rollout's",
         "data        40 prompts in train.jsonl, each drawn 2 times",
         "a step      8 prompts x 4 samples = 32 samples, at most 256 new tokens, 768 with the longest prompts",
         "validation  prompts: 40 of train.jsonl, answered greedily: 40 answers before the first step and "

@@ -37,6 +37,8 @@ def outline_rl(
     transport_reason: str,
     uses_reference: bool,
     is_single_turn: bool,
+    old_logprobs: str,
+    why_actor: str,
 ) -> Facts:
     """A reinforcement-learning run.
 
@@ -48,6 +50,8 @@ def outline_rl(
         transport_reason: why the rollout has the weight transport it has.
         uses_reference: whether something compares with a reference.
         is_single_turn: whether the environment is core's own.
+        old_logprobs: whose logprobs the loss compares with.
+        why_actor: why the actor's, where the config does not say so.
     """
     return [
         ("model", _model(config.model, model, roles["actor"])),
@@ -61,7 +65,7 @@ def outline_rl(
         ("weights", _weights(roles["rollout"], transport_reason)),
         *([("reward", _reward(config))] if config.reward.named() else []),
         *([("environment", environment)] if (environment := _environment(config, is_single_turn)) else []),
-        ("algorithm", f"{config.algorithm.advantage.name} advantages, {config.algorithm.loss.name} loss"),
+        ("algorithm", _algorithm(config, old_logprobs, why_actor)),
         ("data", _prompts(config, rows)),
         ("a step", _step(config, is_single_turn)),
         *([("schedule", schedule)] if (schedule := _schedule(config)) else []),
@@ -211,6 +215,14 @@ def _evaluation(config: Config, evaluation: RolePlan) -> str:
     return (
         f"1 replica of {engine}, in a process of its own; weights by {evaluation.transport} before each validation, "
         f"their effect {checked}; training goes on meanwhile"
+    )
+
+
+def _algorithm(config: Config, old_logprobs: str, why_actor: str) -> str:
+    because = f" ({why_actor})" if why_actor else ""
+    return (
+        f"{config.algorithm.advantage.name} advantages, {config.algorithm.loss.name} loss; old logprobs are the "
+        f"{old_logprobs}'s{because}"
     )
 
 

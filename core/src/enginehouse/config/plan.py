@@ -123,6 +123,8 @@ off the reward, which then is without it; and the reward of the prompt's greedy 
 IMPORTANCE_CAP, STALE_IMPORTANCE_CAP = "importance_cap", 2.0
 """An argument of losses, the largest importance weight of a token, and its value for samples of older weights where the
 config says none (`null` takes the weights away)."""
+NARROW = 0.05
+"""A clip range of less is within what engines that compute in bfloat16 are apart in single tokens, in nats."""
 SINGLE_TURN = "enginehouse.rl.environments.single_turn:SingleTurn"
 """The environment that is core's own."""
 _OVERWRITE = ("run.overwrite", "run")
@@ -385,7 +387,7 @@ def plan(
     keep_arguments: dict[str, Any] = {}
     if (filtered := config.rollout.keep) is not None:
         keep, keep_arguments = setting.function(Filter, filtered.name, "rollout.keep", filtered.arguments)
-    old_logprobs = algorithm.old_logprobs or ("actor" if config.train.staleness else "rollout")
+    old_logprobs, why_actor = _old_logprobs(findings, setting.plugins, config, actor.model.dtype)
     taken = _taken(findings, setting.plugins, config, old_logprobs)
     _, loss_arguments = setting.function(
         Loss, algorithm.loss.name, "algorithm.loss", algorithm.loss.arguments, _kl_arguments(config), list(taken)
@@ -395,9 +397,8 @@ def plan(
         if "critic" in roles
         else ("", {})
     )
-    _check_old_logprobs(findings, setting.plugins, config, old_logprobs)
     _check_needs(findings, config, needs, uses_reference)
-    _check_kl(findings, config)
+    _check_kl(findings, config, loss_arguments | taken)
     _check_rewards_are_read(findings, config, needs)
     _check_outputs(findings, setting.plugins, config, "critic" in roles)
     directory = setting.run_directory(
@@ -438,7 +439,9 @@ def plan(
         critic_loss_arguments=critic_loss_arguments,
         prompt_limit=limit,
         **setting.common(
-            outline_rl(config, model, rows, roles, apart, reason, uses_reference, is_single_turn),
+            outline_rl(
+                config, model, rows, roles, apart, reason, uses_reference, is_single_turn, old_logprobs, why_actor
+            ),
             directory,
             (*(one.backend for one in placed.values()), rollout, evaluator),
         ),
@@ -1229,19 +1232,42 @@ def _by_key(key: str, paths: str | Iterable[str]) -> dict[str, str]:
     return {key if len(paths) == 1 else f"{key}[{number}]": path for number, path in enumerate(paths)}
 
 
-def _check_old_logprobs(findings: Findings, plugins: PluginManager, config: Config, old_logprobs: str) -> None:
-    """Check that a loss argument that compares the actor's logprobs with the rollout's gets the actor's."""
-    loss = config.algorithm.loss
-    if old_logprobs == "actor":
-        return
+def _old_logprobs(
+    findings: Findings, plugins: PluginManager, config: Config, dtype: str
+) -> tuple[Literal["rollout", "actor"], str]:
+    """Choose whose logprobs the ratio divides by, and check that a loss that needs the actor's gets them.
+
+    Returns:
+        Whose, and why the actor's where the config does not say so.
+    """
+    loss, configured = config.algorithm.loss, config.algorithm.old_logprobs
     records = [provided.record for provided in plugins.providers(Loss, loss.name)]
-    wanting = {name for record in records if isinstance(record, Loss) for name in record.needs_actor_logprobs}
+    always, narrow, wanting = False, list[str](), set[str]()
+    for record in (record for record in records if isinstance(record, Loss)):
+        always |= record.always_needs_actor_logprobs
+        bounds = {name: loss.arguments.get(name) for name in record.ratio_bounds} if dtype != "float32" else {}
+        narrow += [name for name, bound in bounds.items() if isinstance(bound, float) and bound < NARROW]
+        wanting |= {name for name in record.needs_actor_logprobs if loss.arguments.get(name) is not None}
+    reason = "its ratio is clipped nearer to 1 than the rounding of two engines leaves it" if always or narrow else ""
+    if config.train.staleness:
+        reason = "samples are of older weights"
+    chosen = configured or ("actor" if reason else "rollout")
+    if chosen == "actor":
+        return chosen, "" if configured else reason
+    cure = "set algorithm.old_logprobs=actor"
+    if always:
+        findings.refuse(f"algorithm.loss.name: {loss.name!r} needs the actor's own logprobs, as {reason}: {cure}")
+    elif narrow:
+        findings.note(
+            f"algorithm.loss.arguments.{narrow[0]} is less than {NARROW:g}, and in {dtype} the engines' rounding alone "
+            f"makes ratios that are clipped: {cure}"
+        )
     for name in sorted(wanting):
-        if loss.arguments.get(name) is not None:
-            findings.refuse(
-                f"algorithm.loss.arguments.{name} compares the actor's logprobs with the rollout's, and "
-                "algorithm.old_logprobs=rollout has only the rollout's: set algorithm.old_logprobs=actor"
-            )
+        findings.refuse(
+            f"algorithm.loss.arguments.{name} compares the actor's logprobs with the rollout's, and "
+            f"algorithm.old_logprobs=rollout has only the rollout's: {cure}"
+        )
+    return chosen, ""
 
 
 def _check_that_there_is_a_reward(findings: Findings, config: Config, environment: str) -> None:
@@ -1298,7 +1324,7 @@ def _check_save_best(findings: Findings, config: Config) -> None:
         findings.refuse(f"train.save_best is {metric!r}: {nearest(metric, known)}, or a figure of the reward")
 
 
-def _check_kl(findings: Findings, config: Config) -> None:
+def _check_kl(findings: Findings, config: Config, loss_arguments: Mapping[str, Any]) -> None:
     """Check that the KL term does something, and that the loss gets its arguments from there alone."""
     kl = config.algorithm.kl
     if kl.target is not None and not (kl.coefficient and kl.place == "reward"):
@@ -1317,6 +1343,12 @@ def _check_kl(findings: Findings, config: Config) -> None:
             f"algorithm.kl: {kl.estimator} in the reward does not hold the policy near its reference, and may drive it "
             "away, since near the reference its policy gradient is zero in expectation; set algorithm.kl.estimator=k1, "
             "or algorithm.kl.place=loss"
+        )
+    weighted = loss_arguments.get(IMPORTANCE_CAP) is not None
+    if kl.coefficient and kl.place == "loss" and config.train.staleness and not weighted:
+        findings.note(
+            "algorithm.kl: the term in the loss takes samples of older weights as if the policy had drawn them, since "
+            "algorithm.loss.arguments.importance_cap is unset"
         )
     for name, cure in KL_ARGUMENTS.items():
         if name in config.algorithm.loss.arguments:

@@ -494,7 +494,8 @@ class Algorithm(Section):
     old_logprobs: Literal["rollout", "actor"] | None = Field(
         default=None,
         description="What the ratio divides by: the rollout's own logprobs, or the actor's computed anew; unset: the "
-        "rollout's, with train.staleness the actor's, weighted by how far the rollout's are from them",
+        "rollout's, but the actor's for a loss that needs them, as gspo, for a clip range below 0.05 in bfloat16, and "
+        "with train.staleness, weighted by how far the rollout's are from them",
     )
 
 

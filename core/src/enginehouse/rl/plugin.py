@@ -59,6 +59,9 @@ POLICY_LOSSES = {
     "sapo": "Policy gradient through a gate that closes softly (Gao et al. 2025)",
 }
 """What is made by `enginehouse.rl.losses.policy`, each in a file of its name."""
+CLIPPED = ("cispo", "clipped_policy", "gspo")
+"""Those that clip their ratio. The mean ratio of a whole sequence, of `gspo`, is clipped at 3e-4: rounding alone, which
+makes what was sampled a little less likely, cuts half of what has a gradient."""
 OTHER_LOSSES = {
     "clipped_value": ("values", "A critic's squared error, clipped around its old values (Schulman et al. 2017)"),
     "supervised": ("logprobs", "Negative log-likelihood of the chosen tokens"),
@@ -85,6 +88,8 @@ def enginehouse_register_losses(register):
                 summary=summary,
                 function=f"enginehouse.rl.losses.{name}:{name}",
                 needs_actor_logprobs=("importance_cap",),
+                always_needs_actor_logprobs=name == "gspo",
+                ratio_bounds=("clip_low", "clip_high") if name in CLIPPED else (),
                 taken_from={"max_tokens": "rollout.sampling.max_tokens"},
             )
         )
