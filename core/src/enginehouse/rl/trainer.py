@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ import torch
 
 from enginehouse.config.rows import named
 from enginehouse.controller import Balanced
-from enginehouse.data import Ragged
+from enginehouse.data import Batch, Ragged
 from enginehouse.data.prompts import PromptDataset, PromptSampler
 from enginehouse.data.rendering import load_tokenizer
 from enginehouse.engines.train import LossSpec, Mean, Outputs, metric_values
@@ -65,6 +65,24 @@ last tokens: rollout engines that cannot be read back are asked at every update.
 
 SHORT_UPDATE_SECONDS = 1.0
 """After an update that took less, the weights of the next one are asked for before it has ended."""
+
+
+def columns_for(batch: DistributedBatch, needs: Sequence[str] | None) -> Batch:
+    """Bring the columns that an advantage needs here, a row of the result for each of the batch.
+
+    Args:
+        batch: a step's samples. Without `token_rewards` these are 0; without `old_logprobs` they are the rollout's; and
+            `KL_PENALTY` is left out where no KL term made it.
+        needs: their names; None: all but texts.
+    """
+    if needs is None:
+        return with_defaults(batch.drop(list(TEXTS)).fetch())
+    if "token_rewards" in needs and "token_rewards" not in batch:
+        lengths = batch.lengths("input_ids")
+        batch = batch.with_columns(token_rewards=Ragged.from_lengths(torch.zeros(int(lengths.sum())), lengths))
+    own = "old_logprobs" if "old_logprobs" in batch else "rollout_logprobs"
+    names = (own if name == "old_logprobs" else name for name in needs if name in batch or name != KL_PENALTY)
+    return with_defaults(batch.fetch(tuple(dict.fromkeys(names))))
 
 
 class Trainer(Loop):
@@ -294,16 +312,7 @@ class Trainer(Loop):
     def with_advantages(self, batch: DistributedBatch) -> DistributedBatch:
         """Add what the advantage estimator makes of the columns it needs; no other is read here. It is given a row an
         episode."""
-        needs = self.plan.advantage_needs
-        if needs is None:
-            given = with_defaults(batch.drop(list(TEXTS)).fetch())
-        else:
-            if "token_rewards" in needs and "token_rewards" not in batch:
-                lengths = batch.lengths("input_ids")
-                batch = batch.with_columns(token_rewards=Ragged.from_lengths(torch.zeros(int(lengths.sum())), lengths))
-            own = {"old_logprobs": "old_logprobs" if "old_logprobs" in batch else "rollout_logprobs"}
-            names = dict.fromkeys(own.get(name, name) for name in needs if name in batch or name != KL_PENALTY)
-            given = with_defaults(batch.fetch(tuple(names)))
+        given = columns_for(batch, self.plan.advantage_needs)
         estimate = partial(self.advantage, **self.plan.advantage_arguments)
         made = EpisodeRows(batch["episode"]).made(estimate, given, batch.lengths("input_ids"))
         return batch.with_columns(**made)
