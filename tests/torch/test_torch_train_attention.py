@@ -24,12 +24,12 @@ from transformers import AttentionInterface
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.train import Outputs
 from enginehouse.errors import ConfigError
-from enginehouse_testing.models import tiny_model
+from enginehouse_testing.models import VOCABULARY_SIZE, tiny_model
 from enginehouse_torch.modeling import attention
 from enginehouse_torch.modeling.attention import Attention, choose_attention, model_input, row_ends
 from enginehouse_torch.modeling.loading import load_model
 from enginehouse_torch.modeling.packing import Rows, Tree, lay_out
-from enginehouse_torch.modeling.sharing import try_attention
+from enginehouse_torch.modeling.sharing import _probe, try_attention
 
 OUTPUTS = Outputs(entropy=True, temperature=0.7)
 
@@ -237,6 +237,15 @@ def _mixing(module, query, key, value, attention_mask, **given):
     """Attention that knows nothing of rows."""
     found = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     return found.transpose(1, 2).contiguous(), None
+
+
+@pytest.mark.parametrize("what", ["rows", "trees"])
+@pytest.mark.parametrize("long", [3, attention.BLOCK])
+def test_what_is_tried_tells_right_from_wrong_however_long(what, long):
+    model = load_model(ModelSpec(path=tiny_model(max_positions=256)), "cpu")
+    difference, mistake = _probe(model, VOCABULARY_SIZE, Attention("rows_apart", "blocks"), what, long)
+    assert difference < 1e-4
+    assert mistake > 0.2
 
 
 def test_a_kernel_that_mixes_rows_up_is_found_out_and_left_out(monkeypatch):

@@ -126,11 +126,14 @@ def test_what_an_engine_keeps_asleep_is_beside_the_others_turn(on, monkeypatch: 
     assert sizes(on(8, *both(8))) == {"actor+rollout": 4 + 8 + 16 + 30 + 50}, "nobody sleeps in one process"
 
 
-@pytest.mark.parametrize(("gib", "fits"), [(75, True), (77, False)])
-def test_some_of_a_gpu_is_left_free(on, gib: int, fits: bool):
-    """Of 79 GiB, 3 stay free."""
+@pytest.mark.parametrize(("gib", "limit", "fits"), [(75, None, True), (77, None, False), (77, 0.98, True)])
+def test_some_of_a_gpu_is_left_free(on, gib: int, limit: float | None, fits: bool):
+    """Of 79 GiB, 3 stay free, but where an engine was told the share it may take."""
     planned, findings = on(8, *both(4), "rollout.placement=separate"), Findings()
-    uses = {"actor": MemoryUse(held={"weights": gib * GIB - PROCESS_BYTES}), "rollout": MemoryUse(held={})}
+    uses = {
+        "actor": MemoryUse(held={"weights": gib * GIB - PROCESS_BYTES}, limit=limit and int(limit * 79 * GIB)),
+        "rollout": MemoryUse(held={}),
+    }
     check_memory(findings, planned.roles, uses, "cuda", Gpu.of_kind("H100"), exact=True)
     refused = [
         f"{gib}.0 of 79.0 GiB" in str(one) and ", of which 3.2 stay free" in str(one) for one in findings.problems

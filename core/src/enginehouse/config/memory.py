@@ -212,7 +212,8 @@ def check_memory(
         return
     say = findings.refuse if exact else findings.note
     for place in all_of_it:
-        if place.size > (1 - MARGIN) * gpu.size:
+        told = all((use := uses[name]) is not None and use.limit is not None for name in place.roles)
+        if place.size > (1.0 if told else 1 - MARGIN) * gpu.size:  # one that is told its share keeps within it
             left = f", of which {MARGIN * gpu.size / GIB:.1f} stay free" if place.size <= gpu.size else ""
             most = max(place.amounts, key=lambda amount: amount.size)
             say(
