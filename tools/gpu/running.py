@@ -64,11 +64,13 @@ def forked(step: Step, log: Path, seconds: float) -> int | None:
     """Run a step in a copy of this process (`Wait`), which has imported already what takes long to import."""
     process = multiprocessing.get_context("fork").Process(target=_inside, args=(step.command, log))
     process.start()
-    process.join(seconds)
-    code = process.exitcode
-    _kill(process.pid or 0)
-    process.join()
-    return code
+    assert process.pid is not None
+    try:
+        process.join(seconds)
+        return process.exitcode
+    finally:
+        _kill(process.pid)
+        process.join()
 
 
 def _inside(command: str, log: Path) -> None:
