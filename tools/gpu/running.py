@@ -38,10 +38,16 @@ def missing(step: Step) -> list[str]:
     from enginehouse.runtimes.store import folder
 
     return [
-        name
-        for name in step.needs
-        if importlib.util.find_spec(name) is None and not any(folder().glob(f"*/lib/python*/site-packages/{name}"))
-    ]
+        name for name in step.needs
+        if not _importable(name) and not any(folder().glob(f"*/lib/python*/site-packages/{name}"))
+    ]  # fmt: skip
+
+
+def _importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:
+        return False
 
 
 def in_a_shell(step: Step, log: Path, seconds: float) -> int | None:
