@@ -39,7 +39,7 @@ def make_model(path: Path, size: Size) -> None:
 
     from enginehouse.recipes.sorting import VOCABULARY, make_tokenizer
 
-    shape = {
+    shape: dict[str, Any] = {
         "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
         "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
     } if size.device == "cuda" else {
