@@ -51,7 +51,7 @@ class SFTTrainer(Loop):
 
     @contextmanager
     def workers(self) -> Iterator[None]:
-        with place(self.plan) as self.roles:
+        with place(self.plan, came=self.progress.came) as self.roles:
             yield
 
     def run_step(self, step: int) -> Mapping[str, float]:

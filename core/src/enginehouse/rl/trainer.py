@@ -113,7 +113,10 @@ class Trainer(Loop):
 
     @contextmanager
     def workers(self) -> Iterator[None]:
-        with self.players.beside(place(self.plan, self.probe)) as self.roles, self.roles.sync.trainer_in_use():
+        with (
+            self.players.beside(place(self.plan, self.probe, self.progress.came)) as self.roles,
+            self.roles.sync.trainer_in_use(),
+        ):
             self.progress.state = lambda: str(self.players.under_way)
             self.progress.replicas = self.roles.rollout.seen
             self.feed = self._feed()

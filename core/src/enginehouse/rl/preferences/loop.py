@@ -62,7 +62,7 @@ class PreferenceTrainer(Loop):
 
     @contextmanager
     def workers(self) -> Iterator[None]:
-        with place(self.plan) as self.roles:
+        with place(self.plan, came=self.progress.came) as self.roles:
             yield
 
     @abstractmethod
