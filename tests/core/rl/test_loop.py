@@ -256,6 +256,14 @@ def test_the_model_the_adapter_or_both_are_exported_and_the_first_of_each_compar
     assert len(compared) == len(called)
 
 
+@pytest.mark.fault(
+    area="files",
+    what="the first exported model, or adapter, scores otherwise in transformers than in the engine",
+    happens="the run ends with one error that says both scores; the export is deleted",
+    exit_code="1",
+    kept="checkpoints, that of the last step among them",
+    noticed="as it is exported; models above 4 GiB in float32 are not compared, which is said",
+)
 def test_a_model_that_is_not_what_was_trained_ends_the_run_and_keeps_the_state(
     loop: OneActor, monkeypatch: pytest.MonkeyPatch
 ):
