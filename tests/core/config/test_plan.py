@@ -1165,3 +1165,4 @@ def test_what_an_engine_takes_is_read_where_it_is_installed(tmp_path: Path, monk
     assert "rollout.engine.options.native: the engine has no argument 'memory_utilisation'; did you mean" in said(
         memory_utilisation=0.5
     )
+    assert "no argument 'block'; engine/arguments.py and engine/fields/*.py name those it has" in said(block=1)

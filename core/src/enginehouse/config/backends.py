@@ -161,9 +161,11 @@ def check_native_names(
     known = native_names(typed.native_sources, runs_in.python)
     for name in typed.native if known else ():
         if name.replace("-", "_") not in known:
+            close = difflib.get_close_matches(name, known, n=1)  # of hundreds, which nobody reads
+            hint = f"did you mean {close[0]!r}?" if close else f"{' and '.join(typed.native_sources)} name those it has"
             findings.refuse(
-                f"{key}.engine.options.native: the engine has no argument {name!r}; {nearest(name, known)} (options of "
-                f"backend {record.name!r})"
+                f"{key}.engine.options.native: the engine has no argument {name!r}; {hint} (options of backend "
+                f"{record.name!r})"
             )
 
 
