@@ -28,7 +28,9 @@ def trained(head: Any, directory: Path) -> tuple[Any, Any, ModelSpec]:
         return Batch({"score": values.values[values.offsets[1:] - 1]})
 
     workers: Any = SimpleNamespace(
-        forward=lambda rows, outputs: engine.forward(rows.batch, outputs), score_rows=score_rows
+        forward=lambda rows, outputs: engine.forward(rows.batch, outputs),
+        score_rows=score_rows,
+        score_files=exported.score_files,
     )
     return engine, workers, ModelSpec(tiny_model(), head=head)
 

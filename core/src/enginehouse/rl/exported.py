@@ -1,9 +1,12 @@
-"""Compares an exported model with the one that was trained: a row scored by transformers, from the files, on a CPU."""
+"""Compares an exported model with the one that was trained: a row scored by transformers, from the files, on a CPU.
+
+Transformers scores it in the process of the actor's first rank, which has imported it and written the files.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 import torch
@@ -32,6 +35,20 @@ class ExportDiffers(SaveError):
     """An exported model gives other figures than the one that was trained."""
 
 
+class FileScores(NamedTuple):
+    """What transformers makes of a row by a model's files.
+
+    Attributes:
+        ids: the row.
+        scores: the logprob of each token after the first, or the one score of a classifier; None where there are none.
+        why_not: why there are none.
+    """
+
+    ids: list[int]
+    scores: torch.Tensor | None
+    why_not: str = ""
+
+
 def compare_export(directory: Path, actor: WorkerGroup, spec: ModelSpec) -> str:
     """Score a row by transformers from exported files and by the engine, and compare.
 
@@ -46,15 +63,9 @@ def compare_export(directory: Path, actor: WorkerGroup, spec: ModelSpec) -> str:
     Raises:
         ExportDiffers: they do not.
     """
-    is_adapter = (directory / "adapter_config.json").is_file()
-    needed = _float32_bytes(Path(spec.path) if is_adapter else directory, spec.dtype)
-    if needed > MOST_BYTES or needed > psutil.virtual_memory().available / 2:
-        return f"it would take {needed / 2**30:.1f} GiB once more"
-    try:
-        ids = _row(spec.path if is_adapter else str(directory), spec)
-        theirs = _scores_of_files(directory, ids, spec)
-    except Exception as error:  # no peft here, or no such class of transformers: no fault of the files
-        return f"transformers does not load it here ({type(error).__name__}: {first_line(error)})"
+    ids, theirs, why_not = actor.score_files(str(directory), spec)
+    if theirs is None:
+        return why_not
     rows = Balanced(Batch({"input_ids": Ragged.from_list([ids], dtype=torch.int64)}), by="input_ids")
     if spec.head == "value":
         ours, what = actor.score_rows(rows)["score"], "the score"
@@ -72,6 +83,20 @@ def compare_export(directory: Path, actor: WorkerGroup, spec: ModelSpec) -> str:
     return ""
 
 
+def score_files(directory: str, spec: ModelSpec) -> FileScores:
+    """Score a row by transformers, unless the model is large or cannot be loaded here; arguments as above."""
+    is_adapter = (Path(directory) / "adapter_config.json").is_file()
+    needed = _float32_bytes(Path(spec.path) if is_adapter else Path(directory), spec.dtype)
+    if needed > MOST_BYTES or needed > psutil.virtual_memory().available / 2:
+        return FileScores([], None, f"it would take {needed / 2**30:.1f} GiB once more")
+    try:
+        ids = _row(spec.path if is_adapter else directory, spec)
+        return FileScores(ids, _scores(directory, ids, spec))
+    except Exception as error:  # no peft here, or no such class of transformers: no fault of the files
+        why_not = f"transformers does not load it here ({type(error).__name__}: {first_line(error)})"
+        return FileScores([], None, why_not)
+
+
 def _row(directory: str, spec: ModelSpec) -> list[int]:
     """Token ids of a text with its end, as a tokenizer is documented to be used."""
     tokenizer = load_tokenizer(directory, spec.trust_remote_code)
@@ -80,13 +105,13 @@ def _row(directory: str, spec: ModelSpec) -> list[int]:
     return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
 
-def _scores_of_files(directory: Path, ids: list[int], spec: ModelSpec) -> torch.Tensor:
+def _scores(directory: str, ids: list[int], spec: ModelSpec) -> torch.Tensor:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     kind: Any = AutoModelForSequenceClassification if spec.head == "value" else AutoModelForCausalLM
-    with quiet_transformers(), torch.no_grad():
+    with quiet_transformers(), torch.no_grad(), torch.device("cpu"):
         model = kind.from_pretrained(
-            str(directory), dtype=torch.float32, trust_remote_code=spec.trust_remote_code, local_files_only=True
+            directory, dtype=torch.float32, trust_remote_code=spec.trust_remote_code, local_files_only=True
         ).eval()
         row = torch.tensor([ids])
         logits: torch.Tensor = model(input_ids=row).logits[0]

@@ -45,6 +45,7 @@ from enginehouse.plugin.references import lacking
 from enginehouse.plugin.requirements import installed_versions
 from enginehouse.rl.columns import Answer, Requests, assemble
 from enginehouse.rl.drawing import Drawing
+from enginehouse.rl.exported import FileScores, score_files
 from enginehouse.rl.footprint import freed_bytes, freed_bytes_of
 from enginehouse.rl.generation import make_requests, seeded_requests
 from enginehouse.rl.profiles import Profile, begin_profile, end_profile, stop_profile
@@ -237,6 +238,11 @@ class TrainWorker(Worker):
         """Write the adapters alone; see `TrainsAdapters.export_adapter`."""
         with noting_files():
             self._offering(capabilities.LORA).export_adapter(path)
+
+    @register(dispatch="rank_zero")
+    def score_files(self, path: str, spec: ModelSpec) -> FileScores:
+        """Score a row by transformers from what `export_hf` or `export_adapter` wrote; see `compare_export`."""
+        return score_files(path, spec)
 
     def _offering(self, capability: str) -> Any:
         """The engine, if its backend declares a capability.
