@@ -462,8 +462,8 @@ class KL(Section):
     coefficient: float = Field(default=0.0, ge=0, description="Its weight; 0: no reference model runs")
     estimator: KLEstimator | None = Field(
         default=None,
-        description="Schulman's estimators from one sample; unset: k1 in the reward, where the others do not hold the "
-        "policy, and k3 in the loss, where k2 and k3_unbiased are too",
+        description="Schulman's estimators from one sample: only k1 holds the policy by the reward, only k2, k3 and "
+        "k3_unbiased by the loss; unset: k1 in the reward, k3 in the loss",
     )
     place: Literal["loss", "reward"] = Field(default="loss", description="Added to the loss, or taken off the reward")
     target: float | None = Field(
