@@ -9,6 +9,7 @@ the kernels' part.
 
 import argparse
 import contextlib
+import importlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,7 +38,8 @@ def model_of(head: int, dtype: torch.dtype, device: torch.device) -> Any:
     """Return a model of two layers and four heads of a size, of which two share keys; the same weights every time."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
-    config = Qwen3Config(
+    cls: Any = Qwen3Config  # its stub does not know `head_dim`
+    config = cls(
         vocab_size=VOCABULARY, hidden_size=4 * head, intermediate_size=8 * head, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=head, max_position_embeddings=16384,
         initializer_range=1 / (4 * head) ** 0.5, attn_implementation="sdpa",
@@ -156,9 +158,7 @@ def main() -> None:
     device = torch.device(given.device)
     with contextlib.ExitStack() as stack:
         if given.device == "cpu":
-            from tests.packed_attention import stand_ins
-
-            stack.enter_context(stand_ins())
+            stack.enter_context(importlib.import_module("tests.packed_attention").stand_ins())
         found = compare(device, given.heads, given.tokens)
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(found, indent=2) + "\n")

@@ -6,6 +6,7 @@ On a CPU fake tensors say what is allocated (`tests/measured_memory.py`).
 """
 
 import argparse
+import importlib
 import json
 import tempfile
 from collections.abc import Mapping
@@ -32,7 +33,9 @@ MODELS = {
 }  # fmt: skip
 LONGEST = 1024
 ROWS = 32
-OPTIONS = FSDPOptions(tokens_per_microbatch=16384, activation_checkpointing=True, share_prompts="never")
+OPTIONS = FSDPOptions.model_validate(
+    {"tokens_per_microbatch": 16384, "activation_checkpointing": True, "share_prompts": "never"}
+)
 
 
 def planned(config: Mapping[str, Any]) -> int:
@@ -77,9 +80,9 @@ def compare(device: str, models: list[str]) -> dict[str, float]:
         if device == "cuda":
             measured = on_card(MODELS[name])
         else:
-            from tests.measured_memory import fsdp_peak
-
-            measured = fsdp_peak(MODELS[name], OPTIONS, 1, OPTIONS.tokens_per_microbatch, LONGEST)
+            measured = importlib.import_module("tests.measured_memory").fsdp_peak(
+                MODELS[name], OPTIONS, 1, OPTIONS.tokens_per_microbatch, LONGEST
+            )
         found[f"{name} planned by measured"] = planned(MODELS[name]) / measured
         found[f"{name} measured GiB"] = measured / 2**30
     ratios = [value for name, value in found.items() if name.endswith("planned by measured")]
