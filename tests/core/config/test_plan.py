@@ -173,7 +173,6 @@ def test_a_loss_with_a_kl_term_uses_the_reference_with_the_actors_options(make: 
         (["cluster.launcher=inline", "actor.processes=2", "rollout.replicas=2"], "have to be 1, not 2"),
         (["rollout.sampling.max_tokens=128"], "the model's positions (max_position_embeddings), 128"),
         (["rollout.engine.options.max_model_tokens=8"], "rollout.engine.options.max_model_tokens, 8"),
-        (["train.validate_every=5"], "there is no file to validate on (data.validation)"),
         (["algorithm.loss.arguments.importance_cap=2.0"], "set algorithm.old_logprobs=actor"),
     ],
 )
@@ -229,6 +228,11 @@ def test_a_model_path_that_is_no_model_is_refused(make: Callable[..., Plan], pro
     missing = refusal(make, "model.path=empty", kind=ModelError)
     for part in ("config.json", "weights (model.safetensors)", "a tokenizer (tokenizer.json)"):
         assert part in missing
+
+
+def test_validations_without_a_file_are_noted(make: Callable[..., Plan], make_sft: Callable[..., SFTPlan]):
+    for planned in (make("train.validate_every=5"), make_sft("train.validate_every=5")):
+        assert any("there is no file to validate on (data.validation)" in note for note in planned.notes)
 
 
 def test_an_adapter_as_a_model_is_told_of_its_base(make: Callable[..., Plan], project: Project):

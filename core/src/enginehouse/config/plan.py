@@ -1294,9 +1294,11 @@ def _check_that_there_is_a_reward(findings: Findings, config: Config, environmen
 
 
 def _check_validated(findings: Findings, config: AnyConfig) -> None:
-    """Refuse validations without anything to validate on."""
+    """Note validations without anything to validate on: to take the file away is enough to have none."""
     if config.train.validate_every and not config.data.validation:
-        findings.refuse("train.validate_every is set, but there is no file to validate on (data.validation)")
+        findings.note(
+            "train.validate_every is set, but there is no file to validate on (data.validation): none is done"
+        )
 
 
 def _check_save_best(findings: Findings, config: Config) -> None:

@@ -150,12 +150,12 @@ class Trainer(Loop):
         self.sync_weights()
         step = self.trained_step
         missed = step > self.run_directory.validated_step  # it was interrupted before it got to it
-        if self.validation is not None and (not step or (missed and self._validates_after(step))):
+        if self.validation is not None and (not step or (missed and self.validates(step))):
             with self.progress.task("validating"):
                 self.validate(step)
 
     def after_step(self, step: int) -> None:
-        due, evaluator = self._validates_after(step), self.evaluator
+        due, evaluator = self.validates(step), self.evaluator
         if evaluator is not None and (evaluator.ended or (due and evaluator.step is not None)):
             if not evaluator.ended:
                 log.warning(
@@ -165,10 +165,6 @@ class Trainer(Loop):
             self.finish_beside()
         if due:
             self.validate(step)
-
-    def _validates_after(self, step: int) -> bool:
-        every = self.config.train.validate_every
-        return step == self.steps or bool(every and step % every == 0)
 
     def state(self) -> dict[str, Any]:
         # the version is what the update's weights will be called
@@ -247,7 +243,7 @@ class Trainer(Loop):
     def begin_next(self, step: int) -> None:
         """While a step's update runs, begin the next one as far as its requests, which go out once the new weights are
         served. Not before a validation, which the rollout answers first; with `train.staleness` all is begun anyway."""
-        if self.config.train.staleness or step == self.steps or self._validates_after(step):
+        if self.config.train.staleness or step == self.steps or self.validates(step):
             return
         self.roles.rollout.hold()
         self.feed.begin(self.version + 1, self._left(step + 1))
