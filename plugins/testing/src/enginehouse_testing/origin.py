@@ -90,6 +90,12 @@ def required_plugins(record: Record) -> list[str]:
     return [plugin.distribution for plugin in _stands_on(_owner(record, _modules(record)))]
 
 
+def protocol_of(record: Record) -> str:
+    """Return the contract version that a record's plugin is written for; empty where it is of no plugin."""
+    owner = _owner(record, _modules(record))
+    return "" if owner is None else owner.protocol
+
+
 def _modules(record: Record) -> list[str]:
     return sorted({getattr(record, field).partition(":")[0] for field in record.references})
 
