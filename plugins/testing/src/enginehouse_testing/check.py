@@ -69,7 +69,7 @@ class Check:
         device: `"cuda"`: not run where there is no GPU for each process.
         also: another capability that it takes; empty: none.
         reads: it reads back what was written, and is not run where its author did not say how (`Given.read`).
-        since: the contract version it came in. Of a plugin that was written for an older one it fails nothing: it warns.
+        since: the contract version it came in; of a plugin written for an older one it warns, and fails nothing.
     """
 
     name: str

@@ -324,7 +324,14 @@ def _show(certificate: Certificate, console: Console) -> None:
         cells = [_cell(at.get(layout, at.get(""))) for layout in layouts]
         if between:
             moved = [one for one in found if ARROW in one.layout]
-            worst = max(moved, key=lambda one: (list(COLOURS).index(one.outcome) if one.outcome in COLOURS else -1, one.measured or 0.0), default=None)
+            worst = max(
+                moved,
+                key=lambda one: (
+                    list(COLOURS).index(one.outcome) if one.outcome in COLOURS else -1,
+                    one.measured or 0.0,
+                ),
+                default=None,
+            )
             cells.append(_cell(worst))
         tolerance = found[0].tolerance
         table.add_row(name, f"{tolerance:g}" if tolerance else "exact", *cells)
