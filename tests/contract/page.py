@@ -57,6 +57,7 @@ TITLES = {
     "enginehouse.data": "Batches",
     "enginehouse.weights": "Weights: names and checksums",
     "enginehouse.errors": "Errors",
+    "enginehouse.quiet": "Quiet",
 }
 
 

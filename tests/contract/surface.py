@@ -29,6 +29,7 @@ PACKAGES = (
     "enginehouse.data",
     "enginehouse.weights",
     "enginehouse.errors",
+    "enginehouse.quiet",
     "enginehouse_torch.modeling",
 )
 NOT_FOR_PLUGINS = {

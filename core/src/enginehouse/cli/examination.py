@@ -391,7 +391,12 @@ class _Examination:
     def _record(self, record: Any, findings: list[Finding], told: Callable[[str], None]) -> OfRecord:
         capabilities = tuple(sorted(getattr(record, "capabilities", ())))
         if not isinstance(record, Backend):
-            return OfRecord(record.kind, record.name, capabilities)
+            if missing := self.manager.missing(record):
+                what = f"{record.kind} {record.name!r} {'; '.join(map(str, missing))}"
+                findings.append(
+                    Finding(what=what, where=self.file, cure=install_line(missing, self.plugin.distribution))
+                )
+            return OfRecord(record.kind, record.name, capabilities, getattr(record, "requires", ()))
         environments = tuple(self._environments(record))
         interpreter, chosen = _choice(record, self.device)
         if interpreter is None:

@@ -192,10 +192,15 @@ class Function(Record):
 
     Attributes:
         function: `"module:function"`.
+        requires: requirement strings that must be installed for it to run; checked without importing.
     """
 
     references: ClassVar[tuple[str, ...]] = ("function",)
     function: str
+    requires: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _freeze(self, "requires", tuple)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
