@@ -65,6 +65,7 @@ lint: $(VENV)/.developer  ## style, types and the one-way arrows between package
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@$(BIN)/python -m tools.stamps
 
 monitoring:  ## check examples/cluster's Prometheus files, and try its alerts, by promtool
 	@command -v promtool > /dev/null || { echo "there is no promtool here: it comes with Prometheus (Debian: apt install prometheus)"; exit 1; }

@@ -193,7 +193,7 @@ def test_the_table_shows_each_backend_with_where_it_is_from_and_what_it_can(comm
     assert lines[0].split() == ["backend", "kind", "distribution", "version", "protocol", "state", "capabilities"]
     rows = [line.split() for line in lines]
     assert ["sound", "train", "sound-engines", "2.3.4", "1.0", "ok", "offload"] in rows
-    assert any(row[:6] == ["torch", "rollout", "enginehouse-torch", "0.1.0", "1.0", "ok"] for row in rows)
+    assert any(row[:6] == ["torch", "rollout", "enginehouse-torch", "0.1.0", "1.1", "ok"] for row in rows)
     assert any(row[:2] == ["advantage", "distillation,"] for row in rows)
 
 
@@ -245,7 +245,7 @@ def test_json_gives_every_field_and_kind_chooses(command_line):
     assert record["engine"] == "nowhere:Engine"
     assert record["layouts"] == [{"name": "single", "processes": 1, "options": {}, "without": [], "only": []}]
     assert plugins["enginehouse.rl"]["records"] == []
-    assert plugins["torch"]["protocol"] == "1.0"
+    assert plugins["torch"]["protocol"] == "1.1"
 
 
 def test_show_gives_a_broken_plugins_traceback(command_line):

@@ -92,13 +92,13 @@ class Certificate:
             if check["measured"] is not None and not math.isfinite(check["measured"]):
                 check["measured"] = str(check["measured"])
         return {
+            "commit": None if self.commit is None else asdict(self.commit),
+            "written": datetime.now(UTC).isoformat(timespec="seconds"),
             "backend": self.backend,
             "kind": self.kind,
             "device": self.device,
             "plugin": None if self.origin is None else asdict(self.origin),
-            "commit": None if self.commit is None else asdict(self.commit),
             "passed": self.passed,
-            "written": datetime.now(UTC).isoformat(timespec="seconds"),
             "interrupted": not self.finished,
             "whole": self.whole,
             "checks": checks,
@@ -120,6 +120,7 @@ class Certificate:
         lines = [
             f"# {self.backend} ({self.kind}): {self.verdict()}",
             "",
+            *([f"Commit: {self.commit}", ""] if self.commit else []),
             *([f"Plugin: {self.origin}", ""] if self.origin else []),
             *([f"Device: {self._on()}", ""] if self.device else []),
             *([f"Runtime: {ran_with}", ""] if ran_with else []),
