@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from projects import Project
 
 from enginehouse.cli.main import main
+from enginehouse.cli.recipes import make_beginning
 from enginehouse.config.load import load_config
 from enginehouse.config.plan import PLANS
 from enginehouse.config.schema import SCHEMAS
@@ -109,6 +110,21 @@ def test_a_recipe_begins_from_what_its_paths_name():
     assert needed("distill") == ["sft", "task", "grpo"]
     assert needed("gym") == ["sft_chat", "chat"]
     assert needed("distill", "reference.path=elsewhere", "run.directory=runs/recipes/mine") == ["sft", "task"]
+
+
+@pytest.mark.parametrize(("left", "overrides"), [("run.json", ("run.overwrite=true",)), ("checkpoints", ())])
+def test_a_beginning_that_failed_is_made_anew_or_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str, overrides: tuple[str, ...]
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / DIRECTORY / "task").mkdir(parents=True)
+    (tmp_path / DIRECTORY / "sft").mkdir()
+    (tmp_path / DIRECTORY / "sft" / "run.json").write_text('{"status": "failed"}')
+    runs = []
+    monkeypatch.setattr("enginehouse.config.earlier_run.can_go_on", lambda directory: left == "checkpoints")
+    monkeypatch.setattr("enginehouse.cli.recipes._run", lambda chosen, *given: runs.append((chosen.name, *given)))
+    make_beginning(recipe("ppo"), (), quiet=True)
+    assert runs == [("sft", overrides, left == "checkpoints", True)]
 
 
 @pytest.mark.parametrize("verb", ["show", "prepare", "run"])

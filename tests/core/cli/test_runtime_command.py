@@ -12,7 +12,7 @@ from made_up_runtimes import made_up_runtime
 from wheelhouse import Wheelhouse
 
 from enginehouse.cli.main import main
-from enginehouse.plugin import Backend, load_plugins
+from enginehouse.plugin import Backend, load_plugins, process
 from enginehouse.runtimes import RuntimeProblem, choose_runtime, installed_runtimes, probe, recipe
 from enginehouse.runtimes.ingredients import python_of_this_process, ray_version
 from enginehouse.runtimes.plugin_install import install_plugin
@@ -225,3 +225,16 @@ def test_an_environment_that_cannot_be_written_is_left_alone(monkeypatch: pytest
     monkeypatch.setattr("os.access", lambda path, mode: False)
     with pytest.raises(RuntimeProblem, match=r"cannot be written\. Run: pip install .*vllm"):
         install_plugin("vllm")
+
+
+def test_a_mistake_of_a_plugins_author_is_told_without_its_traceback(run, tmp_path: Path):
+    (tmp_path / "site" / "swift_plugin.py").write_text(
+        PLUGIN.replace('("swift-engine>=2 | swift-engine-cpu>=2",)', '"x"')
+    )
+    sys.modules.pop("swift_plugin", None)
+    process._current = None
+    done = run("create", "swift")
+    assert done.exit_code == 2
+    assert "RolloutBackend.requires takes several strings, not the one string 'x'" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.rstrip().endswith("See enginehouse plugins doctor")

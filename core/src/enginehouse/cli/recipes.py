@@ -101,7 +101,9 @@ def make_beginning(wanted: Recipe, overrides: Sequence[str], quiet: bool = True)
             needed = recipe(name)
             make_beginning(needed, (), quiet)
             click.echo(f"{wanted.name} begins from the model of the recipe {name}: making it.")
-            _run(needed, (), can_go_on(directory), quiet)
+            resume = can_go_on(directory)
+            # What an earlier try left without a model or a checkpoint is of no use, and nobody named its directory.
+            _run(needed, () if resume else ("run.overwrite=true",), resume, quiet)
 
 
 def _make_task(directory: Path, make: str, what: str) -> None:

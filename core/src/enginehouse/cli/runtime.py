@@ -166,7 +166,8 @@ def _record(manager: PluginManager, backend: str) -> Backend | None:
 def _without_runtime(manager: PluginManager, backend: str, error: UserError) -> UserError:
     if manager.providers("rollout", backend) or manager.providers("train", backend):
         return RuntimeProblem(f"backend {backend!r} has no runtime: it runs in this environment, or not at all yet")
-    return error
+    said, *traceback = str(error).split("\n    Traceback ")
+    return RuntimeProblem(f"{said}. See enginehouse plugins doctor") if traceback else error
 
 
 def _made_with_progress(wanted: object, name: str | None) -> Runtime:
