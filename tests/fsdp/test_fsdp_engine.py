@@ -69,6 +69,7 @@ def test_groups_of_parameters_have_the_learning_rates_that_they_have_in_one_proc
         2, _train, path, "causal_lm", [9, 7], {"weight_decay": 0.1, "lr_groups": GROUPS}
     ):
         assert [one["lr"] for one in found] == [one["lr"] for one in stepped]
+        assert [one["grad_norm"] for one in found] == pytest.approx([one["grad_norm"] for one in stepped], rel=1e-3)
         for name, weight in weights_of(alone).items():
             torch.testing.assert_close(full[name], weight, atol=1e-4, rtol=0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -227,7 +228,16 @@ def test_the_inline_launcher_comes_before_more_processes(tmp_path: Path):
     assert checked(tmp_path, found) == ["cluster.launcher"]
 
 
-def test_the_command_prints_a_paragraph_or_the_figures(tmp_path: Path):
+def test_the_command_says_the_load_where_it_advises_more_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "getloadavg", lambda: (999.0, 0.0, 0.0))
+    said = CliRunner().invoke(main, ["bottleneck", str(made(tmp_path, {"update": 3.0}))]).output.splitlines()
+    assert said[-1].startswith("This machine's load average is 999 now, on ")
+    said = CliRunner().invoke(main, ["bottleneck", str(made(tmp_path / "sync", {"sync": 3.0}))]).output
+    assert "load average" not in said
+
+
+def test_the_command_prints_a_paragraph_or_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     path = made(tmp_path, {"update": 3.0})
     found = bottleneck_of(path)
     said = CliRunner().invoke(main, ["bottleneck", str(path)])

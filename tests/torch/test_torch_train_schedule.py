@@ -1,5 +1,6 @@
 """The learning rate over the steps of a run, and clipping."""
 
+import math
 import re
 
 import pytest
@@ -93,6 +94,18 @@ def test_groups_of_parameters_have_learning_rates_of_their_own():
     assert torch.equal(found["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
     for name, weight in found.items():
         torch.testing.assert_close(weight, oracle[name].detach(), atol=1e-5, rtol=0)
+
+
+def test_a_parameter_that_stays_as_it_is_does_not_decide_how_others_are_clipped():
+    path, batch = tiny_model("qwen3", tied=False), make_batch(4, 4)
+    engine = make_engine(path, lr=1e-2, max_grad_norm=1e-3, lr_groups={"*.embed_tokens.*": 0.0})
+    model = plain_model(path)
+    oracle_policy_loss(model, batch).backward()
+    norms = {name: p.grad.norm().item() for name, p in model.named_parameters() if p.grad is not None}
+    fixed = norms.pop("model.embed_tokens.weight")
+    assert fixed > 0
+    engine.forward_backward(batch, POLICY)
+    assert engine.optim_step()["grad_norm"] == pytest.approx(math.hypot(*norms.values()), rel=1e-4)
 
 
 def test_training_with_groups_goes_on_from_a_checkpoint_without_them_and_back(tmp_path):

@@ -111,6 +111,17 @@ def test_a_run_that_cannot_work_is_refused(
     assert said in str(caught.value)
 
 
+def test_a_validation_that_nothing_can_be_read_for_is_noted(make: Make):
+    said = "train.validate_every is set, and data.validation names no file: no validation runs"
+    assert said in make(DPOConfig, "train.validate_every=2", "data.validation=null").notes
+
+
+def test_kto_is_not_validated_on_one_row(make: Make, project: Project):
+    project.write_rows("one.jsonl", [{"prompt": "1+1=", "completion": "2", "label": True}])
+    with pytest.raises(ConfigError, match=r"data\.validation has one row: kto compares"):
+        make(DPOConfig, *KTO, "data.validation=one.jsonl")
+
+
 def test_a_bad_row_is_named(make: Make, project: Project):
     rows = [{"prompt": "1+1=", "chosen": "2", "rejected": "3"}] * 9 + [
         {"prompt": "1", "chosen": "2", "rejected": "x" * 99}

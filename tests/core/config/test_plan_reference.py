@@ -56,6 +56,16 @@ def test_a_reference_that_is_given_processes_has_them_beside_the_actors(make: Ca
     )
 
 
+def test_a_rate_that_bfloat16_rounds_away_is_noted_for_adapters(make: Callable[..., Plan]):
+    def notes(*overrides: str) -> list[str]:
+        return [note for note in make(*LORA, *overrides).notes if "for adapters in bfloat16" in note]
+
+    (note,) = notes("model.dtype=bfloat16")
+    assert note.startswith("actor.engine.options.lr is 1e-06, for adapters in bfloat16")
+    assert notes("model.dtype=float32") == []
+    assert notes("model.dtype=bfloat16", "actor.engine.options.lr=1e-4") == []
+
+
 def test_a_runtime_of_its_own_is_an_engine_of_its_own(make: Callable[..., Plan]):
     reference = make(KL, f"reference.engine.runtime={sys.executable}").roles["reference"]
     assert (reference.interpreter.python, reference.shares) == (sys.executable, None)

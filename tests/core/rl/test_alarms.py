@@ -31,6 +31,8 @@ LEARNING = {
     "reward/groups_all_equal": 0.5,
     "response/tokens_mean": 7.0,
     "response/truncated": 0.1,
+    "response/truncated_reward": 0.2,
+    "response/stopped_reward": 0.6,
     "grad_norm": 0.3,
     "loss": 0.1,
     "skipped": 0.0,
@@ -106,6 +108,9 @@ def test_noise_sets_nothing_off(tmp_path: Path, spread: float):
 
 
 ZERO = {"reward/max": 0.0, "reward/mean": 0.0, "reward/groups_all_equal": 1.0, "grad_norm": 0.0}
+PAID_TO_GO_ON = {
+    "response/truncated": 0.8, "response/truncated_reward": 0.5, "response/stopped_reward": 0.1,
+}  # fmt: skip
 COLLAPSED = {"entropy": 0.05, "reward/groups_all_equal": 0.95, "reward/max": 0.3, "reward/mean": 0.3}
 
 
@@ -117,6 +122,7 @@ COLLAPSED = {"entropy": 0.05, "reward/groups_all_equal": 0.95, "reward/max": 0.3
         ("gradient_zero", {"grad_norm": 0.0}, WINDOW),
         ("no_token_counted", {"skipped": 1.0, "grad_norm": 0.0}, WINDOW),
         ("responses_cut", {"response/truncated": 1.0}, WINDOW / 2),
+        ("responses_cut", PAID_TO_GO_ON, WINDOW / 2),
         ("entropy_collapse", COLLAPSED, WINDOW * 0.7),
         ("kl_runaway", {"kl": 3.5}, WINDOW * 0.7),
         ("mismatch_growing", {"mismatch/absolute_mean": 0.04}, WINDOW * 0.7),

@@ -30,7 +30,7 @@ from enginehouse.rl.schedule import Schedule
 from enginehouse.rl.tasks import Tasks
 
 ROWS = 7
-NOT_TRAINED_ON = {f"feed/{reason}" for reason in REASONS}
+NOT_TRAINED_ON = {f"feed/{reason}" for reason in REASONS if reason != "left_over"}  # those come again
 SECONDS = 5.0
 """Longest time for an episode, on a clock that a test moves."""
 
@@ -84,7 +84,7 @@ class Stage:
             self.tasks.restore(state)
         self.schedule = Schedule(groups, staleness, extra)
         self.begun, self.cancelled = [], []
-        self.endings, self.versions = {}, {}
+        self.endings, self.versions, self.times = {}, {}, {}
         self.changed = threading.Condition()
         self.alone, self.now, self.failures = alone, 0.0, Counter()
         self.loop.call(lambda: setattr(asyncio.get_running_loop(), "time", lambda: self.now))
@@ -96,7 +96,9 @@ class Stage:
 
     async def run(self, task, policy, context):
         with self.changed:
-            if task.serial not in self.begun:
+            again = self.feed._left_over[task.serial]
+            if self.times.get(task.serial, -1) < again:  # else it is made once more as it failed
+                self.times[task.serial] = again
                 self.begun.append(task.serial)
                 self.versions[task.serial] = self.feed.version
         if self.alone:
@@ -132,7 +134,10 @@ class Stage:
 
     def open_ones(self):
         """What may be ended."""
-        return self.loop.call(lambda: [key for key, ending in self.endings.items() if not ending.done()])
+        return self.loop.call(self.open_now)
+
+    def open_now(self):
+        return [key for key, ending in self.endings.items() if not ending.done()]
 
     def may_fail(self, keys):
         """Whether these may fail once more without ending the run; they are taken to do so."""
@@ -148,13 +153,18 @@ class Stage:
         with self.changed:
             assert self.changed.wait_for(lambda: set(serials) <= set(self.begun), 10)
 
+    def wait_for_endings(self, serials):
+        with self.changed:
+            assert self.changed.wait_for(lambda: set(serials) <= set(self.open_now()), 10)
+
     def account(self):
-        """The state to go on from, how many tasks were drawn, and how many were counted as not trained on since this
-        was asked for last: all of one moment, as groups go on to end."""
+        """The state to go on from, how many tasks were drawn, how many of them are under way, and how many were counted
+        as not trained on since this was asked for last: all of one moment, as groups go on to end."""
         return self.loop.call(
             lambda: (
                 self.tasks.state(self.schedule.under_way),
                 self.tasks.drawn,
+                len(self.schedule.under_way),
                 sum(value for name, value in self.feed._metrics().items() if name in NOT_TRAINED_ON),
             )
         )
@@ -165,7 +175,8 @@ class Stage:
         ended.start()
         try:
             list(self.feed.draw(version, left))
-            return [group.task.serial for group in self.feed.take()]
+            self.taken = self.feed.take()
+            return [group.task.serial for group in self.taken]
         finally:
             ended.join()
 
@@ -240,8 +251,24 @@ def test_extra_groups_are_left_over_with_staleness_0_and_their_tasks_ended():
     with Stage(2, extra=1) as stage:
         assert stage.step(1, 6, ends=[2, 1]) == [1, 2]
         assert stage.feed.metrics()["feed/left_over"] == 1.0
+        assert stage.feed.state()["again"] == [0]
+        assert stage.cancelled == [0]
         assert stage.step(2, 4, ends=[4, 3]) == [3, 4]
-        assert stage.cancelled[0] == 0
+        assert stage.begun == [0, 1, 2, 0, 3, 4]
+
+
+def test_tasks_left_over_come_again_until_only_the_longest_of_all_wait():
+    lengths, trained, late = [5, 90, 7, 3, 80, 60, 2, 4, 70, 1, 6, 9], [], []
+    with Stage(2, extra=2) as stage:
+        for step in range(5):
+            left = 2 * (5 - step)
+            stage.feed.begin(step, left)
+            shortest = sorted(stage.schedule.under_way, key=lengths.__getitem__)[:2]
+            stage.wait_for_endings(shortest)
+            trained += stage.step(step, left, ends=shortest)
+            late += [group.task.serial for group in stage.taken if group.left_over]
+    assert sorted(trained) == [0, 2, 3, 5, 6, 7, 8, 9, 10, 11]
+    assert late == [2], "it waited while no longer one came"
 
 
 def test_extra_groups_are_used_by_later_steps_while_they_are_fresh():
@@ -349,11 +376,12 @@ def test_no_token_is_too_old_and_no_task_is_lost_or_doubled(groups, staleness, e
             assert len(taken) == groups
             assert all(version - stage.versions[serial] <= staleness for serial in taken)
             trained += taken
-            state, drawn, dropped_by_now = stage.account()
+            state, drawn, under_way, dropped_by_now = stage.account()
             dropped += dropped_by_now
             assert not set(state["again"]) & set(taken)
             assert len(set(trained)) == len(trained)
-            assert drawn == len(trained) + len(state["again"]) + dropped
+            assert drawn == len(trained) + under_way + dropped
+            assert len(set(state["again"])) == len(state["again"]) >= under_way
     finally:
         stage.__exit__(None, None, None)
 

@@ -178,6 +178,16 @@ def test_what_takes_too_long_is_said():
         play(Whole(too_long), "fail", seconds=SHORT)
 
 
+def test_what_takes_too_long_is_held_against_what_took_longest():
+    async def some_time():
+        asyncio.get_running_loop().now += SHORT / 10
+
+    environment = Each(of_0=[some_time], of_1=[too_long])
+    said = "waits for the engine and the reward, beside 0 others under way; the longest that ended so far took "
+    with pytest.raises(EpisodeFailed, match=said):
+        play(environment, "fail", seconds=SHORT, samples=2)
+
+
 def test_one_that_resists_being_cancelled_is_not_waited_for():
     async def resist():
         with contextlib.suppress(asyncio.CancelledError):

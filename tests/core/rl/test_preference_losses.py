@@ -12,8 +12,8 @@ from enginehouse.engines.train import LossSpec, Mean, Outputs
 from enginehouse.rl.preferences.bradley_terry import bradley_terry
 from enginehouse.rl.preferences.dpo import dpo
 from enginehouse.rl.preferences.kto import kto
-from enginehouse.rl.preferences.loop import BY_ROW
-from enginehouse.rl.preferences.slopes import with_weights
+from enginehouse.rl.preferences.loop import BY_ROW, below_chance, parts_of
+from enginehouse.rl.preferences.slopes import accuracy, with_weights
 from enginehouse.rl.sequence_scores import VALUES, row_sums, with_end
 from enginehouse_testing.models import stepped_model, tiny_model
 
@@ -40,6 +40,25 @@ BETA = 0.3
 
 def mean(found, name):
     return found.metrics[name].mean().item()
+
+
+@pytest.mark.parametrize(("items", "each", "sizes"), [(9, 4, [4, 5]), (8, 4, [4, 4]), (1, 4, [1]), (10, 4, [4, 4, 2])])
+def test_no_part_of_a_validation_is_one_item_alone(items, each, sizes):
+    parts = parts_of(items, each)
+    assert [len(part) for part in parts] == sizes
+    assert [item for part in parts for item in part] == list(range(items))
+
+
+@pytest.mark.parametrize(
+    ("losses", "below"),
+    [([0.693, 0.6931, 0.692, 0.694], False), ([0.69, 0.6, 0.5, 0.45], True), ([0.693] * 3, False), ([0.1], False)],
+)
+def test_a_reward_model_has_learnt_where_its_loss_is_below_chance(losses, below):
+    assert below_chance(losses) == below
+
+
+def test_a_tie_is_half_right():
+    assert accuracy(torch.tensor([0.5, 0.0, -0.5, -0.0])).tolist() == [1.0, 0.5, 0.0, 0.5]
 
 
 @pytest.mark.parametrize(("loss", "theirs"), [("sigmoid", 0.33025184), ("hinge", 0.31622249), ("ipo", 1.40943205)])

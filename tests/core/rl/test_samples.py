@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.environment import Episode, Group
@@ -21,7 +22,7 @@ from enginehouse.rl.episodes import batch_of, tasks_of
 from enginehouse.rl.player import Player
 from enginehouse.rl.rewards.program import Score
 from enginehouse.rl.rewards.scorer import Scorer
-from enginehouse.rl.samples import reward_figures, sample_metrics, sample_rows
+from enginehouse.rl.samples import left_over_metrics, reward_figures, sample_metrics, sample_rows
 
 CHAT = [{"role": "user", "content": "one?"}]
 PROMPTS = Batch(
@@ -133,11 +134,22 @@ def test_samples_are_rows_of_prompt_and_response_with_their_versions():
 def test_responses_that_were_cut_are_counted_apart_from_those_that_ended_otherwise():
     task = tasks_of(PROMPTS, [5, 6])[0]
     made = [
-        Episode([1, 2, 10], [False, False, True], [0, 0, -0.5], [0, 0, 2], Score(1.0, {}), finish=finish)
-        for finish in ("stop", "length", "length", "lost the game")
+        Episode([1, 2, 10], [False, False, True], [0, 0, -0.5], [0, 0, 2], Score(reward, {}), finish=finish)
+        for reward, finish in enumerate(("stop", "length", "length", "lost the game"))
     ]
     metrics = sample_metrics(batch_of([Group(task, made)]), 3)
     assert (metrics["response/stopped"], metrics["response/truncated"]) == (0.25, 0.5)
+    assert (metrics["response/stopped_reward"], metrics["response/truncated_reward"]) == (0.0, 1.5)
+
+
+def test_responses_of_tasks_that_were_left_over_are_measured_apart():
+    tasks = tasks_of(PROMPTS, [5, 6])
+    groups = [
+        Group(task, [Episode([1, *[7] * n], [False] + [True] * n, [0] * (n + 1), [2] * (n + 1), Score(1.0, {}))])
+        for task, n in zip(tasks, (3, 9))
+    ]
+    assert left_over_metrics(batch_of(groups), torch.tensor([False, True])) == {"response/left_over_tokens_mean": 9.0}
+    assert left_over_metrics(batch_of(groups), torch.tensor([False, False])) == {}
 
 
 def test_an_episode_that_failed_counts_by_its_reward_alone():
@@ -152,10 +164,11 @@ def test_an_episode_that_failed_counts_by_its_reward_alone():
     assert whole.pop("reward/mean") == 0.5
     assert whole.pop("reward/min") == 0.0
     assert whole.pop("reward/std") == pytest.approx((1 / 6) ** 0.5)
+    assert whole.pop("response/failed") == pytest.approx(1 / 3)
     assert whole == {name: fewer[name] for name in whole}
     assert (whole["weights/version"], whole["staleness/max"], whole["response/stopped"]) == (2.0, 1.0, 1.0)
     alone = sample_metrics(batch_of([Group(task, [masked])]), 3)
-    assert {name.split("/")[0] for name in alone} == {"reward"}
+    assert {name for name in alone if name[:7] != "reward/"} == {"response/failed"}
     row = next(sample_rows(batch_of([Group(task, [masked])])))
     assert (row["finish_reason"], row["response"], row["tokens"]) == ("failed", "", 0)
 

@@ -162,9 +162,42 @@ def test_rewards_that_failed_are_shown_where_there_are_any():
             progress.validated(step, {"validation/reward": 0.5, "validation/failures": failures})
     said = stream.getvalue().splitlines()
     assert "failures" not in said[0] + said[1]
+    assert "episodes" not in stream.getvalue()
     assert "reward failures 2 in 2 steps" in said[2]
     assert said[3] == "validation at step 2: reward 0.500 -> 0.500  failures 2.000"
     assert "reward failures 3 in 3 steps" in said[4]
+
+
+def test_a_line_has_the_steps_own_value_first_and_the_mean_beside_it():
+    progress, stream = on_pipe()
+    with progress:
+        progress.start(3)
+        for step, reward in enumerate((0.172, 0.139, 0.016), start=1):
+            progress.update(step, {"reward/mean": reward, "loss": reward, "entropy": reward})
+    first, _, last = stream.getvalue().splitlines()
+    assert first.startswith("step 1/3  reward 0.172  loss 0.172  entropy 0.172")
+    assert last.startswith("step 3/3  reward 0.016 (mean of 3: 0.109)  loss 0.016 (mean of 3: 0.109)  entropy 0.016  ")
+
+
+def test_a_line_says_how_many_episodes_of_the_step_failed():
+    progress, stream = on_pipe()
+    with progress:
+        progress.start(2)
+        progress.update(1, METRICS | {"feed/failed_time": 6.0, "feed/failed_error": 2.0, "response/failed": 0.125})
+        progress.update(2, METRICS | {"feed/failed_time": 0.0})
+    first, second = stream.getvalue().splitlines()
+    assert "failed episodes 8 (12% of the step's)" in first
+    assert "failed episodes" not in second
+
+
+def test_a_validation_in_which_no_tool_was_called_is_noted_once():
+    said = "no response called a tool"
+    progress, stream = on_pipe()
+    with progress:
+        for step, calls in ((0, 0.5), (2, 0.0), (4, 0.0)):
+            progress.validated(step, {"validation/reward": 0.5, "validation/tool_calls": calls})
+            assert (said in stream.getvalue()) == (step > 0)
+    assert stream.getvalue().count(said) == 1
 
 
 def test_a_terminal_gets_a_display_with_reward_phases_and_time_left():

@@ -159,6 +159,17 @@ class DroppingLaterEngine(DroppingOnceEngine):
     dropped = VERSION + 1
 
 
+class PartlyDroppingEngine(UnreadableEngine):
+    """Cannot be read back, and never takes the weights of one layer's MLP."""
+
+    async def finish_weight_update(self, version):
+        never = {name: one.detach().clone() for name, one in self._weights._parameters.items() if "0.mlp" in name}
+        assert never
+        await super().finish_weight_update(version)
+        for name, value in never.items():
+            self._weights._parameters[name].data.copy_(value)
+
+
 class UnreadableRolloutWorker(RolloutWorker):
     engine_type = UnreadableEngine
 
@@ -177,6 +188,10 @@ class UnpromisingRolloutWorker(UnreadableRolloutWorker):
 
 class DroppingRolloutWorker(UnreadableRolloutWorker):
     engine_type = DroppingEngine
+
+
+class PartlyDroppingRolloutWorker(UnreadableRolloutWorker):
+    engine_type = PartlyDroppingEngine
 
 
 class DroppingOnceRolloutWorker(UnreadableRolloutWorker):

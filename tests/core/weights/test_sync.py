@@ -248,6 +248,23 @@ def test_an_engine_that_cannot_be_read_back_is_asked_at_every_update_that_change
         assert sync.sync(4).effect is None
 
 
+@pytest.mark.parametrize(("worker", "warned"), [("Unreadable", False), ("PartlyDropping", True)])
+def test_an_engine_that_drops_a_part_of_each_update_is_warned_of_once(worker, warned, caplog):
+    with open_house("inproc", rollout=getattr(faults, f"{worker}RolloutWorker"), lr=1e-4) as house:
+        sync = house.connect()
+        sync.sync(1)
+        shares, least = [], None
+        for version in range(2, 8):
+            house.train()
+            report = sync.sync(version)
+            shares.append(report.taken)
+            least = report.least_taken
+        assert least == min(shares)
+        assert (least < 0.9) == warned, shares
+    told = [record.getMessage() for record in caplog.records if "it may drop a part of each update" in record.message]
+    assert len(told) == warned
+
+
 def test_bfloat16_hides_small_updates_and_no_update_that_was_taken_is_called_dropped():
     with open_house("inproc", rollout=faults.UnreadableRolloutWorker, lr=1e-6, dtype="bfloat16") as house:
         sync = house.connect(effect_tolerance=1.0)

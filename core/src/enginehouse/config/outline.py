@@ -348,10 +348,10 @@ def _schedule(config: Config) -> str:
             f"{_count(ahead, 'weight version')} behind; --resume draws those that were not trained on again"
         )
     if rollout.extra_groups:
-        late = "while they are fresh enough, else dropped" if ahead else "dropped"
+        late = "used by later steps while they are fresh enough, else " if ahead else ""
         said.append(
-            f"{_count(rollout.extra_groups, 'prompt')} more than needed begun; those answered last are "
-            + (f"used by later steps {late}" if ahead else late)
+            f"{_count(rollout.extra_groups, 'prompt')} more than needed begun: a step trains on those answered first, "
+            f"which are the shorter ones; those answered last are {late}dropped, and their prompts drawn again"
         )
     if rollout.keep:
         said.append(f"others are drawn for prompts whose responses {rollout.keep.name} refuses")

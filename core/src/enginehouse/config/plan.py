@@ -125,6 +125,8 @@ IMPORTANCE_CAP, STALE_IMPORTANCE_CAP = "importance_cap", 2.0
 config says none (`null` takes the weights away)."""
 NARROW = 0.05
 """A clip range of less is within what engines that compute in bfloat16 are apart in single tokens, in nats."""
+LEAST_ADAPTER_RATE = 1e-5
+"""Where bfloat16 shows a third of an adapter's change after ten steps; at 1e-6 it shows a hundredth after the first."""
 SINGLE_TURN = "enginehouse.rl.environments.single_turn:SingleTurn"
 """The environment that is core's own."""
 _OVERWRITE = ("run.overwrite", "run")
@@ -359,6 +361,7 @@ def plan(
     check_model(findings, train, actor_options, model, "actor")
     check_targets(findings, actor_options, config.model.path)
     check_export(findings, config, train, actor_options)
+    _check_adapter_rate(findings, actor_options, setting.runs_on.dtype)
     check_model(findings, rollout, rollout_options, model, "rollout")
     check_sampling(findings, config, rollout, roles["rollout"], setting.device)
     if evaluation:
@@ -613,6 +616,8 @@ def plan_preferences(
     limit = row_limit(config, model, further=int(isinstance(config, RMConfig)))
     rows, held_out = look_at_preferences(findings, config, limit, setting.tokenizer_of(model))
     _check_validated(findings, config)
+    if isinstance(config, DPOConfig) and config.algorithm.loss == "kto" and held_out == 1:
+        findings.refuse("data.validation has one row: kto compares the responses of several, and needs at least 2")
     directory = setting.run_directory(
         {
             "model.path": config.model.path,
@@ -770,6 +775,7 @@ class _Setting:
         check_model(findings, train, options, model, "actor")
         check_targets(findings, options, config.model.path)
         check_export(findings, config, train, options)
+        _check_adapter_rate(findings, options, self.runs_on.dtype)
         return _Placed(train, actor), model
 
     def check_room(self, config: SFTConfig | PreferenceConfig, roles: Mapping[str, RolePlan]) -> None:
@@ -1298,6 +1304,16 @@ def _check_validated(findings: Findings, config: AnyConfig) -> None:
     if config.train.validate_every and not config.data.validation:
         findings.note(
             "train.validate_every is set, but there is no file to validate on (data.validation): none is done"
+        )
+
+
+def _check_adapter_rate(findings: Findings, options: Mapping[str, Any], dtype: str) -> None:
+    """Note a learning rate of adapters, given the actor's options, whose first changes bfloat16 rounds away."""
+    rate = options.get("lr")
+    if options.get("lora") and dtype == "bfloat16" and isinstance(rate, float) and rate < LEAST_ADAPTER_RATE:
+        findings.note(
+            f"actor.engine.options.lr is {rate:g}, for adapters in bfloat16: served weights round such changes away, "
+            "and the first tens of steps draw from the base model; adapters want 1e-5 to 1e-4"
         )
 
 

@@ -228,7 +228,8 @@ class Rollout(Section):
     extra_groups: int = Field(
         default=0,
         ge=0,
-        description="Prompts begun beyond those that a step needs, which trains on those that are answered first",
+        description="Prompts begun beyond those that a step needs, which trains on those that are answered first, the "
+        "shorter ones; those that are left over are drawn again, so that no more than so many stay behind",
     )
     on_failure: OnFailure = Field(
         default="fail",

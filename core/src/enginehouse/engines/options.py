@@ -182,7 +182,7 @@ class GroupedTrainOptions(TrainOptions):
     lr_groups: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(
         default_factory=dict,
         description="Factors of lr by pattern of parameters' names, {'*.embed_tokens.*': 0.1}: the first that matches "
-        "counts; 0 leaves a parameter as it is",
+        "counts; 0 leaves a parameter as it is, and its gradient out of the norm",
     )
 
 

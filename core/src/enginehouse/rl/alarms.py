@@ -43,6 +43,8 @@ GROWN = 3.0
 """Times by which a mismatch, or a KL, has grown when it is called so; a mismatch also to a tenth of what is refused."""
 CUT = 0.95
 """Share of responses at max_tokens that counts as all."""
+MANY_CUT = 0.5
+"""Share of them that counts where they have a higher reward than those that ended."""
 SLOW = 2.0
 """Times as long as others that a slow replica takes."""
 NO_ROLES = ("reward", "environment", "controller")
@@ -267,14 +269,23 @@ def _mismatch_growing(history: History, watched: Watched) -> str:
     return f"the rollout's logprobs drift away from the actor's: mismatch/absolute_mean rose {seen[0]}, in nats"
 
 
+_PAID, _ENDED = "response/truncated_reward", "response/stopped_reward"
+
+
 def _responses_cut(history: History, watched: Watched) -> str:
-    cut = median(history, "response/truncated")
-    if not cut >= CUT:
-        return ""
-    tokens = median(history, "response/tokens_mean")
-    return (
+    cut, tokens = median(history, "response/truncated"), median(history, "response/tokens_mean")
+    said = (
         f"{100 * cut:.3g}% of the responses {_span(history)} were cut at their token limit, after {tokens:.3g} tokens"
     )
+    if cut >= CUT:
+        return said
+    rows = [row for row in history.recent() if {_PAID, _ENDED} <= row.keys()]
+    if not (watched.rewarded and cut >= MANY_CUT and len(rows) >= LEAST):
+        return ""
+    if _lower_quartile([row[_PAID] - row[_ENDED] for row in rows]) <= 0:
+        return ""
+    paid, ended = (statistics.median(_figures(rows, name)) for name in (_PAID, _ENDED))
+    return f"{said}, and had a reward of {paid:.3g}, where those that ended had {ended:.3g}: it pays not to end"
 
 
 def _entropy_collapse(history: History, watched: Watched) -> str:
@@ -394,8 +405,9 @@ ALARMS = (
     Alarm(
         "responses_cut",
         _responses_cut,
-        "What has no end is seldom an answer. Raise rollout.sampling.max_tokens; if the model never ends, give a text "
-        "to end at by rollout.sampling.stop, or teach it the end by `enginehouse sft` first. "
+        "What has no end is seldom an answer. Raise rollout.sampling.max_tokens; if it pays not to end, have the "
+        "reward look at finish_reason; if the model never ends, give a text to end at by rollout.sampling.stop, or "
+        "teach it the end by `enginehouse sft` first. "
         "algorithm.mask_truncated=true keeps cut responses out of the loss",
     ),
     Alarm(
@@ -443,8 +455,8 @@ ALARMS = (
         "replica_slow",
         _replica_slow,
         "Look what else runs on its node and device (run.json says which those are; on CPUs, "
-        "cluster.threads_per_process). A larger train.staleness, or rollout.extra_groups, lets a step begin without "
-        "the slowest",
+        "cluster.threads_per_process). A larger train.staleness lets a step begin without the slowest; so does "
+        "rollout.extra_groups, which takes the shorter responses first",
     ),
     Alarm(
         "controller_bound",

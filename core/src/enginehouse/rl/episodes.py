@@ -36,6 +36,7 @@ class Played:
         group: the episodes, where they are here.
         rows: else their rows, as of `batch_of`, where they were made; of texts, their bytes.
         traces: of the episodes, where they are here: what each spent its time on. Empty: nobody knows.
+        left_over: how often the task was begun before and answered too late to be trained on.
     """
 
     task: Task
@@ -44,6 +45,7 @@ class Played:
     group: Group | None = None
     rows: DistributedBatch | None = None
     traces: Sequence[Trace | None] = ()
+    left_over: int = 0
 
 
 def rows_of(played: Sequence[Played]) -> DistributedBatch:

@@ -12,6 +12,7 @@ import queue
 import statistics
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from enginehouse.controller.launchers.event_loop import EventLoop
@@ -30,9 +31,9 @@ MOST_REFUSED = 10
 up."""
 QUIET_SECONDS = 10.0
 """Who waits for episodes hears so often that there are none yet, and may say so."""
-REASONS = ("refused", "dropped", "stale", "left_over")
-"""Why a group is not trained on: a filter refused it; no episode of it was left, by the failure policy; it grew too
-old; it was one more than needed."""
+REASONS = ("refused", "dropped", "left_over")
+"""Why a group is not trained on: a filter refused it; no episode of it was left, by the failure policy; it was one more
+than needed, and its task comes again."""
 
 
 class DrawnInVain(EnginehouseError):
@@ -63,6 +64,7 @@ class Feed:
         self._begun: int | None = None  # episodes of the step that was begun and is not waited for yet
         self._in_vain: list[Played] = []  # refused or dropped, one after another, since one was kept
         self._counts: Counter[str] = Counter()
+        self._left_over: Counter[int] = Counter()  # how often, by task that was not trained on since
         self._told: queue.SimpleQueue[int | list[Played] | BaseException | None] = queue.SimpleQueue()
 
     # From the loop of steps
@@ -129,7 +131,6 @@ class Feed:
     def _begin_step(self, version: int, left: int) -> int:
         """Returns how many episodes are still to be drawn."""
         self.version, self._wanted, self._left = version, self._schedule.groups, left
-        self._give_up(self._schedule.overdue(version), "stale")
         missing = self._samples * (self._schedule.groups - len(self._ended))
         self._go_on()
         return missing
@@ -154,9 +155,12 @@ class Feed:
         if chosen is not None:
             self._left -= len(chosen)
             self._wanted = 0
-            self._told.put([self._ended.pop(serial) for serial in chosen])
-            self._give_up(self._schedule.overdue(self.version + 1), "left_over")
+            self._told.put([self._taken(serial) for serial in chosen])
+            self._leave_over(self._schedule.overdue(self.version + 1))
             self._go_on()
+
+    def _taken(self, serial: int) -> Played:
+        return replace(self._ended.pop(serial), left_over=self._left_over.pop(serial, 0))
 
     def _begin(self, task: Task) -> None:
         self._schedule.begin(task.serial, self.version)
@@ -174,6 +178,8 @@ class Feed:
             self._forget(serial)
             self._fail(error)
         else:
+            if self._playing.get(serial) is not asyncio.current_task():  # an environment that kept its cancellation
+                return
             self._forget(serial)
             if played.kept:
                 self._in_vain.clear()
@@ -203,9 +209,12 @@ class Feed:
         if len(self._in_vain) >= MOST_REFUSED * self._schedule.groups:
             self._fail(_drawn_in_vain(self._in_vain, self._player.last))
 
-    def _give_up(self, serials: Sequence[int], reason: str) -> None:
+    def _leave_over(self, serials: Sequence[int]) -> None:
+        """Give up groups that are too late for any step; their tasks come again, so that long ones are trained on."""
+        self._tasks.again(serials)
+        self._left_over.update(serials)
+        self._counts["left_over"] += len(serials)
         for serial in serials:
-            self._counts[reason] += 1
             self._schedule.give_up(serial)
             self._ended.pop(serial, None)
             self._drawing.discard(serial)

@@ -224,6 +224,7 @@ class Player:
         self.scorer, self.samples, self.failures = scorer, samples, Failures(on_failure)
         self.under_way = under_way
         self._environment, self._policy_of, self._seconds = environment, policy_of, seconds
+        self._longest = 0.0  # seconds of the longest that ended, of those that have a limit
 
     async def played(self, task: Task, scoring: Callable[[], None] = lambda: None) -> Played:
         """As `play`, and whether its episodes are trained on."""
@@ -313,13 +314,23 @@ class Player:
         """
         number = 0
         while True:
-            made = await _settled(make, number, Deadline(self._seconds))
+            deadline = Deadline(self._seconds)
+            made = await _settled(make, number, deadline)
             if isinstance(made, tuple):
+                self._longest = max(self._longest, deadline.spent)
                 return made[0]
+            if isinstance(made, Late):
+                made = Late(f"{made}{self._of_others()}")
             if (beyond := _beyond_policy(made)) is not None:
                 raise beyond
             self.failures.add(what, episodes, number, made)
             number += 1
+
+    def _of_others(self) -> str:
+        """What an episode that took too long may have waited for, in words."""
+        beside = max(self.under_way.episodes - 1, 0) if self.under_way is not None else 0
+        waits = f"; that counts what it waits for the engine and the reward, beside {beside} others under way"
+        return waits + (f"; the longest that ended so far took {self._longest:.3g} s" if self._longest else "")
 
     @property
     def last(self) -> BaseException | None:
@@ -521,11 +532,13 @@ class Deadline:
 
     Attributes:
         seconds: so long. None: it never passes.
+        spent: how much of that had passed when the clock was stopped last.
         passed: done once it has.
     """
 
     def __init__(self, seconds: float | None):
         self.seconds = seconds
+        self.spent = 0.0
         self._loop = asyncio.get_running_loop()
         self.passed: asyncio.Future[None] = self._loop.create_future()
         self._left = seconds
@@ -537,6 +550,7 @@ class Deadline:
         if self._timer is not None:
             self._timer.cancel()
             self._left, self._timer = self._timer.when() - self._loop.time(), None
+            self.spent = (self.seconds or 0.0) - self._left
 
     def go_on(self) -> None:
         """Have it run on."""

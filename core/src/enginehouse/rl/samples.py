@@ -147,13 +147,26 @@ def reward_figures(samples: Batch | DistributedBatch, prefix: str) -> dict[str, 
     return {f"{prefix}/failures": failures} | {name: statistics.fmean(values) for name, values in named.items()}
 
 
+def left_over_metrics(samples: Batch | DistributedBatch, left_over: torch.Tensor) -> dict[str, float]:
+    """Return the mean length of the responses whose tasks had been left over before (`rollout.extra_groups`): beside
+    `response/tokens_mean`, which is of all that are trained on, it shows that long ones come late.
+
+    Args:
+        samples: of a step.
+        left_over: bool `(groups,)`.
+    """
+    late = left_over[samples["group"]] & (samples["weight_version"] >= 0)
+    lengths = samples["response_tokens"][late].float()
+    return {"response/left_over_tokens_mean": lengths.mean().item()} if len(lengths) else {}
+
+
 def sample_metrics(samples: Batch | DistributedBatch, version: int) -> dict[str, float]:
     """Figures of a step's samples: rewards, lengths in tokens, shares that ended by themselves and that were cut, and
     weight versions.
 
-    `reward/...`, `response/stopped` and `response/truncated` count episodes; lengths and versions count rows, of which
-    an episode may have several, `response/rows_mean` then. Rows without a token of the policy's, as of an episode that
-    failed, count in `reward/...` alone.
+    `reward/...`, `response/stopped` and `response/truncated`, and the mean rewards of these, count episodes; lengths
+    and versions count rows, of which an episode may have several, `response/rows_mean` then. Rows without a token of
+    the policy's, as of an episode that failed, count in `reward/...` alone.
 
     Args:
         version: of the trainer's weights: `staleness/...` is how many versions a sample's first token is behind.
@@ -171,11 +184,17 @@ def sample_metrics(samples: Batch | DistributedBatch, version: int) -> dict[str,
         "reward/groups_all_equal": (best == worst).float().mean().item(),
         **reward_figures(samples, "reward"),
     }
+    if not ended.all():
+        figures["response/failed"] = 1 - ended.float().mean().item()
     if not drawn.any():
         return figures
     lengths = samples["response_tokens"][drawn].float()
     reason = samples["finish_reason"]
     reasons = [reason[row] for row in rows.last[ended].tolist()]
+    rewards = collections.defaultdict(list)
+    for why, value in zip(reasons, reward[ended].tolist(), strict=True):
+        rewards[why].append(value)
+    paid = {f"response/{name}_reward": rewards[why] for name, why in (("stopped", "stop"), ("truncated", "length"))}
     behind = (version - samples["first_version"][drawn]).float()
     if not rows.are_single:
         figures["response/rows_mean"] = len(lengths) / int(ended.sum())
@@ -184,6 +203,7 @@ def sample_metrics(samples: Batch | DistributedBatch, version: int) -> dict[str,
         "response/tokens_max": lengths.max().item(),
         "response/stopped": reasons.count("stop") / max(len(reasons), 1),
         "response/truncated": reasons.count("length") / max(len(reasons), 1),
+        **{name: statistics.fmean(values) for name, values in paid.items() if values},
         "weights/version": float(samples["weight_version"][drawn].min()),
         "staleness/mean": behind.mean().item(),
         "staleness/max": behind.max().item(),

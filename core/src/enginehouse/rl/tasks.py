@@ -1,4 +1,4 @@
-"""Which tasks come next: those that were handed out and not trained on before a resume, then new ones."""
+"""Which tasks come next: those that were handed out and not trained on, then new ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Tasks:
 
     @property
     def drawn(self) -> int:
-        """How many different ones were handed out, in this run and in those it goes on with."""
+        """How many were handed out, in this run and in those it goes on with, but for those that are to come again."""
         return self._sampler.drawn - len(self._again)
 
     def metrics(self) -> dict[str, float]:
@@ -43,6 +43,10 @@ class Tasks:
         again, self._again = self._again[:count], self._again[count:]
         serials = [*again, *self._sampler.next_serials(count - len(again))]
         return tasks_of(self._sampler.rows(serials), serials) if serials else []
+
+    def again(self, serials: Iterable[int]) -> None:
+        """Have tasks that were handed out come once more, before new ones."""
+        self._again.extend(serials)
 
     def state(self, under_way: Iterable[int]) -> dict[str, Any]:
         """Plain data to go on from: without `under_way`, which are to be handed out again."""

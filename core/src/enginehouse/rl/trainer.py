@@ -41,7 +41,7 @@ from enginehouse.rl.players import Players
 from enginehouse.rl.rewards.model import with_model_scores
 from enginehouse.rl.rewards.weighted import with_rewards
 from enginehouse.rl.roles import TRAINED, with_defaults
-from enginehouse.rl.samples import sample_metrics, sample_rows
+from enginehouse.rl.samples import left_over_metrics, sample_metrics, sample_rows
 from enginehouse.rl.schedule import Schedule
 from enginehouse.rl.sequence_scores import VALUES
 from enginehouse.rl.tasks import Tasks, load_prompts
@@ -201,6 +201,7 @@ class Trainer(Loop):
             traces = samples["trace"]
             metrics = {
                 **sample_metrics(samples, self.version),
+                **left_over_metrics(samples, self.left_over),
                 **trace_metrics(traces),
                 **measured,
                 **divergence,
@@ -238,7 +239,9 @@ class Trainer(Loop):
             for _ in self.progress.counted(drawn, "samples", groups * samples, int):
                 pass
         with self.clock.phase("reward"):
-            return with_rewards(rows_of(self.feed.take()), self.plan.rewards)
+            taken = self.feed.take()
+            self.left_over = torch.tensor([group.left_over > 0 for group in taken])
+            return with_rewards(rows_of(taken), self.plan.rewards)
 
     def begin_next(self, step: int) -> None:
         """While a step's update runs, begin the next one as far as its requests, which go out once the new weights are
@@ -357,7 +360,8 @@ class Trainer(Loop):
         plugins().observe("weights_updated", run=self, version=report.version, seconds=report.seconds)
         mib = {"": report.nbytes, "_moved": report.bytes_moved, "_minimum": report.bytes_minimum}
         metrics = {f"weights/mib{name}": None if nbytes is None else nbytes / 2**20 for name, nbytes in mib.items()}
-        metrics |= {"weights/effect": report.effect, "weights/taken": report.taken, **self.roles.turns.metrics()}
+        metrics |= {"weights/effect": report.effect, "weights/taken": report.taken}
+        metrics |= {"weights/least_taken": report.least_taken, **self.roles.turns.metrics()}
         return {name: value for name, value in metrics.items() if value is not None}
 
     # Validations

@@ -94,6 +94,7 @@ class Progress:
         self._part = "", 0, 0  # what is counted, how many have come, of how many
         self._came = ""
         self._live: Live | None = None
+        self._told_of_no_call = False
 
     def __enter__(self) -> Self:
         if self.mode == "live":
@@ -192,6 +193,12 @@ class Progress:
         say = self.note if validations.worse_anywhere() else self._line
         for line in validations.lines():
             say(line)
+        if validations.no_tool_called() and not self._told_of_no_call:
+            self._told_of_no_call = True
+            self.note(
+                "no response called a tool: samples/ has what the model said; one that does not know the form of calls "
+                "learns it by `enginehouse sft` first"
+            )
 
     def alarmed(self, alarm: Mapping[str, Any]) -> None:
         """Take in an alarm, a row of `alarms.jsonl`; the log says it too."""
@@ -264,6 +271,17 @@ class Progress:
                 shown.append(("validation", figure(rewards[-1]), rewards))
         return shown
 
+    def _of_the_step(self, label: str) -> str:
+        """The last step's own value of a figure, with the mean over the last steps where a summary compares means."""
+        name, recent = dict(_FIGURES)[label], self.history.recent()
+        if (mean := self.history.now(name)) is None:
+            return ""
+        value = recent[-1].get(name, mean)
+        if label == "tokens/s":
+            return f"{value:,.0f}"
+        averaged = label in _AVERAGED and len(recent) > 1
+        return figure(value) + (f" (mean of {len(recent)}: {figure(mean)})" if averaged else "")
+
     def reward_failures(self) -> str:
         """How many rewards failed in the last steps, in words; empty if none did."""
         recent = self.history.recent()
@@ -273,10 +291,13 @@ class Progress:
     def _as_line(self) -> str:
         history = self.history
         parts = [f"step {history.step}/{history.steps}"]
-        said = {label: value for label, value, _ in self.figures()}
-        parts += [f"{label} {said[label]}" for label in _IN_LINES if label in said]
+        parts += [f"{label} {said}" for label in _IN_LINES if (said := self._of_the_step(label))]
         if failures := self.reward_failures():
             parts.append(f"reward failures {failures}")
+        last = history.last[-1] if history.last else {}
+        if failed := sum(value for name, value in last.items() if name.startswith("feed/failed_")):
+            share = last.get("response/failed")
+            parts.append(f"failed episodes {failed:.0f}" + (f" ({share:.0%} of the step's)" if share else ""))
         parts.append(f"{1 / history.steps_per_second:.3g} s/step" if history.steps_per_second else "")
         left = history.seconds_left
         if left:
@@ -295,7 +316,9 @@ _FIGURES = (
     ("tokens/s", "tokens_per_second"),
 )
 _IN_LINES = ("reward", "loss", "accuracy", "gradient", "entropy", "tokens/s")
-"""Figures of a plain line, in its order."""
+"""Figures of a plain line, in its order: the step's own values."""
+_AVERAGED = ("reward", "loss", "accuracy")
+"""Those that have their mean over the last steps beside them."""
 
 
 def figures(row: Mapping[str, Any]) -> dict[str, float]:

@@ -57,6 +57,11 @@ class Validations:
         first, *others = [*found[:SHOWN], *more]
         return [f"validation at step {step}{how}: {first}", *(f"  {line}" for line in others)]
 
+    def no_tool_called(self) -> bool:
+        """True if the last one counts calls of tools, and there was none."""
+        calls = self._taken[-1][1].get("validation/tool_calls")
+        return calls == 0.0
+
     def table(self) -> list[str]:
         """The last one's figures: a line that names them, and a line a part, the whole first; empty before it."""
         if not self._taken:

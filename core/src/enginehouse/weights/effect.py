@@ -36,6 +36,10 @@ import numpy as np
 CLEARLY = 4.0
 """How many times as far as rounding the trainer's logprobs must have moved for a replica to be judged by it."""
 
+WHOLE = 0.9
+"""Share of the trainer's change below which a replica is warned of: one that drops a part of each update, as a layer's
+MLP, shows more than half of the change, and less of it than one that takes all."""
+
 TOLERANCES = {"float32": 0.02, "bfloat16": 0.2}
 """By dtype, how far two engines' logprobs may be apart on average, in nats. On CPU two ways of computing in bfloat16
 were 0.05 to 0.08 apart, of random models, which answer rounding strongly (hidden 256 to 512, 4 to 12 layers; dense and

@@ -46,7 +46,7 @@ from enginehouse.controller.group import WorkerGroup
 from enginehouse.engines.weights import LOOPBACK, TransferPlan, WeightState, WeightSyncError, WeightUpdateAborted
 from enginehouse.errors import first_line
 from enginehouse.weights.checksums import compare_checksums, verify_state
-from enginehouse.weights.effect import Scores, mean_difference, scored_tokens, share_taken, stands_still
+from enginehouse.weights.effect import WHOLE, Scores, mean_difference, scored_tokens, share_taken, stands_still
 from enginehouse.weights.members import Gathered, Member, Members, Ranks
 from enginehouse.weights.transports.lookup import load_transport
 
@@ -90,6 +90,7 @@ class SyncReport:
         effect: mean absolute difference in nats of the replica that differs most, where it was checked.
         taken: how much of the trainer's change of logprobs the replica that shows least of it shows, 0.5 to 1; None
             where it was not looked at, or the change is too small so far to be told from rounding.
+        least_taken: the least of these so far, of all replicas and updates.
         bytes_moved: what the update brought to the replicas in all, in bytes, where the transport says it.
         bytes_minimum: the least that could have been, where the transport says it.
     """
@@ -101,6 +102,7 @@ class SyncReport:
     taken: float | None = None
     bytes_moved: int | None = None
     bytes_minimum: int | None = None
+    least_taken: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,7 @@ class WeightSync:
         # Scores of a replica, or the first of a role, and by which checksums: when it last took weights, and the last.
         self._agreed: dict[Member | str, tuple[Scores, Mapping[str, str]]] = {}
         self._scored: dict[Member, tuple[Scores, Mapping[str, str]]] = {}
+        self._least_taken: dict[Member, float] = {}  # the least share of a change that each has shown
         self._tried = 0  # newest version tried
         self._in_flight: tuple[Future | Gathered, ...] = ()  # a transfer: what sends, and what receives
         self._begun: _Begun | None = None
@@ -321,8 +324,9 @@ class WeightSync:
         self._change_seen = self._change_seen or (changed and effect is not None)
         self._served = version, sent
         plan = self._plan
+        least = min(self._least_taken.values(), default=None)
         moved = (None, None) if plan is None else (plan.bytes_moved, plan.bytes_minimum)
-        return SyncReport(version, time.perf_counter() - called, self._nbytes, effect, taken, *moved)
+        return SyncReport(version, time.perf_counter() - called, self._nbytes, effect, taken, *moved, least)
 
     def catch_up(self, returned: Members) -> None:
         """Make replicas that came back serve the version that the others serve, verified in all three ways.
@@ -565,6 +569,15 @@ class WeightSync:
         self._scored[key] = now, sums
         if share is not None:
             self._agreed[key] = now, sums
+            least = self._least_taken.get(key, 1.0)
+            self._least_taken[key] = min(share, least)
+            if share < WHOLE <= least:
+                log.warning(
+                    "%s serves version %d by its bytes, and shows %.0f%% of what the trainer's logprobs of %d tokens "
+                    "have changed by: it may drop a part of each update, as weights that it never fills or rounds away "
+                    "(weights/taken, weights/least_taken)",
+                    *(self._name(replica), version, 100 * share, len(now.trainer)),
+                )
         return share
 
     def _rounding(self) -> float:

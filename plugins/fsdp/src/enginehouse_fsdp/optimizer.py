@@ -41,6 +41,7 @@ class ShardedAdamW:
     ):
         self._parameters = dict(parameters)
         self._options = options
+        self._fixed = [parameter for name, parameter in parameters.items() if factors[name] == 0]
         self._device = next(iter(self._parameters.values())).device
         self._weight = 0.0
         self.step_number = 0
@@ -69,6 +70,9 @@ class ShardedAdamW:
         Raises:
             NonFiniteWeights: the step left weights that are not finite, on whichever rank.
         """
+        for parameter in self._fixed:  # it stays as it is, and decides no norm, nor whether there is a step
+            if parameter.grad is not None:
+                _own(parameter.grad).zero_()
         gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
         sums = torch.tensor([self._weight, _squared_share(gradients)], dtype=torch.float64)
         if dist.is_initialized():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import webbrowser
 from pathlib import Path
 
@@ -75,7 +76,13 @@ def bottleneck(run: Path, as_json: bool) -> None:
     import json
     from dataclasses import asdict
 
-    from enginehouse_report.bottleneck import bottleneck_of
+    from enginehouse_report.bottleneck import NEED_PROCESSES, bottleneck_of
 
     found = bottleneck_of(run)
     click.echo(json.dumps(asdict(found), indent=2) if as_json else found.said)
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if not as_json and load > cores and any(one.key in NEED_PROCESSES for one in found.advice):
+        click.echo(
+            f"This machine's load average is {load:.3g} now, on {cores} cores: if the run is here, what runs beside it "
+            "takes a part of its time, and more processes may not win it back."
+        )

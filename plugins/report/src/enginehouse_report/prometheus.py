@@ -36,7 +36,7 @@ OF_THE_RUN = (
 )
 """What is said of the run itself; a metric of such a name gets another `_`."""
 COUNTED = re.compile(
-    r"rollout/(restarts|retries)|feed/(refused|dropped|stale|left_over|worker_restarts|failed_\w+)|reward/failures|(\w+/)?skipped"
+    r"rollout/(restarts|retries)|feed/(refused|dropped|left_over|worker_restarts|failed_\w+)|reward/failures|(\w+/)?skipped"
 )
 """Metrics that say how often something happened in their step: what is served is how often it did so far."""
 EVERYWHERE = ("0.0.0.0", "::")

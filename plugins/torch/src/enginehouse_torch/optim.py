@@ -61,6 +61,8 @@ class FlatAdamW:
             self._places[name] = (size, parameter.numel())
             size += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
             ends[factors[name]] = size
+        self._fixed = ends.get(0.0, 0)
+        """Elements that no step moves, the first ones."""
         self._values = torch.zeros(size, device=device)
         # One element more than the gradients: what the loss counted, so that one all-reduce carries both.
         self.sums = torch.zeros(size + 1, device=device)
@@ -110,6 +112,9 @@ class FlatAdamW:
         Raises:
             NonFiniteWeights: the step left weights that are not finite, the same ones on every rank.
         """
+        self._gradients[
+            : self._fixed
+        ].zero_()  # of what stays as it is: it decides no norm, nor whether there is a step
         if self.world_size > 1:
             for part in self.sums.split(ALL_REDUCE_ELEMENTS):
                 dist.all_reduce(part)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import logsigmoid
 
-from enginehouse.rl.preferences.slopes import Judgement, judgement, leaf
+from enginehouse.rl.preferences.slopes import Judgement, accuracy, judgement, leaf
 
 
 def bradley_terry(scores: torch.Tensor, margin: torch.Tensor | None = None) -> Judgement:
@@ -24,7 +24,7 @@ def bradley_terry(scores: torch.Tensor, margin: torch.Tensor | None = None) -> J
     above = better - worse
     losses = -logsigmoid(above if margin is None else above - margin.double())
     metrics = {
-        "accuracy": (above > 0).double(),
+        "accuracy": accuracy(above),
         "margin": above,
         "rewards/chosen": better,
         "rewards/rejected": worse,

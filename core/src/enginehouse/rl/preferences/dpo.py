@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch.nn.functional import logsigmoid
 
-from enginehouse.rl.preferences.slopes import Judgement, judgement, leaf
+from enginehouse.rl.preferences.slopes import Judgement, accuracy, judgement, leaf
 
 PairLoss = Literal["sigmoid", "hinge", "ipo"]
 
@@ -54,7 +54,7 @@ def dpo(
     else:
         losses = -(1 - label_smoothing) * logsigmoid(beta * h) - label_smoothing * logsigmoid(-beta * h)
     metrics = {
-        "accuracy": (h > 0).double(),
+        "accuracy": accuracy(h),
         "margin": beta * h,
         "rewards/chosen": beta * chosen,
         "rewards/rejected": beta * rejected,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from enginehouse.config.plan import PreferencePlan
     from enginehouse.runs import Progress, RunDirectory
 
+LN_2 = math.log(2)
 BY_ROW = {"aggregation": "sequence_mean_token_sum"}
 """A linear loss is a mean over rows of its sums (`with_weights`)."""
 
@@ -91,15 +94,28 @@ class PreferenceTrainer(Loop):
 
     def validate(self, held_out: PreferenceDataset) -> dict[str, float]:
         """The figures of all held-out items, as of now."""
-        items, each = range(len(held_out)), self.items.rows_per_step
-        parts = [held_out.rows(items[start : start + each]) for start in range(0, len(items), each)]
-        return means([self.judge(part)[1] for part in parts])
+        return means([self.judge(held_out.rows(part))[1] for part in parts_of(len(held_out), self.items.rows_per_step)])
 
     def state(self) -> dict[str, Any]:
         return {"items": self.items.state_dict()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.items.load_state_dict(state["items"])
+
+
+def parts_of(items: int, each: int) -> list[range]:
+    """Return the items in parts of `each`. One that is left goes with those before it: KTO compares a response with
+    those of others, and alone it would be compared with itself."""
+    starts = [*range(0, items, each)]
+    if len(starts) > 1 and items - starts[-1] == 1:
+        starts.pop()
+    return [range(begin, end) for begin, end in zip(starts, [*starts[1:], items], strict=True)]
+
+
+def below_chance(losses: Sequence[float]) -> bool:
+    """Return whether losses of steps lie below that of scores that say nothing, ln 2, by twice their mean's error."""
+    error = statistics.stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 else math.inf
+    return statistics.fmean(losses) < LN_2 - 2 * error
 
 
 def means(found: list[Judgement]) -> dict[str, float]:
@@ -153,11 +169,23 @@ class RewardModelTrainer(PreferenceTrainer):
     """Trains a model with a value head to score the better response of a pair higher."""
 
     loss = LossSpec("weighted_value", BY_ROW, VALUES)
+    _has_margins = False
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        super()._log(step, metrics)
+        losses = [row["loss"] for row in self.progress.history.recent()]
+        if step == self.steps and not self._has_margins and not below_chance(losses):
+            self.progress.note(
+                f"nothing learnt yet: the loss of the last {len(losses)} steps is {statistics.fmean(losses):.3f}, and "
+                f"that of scores that say nothing is ln 2, {LN_2:.3f}; try more steps or a larger "
+                "actor.engine.options.lr"
+            )
 
     def judge(self, items: Batch) -> tuple[Batch, Judgement]:
         rows = with_end(items)
         scored = self.roles.actor.forward(Balanced(rows, by="input_ids"), VALUES)
         margin = items["margin"][::2] if "margin" in items else None
+        self._has_margins = margin is not None
         return rows, bradley_terry(row_sums(scored["values"]), margin)
 
 

@@ -45,6 +45,11 @@ def judgement(losses: torch.Tensor, figures: torch.Tensor, metrics: Mapping[str,
     return Judgement(losses.detach(), slopes, {name: values.detach() for name, values in metrics.items()})
 
 
+def accuracy(above: torch.Tensor) -> torch.Tensor:
+    """Return of each pair whether the better response is above the other; a tie, as before the first step, is half."""
+    return (above.detach().sign() + 1) / 2
+
+
 def leaf(figures: torch.Tensor) -> torch.Tensor:
     """Figures in float64, to differentiate by."""
     return figures.detach().double().requires_grad_()

@@ -178,7 +178,7 @@ const CHARTS = [
   { id: "failures", title: "Restarts and failures", about: "of replicas, rewards, episodes and optimizer steps",
     pick: /^(rollout\/(restarts|retries)|(reward|validation)\/(.*\/)?failures|feed\/failed_.*|(.*\/)?skipped)$/, quietAtZero: true },
   { id: "episodes", title: "Episodes", about: "of an environment", pick: /^episode\// },
-  { id: "queue", title: "Waiting requests and episodes", about: "at the end of a step", pick: /^(rollout\/queued|feed\/(under_way|left_over|stale))$/ },
+  { id: "queue", title: "Waiting requests and episodes", about: "at the end of a step", pick: /^(rollout\/queued|feed\/(under_way|left_over))$/ },
 ];
 
 const ALARM_CHARTS = {
