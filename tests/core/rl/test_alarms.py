@@ -122,7 +122,7 @@ COLLAPSED = {"entropy": 0.05, "reward/groups_all_equal": 0.95, "reward/max": 0.3
         ("gradient_zero", {"grad_norm": 0.0}, WINDOW),
         ("no_token_counted", {"skipped": 1.0, "grad_norm": 0.0}, WINDOW),
         ("responses_cut", {"response/truncated": 1.0}, WINDOW / 2),
-        ("responses_cut", PAID_TO_GO_ON, WINDOW / 2),
+        ("responses_cut", PAID_TO_GO_ON, WINDOW * 0.7),
         ("entropy_collapse", COLLAPSED, WINDOW * 0.7),
         ("kl_runaway", {"kl": 3.5}, WINDOW * 0.7),
         ("mismatch_growing", {"mismatch/absolute_mean": 0.04}, WINDOW * 0.7),

@@ -43,7 +43,7 @@ def test_a_pipe_gets_plain_lines_now_and_then():
     assert lines[0] == "starting workers ..."
     steps = [line for line in lines if line.startswith("step ")]
     assert len(steps) == 21  # the first, then every fifth
-    assert steps[-1].startswith("step 100/100  reward 0.250  loss 0.500  tokens/s 21,034")
+    assert steps[-1].startswith("step 100/100  reward 0.250 (mean of 10: 0.250)  loss 0.500 (mean of 10: 0.500)  tok")
 
 
 @pytest.mark.parametrize("where", ["a pipe that nobody reads", "a full disk"])
