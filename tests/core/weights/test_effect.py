@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from enginehouse.weights.effect import CLEARLY, Scores, mean_difference, share_taken, stands_still
+from enginehouse.weights.effect import CLEARLY, WHOLE, Scores, mean_difference, share_shown, share_taken, stands_still
 
 TOKENS = 60
 
@@ -39,6 +39,20 @@ def test_a_replica_is_judged_right_or_not_at_all_whatever_the_size_of_rounding(d
             assert (share >= 0.5) == taken
             judged += 1
     assert judged > 50
+
+
+@pytest.mark.parametrize("part", [0.6, 0.8, 1.0])
+@pytest.mark.parametrize("noise", [1e-9, 1e-3, 1e-1])
+def test_a_part_of_an_update_is_told_from_all_of_it_and_rounding_from_a_part(draw, part, noise):
+    shown = []
+    for _ in range(300):
+        old, change = draw.standard_normal(TOKENS), draw.uniform(0, 12) * 0.1 * draw.standard_normal(TOKENS)
+        before = scores(draw, old, 0.0, noise)
+        after = scores(draw, old + change, 0.0, noise, old + part * change)
+        if share_taken(before, after, rounding=0.0) is not None:
+            shown.append(share_shown(before, after, rounding=0.0))
+    assert len(shown) > 50
+    assert (min(shown) < WHOLE) == (part < 1)
 
 
 def test_what_sets_the_engines_apart_at_any_weights_is_not_taken_for_a_dropped_update(draw):

@@ -251,16 +251,12 @@ def test_an_engine_that_cannot_be_read_back_is_asked_at_every_update_that_change
 @pytest.mark.parametrize(("worker", "warned"), [("Unreadable", False), ("PartlyDropping", True)])
 def test_an_engine_that_drops_a_part_of_each_update_is_warned_of_once(worker, warned, caplog):
     with open_house("inproc", rollout=getattr(faults, f"{worker}RolloutWorker"), lr=1e-4) as house:
-        sync = house.connect()
+        sync = house.connect(effect_tolerance=1.0)
         sync.sync(1)
-        shares, least = [], None
-        for version in range(2, 8):
+        for version in range(2, 6):
             house.train()
             report = sync.sync(version)
-            shares.append(report.taken)
-            least = report.least_taken
-        assert least == min(shares)
-        assert (least < 0.9) == warned, shares
+        assert (report.least_taken < 0.9) == warned, report
     told = [record.getMessage() for record in caplog.records if "it may drop a part of each update" in record.message]
     assert len(told) == warned
 

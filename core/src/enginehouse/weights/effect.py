@@ -96,10 +96,24 @@ def share_taken(before: Scores, after: Scores, rounding: float) -> float | None:
     Returns:
         None where the change is too small, so far, to be told from rounding.
     """
-    moved = after.trainer - before.trainer
-    followed = after.replica - before.replica
+    moved, followed = after.trainer - before.trainer, after.replica - before.replica
     far = np.abs(moved)
-    noise = max(np.abs(before.trainer - before.replica).sum(), rounding * len(moved))
-    if far.sum() <= CLEARLY * noise:
+    if far.sum() <= CLEARLY * _noise(before, rounding):
         return None
     return float(far[np.abs(followed - moved) < np.abs(followed)].sum() / far.sum())
+
+
+def share_shown(before: Scores, after: Scores, rounding: float) -> float:
+    """Return the most of the trainer's change that a replica can have taken, 0 to 1, where `share_taken` judges it.
+
+    A token's change counts as far as the replica shows it, where `share_taken` counts it whole from one half on; what
+    rounding may have hidden is added. Arguments as of `share_taken`.
+    """
+    moved, followed = after.trainer - before.trainer, after.replica - before.replica
+    far = np.abs(moved)
+    shown = np.clip(followed * np.sign(moved), 0.0, far).sum() + _noise(before, rounding)
+    return float(min(shown / far.sum(), 1.0))
+
+
+def _noise(before: Scores, rounding: float) -> float:
+    return float(max(np.abs(before.trainer - before.replica).sum(), rounding * len(before.trainer)))

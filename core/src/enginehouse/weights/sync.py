@@ -46,7 +46,15 @@ from enginehouse.controller.group import WorkerGroup
 from enginehouse.engines.weights import LOOPBACK, TransferPlan, WeightState, WeightSyncError, WeightUpdateAborted
 from enginehouse.errors import first_line
 from enginehouse.weights.checksums import compare_checksums, verify_state
-from enginehouse.weights.effect import WHOLE, Scores, mean_difference, scored_tokens, share_taken, stands_still
+from enginehouse.weights.effect import (
+    WHOLE,
+    Scores,
+    mean_difference,
+    scored_tokens,
+    share_shown,
+    share_taken,
+    stands_still,
+)
 from enginehouse.weights.members import Gathered, Member, Members, Ranks
 from enginehouse.weights.transports.lookup import load_transport
 
@@ -90,7 +98,8 @@ class SyncReport:
         effect: mean absolute difference in nats of the replica that differs most, where it was checked.
         taken: how much of the trainer's change of logprobs the replica that shows least of it shows, 0.5 to 1; None
             where it was not looked at, or the change is too small so far to be told from rounding.
-        least_taken: the least of these so far, of all replicas and updates.
+        least_taken: the most of a change that a replica can have taken (`share_shown`): the least so far, of all
+            replicas and updates.
         bytes_moved: what the update brought to the replicas in all, in bytes, where the transport says it.
         bytes_minimum: the least that could have been, where the transport says it.
     """
@@ -569,14 +578,14 @@ class WeightSync:
         self._scored[key] = now, sums
         if share is not None:
             self._agreed[key] = now, sums
-            least = self._least_taken.get(key, 1.0)
-            self._least_taken[key] = min(share, least)
-            if share < WHOLE <= least:
+            shown, least = share_shown(before, now, rounding), self._least_taken.get(key, 1.0)
+            self._least_taken[key] = min(shown, least)
+            if shown < WHOLE <= least:
                 log.warning(
-                    "%s serves version %d by its bytes, and shows %.0f%% of what the trainer's logprobs of %d tokens "
-                    "have changed by: it may drop a part of each update, as weights that it never fills or rounds away "
-                    "(weights/taken, weights/least_taken)",
-                    *(self._name(replica), version, 100 * share, len(now.trainer)),
+                    "%s serves version %d, and shows at most %.0f%% of the change in the trainer's logprobs "
+                    "of %d tokens: it may drop a part of each update, as weights that it never fills "
+                    "(weights/least_taken)",
+                    *(self._name(replica), version, 100 * shown, len(now.trainer)),
                 )
         return share
 
