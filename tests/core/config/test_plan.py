@@ -989,8 +989,8 @@ def test_a_secret_of_a_reward_is_named_and_not_held(make: Callable[..., Plan], p
 
 HERE = "in this environment (all that the engine needs is installed here)"
 CHECKPOINTS = (
-    "note        train.checkpoint_every is 0: state to --resume from is saved when the run is interrupted or fails, "
-    "but not if it is killed outright"
+    "note        train.checkpoint_every and checkpoint_minutes are 0: state to --resume from is saved when the run is "
+    "interrupted or fails, but not if it is killed outright"
 )
 
 

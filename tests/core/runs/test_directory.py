@@ -11,6 +11,7 @@ import numpy
 import pytest
 from projects import Project
 
+from enginehouse import atomic
 from enginehouse.checkpoints import Checkpoint
 from enginehouse.config.earlier_run import read_record
 from enginehouse.config.load import dump_config, load_config
@@ -189,9 +190,10 @@ def test_overwriting_deletes_an_earlier_run_and_nothing_else(tmp_path: Path):
     kept="what was on the disk before",
     noticed="at once",
 )
-def test_a_full_disk_takes_no_end_away(run: RunDirectory, caplog: pytest.LogCaptureFixture):
-    for name in ("run.json", "error.txt"):  # where they are staged
-        (run.path / f".{name}.partial").symlink_to("/dev/full")
+def test_a_full_disk_takes_no_end_away(
+    run: RunDirectory, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(atomic, "_staging", lambda path: full_file(run.path))
     before = (run.path / "run.json").stat().st_size
     run.finish("failed", "no space left" * 100, "Traceback ...")
     record = json.loads((run.path / "run.json").read_text())
@@ -199,6 +201,12 @@ def test_a_full_disk_takes_no_end_away(run: RunDirectory, caplog: pytest.LogCapt
     assert (run.path / "run.json").stat().st_size <= before
     assert not (run.path / "error.txt").exists()
     assert "No space left on device" in caplog.text
+
+
+def full_file(directory: Path) -> Path:
+    """A file that takes no byte."""
+    (full := directory / ".partial").symlink_to("/dev/full")
+    return full
 
 
 def save(run: RunDirectory, step: int, content: str = "weights") -> None:

@@ -109,8 +109,8 @@ def _found(findings: Findings, directory: Path) -> Checkpoint:
     if checkpoint is None and not damaged:
         raise ConfigError(
             f"--resume: the run in {directory} left no checkpoint to go on from. (It is written every "
-            "train.checkpoint_every steps, and when a run is interrupted or fails.) Start it anew by "
-            "run.overwrite=true, without --resume"
+            "train.checkpoint_every steps and every train.checkpoint_minutes, and when a run is interrupted or fails.) "
+            "Start it anew by run.overwrite=true, without --resume"
         )
     listed = "; ".join(f"{path.name}: {why}" for path, why in damaged.items())
     if checkpoint is None:

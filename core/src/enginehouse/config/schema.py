@@ -506,7 +506,13 @@ _SEED = Field(default=0, ge=0, lt=2**63, description="Of all that is drawn: the 
 _CHECKPOINT_EVERY = Field(
     default=0,
     ge=0,
-    description="Steps between checkpoints for --resume; 0: only if the run is interrupted or fails",
+    description="Steps between checkpoints for --resume; 0: only by train.checkpoint_minutes, and if the run is "
+    "interrupted or fails",
+)
+_CHECKPOINT_MINUTES = Field(
+    default=15.0,
+    ge=0,
+    description="Longest time between checkpoints for --resume, looked at when a step ends; 0: any",
 )
 _CHECKPOINTS_KEPT = Field(
     default=2, gt=0, description="The newest checkpoints; one that is damaged is passed over for the one before it"
@@ -567,6 +573,7 @@ class Train(Section):
         "models/best, besides those of save_every; that before the first step does not count",
     )
     checkpoint_every: int = _CHECKPOINT_EVERY
+    checkpoint_minutes: float = _CHECKPOINT_MINUTES
     checkpoints_kept: int = _CHECKPOINTS_KEPT
     profile_steps: ProfileSteps = []
 
@@ -622,7 +629,8 @@ class Run(Section):
     grace_seconds: float = Field(
         default=25.0,
         gt=0,
-        description="Longest time from Ctrl-C, SIGTERM or SIGHUP to the end, state and model saved; then it is forced",
+        description="Longest time from SIGTERM or SIGHUP to the end, state and model saved; then it is forced. After "
+        "Ctrl-C it may take any time, and a second one forces it",
     )
     trackers: list[Tracker] = Field(
         default_factory=list, description="What metrics are sent to as well, as [{name: tensorboard}]; none ends a run"
@@ -674,6 +682,7 @@ class SFTTrain(Section):
     rows_per_step: int = Field(default=128, gt=0, description="Demonstrations of an optimizer step")
     seed: int = _SEED
     checkpoint_every: int = _CHECKPOINT_EVERY
+    checkpoint_minutes: float = _CHECKPOINT_MINUTES
     checkpoints_kept: int = _CHECKPOINTS_KEPT
     profile_steps: ProfileSteps = []
 
@@ -757,6 +766,7 @@ class PreferenceTrain(Section):
     seed: int = _SEED
     validate_every: int = Field(default=0, ge=0, description="Steps between validations; 0: only after the last")
     checkpoint_every: int = _CHECKPOINT_EVERY
+    checkpoint_minutes: float = _CHECKPOINT_MINUTES
     checkpoints_kept: int = _CHECKPOINTS_KEPT
     profile_steps: ProfileSteps = []
 

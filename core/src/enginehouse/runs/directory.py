@@ -210,6 +210,8 @@ class RunDirectory:
         for said_at_the_end in ("error.txt", "report.html"):
             (self.path / said_at_the_end).unlink(missing_ok=True)
         self.clear_partial()
+        for left in (*self.path.glob(".*.partial-*"), *self.path.glob("samples/.*.partial-*")):
+            left.unlink(missing_ok=True)
         self.checkpoints.set_aside(resumed.passed_over)
         self.last_step = step
         self.validated_step = max((row["step"] for row in validations), default=-1)
