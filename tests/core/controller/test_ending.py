@@ -108,6 +108,23 @@ def test_ctrl_c_reaches_only_the_driver_and_everything_ends():
     assert not any(_alive(pid) for pid in pids)
 
 
+@pytest.mark.fault(
+    area="processes",
+    what="the run's own process is killed outright (SIGKILL, or it crashes)",
+    happens="all its processes end by themselves, Ray's too, where Ray was started by the run",
+    exit_code="137",
+    kept="metrics up to the last step, models, and what train.checkpoint_every and checkpoint_minutes wrote",
+    noticed="within 10 s",
+)
+@pytest.mark.slow
+def test_nothing_outlives_a_driver_that_is_killed():
+    process, pids = _start("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if _alive(pid)], timeout=30)  # of a busy machine
+    assert not alive
+
+
 def _alive(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

@@ -101,6 +101,7 @@ class CheckpointWriter:
         background: whether every backend of theirs declares `background_save`.
         published: called with step and path of each checkpoint once it is whole.
         data: digests of the training data's files, which go into each checkpoint.
+        models: likewise, of the models that roles began from.
         size: bytes of the checkpoint that the run goes on from; None: it begins.
     """
 
@@ -113,10 +114,12 @@ class CheckpointWriter:
         background: bool,
         published: Callable[[int, Path], None],
         data: Mapping[str, str] | None = None,
+        models: Mapping[str, str] | None = None,
         size: int | None = None,
     ):
         self._trained, self._run, self._config, self._dtype = trained, run, config, dtype
         self._background, self._published, self._data = background, published, data or {}
+        self._models = models or {}
         self._size = size
         self._under_way: tuple[Path, Checkpoint] | None = None
         self._digests: Future[Files] | None = None
@@ -212,7 +215,7 @@ class CheckpointWriter:
         config = as_run(self._config, self._dtype)
         return staged, Checkpoint(
             staged, state.step, self._run.elapsed_seconds, state.loop, config, kind_of(self._config), self._data,
-            roles=tuple(self._trained),
+            self._models, roles=tuple(self._trained),
         )  # fmt: skip
 
     def _publish(self, staged: Path, checkpoint: Checkpoint, files: Files) -> None:

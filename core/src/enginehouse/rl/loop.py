@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from enginehouse.config.roles import model_paths
 from enginehouse.controller import Balanced
 from enginehouse.controller.errors import keeps_state
 from enginehouse.controller.future import Future, StillRunning
 from enginehouse.controller.interruption import interrupt_put_off, seconds_to_end
 from enginehouse.controller.ray_access import ray_access
-from enginehouse.data.digests import data_digests
+from enginehouse.data.digests import data_digests, model_digest
 from enginehouse.engines.train import metric_values
 from enginehouse.errors import SaveError, SaveTooLate, first_line
 from enginehouse.plugin import capabilities, plugins
@@ -116,6 +117,7 @@ class Loop(ABC):
         self.steps = plan.config.train.steps
         self.checkpoint_every = plan.config.train.checkpoint_every
         self._data = data_digests(plan.config.data.train)  # just before they are read
+        self._models = {path: model_digest(path) for path in model_paths(plan.config)}
         self._next_checkpoint = math.inf  # by `time.monotonic()`
         grace = plan.config.run.grace_seconds
         self._grace = grace - min(ENDING_SECONDS, grace / 3)
@@ -280,6 +282,7 @@ class Loop(ABC):
             self._saves_in_background(),
             lambda step, path: self._saved(step, path, "state"),
             self._data,
+            self._models,
             sum(size for size, _ in self.resumed.files.values()) if self.resumed else None,
         )
         if self.resumed is not None:
