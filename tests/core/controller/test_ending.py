@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import CancelledError
 from pathlib import Path
 
@@ -15,6 +18,7 @@ import pytest
 from controller_workers import Leaver, Trouble
 
 from enginehouse.controller import GroupClosed, WorkerDied
+from enginehouse.controller.launchers.event_loop import EventLoop
 from enginehouse.controller.launchers.role_objects import RoleObjects
 
 
@@ -55,6 +59,33 @@ def test_a_call_that_still_ran_when_its_group_was_ended_says_so(launch, method):
     group.shutdown(timeout=1.0)
     with pytest.raises(WorkerDied, match=rf"^odd rank 0 .*'{method}' had not ended.*: odd was shut down$"):
         future.result()
+
+
+@pytest.mark.parametrize("resists", [False, True])
+def test_an_event_loop_that_is_stopped_leaves_no_task_that_is_heard_of_later(
+    caplog: pytest.LogCaptureFixture, resists: bool
+):
+    begun = threading.Event()
+
+    async def endless(depth: int) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:  # as a request that is lost begins another
+            if depth:
+                kept.append(asyncio.get_running_loop().create_task(endless(depth - 1)))
+            if resists:
+                await asyncio.Event().wait()
+
+    kept: list[asyncio.Task[None]] = []
+    loop = EventLoop()
+    loop.submit(endless(1))
+    begun.wait()
+    loop.stop(0.2)
+    kept.clear()
+    del loop
+    gc.collect()
+    assert "Task was destroyed" not in caplog.text
 
 
 PROGRAM = """
