@@ -24,9 +24,9 @@ class JsonLines:
 
     @property
     def in_place(self) -> bool:
-        """True if what is at the path is the file that is written."""
+        """True if what is at the path is the file that is written, or was until it was closed."""
         try:
-            return os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
+            return self._file.closed or os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
         except FileNotFoundError:
             return False
 
