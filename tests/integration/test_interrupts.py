@@ -172,7 +172,7 @@ def test_ctrl_c_waits_for_a_save_that_takes_longer_than_the_grace(train: Start, 
     run.until_step(2)
     ended = interrupted(run)
     assert_model_saved(run, ended)
-    assert re.search(r"saving the checkpoint of step \d+: done in \d+\.\d s", ended.out)
+    assert f"saving the checkpoint of step {len(run.metrics)} ..." in ended.out
 
 
 @pytest.fixture(scope="module")
