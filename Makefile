@@ -51,7 +51,7 @@ test-long: $(VENV)/.developer runtimes  ## run the slow tests that `make test` l
 test-exhaustive: $(VENV)/.developer runtimes  ## run all slow tests, and what shows at length what they show in short: before a release
 	$(BIN)/python -m pytest -m "slow or exhaustive" $(SEVERAL) --verbose $(ARGS)
 
-test-gpu: $(VENV)/.developer  ## run all that needs a GPU, on one, in at most 30 minutes: benchmarks/results/gpu/DEVICE.json
+test-gpu: $(VENV)/.developer  ## run all that needs a GPU, on one, in at most 45 minutes: benchmarks/results/gpu/DEVICE.json; ARGS=--rehearse small, on a CPU
 	$(BIN)/python -m tools.gpu $(ARGS)
 
 runtimes: $(VENV)/.developer  ## make the Python environments of engines that need one of their own
@@ -65,6 +65,7 @@ lint: $(VENV)/.developer  ## style, types and the one-way arrows between package
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@$(BIN)/python -m tools.stamps
 
 monitoring:  ## check examples/cluster's Prometheus files, and try its alerts, by promtool
 	@command -v promtool > /dev/null || { echo "there is no promtool here: it comes with Prometheus (Debian: apt install prometheus)"; exit 1; }

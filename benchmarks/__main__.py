@@ -1,14 +1,15 @@
 """Runs a benchmark: `python -m benchmarks NAME [option=value ...]`.
 
 A benchmark is a module of this package with `measure(**options) -> {"metrics": {name: number}, ...}`. The result is
-written to `benchmarks/out/NAME.json` as `{"metrics": ..., "command": ..., "machine": ...}` with whatever else `measure`
-returned, and printed. A result may hold `"sides"`, a table: `{row: {column: value}}`, and a `"name"` of its own for the
-file, where a benchmark has several sizes.
+written to `benchmarks/out/NAME.json` with `commit`, `written`, `metrics`, `command` and `machine`, and
+with whatever else `measure` returned, and printed. A result may hold `"sides"`, a table: `{row: {column: value}}`, and
+a `"name"` of its own for the file, where a benchmark has several sizes. In a checkout one runs at a time.
 """
 
 from __future__ import annotations
 
 import ast
+import fcntl
 import importlib
 import inspect
 import json
@@ -22,7 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.machine import busy_cores, machine
+from benchmarks.machine import busy_cores, commit, machine
 
 OUT = Path(__file__).parent / "out"
 
@@ -45,11 +46,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     busy = round(busy_cores(), 2)
     described = machine() | {"cores_busy_before": busy}
-    result = measure(**options)
     OUT.mkdir(exist_ok=True)
+    with (OUT / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            console.print(
+                f"benchmark {name}: another one runs in this checkout, and would share its folder and its cores"
+            )
+            return 2
+        result = measure(**options)
     name = result.pop("name", name)
     path = OUT / f"{name}.json"
-    written = {"metrics": {}, "command": shlex.join(["python", "-m", "benchmarks", *arguments]), "machine": described}
+    written = {
+        "commit": commit(),
+        "written": described["time"],
+        "metrics": {},
+        "command": shlex.join(["python", "-m", "benchmarks", *arguments]),
+        "machine": described,
+    }
     path.write_text(json.dumps(written | result, indent=2) + "\n")
     for table in tables(name, result):
         console.print(table)

@@ -168,6 +168,8 @@ def start_sides(running: contextlib.ExitStack, verl: bool) -> dict[str, SideProc
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_") or name == "RAY_TMPDIR"}
     # what `start_ray` sets for itself, so that no side's Ray does more than another's
     env |= {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+    # Each side's Ray sees the memory of all sides, whose stores keep what they once held, and would end its workers.
+    env |= {"RAY_memory_monitor_refresh_ms": "0"}
 
     def start(name: str, *command: object) -> SideProcess:
         log = LOGS / f"{name.replace(' ', '_')}.log"

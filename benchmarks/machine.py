@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 import time
 from pathlib import Path
 
@@ -21,6 +22,15 @@ def machine() -> dict[str, object]:
         "load_average": round(os.getloadavg()[0], 2),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def commit() -> str:
+    """Return the commit of the code that is measured, with a `+` where files differ from it; empty without git."""
+    hashed, differing = (
+        subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+        for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+    )
+    return f"{hashed}{'+' * bool(differing)}"
 
 
 def busy_cores(seconds: float = 1.0) -> float:

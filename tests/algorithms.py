@@ -56,7 +56,12 @@ Where ours and theirs differ, on purpose:
   one token.
 - `gpg` counts the samples of groups with a gradient, as the paper does; verl those whose reward is not 0.
 - `grpo` adds 1e-6 to the deviation, as verl does; TRL 1e-4.
-- verl bounds log ratios at 20 before it takes their exponential, and `k3` at 10; ours bounds neither.
+- verl bounds log ratios at -20 and 20 before it takes their exponential, and `k3` at 10. Ours are bounded at 20 nats,
+  in `k3` and in ratios; `k3` itself is not, since that takes the gradient away where the policy is far off.
+- Importance weights (`importance_cap`) weigh the KL term too; TRL's the rest of the loss alone.
+- `grpo`, `gpg`, `process_rewards` and `reinforce_plus_plus_baseline` take a KL term in the reward, less its group's
+  mean, off the advantage, and divide by the deviation of the rewards without it. verl's divide both, so that in a group
+  of equal rewards the term counts fully, however small its coefficient.
 - The upper bound of `cispo` is `1 + clip_high`, as verl's; TRL's is `epsilon_high` itself, and it has no lower one.
 - Tokens that do not count have an advantage and a return of 0; verl's `gae` leaves numbers there.
 - The entropy bonus of TRL is a mean over tokens whatever the loss's own mean is; ours is a part of each token's loss.
@@ -94,7 +99,11 @@ def _losses() -> Iterator[str]:
     yield from ("| argument | type | what it is |", "|---|---|---|")
     for one in shared:
         yield _row(f"`{one.name}`", one.type, one.description)
-    yield f"\nThe KL term's estimators are {_names(get_args(KLEstimator))}."
+    yield (
+        f"\nThe KL term's estimators are {_names(get_args(KLEstimator))}: in the reward `k1`, in the loss the others, "
+        "by default `k3`.\n`k3_unbiased` is DeepSeek-V3.2's: `k3` times the ratio, with its gradient. Log ratios are "
+        "cut at 20 nats where they are raised to e."
+    )
 
 
 def _compared(written: Mapping[str, Any]) -> Iterator[str]:

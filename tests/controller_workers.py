@@ -130,6 +130,10 @@ class Trouble(Worker):
         await sleep_for_ever()
 
     @register
+    async def exit_async(self) -> None:
+        raise SystemExit(2)
+
+    @register
     def hang_in_native_code(self) -> None:
         hold_the_interpreter()
 

@@ -75,6 +75,12 @@ FAULTS = Page(
 `make reliability` wrote this page from the tests that show each row: a marker of the test holds the row's text.
 *kept* is what a user finds afterwards, *noticed* how long until the run says or does something about it.
 A test that says it for several engines or several faults has one row here.
+
+Tried by hand, once, in November 2026, on a CPU: kills at random moments with `train.staleness`, environment workers,
+PPO and two ranks of `fsdp`, each resumed and compared; a clock that jumps by three days; few file descriptors; servers
+of rewards that hang, lie or never end; 1,500 steps on end. **Not covered**, by tests or by hand: GPUs, nodes on hosts
+of their own, a power cut, memory that really runs out, a vLLM that is stopped, a killed run of `megatron` that is
+resumed, trackers on a full disk, and two runs that begin at the same moment.
 """,
     "area",
 )

@@ -82,7 +82,7 @@ class MegatronMLP(Worker):
 
         context = self.context
         dist.init_process_group("nccl" if context.device == "cuda" else "gloo")
-        on_cpu.adapt()
+        on_cpu.adapt(context.device)
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
         sizes = {"pp": pp, "dp": context.world_size // (tp * pp), "cp": 1, "tp": tp}
         self.mesh = Mesh.of(sizes, context.rank, output={"pp": pp - 1})

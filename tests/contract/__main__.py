@@ -1,4 +1,4 @@
-"""`make contract`: write down what plugins may count on, `surface.json` and docs/contract.md.
+"""`make contract`: write down what plugins may count on: `surface.json`, docs/contract.md, what `plugins doctor` reads.
 
 What would break plugins is refused, but for the addresses given (patterns, as of a shell) that are said to break none:
 `python -m tests.contract enginehouse.engines.Mesh.of`.
@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from contract.page import PAGE, page
-from contract.surface import RAISED, SNAPSHOT, entry_of, kept, problem, snapshot_of, surface
+from contract.surface import PROMISED, RAISED, SNAPSHOT, entry_of, kept, problem, promised, snapshot_of, surface
 
 
 def main(accepted: list[str]) -> str:
@@ -30,6 +30,7 @@ def main(accepted: list[str]) -> str:
     now = snapshot_of(today, kept())
     SNAPSHOT.write_text(json.dumps(now, indent=0, ensure_ascii=False) + "\n", encoding="utf-8")
     PAGE.write_text(page(now), encoding="utf-8")
+    PROMISED.write_text(promised(today), encoding="utf-8")
     return ""
 
 

@@ -39,6 +39,7 @@ write one: [plugins](plugins/index.md).
   plugin that was built against 1.0 is kept as a wheel in `tests/contract/`, and a test runs it.
 - **A major version may drop** what a minor version before it has warned of, by the name to use instead
   ([publishing](plugins/publishing.md#deprecation)).
+- **A check that comes later** than the contract that a plugin says is a warning in its certificate, and fails nothing.
 - A field, an argument or a hook that comes later has a default, or may be left out.
 
 "since" is the contract version a name came in. `tests/contract/surface.json` has the same for programs, and a test
@@ -56,6 +57,7 @@ TITLES = {
     "enginehouse.data": "Batches",
     "enginehouse.weights": "Weights: names and checksums",
     "enginehouse.errors": "Errors",
+    "enginehouse.quiet": "Quiet",
 }
 
 
@@ -131,10 +133,10 @@ def _capability(address: str, since: Mapping[str, str]) -> Iterator[str]:
 def _checks(kind: str) -> Iterator[str]:
     """What the suite of a protocol looks at."""
     yield f"What `enginehouse certify NAME --kind {kind}` checks:\n"
-    yield from ("| check | where it declares | what must be so |", "|---|---|---|")
+    yield from ("| check | where it declares | since | what must be so |", "|---|---|---|---|")
     for check in checks_of(kind):
         declared = [f"`{one}`" for one in (check.capability, check.also) if one not in ("", "protocol")]
-        yield _row(f"`{check.name}`", " and ".join(declared), check.claim)
+        yield _row(f"`{check.name}`", " and ".join(declared), check.since, check.claim)
     yield ""
 
 

@@ -21,12 +21,15 @@ from enginehouse.plugin import CONTRACT
 ROOT = Path(__file__).parents[2]
 SNAPSHOT = Path(__file__).with_name("surface.json")
 HOOKS = "enginehouse.plugin.hookspecs"
+PROMISED = ROOT / "core" / "src" / "enginehouse" / "plugin" / "promised.json"
+"""The names alone, by module: what `enginehouse plugins doctor` holds a plugin's imports against."""
 PACKAGES = (
     "enginehouse.plugin",
     "enginehouse.engines",
     "enginehouse.data",
     "enginehouse.weights",
     "enginehouse.errors",
+    "enginehouse.quiet",
     "enginehouse_torch.modeling",
 )
 NOT_FOR_PLUGINS = {
@@ -159,6 +162,15 @@ def snapshot_of(today: Mapping[str, Name], before: Mapping[str, Any]) -> dict[st
         since = known[address]["since"] if address in known else version
         names[address] = {"since": since} | entry_of(name)
     return {"contract": version, "published": before.get("published", version), "names": names}
+
+
+def promised(today: Mapping[str, Name]) -> str:
+    """The text of `PROMISED`."""
+    found: dict[str, list[str]] = {}
+    for address, name in sorted(today.items()):
+        if not name.owner:
+            found.setdefault(address.rpartition(".")[0], []).append(address.rpartition(".")[2])
+    return json.dumps(found, indent=0) + "\n"
 
 
 def entry_of(name: Name) -> dict[str, Any]:

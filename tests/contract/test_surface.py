@@ -8,7 +8,7 @@ from typing import Any
 import griffe
 import pytest
 from contract.page import PAGE, page
-from contract.surface import RAISED, Name, entry_of, kept, names_of, problem, surface
+from contract.surface import PROMISED, RAISED, Name, entry_of, kept, names_of, problem, promised, surface
 
 BEFORE: dict[str, Any] = {
     "contract": "1.3",
@@ -51,6 +51,10 @@ def test_the_contract_is_what_was_written_down():
 
 def test_the_page_of_the_contract_is_that_of_today():
     assert PAGE.read_text(encoding="utf-8") == page(kept()), "write it anew: make contract"
+
+
+def test_what_the_doctor_reads_of_the_contract_is_that_of_today():
+    assert PROMISED.read_text(encoding="utf-8") == promised(surface()), "write it anew: make contract"
 
 
 def test_nothing_is_to_do_where_nothing_changed():

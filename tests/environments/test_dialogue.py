@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from chat_templates import CHATML, DEEPSEEK, ENDS, GEMMA, LLAMA, MISTRAL, QWEN, make_tokenizer
 
+from enginehouse.engines.rollout import Completion, SamplingParams
 from enginehouse.errors import UserError
-from enginehouse_environments.dialogue import ChatTemplate
+from enginehouse_environments.dialogue import ChatTemplate, Dialogue
 
 ASK = [{"role": "user", "content": "And?"}]
 
@@ -41,6 +44,25 @@ def test_an_answer_is_closed_once_whatever_ended_it(template):
     assert follows(template, ASK, "So.<|endoftext|>", True) == after  # by another of the model's ends
     assert follows(template, ASK, "So.<|endoftext|>", True, eos="<|endoftext|>") == after
     assert follows(template, ASK, "So.<|python_tag|>") == end + after  # it was cut there
+
+
+@pytest.mark.parametrize(("finish", "text"), [("length", "So.<|python_tag|>"), ("stop", "So.")])
+def test_an_answer_that_was_cut_has_not_closed_itself_whatever_its_last_token(finish, text):
+    tokenizer = make_tokenizer(QWEN)
+    answer = tokenizer.encode("So.<|python_tag|>", add_special_tokens=False)
+
+    class Says:
+        sampling = SamplingParams()
+
+        async def generate(self, tokens, sampling):
+            return Completion(answer, [0.0] * len(answer), finish, 0, 0)
+
+    dialogue = Dialogue(ChatTemplate(tokenizer), ASK)
+    asyncio.run(dialogue.answer(Says()))
+    assert dialogue.last == text
+    before = len(dialogue.transcript.tokens)
+    dialogue.say(ASK)
+    assert tokenizer.decode(dialogue.transcript.tokens[before:]) == ("<|im_end|>" * (finish == "length")) + AFTER[QWEN]
 
 
 @pytest.mark.parametrize("template", AFTER)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +23,8 @@ from enginehouse.engines.environment import Episode, Scored, Task
 from enginehouse.errors import ConfigError, DataError
 from enginehouse.recipes import chat
 from enginehouse.rl.player import EpisodeFailed
+from enginehouse_environments import game_processes
+from enginehouse_environments.game_processes import GameLost, GameProcesses
 from enginehouse_environments.games import GuessingGame
 from enginehouse_environments.gym import Game, Gym, Rules, plain
 
@@ -217,6 +221,81 @@ def test_games_in_processes_end_as_here_and_one_that_dies_takes_its_own_along():
     assert one(apart, walker, {})[0].score.reward == 1.0  # another has taken its place
     with pytest.raises(EpisodeFailed, match="the process that held the game died"):
         one(apart, lambda text: "up", {})
+
+
+class Leaving:
+    """Raises what it is told to, other than an `Exception`."""
+
+    text = "Go"
+
+    def __init__(self, seed: int):
+        pass
+
+    def step(self, answer: str) -> str:
+        if answer in (raises := {"exit": SystemExit(2), "next": StopIteration(3), "cancel": asyncio.CancelledError()}):
+            raise raises[answer]
+        return answer
+
+    def end(self) -> None:
+        pass
+
+
+class SlowlyImported:
+    """Stands for a class whose module waits for something when a new process imports it."""
+
+    def __reduce__(self):
+        return time.sleep, (600,)
+
+
+@pytest.mark.slow
+def test_whatever_a_game_raises_is_raised_where_it_is_played_and_is_no_other_games():
+    games = GameProcesses(Leaving, 1, step_seconds=300.0)
+
+    async def outcome(name: int, answer: str) -> str:
+        try:
+            return await games.step(name, answer)
+        except BaseException as error:
+            return repr(error)
+
+    async def stepped() -> list[str]:
+        answers = ["exit", "next", "cancel", "stay"]
+        for name, _ in enumerate(answers):
+            await games.begin(name, 0)
+        async with asyncio.timeout(300):
+            first = await asyncio.gather(*map(outcome, range(4), answers))
+            return [*first, await games.step(0, "on")]
+
+    exited, ended, *others = asyncio.run(stepped())
+    assert (exited, others) == ("SystemExit(2)", ["CancelledError()", "stay", "on"])
+    assert "StopIteration(3)" in ended
+
+
+@pytest.mark.slow
+def test_a_process_that_does_not_start_is_given_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(game_processes, "START_SECONDS", 0.5)
+    others = {*multiprocessing.active_children()}
+
+    async def begun():
+        await asyncio.wait_for(GameProcesses(SlowlyImported(), 1, step_seconds=300.0).begin(0, 0), 300)
+
+    with pytest.raises(GameLost, match=r"did not start within 0\.5 s: does a module .* wait"):
+        asyncio.run(begun())
+    for process in {*multiprocessing.active_children()} - others:
+        process.join(10)
+        assert not process.is_alive()
+
+
+def test_nobody_waits_for_what_is_given_up_in_a_way_nobody_foresaw(monkeypatch: pytest.MonkeyPatch):
+    async def broken(process: Any, calls: Any) -> None:
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(game_processes._Process, "_done", broken)
+
+    async def begun():
+        await asyncio.wait_for(GameProcesses(Leaving, 1, step_seconds=60.0).begin(0, 0), 10)
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(begun())
 
 
 @pytest.mark.slow

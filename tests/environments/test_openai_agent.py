@@ -7,6 +7,7 @@ import functools
 import json
 import socket
 import threading
+from contextlib import asynccontextmanager, suppress
 from types import SimpleNamespace
 
 import openai
@@ -20,7 +21,9 @@ from enginehouse.errors import ConfigError, EnginehouseError, UserError
 from enginehouse.rl.episode_checks import MalformedEpisode
 from enginehouse.rl.player import EpisodeFailed, FleetPolicy, Player
 from enginehouse.rl.rewards.program import Score
+from enginehouse_environments import endpoint
 from enginehouse_environments.agents import OpenAIAgent
+from enginehouse_environments.endpoint import Endpoint, Served
 
 TASK = Task(7, [1, 2], "What is 2+3?", None, {"answer": "5"})
 ADD = {
@@ -832,6 +835,96 @@ def test_a_request_that_nobody_waits_for_is_given_up_and_not_recorded():
     (episode,) = play(OpenAIAgent(f"{__name__}:agent"), fleet, TASK)
     assert episode.score.figures["calls"] == 1
     assert_as_drawn([episode], fleet)
+
+
+# Who knocks without a key
+
+
+@asynccontextmanager
+async def served():
+    """An endpoint that is served, with the key of an episode whose policy is asked nothing."""
+    protocol = Endpoint(tokenizer())
+    here = Served(protocol.app)
+    with protocol.recorded(SimpleNamespace(end=lambda: None)) as key:
+        yield here, int(here.url.split(":")[2].split("/")[0]), key
+    here._serving.cancel()
+    await asyncio.gather(here._serving, return_exceptions=True)
+
+
+def head(key, length):
+    return (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+        f"Content-Length: {length}\r\n\r\n"
+    ).encode()
+
+
+async def status(reader):
+    return int((await asyncio.wait_for(reader.readline(), 30)).split()[1])
+
+
+def test_the_key_is_looked_at_before_the_body_is_held_and_the_body_is_bounded(monkeypatch):
+    monkeypatch.setattr(endpoint, "BODY_BYTES", 1000)
+
+    async def asked(key, body, length):
+        async with served() as (_, port, own):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(head(own if key is None else key, length) + body)
+            got = await status(reader)
+            writer.close()
+            return got
+
+    assert asyncio.run(asked("other", b"", 200_000_000)) == 401, "before any of it came"
+    assert asyncio.run(asked("other", b"[" * 100, 100)) == 401, "and before it is read"
+    assert asyncio.run(asked(None, b"x" * 2000, 200_000_000)) == 413
+    assert asyncio.run(asked(None, b"[" * 900, 900)) == 400
+    assert asyncio.run(asked(None, b'{"messages": []}', 16)) == 400
+
+
+@pytest.mark.parametrize("body", ['{"model": "\\ud800", "messages": []}', '{"messages": [{}], "\\ud800": 1}'])
+def test_half_a_character_that_is_said_back_is_no_fault_of_the_servers(body, caplog):
+    async def asked():
+        async with served() as (_, port, key):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(head(key, len(body)) + body.encode())
+            got = await status(reader)
+            writer.close()
+            return got
+
+    assert asyncio.run(asked()) == 400
+    assert "Traceback" not in caplog.text
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET /v1/models HT", head("other", 9) + b"12345", head("other", 0) + b"GET /"])
+def test_who_does_not_say_in_time_what_it_wants_is_closed(monkeypatch, begun):
+    monkeypatch.setattr(endpoint, "HEAD_SECONDS", 0.2)
+
+    async def closed():
+        async with served() as (_, port, _key):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(begun)
+            if b"\r\n\r\n" in begun:
+                assert await status(reader) == 401
+                writer.write(b"6")  # it says a little more, and no more
+            with suppress(ConnectionError):
+                await asyncio.wait_for(reader.read(), 30)
+
+    asyncio.run(closed())
+
+
+def test_of_too_many_connections_those_are_closed_that_ask_nothing(monkeypatch):
+    monkeypatch.setattr(endpoint, "MOST_CONNECTIONS", 5)
+
+    async def asked():
+        async with served() as (here, port, key):
+            first = [await asyncio.open_connection("127.0.0.1", port) for _ in range(30)]
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %b\r\n\r\n" % key.encode())
+            assert await status(reader) == 200
+            assert len(here._server.server_state.connections) <= 5
+            for _, held in first:
+                held.close()
+
+    asyncio.run(asked())
 
 
 def test_the_port_is_of_this_host_alone_and_closes_with_the_loop():

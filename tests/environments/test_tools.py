@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
@@ -12,7 +13,9 @@ from chat_templates import GEMMA, LLAMA, QWEN, make_tokenizer
 from enginehouse.engines.environment import Scored, Task
 from enginehouse.errors import ConfigError, UserError
 from enginehouse.rl.player import EpisodeFailed
+from enginehouse_environments.agents import OpenAIAgent
 from enginehouse_environments.functions import FIRST_CALLS
+from enginehouse_environments.games import GuessingGame
 from enginehouse_environments.tools import Tools
 
 
@@ -200,6 +203,25 @@ def test_a_model_that_cannot_be_told_of_tools_ends_the_run():
     deaf = "{% for m in messages if m.role != 'tool' %}{{ m.content }}{{ eos_token }}{% endfor %}"
     with pytest.raises(UserError, match="leaves out what a tool says"):
         played(tools("add", format="hermes"), "Yes.", template=deaf)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"), [(GEMMA, "in no form that is known"), (None, "no chat template"), (QWEN, None)]
+)
+def test_a_model_that_cannot_be_told_of_tools_is_refused_by_a_plan(template, said):
+    arguments = {"tools": ["tool_functions:add"]}
+    with pytest.raises(UserError, match=said) if said else contextlib.nullcontext():
+        Tools.check_tokenizer(arguments, make_tokenizer(template))
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments"),
+    [(GuessingGame, {}), (OpenAIAgent, {"agent": "a:b", "template": {"enable_thinking": False}})],
+)
+def test_chats_without_a_template_are_refused_by_a_plan(environment, arguments):
+    environment.check_tokenizer(arguments, make_tokenizer(QWEN))
+    with pytest.raises(UserError, match="no chat template"):
+        environment.check_tokenizer(arguments, make_tokenizer(None))
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from enginehouse.config.load import load_config
-from enginehouse.config.plan import plan
-from enginehouse.config.schema import Config
-from enginehouse.errors import UserError
+from enginehouse.config.plan import plan, plan_preferences
+from enginehouse.config.schema import Config, RMConfig
+from enginehouse.errors import ConfigError, UserError
 from enginehouse.plugin.manager import PluginManager
 
 FSDP = ["actor.engine.backend=fsdp", "actor.processes=4", "rollout.replicas=4"]
@@ -115,6 +115,24 @@ def test_without_its_package_the_way_to_install_it_is_said(config):
         plan(loaded, plugins=manager, config_path=config)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ((), "the actor has no adapter: set actor.engine.options.lora, or train.export to merged"),
+        (("actor.engine.backend=torch",), "backend 'torch' trains no adapters (capability 'lora')"),
+    ],
+)
+def test_an_adapter_is_exported_only_where_there_is_one(config, overrides, said):
+    (config.parent / "rewards.py").write_text("def right(prompt, response, finish_reason): return 1.0\n")
+    right = ("reward.function=rewards:right", "train.export=adapter")
+    assert said in refusal(config, *right, *overrides)
+    assert planned(config, *right, f"{OPTIONS}.lora.rank=2").config.train.export == "adapter"
+    path = config.with_name("rm.yaml")
+    path.write_text("model: {path: model}\ndata: {train: train.jsonl}\ntrain: {export: both}\n")
+    with pytest.raises(UserError, match="cannot hold the head of a reward model"):
+        plan_preferences(load_config(path, [*FSDP[:2], f"{OPTIONS}.lora.rank=2"], RMConfig), config_path=path)
+
+
 def test_models_that_are_taken_to_split_heads_do_so_by_their_own_plan():
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -125,14 +143,17 @@ def test_models_that_are_taken_to_split_heads_do_so_by_their_own_plan():
         assert {rules[f"layers.*.self_attn.{one}_proj"] for one in "qkv"} == {"colwise"}, model_type
 
 
-def test_adapters_of_layers_that_the_model_does_not_have_are_noted(config):
+def test_adapters_of_layers_that_the_model_does_not_have_are_refused(config):
     names = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"]
     save_file({name: np.zeros((2, 2), np.float32) for name in names}, config.parent / "model" / "model.safetensors")
     (config.parent / "rewards.py").write_text("def right(prompt, response, finish_reason): return 1.0\n")
     right = "reward.function=rewards:right"
-    said = planned(config, right, f"{OPTIONS}.lora.targets=[query_key_value, q_proj, self_attn.v_proj]").notes
+    with pytest.raises(ConfigError) as refused:
+        planned(config, right, f"{OPTIONS}.lora.targets=[query_key_value, q_proj, self_attn.v_proj]")
+    assert str(refused.value).endswith("of a layer 'query_key_value'; Choices: k_proj, q_proj, v_proj")
+    said = planned(config, right, f"{OPTIONS}.lora.targets=[decoder.q_proj, v_proj]").notes
     (note,) = [one for one in said if "lora.targets" in one]
-    assert "no tensor in model is of a layer 'query_key_value'; Choices: k_proj, q_proj, v_proj" in note
+    assert "no tensor in model is of a layer 'decoder.q_proj'" in note, "a model may call it otherwise than its files"
     assert not any("lora.targets" in one for one in planned(config, right, f"{OPTIONS}.lora.rank=2").notes)
     said = planned(config, right, OPTIONS + ".lr_groups={'*.q_proj.*': 2, '*.layers.*.qproj.*': 0.5}").notes
     (note,) = [one for one in said if "lr_groups" in one]

@@ -105,3 +105,8 @@ def test_a_dropped_update_ends_the_run_at_once(train: Start, stale_rollout: Mapp
     assert "says that it serves version 2, but computes as before" in ended.err
     # The update after the first step is the first that changes weights. That step is saved, its samples were not stale.
     assert [row["step"] for row in run.metrics] == [1]
+
+
+def test_an_engine_that_declares_nothing_serves_a_run(train: Start, stale_rollout: Mapping[str, str]):
+    ended = train("train.steps=2", "rollout.engine.backend=unpromising", env=stale_rollout).finish()
+    assert ended.code == 0, ended.err

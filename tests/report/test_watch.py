@@ -109,6 +109,16 @@ def test_no_other_file_is_reachable(server: Server, query: str):
     assert (status, text) == (404, "There is no such row any more.")
 
 
+def test_what_is_nested_beyond_reading_is_left_out(server: Server, run: RunDirectory):
+    begin = len(ask(server, "data")["samples"])
+    deep = "[" * 100_000
+    for file in (run.path / "samples" / "step-000009.jsonl", run.path / "timeline.json"):
+        with file.open("a") as lines:
+            lines.write(f"\n{deep}\n")
+    assert get(f"{server.url}data")[0] == get(f"{server.url}timeline")[0] == 200
+    assert len(ask(server, "data")["samples"]) == begin
+
+
 def test_what_is_no_number_is_an_answer_and_not_the_end(server: Server):
     assert get(f"{server.url}sample?line=x")[0] == 500
     assert ask(server, "data?metrics=-1&samples=x&generation=zz")["whole"]

@@ -10,15 +10,16 @@ import sys
 from importlib import metadata
 
 import pytest
+from distributions import distributions  # noqa: F401 - a fixture
 
 from enginehouse.errors import UserError
-from enginehouse.plugin import Layout, Loss, RolloutBackend, TrainBackend, capabilities, load_plugins, plugins
+from enginehouse.plugin import Layout, Loss, RolloutBackend, TrainBackend, capabilities, load_plugins, plugins, process
 from enginehouse_testing.certificate import Certificate, Result, depends_on
 from enginehouse_testing.check import PROTOCOL, Measured, Seen, wrong
 from enginehouse_testing.checks import checks_of
 from enginehouse_testing.comparison import larger
 from enginehouse_testing.origin import commit_of, origin_of
-from enginehouse_testing.running import cases, undeclared
+from enginehouse_testing.running import HERE, Case, Certifier, cases, undeclared
 
 
 def result(outcome, measured=1e-7):
@@ -240,3 +241,29 @@ def test_of_code_in_no_checkout_there_is_no_commit(acme, tmp_path):
     assert commit_of(record).changed is False
     (package / "engine.py").write_text("")
     assert commit_of(record).changed is True
+
+
+def test_a_check_that_is_newer_than_its_plugin_warns_and_fails_nothing(distributions, monkeypatch):  # noqa: F811
+    source = """
+    def nothing(batch):
+        return batch
+
+    @hookimpl
+    def enginehouse_register_advantages(register):
+        register(Advantage(name="dated", function=__name__ + ":nothing"))
+    """
+    distributions.add("dated", source)
+    monkeypatch.setattr(process, "_current", None)
+    record = process.plugins().get("advantage", "dated")
+    (check,) = [one for one in checks_of("advantage") if one.name == "column"]
+    certificate = Certificate("dated", finished=True, kind="advantage", checks=[result("passed")])
+    with Certifier(record) as certifier:
+        for since, outcome in (("1.0", "failed"), ("1.1", "warning")):
+            found = certifier.run(Case(dataclasses.replace(check, since=since), (HERE,)))
+            certificate.checks[1:] = [found]
+            assert (found.outcome, certificate.passed) == (outcome, outcome == "warning")
+        assert found.detail.startswith("this check came with contract 1.1, and the plugin is written for 1.0: ")
+        unregistered = dataclasses.replace(record, name="mine", function="builtins:dict")
+        certifier.record = unregistered
+        assert certifier.run(Case(dataclasses.replace(check, since="1.1"), (HERE,))).outcome == "failed"
+    assert certificate.verdict() == "passed (1 passed, 1 warning)"

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 import enginehouse.plugin
 import enginehouse_testing
+from enginehouse.cli.imports import imports_of, off_contract
 from enginehouse.cli.main import main
 from enginehouse.engines.declared import faults_of, protocols_of
 from enginehouse.plugin import plugins, reload_plugins, trial
@@ -89,6 +90,14 @@ def test_what_starts_with_code_that_works_leaves_nothing_to_be_written(new, kind
     assert list(faults_of(record)) == []
     assert unwritten(record) == []
     assert record.capabilities
+
+
+@pytest.mark.parametrize(("kind", "start"), [*((kind, "") for kind in KINDS_THERE), *STARTS])
+def test_what_is_made_imports_the_addresses_of_the_contract_alone(new, kind, start):
+    folder = new("acme-made", "--kind", kind, *(["--from", start] if start else []))
+    found = list(imports_of((folder / "src").rglob("*.py")))
+    assert found
+    assert [said for one in found if (said := off_contract(one)[1])] == []
 
 
 @pytest.mark.parametrize("file", ["batch.py", "served_weights.py"])

@@ -6,6 +6,7 @@ transformers hands to flash-attention, `blocks` takes a block mask and believes 
 
 from __future__ import annotations
 
+import inspect
 import sys
 import tracemalloc
 import types
@@ -14,6 +15,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.nn.attention.varlen
 from packed_attention import stand_ins, varlen
 from torch.nn.functional import scaled_dot_product_attention
 from torch_train_cases import POLICY, batch_of, make_batch, make_engine
@@ -22,12 +24,12 @@ from transformers import AttentionInterface
 from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.train import Outputs
 from enginehouse.errors import ConfigError
-from enginehouse_testing.models import tiny_model
+from enginehouse_testing.models import VOCABULARY_SIZE, tiny_model
 from enginehouse_torch.modeling import attention
 from enginehouse_torch.modeling.attention import Attention, choose_attention, model_input, row_ends
 from enginehouse_torch.modeling.loading import load_model
 from enginehouse_torch.modeling.packing import Rows, Tree, lay_out
-from enginehouse_torch.modeling.sharing import try_attention
+from enginehouse_torch.modeling.sharing import _probe, try_attention
 
 OUTPUTS = Outputs(entropy=True, temperature=0.7)
 
@@ -150,6 +152,32 @@ def test_flash_attention_is_called_by_transformers_as_it_is_called_here(monkeypa
     assert calls == [len(trees)] * model.config.num_hidden_layers
 
 
+def test_torchs_own_flash_attention_is_called_with_where_rows_end(monkeypatch):
+    """Its kernel is a GPU's; what it is told is checked against torch's own function's arguments."""
+
+    arguments = inspect.signature(torch.nn.attention.varlen.varlen_attn)
+
+    def varlen_attn(*given, **named):
+        told = arguments.bind(*given, **named).arguments
+        assert told["window_size"] == (-1, 0), "causal"
+        assert told["enable_gqa"]
+        assert told["cu_seq_q"] is told["cu_seq_k"]
+        assert told["max_q"] == told["max_k"]
+        states = (told[name] for name in ("query", "key", "value"))
+        return varlen(*states, told["cu_seq_q"], told["max_q"], told["scale"])
+
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", varlen_attn)
+    path, batch = tiny_model(), make_batch(6, 4, longest=20)
+    chosen = Attention("varlen_attention")
+    engine = _engine(path, chosen, share_prompts="never")
+    assert engine._token_model._attention == chosen, "the kernel was not called as it wants to be"
+    found, _, gradients = _trained(engine, batch)
+    right, _, right_gradients = _trained(make_engine(path, attention="sdpa", share_prompts="never"), batch)
+    torch.testing.assert_close(found["logprobs"].values, right["logprobs"].values, atol=1e-5, rtol=0)
+    for name, gradient in right_gradients.items():
+        torch.testing.assert_close(gradients[name], gradient, atol=1e-3, rtol=1e-4)
+
+
 def test_no_element_is_made_for_each_pair_of_tokens():
     prompt, response, rows = 2000, 400, 5
     length = prompt + response + 1
@@ -187,9 +215,10 @@ def test_rows_are_told_apart_by_where_they_begin_and_end():
         ("auto", "cpu", "bfloat16", {2, 3}, 9, Attention()),
         ("auto", "cuda", "bfloat16", {2, 3}, 9, Attention("flash_attention_3", "flex_attention")),
         ("auto", "cuda", "bfloat16", {2, 3}, 8, Attention("flash_attention_2", "flex_attention")),
-        ("auto", "cuda", "bfloat16", {3}, 10, Attention(None, "flex_attention")),
+        ("auto", "cuda", "bfloat16", {3}, 10, Attention("varlen_attention", "flex_attention")),
         ("auto", "cuda", "float32", {2, 3}, 9, Attention(None, "flex_attention")),
-        ("auto", "cuda", "bfloat16", set(), 9, Attention(None, "flex_attention")),
+        ("auto", "cuda", "bfloat16", set(), 9, Attention("varlen_attention", "flex_attention")),
+        ("auto", "cuda", "bfloat16", set(), 7, Attention(None, "flex_attention")),
         ("sdpa", "cuda", "bfloat16", {2}, 9, Attention()),
         ("flex_attention", "cuda", "bfloat16", {2}, 9, Attention(None, "flex_attention")),
         ("flash_attention_2", "cuda", "bfloat16", {2}, 9, Attention("flash_attention_2", "flex_attention")),
@@ -208,6 +237,15 @@ def _mixing(module, query, key, value, attention_mask, **given):
     """Attention that knows nothing of rows."""
     found = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     return found.transpose(1, 2).contiguous(), None
+
+
+@pytest.mark.parametrize("what", ["rows", "trees"])
+@pytest.mark.parametrize("long", [3, attention.BLOCK])
+def test_what_is_tried_tells_right_from_wrong_however_long(what, long):
+    model = load_model(ModelSpec(path=tiny_model(max_positions=256)), "cpu")
+    difference, mistake = _probe(model, VOCABULARY_SIZE, Attention("rows_apart", "blocks"), what, long)
+    assert difference < 1e-4
+    assert mistake > 0.2
 
 
 def test_a_kernel_that_mixes_rows_up_is_found_out_and_left_out(monkeypatch):

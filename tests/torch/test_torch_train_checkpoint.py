@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesSto
 from torch.serialization import _get_layout
 from torch_train_cases import POLICY, SQUARED_ERROR, make_batch, make_engine, weights_of
 
+from enginehouse.data import Batch, Ragged
 from enginehouse.engines.train import Outputs
 from enginehouse.errors import ModelError
 from enginehouse_testing.models import tiny_model
@@ -305,6 +306,7 @@ def test_an_export_reloads_bit_for_bit_under_the_names_it_came_with(tmp_path, fa
     assert AutoTokenizer.from_pretrained(exported)("12+3")["input_ids"] == [4, 5, 28, 6]
     assert json.loads((exported / "config.json").read_text())["model_type"] == family
     assert os.listdir(tmp_path / "out") == ["model"]
+    assert len({file.stat().st_mode for file in exported.iterdir()}) == 1, "whoever reads the config reads the weights"
 
 
 def test_an_export_has_every_file_of_the_tokenizer(tmp_path):
@@ -348,6 +350,50 @@ def test_a_reward_model_of_transformers_scores_as_there_and_an_export_is_one_aga
     first = load_file(tmp_path / "reward" / "model.safetensors")
     assert _equal(load_file(tmp_path / "again" / "model.safetensors"), first)
     assert "lm_head.weight" not in first
+
+
+PADDINGS = {
+    "it ends no text": ({}, "<pad>"),
+    "it is the end": ({"pad_token": "<eos>"}, "<unk>"),
+    "there is none, and the model's is the end": ({"pad_token": None}, "<unk>"),
+    "it is the end, and nothing is unknown": ({"pad_token": "<eos>", "unk_token": None, "bos_token": "+"}, "+"),
+    "the end is all": ({"pad_token": "<eos>", "unk_token": "<eos>", "bos_token": "<eos>"}, None),
+}
+
+
+@pytest.mark.parametrize("case", PADDINGS)
+def test_padding_of_an_exported_reward_model_ends_no_text(tmp_path, case):
+    """Transformers reads the score at the last token that is no padding, one text at a time and several padded."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    named, wanted = PADDINGS[case]
+    model = Path(shutil.copytree(tiny_model(), tmp_path / "model"))
+    changes = [("tokenizer_config.json", named)] if named else []
+    for name, settings in [*changes, *([("config.json", {"pad_token_id": 1})] if named else [])]:
+        (model / name).write_text(json.dumps(json.loads((model / name).read_text()) | settings))
+    if named:  # no token is special but those that are named
+        described = json.loads((model / "tokenizer.json").read_text())
+        end = [token for token in described["added_tokens"] if token["content"] == "<eos>"]
+        (model / "tokenizer.json").write_text(json.dumps({**described, "added_tokens": end}))
+    engine = make_engine(str(model), head="value", lr=1e-2)
+    _train(engine, 2, seed=0, loss=SQUARED_ERROR)
+    engine.export_hf(str(tmp_path / "reward"))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "reward")
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward").eval()
+    texts = [f"{text}{tokenizer.eos_token}" for text in ("1+1=2", "12+30=42")]
+    rows = [tokenizer(text)["input_ids"] for text in texts]
+    ids = Ragged.from_list([[*row, row[-1]] for row in rows], dtype=torch.int64)
+    values = engine.forward(Batch({"input_ids": ids}), Outputs(logprobs=False, values=True))["values"]
+    scores = torch.stack([row[-1] for row in values])
+    with torch.no_grad():
+        alone = torch.cat([classifier(torch.tensor([row])).logits[0] for row in rows])
+        torch.testing.assert_close(alone, scores, atol=1e-5, rtol=0)
+        if wanted is None:
+            assert classifier.config.pad_token_id is None
+            return
+        padded = tokenizer(texts, padding=True, return_tensors="pt", return_token_type_ids=False)
+        torch.testing.assert_close(classifier(**padded).logits[:, 0], scores, atol=1e-5, rtol=0)
+    assert tokenizer.pad_token == wanted
 
 
 def test_a_value_head_of_earlier_versions_is_found(tmp_path):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+__all__ = ["quiet_transformers"]
+
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from types import SimpleNamespace
 
@@ -38,6 +39,22 @@ def test_a_result_is_written_with_its_command_and_machine(fake_benchmark, capsys
     shown = capsys.readouterr().out
     assert "ms a step" in shown
     assert "12.35" in shown or "12.34" in shown
+
+
+def test_a_result_says_its_commit_and_date_first(fake_benchmark):
+    runner.main(["fake"])
+    assert re.match(r'{\n  "commit": "[0-9a-f]{40}\+?",\n  "written": "\d{4}-\d\d-\d\dT', fake_benchmark.read_text())
+
+
+def test_a_second_benchmark_is_refused_while_one_runs(fake_benchmark, monkeypatch, capsys):
+    def measure():
+        assert runner.main(["fake"]) == 2
+        return {"metrics": {"runs": 1}}
+
+    monkeypatch.setitem(sys.modules, "benchmarks.fake", SimpleNamespace(measure=measure))
+    assert runner.main(["fake"]) == 0
+    assert "another one runs in this checkout" in capsys.readouterr().out
+    assert runner.main(["fake"]) == 0
 
 
 def test_a_busy_machine_is_said_beside_the_figures(fake_benchmark, monkeypatch, capsys):

@@ -77,6 +77,52 @@ def test_a_finding_has_its_place_and_its_cure_and_the_exit_code_is_1(doctor, dis
     assert lines[-1] == "1 plugin examined: 1 wrong"
 
 
+def test_the_last_line_counts_plugins_however_many_findings_each_has(doctor, distributions):
+    distributions.add("acme", backend("acme") + FURTHER)
+    distributions.add("apex", "")
+    assert doctor().stdout.splitlines()[-1].endswith(" plugins examined: 1 wrong (2 findings)")
+
+
+FURTHER = """
+@hookimpl
+def enginehouse_register_losses(register):
+    register(Loss(name="acme", function="nowhere:loss"))
+"""
+IMPORTS = {
+    "from enginehouse.plugin import *": "",
+    "from enginehouse.plugin import capabilities, batched_reward": "",
+    "import enginehouse.engines": "",
+    "from enginehouse.engines import model": "note: .engines.model, which is not of the contract; it may change with",
+    "from enginehouse.engines.weights import checksum": "note: .engines.weights.checksum, which is .weights.checksum",
+    "from enginehouse.engines.train import TokenView":
+        "note: .engines.train.TokenView, which is not of the contract; the contract has it as .engines.TokenView",
+    "from enginehouse.engines.rollout import LossSpec":
+        "wrong: .engines.rollout.LossSpec, which is not there: it is .engines.LossSpec",
+    "from enginehouse.data import PaddedBatch": "wrong: .data.PaddedBatch, which is not there",
+    "import enginehouse.trackers": "wrong: .trackers, which is not there",
+    "import enginehouse_torch.modeling.loading": "note: enginehouse_torch.modeling.loading, which acme does not",
+    "import packaging.version": "",
+    "import pluggy": "",
+}  # fmt: skip
+"""What `plugins doctor` says of an import, in the main."""
+
+
+def test_imports_are_held_against_the_contract_and_against_what_is_required(doctor, distributions):
+    lines = [f"    {line}" if "*" not in line else line for line in IMPORTS]
+    source = "\n".join(["", lines[0], "def later():", *lines[1:]])
+    required = "Requires-Dist: enginehouse\nRequires-Dist: packaging; extra == 'more'\n"
+    module = distributions.add("acme", source, metadata=required)
+    found = plugin(doctor)["findings"]
+    for number, (line, said) in enumerate(IMPORTS.items(), start=4):
+        where = f"{distributions.site / module}.py:{number + (number > 4)}"
+        told = [f"{one['severity']}: {one['what']}" for one in found if one["where"] == where]
+        assert len(told) == bool(said), (line, told)
+        if said:
+            expected = said.replace(": ", ": it imports ", 1).replace(" .", " enginehouse.")
+            assert told[0].startswith(expected), line
+    assert found[-1]["cure"] == 'dependencies = ["enginehouse-torch"] in its pyproject.toml'
+
+
 def test_where_nothing_is_wrong_the_exit_code_is_0(doctor, distributions):
     distributions.add("acme", "")
     ended = doctor("acme")

@@ -42,6 +42,17 @@ def test_it_says_what_would_happen_and_starts_nothing(project: Project):
     assert not (project.root / "runs").exists()
 
 
+@pytest.mark.parametrize("encoding", ["latin-1", "gbk"])
+def test_an_output_that_lacks_a_character_gets_another(
+    project: Project, monkeypatch: pytest.MonkeyPatch, encoding: str
+):
+    project.save()
+    monkeypatch.chdir(project.root)
+    done = CliRunner(charset=encoding).invoke(main, ["plan", "grpo.yaml", "run.directory=runs/\U0001f600"])
+    assert done.exit_code == 0, done.output
+    assert "runs/?" in done.output
+
+
 def test_it_checks_supervised_configs_too(project: Project):
     project.save_sft()
     done = enginehouse(project.root, "plan", "--sft", "sft.yaml")

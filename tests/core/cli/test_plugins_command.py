@@ -193,7 +193,7 @@ def test_the_table_shows_each_backend_with_where_it_is_from_and_what_it_can(comm
     assert lines[0].split() == ["backend", "kind", "distribution", "version", "protocol", "state", "capabilities"]
     rows = [line.split() for line in lines]
     assert ["sound", "train", "sound-engines", "2.3.4", "1.0", "ok", "offload"] in rows
-    assert any(row[:6] == ["torch", "rollout", "enginehouse-torch", "0.1.0", "1.0", "ok"] for row in rows)
+    assert any(row[:6] == ["torch", "rollout", "enginehouse-torch", "0.1.0", "1.1", "ok"] for row in rows)
     assert any(row[:2] == ["advantage", "distillation,"] for row in rows)
 
 
@@ -245,7 +245,7 @@ def test_json_gives_every_field_and_kind_chooses(command_line):
     assert record["engine"] == "nowhere:Engine"
     assert record["layouts"] == [{"name": "single", "processes": 1, "options": {}, "without": [], "only": []}]
     assert plugins["enginehouse.rl"]["records"] == []
-    assert plugins["torch"]["protocol"] == "1.0"
+    assert plugins["torch"]["protocol"] == "1.1"
 
 
 def test_show_gives_a_broken_plugins_traceback(command_line):
@@ -359,17 +359,18 @@ def test_an_unknown_command_is_a_usage_error(command_line):
     assert "trian" in ended.stderr
 
 
-def test_cores_own_commands_are_there_under_their_names():
-    import click
+def test_each_of_cores_own_commands_is_listed_and_explains_itself():
+    from click.testing import CliRunner
 
     from enginehouse.cli.main import COMMANDS, main
 
-    with click.Context(main) as context:
-        for name in COMMANDS:
-            command = main.get_command(context, name)
-            assert command is not None
-            assert command.name == name
-            assert command.help
+    listed = CliRunner().invoke(main, ["--help"]).output
+    for name in COMMANDS:
+        (line,) = [line for line in listed.splitlines() if line.startswith(f"  {name} ")]
+        assert len(line.split()) > 2
+        said = CliRunner().invoke(main, [name, "--help"])
+        assert said.exit_code == 0
+        assert said.output.startswith(f"Usage: main {name} "), said.output
 
 
 def test_show_lists_the_arguments_of_a_tracker_and_list_names_those_there_are():

@@ -13,16 +13,18 @@ from click.testing import CliRunner, Result
 from projects import Project
 
 from enginehouse.cli.main import main
+from enginehouse.cli.recipes import make_beginning
 from enginehouse.config.load import load_config
 from enginehouse.config.plan import PLANS
 from enginehouse.config.schema import SCHEMAS
 from enginehouse.plugin import load_plugins
 from enginehouse.recipes import DIRECTORY, chat, needs, recipe, recipes
+from enginehouse.recipes.sums import make_sums
 
 COMMANDS = dict.fromkeys(("ppo", "grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp", "distill"), "train")
 COMMANDS |= {"sft": "sft", "dpo": "dpo", "rm": "rm"}
 GAMES = ("guessing_game", "gym", "calculator", "openai_agent")
-COMMANDS |= {"sft_chat": "sft"} | dict.fromkeys(GAMES, "train")
+COMMANDS |= {"sft_chat": "sft", "sums": "train"} | dict.fromkeys(GAMES, "train")
 ROWS = {
     "train": {"prompt": "s10=", "answer": "01"},
     "demonstrations": {"prompt": "s10=", "response": "01"},
@@ -46,6 +48,10 @@ def prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("task", "sft", "grpo", "chat", "sft_chat"):
         (root / name).mkdir()
         project.make_model(f"{name}/model")
+    chat.make_tokenizer().save_pretrained(root / "sft_chat" / "model")  # environments look at its chat template
+    make_sums(root / "sums")
+    (tmp_path / "models").mkdir()
+    chat.make_tokenizer().save_pretrained(project.make_model("../../models/SmolLM2-135M-Instruct"))
     for name, row in ROWS.items():
         project.write_rows(f"task/{name}.jsonl", [row] * 256)
     project.write_rows("task/validation.jsonl", [ROWS["train"]])
@@ -81,6 +87,19 @@ def test_what_is_shown_can_be_kept_and_is_planned(prepared: Path, name: str):
     assert PLANS[COMMANDS[name]](config, load_plugins(enabled=("torch", "environments")), kept).roles["actor"]
 
 
+def test_sums_begin_from_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("enginehouse.cli.recipes._run", lambda chosen, overrides, *_: ran.append(overrides))
+    ran: list[tuple[str, ...]] = []
+    assert recipes_command("run", "sums", "--model", "mine", "train.steps=2").exit_code == 0
+    assert ran == [("train.steps=2", "model.path=mine")]
+    train, held_out = (
+        {json.loads(line)["prompt"][0]["content"] for line in (DIRECTORY / "sums" / name).open()}
+        for name in ("train.jsonl", "validation.jsonl")
+    )
+    assert (len(train), len(held_out), train & held_out) == (836, 64, set())
+
+
 def test_a_recipe_begins_from_what_its_paths_name():
     def needed(name: str, *overrides: str) -> list[str]:
         config = load_config(recipe(name).path, overrides, SCHEMAS[COMMANDS[name]])
@@ -91,6 +110,21 @@ def test_a_recipe_begins_from_what_its_paths_name():
     assert needed("distill") == ["sft", "task", "grpo"]
     assert needed("gym") == ["sft_chat", "chat"]
     assert needed("distill", "reference.path=elsewhere", "run.directory=runs/recipes/mine") == ["sft", "task"]
+
+
+@pytest.mark.parametrize(("left", "overrides"), [("run.json", ("run.overwrite=true",)), ("checkpoints", ())])
+def test_a_beginning_that_failed_is_made_anew_or_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str, overrides: tuple[str, ...]
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / DIRECTORY / "task").mkdir(parents=True)
+    (tmp_path / DIRECTORY / "sft").mkdir()
+    (tmp_path / DIRECTORY / "sft" / "run.json").write_text('{"status": "failed"}')
+    runs = []
+    monkeypatch.setattr("enginehouse.config.earlier_run.can_go_on", lambda directory: left == "checkpoints")
+    monkeypatch.setattr("enginehouse.cli.recipes._run", lambda chosen, *given: runs.append((chosen.name, *given)))
+    make_beginning(recipe("ppo"), (), quiet=True)
+    assert runs == [("sft", overrides, left == "checkpoints", True)]
 
 
 @pytest.mark.parametrize("verb", ["show", "prepare", "run"])
@@ -141,7 +175,7 @@ def test_recipes_are_listed_without_torch():
 def test_every_recipe_runs_and_makes_first_what_it_begins_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     inline = ("cluster.launcher=inline", "cluster.device=cpu")
-    others = [name for name in COMMANDS if name not in ("sft", "sft_chat", *GAMES)]
+    others = [name for name in COMMANDS if name not in ("sft", "sft_chat", "sums", *GAMES)]
     for name in (*others, "sft"):
         overrides = [] if name == "sft" else ["data.validation=null", "train.validate_every=0"]
         overrides += ["reference.path=runs/recipes/sft/model"] if name == "distill" else []
@@ -169,3 +203,6 @@ def test_every_game_runs_and_is_rewarded_by_its_environment(tmp_path: Path, monk
         assert done.exit_code == 0, done.output
         (*_, last) = [json.loads(line) for line in (tmp_path / DIRECTORY / name / "validation.jsonl").open()]
         assert 0.0 <= last["validation/reward"] <= 1.0
+    few = ("evaluation.max_prompts=4", "train.prompts_per_step=2", "rollout.samples_per_prompt=2")
+    done = recipes_command("run", "sums", "--model", "runs/recipes/sft_chat/model", *few, *shortly)
+    assert done.exit_code == 0, done.output

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from made_up_runtimes import made_up_runtime
 from wheelhouse import Wheelhouse
 
 from enginehouse.cli.main import main
-from enginehouse.plugin import Backend, load_plugins
-from enginehouse.runtimes import RuntimeProblem, choose_runtime, installed_runtimes, recipe
+from enginehouse.plugin import Backend, load_plugins, process
+from enginehouse.runtimes import RuntimeProblem, choose_runtime, installed_runtimes, probe, recipe
 from enginehouse.runtimes.ingredients import python_of_this_process, ray_version
 from enginehouse.runtimes.plugin_install import install_plugin
 from enginehouse.runtimes.readiness import plugin_states
@@ -51,6 +52,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wheelhouse: Wheelhouse)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr("enginehouse.plugin.process._current", None)
+    monkeypatch.setattr(probe, "WORKER", "import swift")  # in its place: of Ray a runtime of these has the name alone
     wheelhouse.add_all(recipe(swift(), "cpu").requirements)
     wheelhouse.add("swift-engine-cpu", "2.1", module="swift")
 
@@ -97,6 +99,17 @@ def test_a_runtime_is_made_listed_checked_and_removed(run):
 
     assert run("remove", name).stdout == f"removed runtime {name}\n"
     assert "there is no runtime in" in run("list").stdout
+
+
+def test_a_runtime_that_starts_no_worker_is_broken(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    made = made_up_runtime(swift(), tmp_path / "runtimes")
+    monkeypatch.setattr(probe, "check_interpreter", lambda python: None)
+    monkeypatch.setattr(probe, "WORKER", "raise ImportError('NumPy is too old')")
+    doctor = run("doctor", made.name)
+    assert doctor.exit_code == 1
+    said = " ".join(doctor.stdout.split())
+    assert "broken" in said
+    assert "no worker starts in it: ImportError: NumPy is too old" in said
 
 
 def test_doctor_names_what_is_wrong_and_its_cure_and_fails(run, tmp_path: Path):
@@ -212,3 +225,16 @@ def test_an_environment_that_cannot_be_written_is_left_alone(monkeypatch: pytest
     monkeypatch.setattr("os.access", lambda path, mode: False)
     with pytest.raises(RuntimeProblem, match=r"cannot be written\. Run: pip install .*vllm"):
         install_plugin("vllm")
+
+
+def test_a_mistake_of_a_plugins_author_is_told_without_its_traceback(run, tmp_path: Path):
+    (tmp_path / "site" / "swift_plugin.py").write_text(
+        PLUGIN.replace('("swift-engine>=2 | swift-engine-cpu>=2",)', '"x"')
+    )
+    sys.modules.pop("swift_plugin", None)
+    process._current = None
+    done = run("create", "swift")
+    assert done.exit_code == 2
+    assert "RolloutBackend.requires takes several strings, not the one string 'x'" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.rstrip().endswith("See enginehouse plugins doctor")

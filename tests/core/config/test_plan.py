@@ -7,20 +7,25 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from projects import Project
 
+from enginehouse.config import backends
+from enginehouse.config.backends import check_native_names, native_names
+from enginehouse.config.findings import Findings
 from enginehouse.config.functions import extend_path
 from enginehouse.config.load import load_config
 from enginehouse.config.paths import EarlierRun
 from enginehouse.config.plan import Plan, SFTPlan, plan, plan_sft
 from enginehouse.config.schema import SFTConfig
 from enginehouse.config.secrets import from_environment
+from enginehouse.engines.options import EngineOptions
 from enginehouse.errors import ConfigError, DataError, ModelError, UserError
-from enginehouse.plugin import PluginLookupError, PluginManager, load_plugins
-from enginehouse.runtimes import RuntimeProblem
+from enginehouse.plugin import PluginLookupError, PluginManager, RolloutBackend, load_plugins
+from enginehouse.runtimes import Interpreter, RuntimeProblem
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +173,6 @@ def test_a_loss_with_a_kl_term_uses_the_reference_with_the_actors_options(make: 
         (["cluster.launcher=inline", "actor.processes=2", "rollout.replicas=2"], "have to be 1, not 2"),
         (["rollout.sampling.max_tokens=128"], "the model's positions (max_position_embeddings), 128"),
         (["rollout.engine.options.max_model_tokens=8"], "rollout.engine.options.max_model_tokens, 8"),
-        (["train.validate_every=5"], "there is no file to validate on (data.validation)"),
         (["algorithm.loss.arguments.importance_cap=2.0"], "set algorithm.old_logprobs=actor"),
     ],
 )
@@ -182,7 +186,7 @@ def test_arithmetic_that_cannot_work_is_said_in_words(make: Callable[..., Plan],
         (["algorithm.minibatches=20", "actor.processes=2", "rollout.replicas=2"], "about 1.6 a minibatch"),
         (["actor.engine.options.warmup_steps=10"], "does not end within the run's 10"),
         (["actor.engine.options.total_steps=4"], "total_steps is 4 and the run takes 10 optimizer steps"),
-        (["train.checkpoint_every=0"], "but not if it is killed outright"),
+        (["train.checkpoint_minutes=0"], "but not if it is killed outright"),
         (["reference.path=model"], "algorithm.kl.coefficient is 0: no reference model runs"),
     ],
 )
@@ -224,6 +228,18 @@ def test_a_model_path_that_is_no_model_is_refused(make: Callable[..., Plan], pro
     missing = refusal(make, "model.path=empty", kind=ModelError)
     for part in ("config.json", "weights (model.safetensors)", "a tokenizer (tokenizer.json)"):
         assert part in missing
+
+
+def test_validations_without_a_file_are_noted(make: Callable[..., Plan], make_sft: Callable[..., SFTPlan]):
+    for planned in (make("train.validate_every=5"), make_sft("train.validate_every=5")):
+        assert any("there is no file to validate on (data.validation)" in note for note in planned.notes)
+
+
+def test_an_adapter_as_a_model_is_told_of_its_base(make: Callable[..., Plan], project: Project):
+    (project.root / "adapter").mkdir()
+    (project.root / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "models/base"}')
+    said = refusal(make, "model.path=adapter", kind=ModelError)
+    assert "adapter is an adapter of models/base, and a whole model is wanted" in said
 
 
 def test_a_run_directory_as_a_model_is_told_where_its_model_is(make: Callable[..., Plan], project: Project):
@@ -412,6 +428,61 @@ def test_k1_in_the_loss_is_refused_with_the_reason_and_k1_in_the_reward_is_not(m
     assert make("algorithm.kl.estimator=k1")  # no term, nothing to refuse
 
 
+@pytest.mark.parametrize("estimator", ["k2", "k3", "k3_unbiased"])
+def test_other_estimators_than_k1_in_the_reward_are_refused_with_the_reason(make: Callable[..., Plan], estimator: str):
+    term = ("algorithm.kl.coefficient=0.1", "algorithm.kl.place=reward")
+    said = refusal(make, *term, f"algorithm.kl.estimator={estimator}")
+    assert f"{estimator} in the reward does not hold the policy near its reference" in said
+    assert all(cure in said for cure in ("algorithm.kl.estimator=k1", "algorithm.kl.place=loss"))
+    assert make("algorithm.kl.place=reward", f"algorithm.kl.estimator={estimator}")  # no term, nothing to refuse
+
+
+@pytest.mark.parametrize(("place", "estimator"), [("reward", "k1"), ("loss", "k3")])
+def test_the_estimator_goes_by_the_place_of_the_term(make: Callable[..., Plan], place: str, estimator: str):
+    said = make("algorithm.kl.coefficient=0.1", f"algorithm.kl.place={place}").render()
+    assert f"0.1 times the {estimator} divergence in the {place}" in said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "whose"),
+    [
+        ([], "rollout's"),
+        (["algorithm.loss.name=policy_gradient", "model.dtype=bfloat16"], "rollout's"),
+        (["algorithm.loss.name=cispo", "model.dtype=bfloat16"], "rollout's"),
+        (["algorithm.loss.name=sapo", "model.dtype=bfloat16"], "rollout's"),
+        (["algorithm.loss.arguments.clip_low=0.01"], "rollout's"),
+        (["algorithm.loss.name=gspo"], "actor's (its ratio is clipped nearer to 1"),
+        (["algorithm.loss={name: gspo, arguments: {clip_low: 0.2, clip_high: 0.2}}"], "actor's (its ratio"),
+        (["algorithm.loss.arguments.clip_low=0.01", "model.dtype=bfloat16"], "actor's (its ratio is clipped"),
+        (["train.staleness=1"], "actor's (samples are of older weights)"),
+        (["algorithm.old_logprobs=actor"], "actor's"),
+    ],
+)
+def test_the_actor_computes_old_logprobs_for_a_loss_that_needs_them(
+    make: Callable[..., Plan], overrides: list[str], whose: str
+):
+    planned = make("algorithm.loss.arguments={}", *overrides)
+    assert f"loss; old logprobs are the {whose}" in planned.render()
+    assert planned.old_logprobs == whose.partition("'")[0]
+
+
+def test_a_kl_term_in_the_loss_without_weights_for_older_samples_is_noted(make: Callable[..., Plan]):
+    stale = ("train.staleness=1", "algorithm.kl.coefficient=0.1", "algorithm.loss.name=clipped_policy")
+    without = (*stale, "algorithm.loss.arguments={importance_cap: null}")
+    assert any("the term in the loss takes samples of older weights" in note for note in make(*without).notes)
+    for right in (stale, (*without[1:], "algorithm.loss.arguments={}"), (*without, "algorithm.kl.place=reward")):
+        assert not any("older weights" in note for note in make(*right).notes)
+
+
+def test_a_loss_that_needs_the_actors_logprobs_is_refused_with_the_rollouts(make: Callable[..., Plan]):
+    said = refusal(make, "algorithm.loss.name=gspo", "algorithm.old_logprobs=rollout")
+    assert "algorithm.loss.name: 'gspo' needs the actor's own logprobs" in said
+    assert "set algorithm.old_logprobs=actor" in said
+    narrow = ("algorithm.loss.arguments.clip_high=0.001", "model.dtype=bfloat16", "algorithm.old_logprobs=rollout")
+    assert any("clip_high is less than 0.05, and in bfloat16" in note for note in make(*narrow).notes)
+    assert not any("clip_high" in note for note in make(*narrow[::2]).notes), "float32 rounds too little for that"
+
+
 @pytest.mark.parametrize("key", ["data.train", "data.validation"])
 @pytest.mark.parametrize("column", ["prompt", "messages", "response", "response_tokens", "finish_reason"])
 def test_a_column_that_a_reward_would_never_see_is_refused(
@@ -588,6 +659,10 @@ def test_a_directory_that_is_no_run_is_never_deleted(make: Callable[..., Plan], 
     said = refusal(make, "run.directory=.", "run.overwrite=true")
     assert "the current directory" in said
     assert "is a file" in refusal(make, "run.directory=train.jsonl")
+    before = sorted(project.root.iterdir())
+    assert "/proc/x cannot be made" in refusal(make, "run.directory=/proc/x"), "who may write is not who can, as root"
+    make("run.directory=new/run")
+    assert sorted(project.root.iterdir()) == before
 
 
 def test_a_run_does_not_delete_the_model_it_reads(make: Callable[..., Plan], project: Project):
@@ -634,6 +709,9 @@ def test_a_supervised_run_that_cannot_work_is_refused(
 
 
 def test_planning_imports_neither_torch_nor_ray(project: Project):
+    project.config["algorithm"] = {
+        "loss": {"name": "clipped_policy", "arguments": {"clip_low": 0.2, "clip_high": 0.28}}
+    }
     path = project.save()
     code = (
         "import sys\n"
@@ -988,10 +1066,6 @@ def test_a_secret_of_a_reward_is_named_and_not_held(make: Callable[..., Plan], p
 # The whole text
 
 HERE = "in this environment (all that the engine needs is installed here)"
-CHECKPOINTS = (
-    "note        train.checkpoint_every and checkpoint_minutes are 0: state to --resume from is saved when the run is "
-    "interrupted or fails, but not if it is killed outright"
-)
 
 
 def test_a_plan_of_every_role_is_said_line_by_line(make: Callable[..., Plan], project: Project):
@@ -1009,7 +1083,7 @@ def test_a_plan_of_every_role_is_said_line_by_line(make: Callable[..., Plan], pr
         f"runtimes    actor {HERE}; rollout {HERE}; evaluation {HERE}",
         "weights     by collective (weights.transport names it); their effect checked every 50 updates",
         "reward      scoring:right, in 1 process; one that raises or takes more than 30 s ends the run",
-        "algorithm   grpo advantages, clipped_policy loss",
+        "algorithm   grpo advantages, clipped_policy loss; old logprobs are the rollout's",
         "data        40 prompts in train.jsonl, each drawn 2 times",
         "a step      8 prompts x 4 samples = 32 samples, at most 256 new tokens, 768 with the longest prompts",
         "validation  prompts: 40 of train.jsonl, answered greedily: 40 answers before the first step and "
@@ -1019,7 +1093,6 @@ def test_a_plan_of_every_role_is_said_line_by_line(make: Callable[..., Plan], pr
         f"results     {project.root / 'runs/one'}",
         "note        all validation prompts of train.jsonl are in train.jsonl too: validation then measures what was "
         "trained on",
-        CHECKPOINTS,
     ]
 
 
@@ -1035,7 +1108,6 @@ def test_a_supervised_plan_is_said_line_by_line(make_sft: Callable[..., SFTPlan]
         "the run   5 steps, an optimizer step each",
         "device    cpu (cluster.device)",
         f"results   {project.root / 'runs/warm'}",
-        CHECKPOINTS.replace("note        ", "note      "),
     ]
 
 
@@ -1055,3 +1127,40 @@ def test_a_plan_says_what_it_takes_a_clusters_device_to_be(make: Callable[..., P
     assert "planned for cpu, as this machine has it, and refused at the start if the cluster has GPUs" in note
     for known in (("cluster.device=auto",), ("cluster.device=cpu", "cluster.address=x")):
         assert not any("cluster.device is auto" in one for one in make(*known).notes)
+
+
+NATIVE = """
+class Arguments(Base):
+    memory_utilization: float = 0.9
+    "--not a flag"
+
+    def add(parser):
+        parser.add_argument("--tp-size", "-x")
+"""
+
+
+def test_what_an_engine_takes_is_read_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Options(EngineOptions):
+        native_sources = ("engine/arguments.py", "engine/fields/*.py")
+
+    packages = tmp_path / "lib" / "python3.11" / "site-packages"
+    (packages / "engine").mkdir(parents=True)
+    (packages / "engine" / "arguments.py").write_text(NATIVE)
+    python = str(tmp_path / "bin" / "python")
+    assert native_names(Options.native_sources, python) == {"memory_utilization", "tp_size"}
+    assert native_names(Options.native_sources, None) == set()
+    monkeypatch.syspath_prepend(packages)
+    assert native_names(Options.native_sources, None) == {"memory_utilization", "tp_size"}
+    monkeypatch.setattr(backends, "resolve", lambda reference: Options)
+    record = RolloutBackend(name="own", engine="engine:Engine", options="engine:Options")
+
+    def said(**native: Any) -> str:
+        findings = Findings()
+        check_native_names(findings, record, {"native": native}, Interpreter("own", python), "rollout")
+        return "\n".join(map(str, findings.problems))
+
+    assert said(**{"memory_utilization": 1, "tp-size": 2}) == ""
+    assert "rollout.engine.options.native: the engine has no argument 'memory_utilisation'; did you mean" in said(
+        memory_utilisation=0.5
+    )
+    assert "no argument 'block'; engine/arguments.py and engine/fields/*.py name those it has" in said(block=1)

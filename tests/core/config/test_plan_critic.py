@@ -127,6 +127,19 @@ def test_a_reward_model_runs_where_it_has_a_path(make: Callable[..., Plan], proj
     assert "reward_model" not in make(GAE).roles
 
 
+def test_a_reward_model_that_pads_with_its_end_is_said_to_be_scored_at_the_end(
+    make: Callable[..., Plan], project: Project
+):
+    project.make_model("judge", pad_token_id=2, eos_token_id=[1, 2])
+    project.make_model("other", pad_token_id=0, eos_token_id=2)
+
+    def noted(path: str) -> list[str]:
+        return [note for note in make(f"reward_model.path={path}").notes if "pads with its end" in note]
+
+    assert len(noted("judge")) == 1
+    assert noted("other") == []
+
+
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

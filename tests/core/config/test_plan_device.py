@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from projects import Project
 
+from enginehouse.config.device import cpu_has_bfloat16
 from enginehouse.config.load import load_config
 from enginehouse.config.plan import Plan, plan
 from enginehouse.errors import UserError
@@ -65,3 +67,27 @@ def test_a_dtype_that_an_engine_does_not_compute_in_there_is_refused(make: Calla
         make("cuda", *sglang)
     assert "rollout.engine.options: deterministic: SGLang's deterministic inference" in str(caught.value)
     assert "set model.dtype=bfloat16 or deterministic=false" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "has"),
+    [
+        ("flags\t\t: fpu avx2 fma\n", False),
+        ("processor: 0\nflags\t\t: fpu avx512_bf16\nflags: fpu avx2\n", True),
+        ("Features\t: fp asimd bf16\n", True),
+        ("Features\t: fp asimd\n", False),
+        ("nothing of it\n", True),
+        (None, True),
+    ],
+)
+def test_bfloat16_on_a_cpu_without_instructions_for_it_is_noted(
+    make: Callable[..., Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpuinfo: str | None, has: bool
+):
+    place = tmp_path / "cpuinfo"
+    if cpuinfo is not None:
+        place.write_text(cpuinfo)
+    assert cpu_has_bfloat16(place) == has
+    monkeypatch.setattr("enginehouse.config.plan.cpu_has_bfloat16", lambda: has)
+    noted = [note for note in make("cpu", "model.dtype=bfloat16").notes if "5 to 8 times slower" in note]
+    assert len(noted) == (not has)
+    assert not [note for note in make("cpu").notes if "5 to 8 times slower" in note]

@@ -23,7 +23,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from enginehouse.errors import ConfigError
+from enginehouse.errors import ConfigError, UserError
 
 
 class Game:
@@ -61,11 +61,31 @@ class Asking:
     async def run(self, task, policy, context): ...
 
 
+class Telling:
+    needs_reward = False
+
+    async def run(self, task, policy, context): ...
+
+
+class Depending:
+    needs_reward = None
+
+    async def run(self, task, policy, context): ...
+
+
 class Scoring:
     @staticmethod
     def check(arguments, columns):
         if columns is not None and "clue" not in columns:
             raise ConfigError(f"no column 'clue' in {sorted(columns)}")
+
+    async def run(self, task, policy, context): ...
+
+
+class Spoken:
+    @staticmethod
+    def check_tokenizer(arguments, tokenizer):
+        raise UserError(f"{type(tokenizer).__name__} writes no calls")
 
     async def run(self, task, policy, context): ...
 
@@ -163,6 +183,14 @@ def test_an_environment_that_could_not_be_made_is_refused(make: Callable[..., Pl
     assert said in str(refused.value)
 
 
+def test_an_environment_sees_the_tokenizer_before_anything_starts(
+    make: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("enginehouse.config.rows.load_tokenizer", lambda path, trust_remote_code: "a tokenizer")
+    with pytest.raises(UserError, match="environment: str writes no calls"):
+        make("environment.name=games:Spoken")
+
+
 def test_a_reward_is_wanted_where_the_environment_may_not_bring_one(make: Callable[..., Plan], project: Project):
     """What it is given is the environment's business, if that is another."""
     project.write_rows("train.jsonl", [{"prompt": f"{n}+1="} for n in range(40)])
@@ -202,6 +230,23 @@ def test_an_environment_sees_the_columns_and_says_that_it_needs_the_reward(make:
         make("environment.name=games:Scoring")
     with pytest.raises(UserError, match=r"reward\.function is wanted.*'games:Asking' has it score what was answered"):
         make("environment.name=games:Asking")
+
+
+def test_a_reward_that_nothing_asks_for_is_noted(make: Callable[..., Plan], project: Project):
+    def notes(*overrides: str) -> list[str]:
+        return [note for note in make(*overrides).notes if "asks for" in note]
+
+    assert notes() == notes("environment.name=games:Asking") == notes("environment.name=games:Depending") == []
+    assert notes("environment.name=games:Telling") == [
+        "the environment 'games:Telling' scores its episodes itself and never asks for reward: that is unused"
+    ]
+    (maybe,) = notes("environment.name=games:Sure")
+    assert maybe.startswith("the environment 'games:Sure' does not say whether it asks for reward, which is unused")
+    project.config["reward"] = {"functions": {"form": {"function": "scoring:right"}}}
+    (several,) = notes("environment.name=games:Telling")
+    assert several.endswith("never asks for reward.functions: that is unused")
+    project.config["reward"] = {}
+    assert notes("environment.name=games:Telling") == notes("environment.name=games:Sure") == []
 
 
 def test_a_check_that_is_of_instances_is_the_environments_own(make: Callable[..., Plan]):

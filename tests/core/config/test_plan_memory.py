@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Callable
 
 import pytest
@@ -10,8 +12,9 @@ from projects import Project
 
 from enginehouse.cli.main import main
 from enginehouse.config.device import Gpu, assumed_gpus
+from enginehouse.config.findings import Findings
 from enginehouse.config.load import load_config
-from enginehouse.config.memory import PROCESS_BYTES, places
+from enginehouse.config.memory import PROCESS_BYTES, check_memory, places
 from enginehouse.config.plan import Plan, plan
 from enginehouse.engines.memory import MemoryDemand, MemoryUse, ModelShape, server_memory
 from enginehouse.errors import UserError
@@ -59,6 +62,20 @@ def test_what_a_gpu_cannot_hold_is_refused_with_what_takes_most(on):
         on(1)
 
 
+def test_rows_are_as_long_as_the_longest_prompt_that_was_read(on, project: Project):
+    (project.root / "games.py").write_text("class Game:\n    async def run(self, task, policy, context): ...\n")
+    eight = [*both(8), "rollout.sampling.max_tokens=100", "data.max_prompt_tokens=200"]
+    rows = map(json.loads, (project.root / "train.jsonl").read_text().splitlines())
+    longest = max(len(row["prompt"]) for row in rows) + 8  # no tokenizer makes more of it
+    bound = f"rows of at most {longest + 100} tokens: the longest prompt of the data, {longest}, and rollout.sampling"
+    assert bound in said(on(8, *eight))
+    assert "rows of at most 300 tokens: a prompt of data.max_prompt_tokens=200, and rollout" in said(
+        on(8, *eight, "environment.name=games:Game")
+    )
+    project.write_rows("held_out.jsonl", [{"prompt": "1" * 60, "answer": "1"}])
+    assert "the longest prompt of the data, 68," in said(on(8, *eight, "data.validation=held_out.jsonl"))
+
+
 def test_what_it_can_is_planned_by_role(on):
     lines = said(on(8, *both(8))).splitlines()
     (heading,) = (line for line in lines if "GiB of a rank" in line)
@@ -98,6 +115,32 @@ def test_roles_that_take_turns_need_what_the_larger_turn_does(on):
     assert sizes(on(8, *both(8), "rollout.placement=shared")) == {"actor+rollout": 16 + 30 + 1}
 
 
+def test_what_an_engine_keeps_asleep_is_beside_the_others_turn(on, monkeypatch: pytest.MonkeyPatch):
+    shared = on(8, *both(8), "rollout.placement=shared")
+    larger = dataclasses.replace(USES["actor"], working={"activations": 50 * GIB})
+    kept = dataclasses.replace(USES["rollout"], asleep=3 * GIB)
+    monkeypatch.setitem(USES, "actor", larger)
+    assert sizes(shared) == {"actor+rollout": 4 + 8 + 50}
+    monkeypatch.setitem(USES, "rollout", kept)
+    assert sizes(shared) == {"actor+rollout": 4 + 8 + 50 + 3}
+    assert sizes(on(8, *both(8))) == {"actor+rollout": 4 + 8 + 16 + 30 + 50}, "nobody sleeps in one process"
+
+
+@pytest.mark.parametrize(("gib", "limit", "fits"), [(75, None, True), (77, None, False), (77, 0.98, True)])
+def test_some_of_a_gpu_is_left_free(on, gib: int, limit: float | None, fits: bool):
+    """Of 79 GiB, 3 stay free, but where an engine was told the share it may take."""
+    planned, findings = on(8, *both(4), "rollout.placement=separate"), Findings()
+    uses = {
+        "actor": MemoryUse(held={"weights": gib * GIB - PROCESS_BYTES}, limit=limit and int(limit * 79 * GIB)),
+        "rollout": MemoryUse(held={}),
+    }
+    check_memory(findings, planned.roles, uses, "cuda", Gpu.of_kind("H100"), exact=True)
+    refused = [
+        f"{gib}.0 of 79.0 GiB" in str(one) and ", of which 3.2 stay free" in str(one) for one in findings.problems
+    ]
+    assert refused == ([] if fits else [True])
+
+
 def test_roles_apart_are_alone(on):
     apart = [*both(4), "rollout.placement=separate"]
     assert sizes(on(8, *apart)) == {"actor": 32, "rollout": 47}
@@ -132,3 +175,10 @@ def test_a_kind_of_gpu_that_is_not_known_is_refused_with_those_there_are(project
     refused = CliRunner().invoke(main, ["plan", str(project.save()), "--gpu", "H10"])
     assert refused.exit_code == 2
     assert "H100" in refused.output
+
+
+def test_on_a_cpu_each_process_has_its_libraries_too(on):
+    planned = on(1, "cluster.device=cpu", "rollout.placement=separate", "model.dtype=float32")
+    (actor, rollout) = places(planned.roles, USES, "cpu")
+    assert [place.size / GIB for place in (actor, rollout)] == [32.75, 47.75]
+    assert "in each sum 0.8 GiB a process are for libraries and freed memory that is kept, a guess" in said(planned)

@@ -92,7 +92,6 @@ def test_a_plan_is_said_line_by_line(make: Make):
         (RMConfig, ["rollout.replicas=2"], ConfigError, "unknown key 'rollout'"),
         (RMConfig, ["reference.path=model"], ConfigError, "unknown key 'reference'"),
         (RMConfig, ["actor.processes=9", "cluster.launcher=ray"], ConfigError, "fewer than the 9 processes"),
-        (RMConfig, ["train.validate_every=1"], ConfigError, "no file to validate on (data.validation)"),
         (DPOConfig, ["algorithm.loss=dpo"], ConfigError, "algorithm.loss"),
         (DPOConfig, ["algorithm.beta=0"], ConfigError, "algorithm.beta"),
         (DPOConfig, ["algorithm.loss=kto"], DataError, "pairs.jsonl has no column 'completion'"),

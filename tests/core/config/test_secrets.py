@@ -37,6 +37,8 @@ def said_of(arguments: dict[str, Any], **details: bool) -> list[str]:
         ({"headers": {"Authorization": "s3"}}, "x.headers.Authorization"),
         ({"said": "Bearer s3s3s3s3s3"}, "x.said"),
         ({"url": "https://user:s3@host/v1"}, "x.url"),
+        ({"url": "https://host/v1?model=a&api_key=s3"}, "x.url"),
+        ({"url": "https://host/v1?a=https%3A%2F%2Fother%2F%3Ftoken%3Ds3"}, "x.url"),
         ({"slack_token": "s3-0123456789-abcdefghij"}, "x.slack_token"),
         ({"judge": "sk-s301234567890123456789"}, "x.judge"),
     ],
@@ -52,7 +54,12 @@ def test_a_secret_is_refused_at_any_depth_and_not_printed(arguments: dict[str, A
     [
         {"max_tokens": 3, "stop_tokens": ["</s>"], "eos_token": "<|end_of_text|>", "pad_token": "[PAD]"},
         {"key": "answer", "answer_key": "solution", "keys": ["a"], "tokenizer": "models/tiny", "monkey": "see"},
-        {"url": "https://host:8000/v1", "at": "postgres://user@host/db", "mail": "a:b@c"},
+        {
+            "url": "https://host:8000/v1?max_tokens=3&eos_token=x&api_key=",
+            "ask": "which? token=5",
+            "at": "postgres://user@host/db",
+            "mail": "a:b@c",
+        },
         {"hf_token": True, "api_key": None, "password": ""},
         {"text": "the bearer of tokens", "password_file": "/run/password", "author": "me", "keyword": "no"},
     ],

@@ -5,15 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import traceback
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from enginehouse.controller import cluster
+from enginehouse.controller import ControllerError, cluster
+from enginehouse.controller.launchers.diagnosis import Diagnosis, how_it_died
+from enginehouse.controller.launchers.interface import Place
 
 PROGRAM = """
+import os
 import sys
+import psutil
 import ray
 from enginehouse.controller import start_ray
 
@@ -29,6 +34,9 @@ def init(*arguments, **named):
 ray.init = init
 with start_ray(num_cpus=1):
     print("started", ray.is_initialized())
+    print("niceness", ray.get(ray.remote(lambda: os.nice(0)).remote()) - os.nice(0))
+    family = psutil.Process().children(recursive=True)
+    print("ports", sorted({one.laddr.port for each in family for one in each.net_connections("tcp")}))
 """
 
 
@@ -47,11 +55,44 @@ def started(late: int) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
 
 
+FRAMES = "".join(
+    f'  File "/long/path/of/somebody/site-packages/module_{number}.py", line 7, in call\n    return do(it)\n'
+    for number in range(30)
+)
+DIED = (
+    "The actor died because of an error raised in its creation task, ray::Host.__init__() (pid=1, ip=127.0.0.1)\n"
+    f"Traceback (most recent call last):\n{FRAMES}ImportError: pyarrow requires NumPy 2.0 or newer, found 1.26.4\n"
+)
+
+
+def test_a_death_is_said_with_the_exception_at_the_end_of_a_long_text():
+    said = how_it_died(DIED)
+    assert said.startswith("of an error raised in its creation task, ray::Host.__init__()")
+    assert said.endswith("... ImportError: pyarrow requires NumPy 2.0 or newer, found 1.26.4")
+    assert len(said) <= 610
+    assert how_it_died("The actor died because it was killed. Some common causes are many.") == "it was killed."
+
+
+def test_the_whole_of_a_long_text_is_behind_the_error(monkeypatch: pytest.MonkeyPatch):
+    place = Place(0, 0, 1, "here", 1)
+    ended = {"role": "odd", "method": "facts", "timeout": 1.0, "places": [place], "actors": [], "local": {}}
+    diagnosis = Diagnosis(refs={0: None}, **ended)
+    monkeypatch.setattr(diagnosis, "_outcomes", lambda: ({}, {0: DIED}))
+    monkeypatch.setattr(diagnosis, "_deaths", lambda ranks: {})
+    error = diagnosis.failed(RuntimeError())
+    assert DIED in "".join(traceback.format_exception(error))
+    monkeypatch.setattr(diagnosis, "_outcomes", lambda: ({}, {0: "the process is gone"}))
+    assert diagnosis.failed(RuntimeError()).__cause__ is None
+
+
 @pytest.mark.slow
 def test_ray_that_is_late_is_started_again():
     ran = started(1)
     assert ran.returncode == 0, ran.stderr
     assert "started True" in ran.stdout
+    assert "niceness 0\n" in ran.stdout, "workers have as much of a busy machine as any program"
+    assert "ports [" in ran.stdout
+    assert " 44217" not in ran.stdout, "nobody without the token is told Ray's figures"
 
 
 def test_ray_that_does_not_come_up_is_a_clear_error():
@@ -81,17 +122,18 @@ def test_a_start_that_fails_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize(
-    ("memory", "shared", "expected"),
+    ("memory", "available", "shared", "expected"),
     [
-        (128 << 30, 64 << 30, int(0.3 * (128 << 30))),
-        (128 << 30, 8 << 30, int(0.8 * (8 << 30))),
-        (128 << 30, 64 << 20, cluster.LEAST_OBJECT_STORE_BYTES),
+        (128 << 30, 100 << 30, 64 << 30, int(0.3 * (128 << 30))),
+        (128 << 30, 4 << 30, 64 << 30, 2 << 30),
+        (128 << 30, 100 << 30, 8 << 30, int(0.8 * (8 << 30))),
+        (128 << 30, 100 << 30, 64 << 20, cluster.LEAST_OBJECT_STORE_BYTES),
     ],
 )
 def test_the_object_store_is_a_part_of_the_machines_memory_and_of_what_is_free_to_be_shared(
-    monkeypatch: pytest.MonkeyPatch, memory: int, shared: int, expected: int
+    monkeypatch: pytest.MonkeyPatch, memory: int, available: int, shared: int, expected: int
 ):
-    monkeypatch.setattr(cluster.psutil, "virtual_memory", lambda: SimpleNamespace(total=memory))
+    monkeypatch.setattr(cluster.psutil, "virtual_memory", lambda: SimpleNamespace(total=memory, available=available))
     monkeypatch.setattr(cluster.shutil, "disk_usage", lambda path: SimpleNamespace(free=shared))
     asked: list[object] = []
 
@@ -102,6 +144,34 @@ def test_the_object_store_is_a_part_of_the_machines_memory_and_of_what_is_free_t
     with pytest.raises(RuntimeError):
         cluster._start(SimpleNamespace(init=init, shutdown=lambda: None), 1, {})
     assert asked == [expected]
+
+
+def failed_start(monkeypatch: pytest.MonkeyPatch, says: str) -> str:
+    def fail(*arguments: object, **named: object) -> None:
+        raise ValueError(says)
+
+    ray = ModuleType("ray")
+    ray.is_initialized = lambda: False  # type: ignore[attr-defined]
+    ray.init, ray.shutdown = fail, lambda: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr("enginehouse.controller.ray_notices.quiet_notices", lambda: None)
+    with pytest.raises(ControllerError) as caught:
+        cluster.start_ray()
+    return str(caught.value)
+
+
+def test_an_address_left_over_in_the_environment_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    said = failed_start(monkeypatch, "")
+    assert "at '127.0.0.1:1', which the environment variable RAY_ADDRESS names (unset it to start Ray here):" in said
+
+
+def test_too_little_memory_is_said_with_what_can_be_done(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    said = failed_start(monkeypatch, "the amount of memory on this node available for tasks and actors (-5.08 GB) is")
+    assert said.startswith("could not start Ray on this machine: other programs leave ")
+    assert "cluster.launcher=inline" in said
+    assert "ray.init" not in said
 
 
 @pytest.mark.parametrize(

@@ -207,6 +207,34 @@ def test_a_missing_requirement(bad: Bad):
 
 
 @pytest.mark.bad_plugin(
+    what="lacks a package that its loss needs",
+    listed="requirements missing",
+    found="loss 'acme' needs absent-thing>=1, but it is not installed",
+    cure='pip install "absent-thing>=1"',
+    asked='needs absent-thing>=1, but it is not installed. Try: pip install "absent-thing>=1"',
+)
+def test_a_missing_requirement_of_a_function(bad: Bad):
+    source = """
+@hookimpl
+def enginehouse_register_losses(register):
+    register(Loss(name="acme", function="absent_thing:loss", requires=("absent-thing>=1",)))
+"""
+    bad.is_shown(source, asking="algorithm.loss.name=acme")
+
+
+@pytest.mark.bad_plugin(
+    what="imports what has moved",
+    listed="ok",
+    found="it imports enginehouse.engines.weights.checksum, which is enginehouse.weights.checksum now",
+    cure="pip install --upgrade acme",
+    asked="works",
+)
+def test_a_name_that_has_moved(bad: Bad):
+    found = bad.is_shown(backend() + "\ndef later():\n    from enginehouse.engines.weights import checksum\n")
+    assert found["severity"] == "note"
+
+
+@pytest.mark.bad_plugin(
     what="lacks a package that it imports, and that its distribution requires",
     listed="broken",
     found="acme 0.1.0 needs absent-thing>=1, but it is not installed",

@@ -66,6 +66,15 @@ def test_a_tracker_that_cannot_be_right_breaks_its_plugin(distributions, record,
     assert said in problem_of(distributions, source)
 
 
+@pytest.mark.parametrize(
+    ("requires", "said"),
+    [("('not one',)", "'not one', which is no requirement"), ("('torch')", "takes several strings")],
+)
+def test_a_function_that_requires_what_is_no_requirement_breaks_its_plugin(distributions, requires, said):
+    record = f"Loss(name='quiet', function='a:b', requires={requires})"
+    assert said in problem_of(distributions, BACKEND.replace("backends", "losses").format(record=record))
+
+
 def test_a_name_of_cores_own_is_taken(distributions):
     source = """
     @hookimpl

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from enginehouse.plugin import CONTRACT, PluginLookupError, TrainBackend, load_plugins
+from enginehouse.plugin import CONTRACT, PluginLookupError, TrainBackend, discovery, load_plugins
 from enginehouse.runtimes.readiness import plugin_states
 
 
@@ -236,3 +236,20 @@ def test_two_plugins_with_one_entry_point_name_are_told_apart(distributions):
     states = plugin_states(load_plugins(enabled=["twin"]))
     assert states["north-engines:twin"] == "ok"
     assert states["south-engines:twin"] == "broken"
+
+
+def test_metadata_is_read_once_until_a_folder_of_the_path_changes(distributions, monkeypatch):
+    read, groups = discovery.metadata.entry_points, []
+
+    def counted(group: str):
+        groups.append(group)
+        return read(group=group)
+
+    monkeypatch.setattr(discovery.metadata, "entry_points", counted)
+    distributions.backend("early")
+    for _ in range(3):
+        assert "early" in {entry_point.name for entry_point in discovery.entry_points_of_plugins()}
+    assert len(groups) == 1
+    distributions.backend("late")
+    assert "late" in {entry_point.name for entry_point in discovery.entry_points_of_plugins()}
+    assert len(groups) == 2

@@ -9,12 +9,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import numpy
 
 from enginehouse.plugin import batched_reward
+
+MEETING = threading.Barrier(12)
 
 
 def length(prompt, response, *, scale=1.0, **columns):
@@ -201,6 +204,12 @@ def waits(prompt, response, *, gates, **columns):
 async def waits_async(prompt, response, *, gates, **columns):
     await asyncio.sleep(0)
     return _waits(response, gates)
+
+
+async def asks_in_a_thread(prompt, response, **columns):
+    """Waits in a thread, for ever or until twelve do at once."""
+    await asyncio.to_thread(threading.Event().wait if response == "hang" else MEETING.wait)
+    return {"reward": 1.0, "process": os.getpid(), "limit": float(os.environ["ENGINEHOUSE_REWARD_TIMEOUT_SECONDS"])}
 
 
 @batched_reward

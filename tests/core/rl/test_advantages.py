@@ -174,11 +174,41 @@ def test_distillation_credits_a_token_with_how_much_likelier_the_teacher_finds_i
     batch = Batch(
         {
             "loss_mask": mask,
-            "rollout_logprobs": mask.like(torch.tensor([0.0, -2, 7, -2, -2])),
+            "old_logprobs": mask.like(torch.tensor([0.0, -2, 7, -2, -2])),
             "reference_logprobs": mask.like(torch.tensor([0.0, -1, 0, -4, 2])),
         }
     )
     assert distillation(batch, gamma=gamma)["advantages"].values.tolist() == expected
+
+
+def with_penalty(advantage, rewards, penalties, groups):
+    """The credit of each row, of three tokens, with a KL term in the reward that costs `penalties`."""
+    mask = Ragged.from_list([[True] * 3] * len(rewards), dtype=torch.bool)
+    columns = {"reward": torch.tensor(rewards), "kl_penalty": torch.tensor(penalties), "group": torch.tensor(groups)}
+    batch = Batch({**columns, "loss_mask": mask, "token_rewards": mask.like(torch.zeros(mask.tokens))})
+    made = with_defaults(advantage(batch))["advantages"].values
+    assert (made.view(-1, 3) == made.view(-1, 3)[:, :1]).all()
+    return made.view(-1, 3)[:, 0]
+
+
+DIVIDE = (grpo, gpg, process_rewards, reinforce_plus_plus_baseline)
+"""Advantages that divide by a deviation, or by how many groups differ."""
+
+
+@pytest.mark.parametrize("advantage", DIVIDE)
+@pytest.mark.parametrize("coefficient", [1e-6, 1e-4, 1e-2])
+def test_in_a_group_of_equal_rewards_a_kl_term_counts_by_its_coefficient(advantage, coefficient):
+    divergences = torch.tensor([0.5, 1.5, 4.0])
+    credits = with_penalty(advantage, [0.7] * 3, (coefficient * divergences).tolist(), [0] * 3)
+    torch.testing.assert_close(credits, coefficient * (divergences.mean() - divergences))
+
+
+@pytest.mark.parametrize("advantage", DIVIDE)
+def test_a_kl_term_is_taken_off_the_credit_and_leaves_the_rewards_deviation_alone(advantage):
+    rewards, penalties, groups = [0.0, 1.0, 1.0, 0.2, 0.2], [0.1, 0.3, 0.2, 0.0, 0.4], [0, 0, 0, 1, 1]
+    without = with_penalty(advantage, rewards, [0.0] * 5, groups)
+    paid = without - with_penalty(advantage, rewards, penalties, groups)
+    torch.testing.assert_close(paid, torch.tensor([-0.1, 0.1, 0.0, -0.2, 0.2]), atol=1e-6, rtol=1e-5)
 
 
 def test_no_token_counts_of_a_row_that_is_not_trained_on():

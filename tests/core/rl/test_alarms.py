@@ -183,6 +183,14 @@ def test_where_samples_are_single_a_reward_that_stands_still_tells_a_collapse(tm
     assert [told for _, told in watch.take(*[fallen[-1] | {"reward/mean": 0.4}] * KEPT)] == ["entropy_collapse"]
 
 
+def test_what_is_advised_of_a_kl_that_runs_away_is_possible_where_its_term_is():
+    """`plan` refuses a target of a term in the loss."""
+    (alarm,) = (alarm for alarm in ALARMS if alarm.name == "kl_runaway")
+    assert (
+        "Raise algorithm.kl.coefficient (with algorithm.kl.place=reward, algorithm.kl.target adapts it)" in alarm.advice
+    )
+
+
 def test_a_kl_that_begins_far_away_and_falls_runs_nowhere(watch: Watch):
     """As when a teacher is the reference."""
     assert watch.take(*[{"kl": 8 / step} for step in range(1, 60)]) == []

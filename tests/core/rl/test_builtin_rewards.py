@@ -8,6 +8,7 @@ import json
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from types import ModuleType
 from typing import Literal
 
@@ -19,6 +20,7 @@ from enginehouse.rl.rewards.builtin.length import length
 from enginehouse.rl.rewards.builtin.math import math
 from enginehouse.rl.rewards.builtin.numeric import numeric
 from enginehouse.rl.rewards.builtin.served import served
+from enginehouse.rl.rewards.program import TIMEOUT
 
 
 @pytest.mark.parametrize(
@@ -164,6 +166,16 @@ class Classifier(http.server.BaseHTTPRequestHandler):
         status = 404 if self.path != "/classify" or "refuse" in text else 200
         self.send_response(status)
         self.end_headers()
+        if text.endswith("hang"):
+            self.server.ended.wait(60)  # type: ignore[attr-defined]
+        if text.endswith("drip"):
+            with suppress(OSError):
+                while not self.server.ended.wait(0.02):  # type: ignore[attr-defined]
+                    self.wfile.write(b" ")
+        if text.endswith("long"):
+            self.wfile.write(b" " * 2**21)
+        if text.endswith("deep"):
+            self.wfile.write(b"[" * 100_000)
         self.wfile.write(json.dumps(answer if status == 200 else {"error": "no such model"}).encode())
 
     def log_message(self, format, *arguments): ...
@@ -172,8 +184,10 @@ class Classifier(http.server.BaseHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def classifier() -> Iterator[str]:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Classifier) as server:
+        server.daemon_threads, server.ended = True, threading.Event()  # type: ignore[attr-defined]
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
+        server.ended.set()  # type: ignore[attr-defined]
         server.shutdown()
 
 
@@ -193,6 +207,23 @@ def test_a_served_reward_models_score_is_taken_whatever_the_server(classifier: s
 def test_a_server_that_has_no_score_is_named(classifier: str, text: str, url: str, said: str):
     with pytest.raises(RuntimeError, match=said):
         asyncio.run(served("a", text, url=classifier + url))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("hang", "/classify cannot be asked: timed out"),
+        ("drip", r"/classify cannot be asked: its answer did not end within 0\.09 s"),
+        ("long", "/classify cannot be asked: its answer is longer than 1048576 bytes"),
+        ("deep", "/classify cannot be asked: maximum recursion depth"),
+    ],
+)
+def test_a_server_whose_answer_has_no_end_is_named_before_the_rows_time_is_up(
+    classifier: str, monkeypatch: pytest.MonkeyPatch, text: str, said: str
+):
+    monkeypatch.setenv(TIMEOUT, "30" if text in ("long", "deep") else "0.1")
+    with pytest.raises(RuntimeError, match=said):
+        asyncio.run(served("a", text, url=classifier))
 
 
 def test_a_server_that_is_not_there_is_named():

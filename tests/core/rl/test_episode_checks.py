@@ -111,7 +111,7 @@ def test_one_turn_as_it_was_drawn_is_taken():
         ({"logprobs": at(4, -0.5)}, "its token 4 has the logprob -0.5, and it was drawn with -0.14"),
         ({"versions": at(4, 7)}, "its token 4 is said to be of weight version 7, and it was drawn from 5 to 6"),
         ({"mask": lambda mask: mask[1:]}, "it has 5 tokens, 4 mask, 5 logprobs, 5 versions: one of each a token"),
-        ({"tokens": at(0, 100)}, "its token 0 is 100, and the model knows 0 to 99"),
+        ({"tokens": at(0, 100)}, "its token 0 is 100, and the models of this run know 0 to 99"),
         ({"tokens": at(0, -1)}, "its token 0 is -1"),
         ({"tokens": at(0, 3.0)}, "its tokens are not one token id a token, but float64"),
         ({"tokens": [[1], [2, 3]]}, "its tokens are no row of numbers"),
@@ -152,8 +152,9 @@ def test_rewards_of_tokens_that_nobody_reads_are_refused_and_rows_without_any_ha
 
 
 def test_a_row_that_no_model_reads_is_refused():
-    long = replace(CHECKS, most_tokens=4)
+    long, fits = replace(CHECKS, most_tokens=4), replace(CHECKS, most_tokens=5)
     assert "it has 5 tokens, and the models of this run read at most 4" in refusal(edited(), checks=long)
+    assert len(play(edited(), checks=fits)[0].tokens) == 5
 
 
 def test_as_many_episodes_as_were_asked_for():

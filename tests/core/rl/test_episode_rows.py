@@ -19,12 +19,13 @@ from enginehouse.engines.environment import Episode, Group, Scored, Segment, Tas
 from enginehouse.plugin import resolve
 from enginehouse.rl.episode_rows import EpisodeRows
 from enginehouse.rl.episodes import Played, batch_of, rows_of, total_reward
-from enginehouse.rl.kl import with_kl_in_reward
+from enginehouse.rl.kl import KL_PENALTY, with_kl_in_reward
 from enginehouse.rl.plugin import ADVANTAGES
+from enginehouse.rl.rewards.model import with_model_scores
 from enginehouse.rl.rewards.weighted import with_rewards
 from enginehouse.rl.roles import with_defaults
 from enginehouse.rl.samples import sample_metrics, sample_rows
-from enginehouse.rl.trainer import Trainer
+from enginehouse.rl.trainer import columns_for
 
 TASK = Task(0, [0], "p", None, {})
 JUNK = 9.0
@@ -85,14 +86,14 @@ REWARDS = tuple(
 
 
 def samples_of(batch, kl):
-    """As a step has them when they are judged; `kl`: whether it is taken off rewards of rows, or of tokens."""
+    """As a step has them when they are judged; `kl`: the column that it is taken off, or stands in by itself."""
     parts = batch.split(2) if len(batch) > 1 else [batch]
     samples = with_rewards(DistributedBatch.of(parts), REWARDS)
     ids = batch["input_ids"]
     samples = samples.with_columns(
         **{name: ids.like(TABLES[name][ids.values]) for name in ("values", "reference_logprobs")}
     )
-    return samples if kl is None else with_kl_in_reward(samples, 0.1, "k1", kl == "token")[0]
+    return samples if kl is None else with_kl_in_reward(samples, 0.1, "k1", kl)[0]
 
 
 def at_chosen(batch, made):
@@ -103,7 +104,7 @@ def at_chosen(batch, made):
     return {name: whole[name].values[chosen] for name in made}
 
 
-@given(groups(), st.sampled_from([None, "row", "token"]))
+@given(groups(), st.sampled_from([None, "reward", "token_rewards", KL_PENALTY]))
 @settings(max_examples=12, deadline=None)
 def test_a_token_of_an_episode_cut_into_rows_has_the_credit_that_it_has_uncut(episodes, kl):
     """By each advantage that core has."""
@@ -111,9 +112,12 @@ def test_a_token_of_an_episode_cut_into_rows_has_the_credit_that_it_has_uncut(ep
     samples, uncut = samples_of(cut, kl), samples_of(whole, kl)
     for name, (_, needs) in ADVANTAGES.items():
         estimate = resolve(f"enginehouse.rl.advantages.{name}:{name}")
-        wanted = estimate(uncut.fetch(needs))
-        found = EpisodeRows(samples["episode"]).made(estimate, samples.fetch(needs), samples.lengths("input_ids"))
-        assert set(found) == {name for name in wanted.columns if name not in needs}
+        given_whole = columns_for(uncut, needs)
+        wanted = estimate(given_whole)
+        found = EpisodeRows(samples["episode"]).made(
+            estimate, columns_for(samples, needs), samples.lengths("input_ids")
+        )
+        assert set(found) == {name for name in wanted.columns if name not in given_whole}
         right, ours = at_chosen(whole, {name: wanted[name] for name in found}), at_chosen(cut, found)
         for column in right:
             torch.testing.assert_close(ours[column], right[column], rtol=1e-4, atol=1e-4, msg=f"{name}: {column}")
@@ -202,12 +206,9 @@ def test_a_reward_model_scores_an_episode_by_its_last_row():
             return DistributedBatch.of([Batch({"score": torch.tensor(first)})])
 
     turns = SimpleNamespace(on_devices=lambda tags: nullcontext())
-    run = SimpleNamespace(
-        roles=SimpleNamespace(groups={"reward_model": Judge()}, turns=turns),
-        config=SimpleNamespace(reward_model=SimpleNamespace(weight=0.5)),
-    )
+    roles = SimpleNamespace(groups={"reward_model": Judge()}, turns=turns)
     samples = with_rewards(DistributedBatch.of([batch_of(two_rows())]), REWARDS[:0])
-    scored = Trainer.with_model_scores(run, samples)
+    scored = with_model_scores(samples, roles, 0.5)
     assert scored["reward"].tolist() == [0.0, 2.0 + 2.5, 1.0 + 0.5, 1.0 + 0.5]
     assert scored["rewards"].tolist() == [[0.0], [5.0], [1.0], [1.0]]
     assert [figures.get("model") for figures in scored["reward_figures"]] == [None, 5.0, 1.0, 1.0]

@@ -30,6 +30,7 @@ from enginehouse.rl.schedule import Schedule
 from enginehouse.rl.tasks import Tasks
 
 ROWS = 7
+NOT_TRAINED_ON = {f"feed/{reason}" for reason in REASONS}
 SECONDS = 5.0
 """Longest time for an episode, on a clock that a test moves."""
 
@@ -147,10 +148,16 @@ class Stage:
         with self.changed:
             assert self.changed.wait_for(lambda: set(serials) <= set(self.begun), 10)
 
-    def dropped(self):
-        """Tasks that were counted as not trained on since this was asked for last."""
-        metrics = self.feed.metrics()
-        return sum(metrics[f"feed/{reason}"] for reason in REASONS)
+    def account(self):
+        """The state to go on from, how many tasks were drawn, and how many were counted as not trained on since this
+        was asked for last: all of one moment, as groups go on to end."""
+        return self.loop.call(
+            lambda: (
+                self.tasks.state(self.schedule.under_way),
+                self.tasks.drawn,
+                sum(value for name, value in self.feed._metrics().items() if name in NOT_TRAINED_ON),
+            )
+        )
 
     def step(self, version, left, ends=()):
         """A step for which groups end meanwhile, in this order; returns their serial numbers."""
@@ -319,8 +326,7 @@ def test_no_token_is_too_old_and_no_task_is_lost_or_doubled(groups, staleness, e
     try:
         for version in range(1, steps + 1):
             if version > 1 and chance.random() < 0.2:  # killed after the update of the step before
-                dropped += stage.dropped()
-                stage.__exit__(None, None, None)
+                stage.__exit__(None, None, None)  # what it dropped since that update is drawn again
                 stage = Stage(*setting, state, on_failure, SECONDS, alone)
             taken, bad_ends, late = [], 3, 1
             left = (steps - version + 1) * groups
@@ -343,11 +349,11 @@ def test_no_token_is_too_old_and_no_task_is_lost_or_doubled(groups, staleness, e
             assert len(taken) == groups
             assert all(version - stage.versions[serial] <= staleness for serial in taken)
             trained += taken
-            state = stage.feed.state()
+            state, drawn, dropped_by_now = stage.account()
+            dropped += dropped_by_now
             assert not set(state["again"]) & set(taken)
-        assert len(set(trained)) == len(trained)
-        dropped += stage.dropped()
-        assert stage.loop.call(lambda: stage.tasks.drawn) == len(trained) + len(state["again"]) + dropped
+            assert len(set(trained)) == len(trained)
+            assert drawn == len(trained) + len(state["again"]) + dropped
     finally:
         stage.__exit__(None, None, None)
 

@@ -9,7 +9,7 @@ from enginehouse.config.schema import KL
 from enginehouse.controller import DistributedBatch
 from enginehouse.data import Batch, Ragged
 from enginehouse.errors import ConfigError
-from enginehouse.rl.kl import ESTIMATORS, adapted, resumed_coefficient, token_kl, with_kl_in_reward
+from enginehouse.rl.kl import ESTIMATORS, KL_PENALTY, adapted, resumed_coefficient, token_kl, with_kl_in_reward
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +44,48 @@ def test_the_expected_gradient_as_a_loss_is_as_the_table_says(distributions, est
     exact = policy.clone().requires_grad_()
     divergence(exact.log_softmax(-1), reference).backward()
     torch.testing.assert_close(logits.grad, exact.grad, atol=1e-6, rtol=1e-4)
+
+
+def reverse(policy, reference):
+    return (policy.exp() * (policy - reference)).sum()
+
+
+def forward(policy, reference):
+    return (reference.exp() * (reference - policy)).sum()
+
+
+@pytest.mark.parametrize(
+    ("estimator", "divergence"),
+    [("k1", reverse), ("k3", lambda policy, reference: reverse(policy, reference) - forward(policy, reference))],
+)
+def test_the_expected_policy_gradient_of_a_term_in_the_reward_is_as_the_table_says(
+    distributions, estimator, divergence
+):
+    """`plan` refuses `k3` there: near the reference the two cancel."""
+    policy, reference = distributions
+    logits = policy.clone().requires_grad_()
+    logprobs = logits.log_softmax(-1)
+    costs = token_kl(logprobs.detach(), reference, estimator)  # a number: the reward has no gradient
+    (logprobs.detach().exp() * costs * logprobs).sum().backward()
+    exact = policy.clone().requires_grad_()
+    divergence(exact.log_softmax(-1), reference).backward()
+    torch.testing.assert_close(logits.grad, exact.grad, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("log_ratio", [94.0, -94.0, 1e4])
+def test_a_divergence_and_its_gradient_are_finite_however_far_apart_the_logprobs_are(estimator, log_ratio):
+    logprobs = torch.tensor([-1.0 - log_ratio], requires_grad=True)
+    divergence = token_kl(logprobs, torch.tensor([-1.0]), estimator)
+    divergence.sum().backward()
+    assert divergence.isfinite().all()
+    assert logprobs.grad.isfinite().all()
+
+
+def test_a_policy_far_beyond_its_reference_is_still_pulled_back_by_k3():
+    logprobs = torch.tensor([-0.1], requires_grad=True)
+    token_kl(logprobs, torch.tensor([-60.0]), "k3").sum().backward()
+    assert logprobs.grad.item() == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -81,11 +123,33 @@ def test_in_the_reward_a_row_pays_for_its_own_tokens():
         penalised, mean = with_kl_in_reward(DistributedBatch.of(batch.split(parts)), 0.1, "k1")
         torch.testing.assert_close(penalised["reward"], torch.tensor([0.9, 1.0]))
         assert mean == pytest.approx(1 / 3)
-        by_token, mean = with_kl_in_reward(DistributedBatch.of(batch.split(parts)), 0.1, "k1", by_token=True)
+        beside, mean = with_kl_in_reward(DistributedBatch.of(batch.split(parts)), 0.1, "k1", KL_PENALTY)
+        torch.testing.assert_close(beside["reward"], torch.tensor([1.0, 1.0]))
+        torch.testing.assert_close(beside["kl_penalty"], torch.tensor([0.1, 0.0]))
+        assert mean == pytest.approx(1 / 3)
+        by_token, mean = with_kl_in_reward(DistributedBatch.of(batch.split(parts)), 0.1, "k1", "token_rewards")
         torch.testing.assert_close(by_token["reward"], torch.tensor([1.0, 1.0]))
         paid = by_token.fetch(["token_rewards"])["token_rewards"]
         torch.testing.assert_close(paid.values, torch.tensor([0.0, -0.05, -0.05, 0.0, 0.0]))
         assert mean == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("into", ["reward", "token_rewards", KL_PENALTY])
+def test_a_token_that_does_not_count_costs_nothing_whatever_its_logprobs_are(into):
+    ragged = Ragged.from_list
+    batch = Batch(
+        {
+            "reward": torch.tensor([1.0]),
+            "loss_mask": ragged([[False, True]], dtype=torch.bool),
+            "rollout_logprobs": ragged([[-math.inf, -1.0]], dtype=torch.float32),
+            "reference_logprobs": ragged([[-1.0, -1.5]], dtype=torch.float32),
+        }
+    )
+    made, mean = with_kl_in_reward(DistributedBatch.of([batch]), 0.1, "k1", into)
+    assert mean == pytest.approx(0.5)
+    column = made.fetch([into])[into]
+    total = column.values.sum().item() if isinstance(column, Ragged) else column.item()
+    assert total == pytest.approx({"reward": 0.95, "token_rewards": -0.05, KL_PENALTY: 0.05}[into])
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from enginehouse.engines.model import ModelSpec
 from enginehouse.engines.train import LossSpec
 from enginehouse.errors import EnginehouseError, SaveError
 from enginehouse.rl.checkpoint_writer import CheckpointWriter
+from enginehouse.rl.exported import ExportDiffers, FileScores
 from enginehouse.rl.loop import LOST_SECONDS, Loop, Update
 from enginehouse.rl.turns import Turns
 from enginehouse.runs import Progress, RunDirectory
@@ -55,6 +56,9 @@ class Actor:
         if method in self.fails_at:
             raise EnginehouseError(f"{method}: no space left")
         return None
+
+    def score_files(self, path: str, spec: ModelSpec) -> FileScores:
+        return FileScores([], None, "it holds nothing")
 
     def updated(self, limit: float | None = None) -> dict[str, float]:
         self.limits["update"] = limit
@@ -359,6 +363,53 @@ def test_saving_is_hurried_and_unwatched_only_where_ray_is_lost(
     with pytest.raises(EnginehouseError):
         loop.run()
     assert (carried, hurries) == ((["on"], [pytest.approx(LOST_SECONDS, abs=1)]) if lost else ([], [None]))
+
+
+@pytest.mark.parametrize(
+    ("export", "called"),
+    [
+        ("merged", [("export_hf", "")]),
+        ("adapter", [("export_adapter", "")]),
+        ("both", [("export_hf", ""), ("export_adapter", "adapter")]),
+    ],
+)
+def test_the_model_the_adapter_or_both_are_exported_and_the_first_of_each_compared(
+    loop: OneActor, monkeypatch: pytest.MonkeyPatch, export: Any, called: list[tuple[str, str]]
+):
+    exports: list[tuple[str, str]] = []
+    compared: list[str] = []
+
+    def call(actor: Actor, method: str, *given: Any, _call: Any = Actor.call, **named: Any) -> Any:
+        if method.startswith("export"):
+            exports.append((method, "" if given[0].endswith("partial") else Path(given[0]).name))
+        return _call(actor, method, *given, **named)
+
+    monkeypatch.setattr(Actor, "call", call)
+    monkeypatch.setattr("enginehouse.rl.loop.compare_export", lambda place, *_: compared.append(place.name) or "")
+    loop.config.train.export, loop.save_every = export, 1
+    loop.run()
+    assert exports == called * 3
+    assert len(compared) == len(called)
+
+
+@pytest.mark.fault(
+    area="files",
+    what="the first exported model, or adapter, scores otherwise in transformers than in the engine",
+    happens="the run ends with one error that says both scores; the export is deleted",
+    exit_code="1",
+    kept="checkpoints, that of the last step among them",
+    noticed="as it is exported; models above 4 GiB in float32 are not compared, which is said",
+)
+def test_a_model_that_is_not_what_was_trained_ends_the_run_and_keeps_the_state(
+    loop: OneActor, monkeypatch: pytest.MonkeyPatch
+):
+    def differs(*_: Any) -> str:
+        raise ExportDiffers("what was exported is not what was trained")
+
+    monkeypatch.setattr("enginehouse.rl.loop.compare_export", differs)
+    with pytest.raises(ExportDiffers, match="not what was trained"):
+        loop.run()
+    assert whole(loop) == ["checkpoints/step-000003"]
 
 
 def test_what_cannot_be_saved_does_not_keep_the_rest_from_it(loop: OneActor, caplog: pytest.LogCaptureFixture):

@@ -10,8 +10,10 @@ import math
 import pytest
 import torch
 
+from enginehouse.data import Batch, Ragged
 from enginehouse.engines.train import TokenView
 from enginehouse.errors import ConfigError
+from enginehouse.rl.advantages.distillation import distillation
 from enginehouse.rl.losses.aggregate import AGGREGATIONS
 from enginehouse.rl.losses.cispo import cispo
 from enginehouse.rl.losses.clipped_policy import clipped_policy
@@ -68,10 +70,10 @@ def by_hand(view, low, high, dual=None, kl=0.0, entropy=0.0, cap=None):
         surrogate = min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
         if dual is not None and advantage < 0:
             surrogate = max(surrogate, dual * advantage)
-        if cap is not None:
-            surrogate *= min(math.exp(old - view.columns["rollout_logprobs"][t].item()), cap)
+        weight = 1.0 if cap is None else min(math.exp(old - view.columns["rollout_logprobs"][t].item()), cap)
         log_r = view.columns["reference_logprobs"][t].item() - new
-        loss = -surrogate + kl * (math.exp(log_r) - 1 - log_r) - entropy * view.outputs["entropy"][t].item()
+        divergence = kl * (math.exp(log_r) - 1 - log_r)
+        loss = weight * (divergence - surrogate) - entropy * view.outputs["entropy"][t].item()
         result.append((int(view.row[t]), loss))
     return result
 
@@ -178,6 +180,105 @@ def test_a_cap_of_one_cuts_nothing_where_both_engines_agree():
     assert value.total.item() == plain.total.item()
     assert value.metrics["importance_capped"].value == 0
     assert "importance_weight" not in plain.metrics
+
+
+def expected_gradient(loss, policy, old, drawn_from, reference, *, credits=None, **arguments):
+    """The gradient by the logits of `policy`, log-probabilities of a vocabulary, of a loss in exact expectation: each
+    token of the vocabulary is a row, and counts by how likely `drawn_from` draws it."""
+    logits = policy.clone().requires_grad_()
+    logprobs = logits.log_softmax(-1)
+    leaf = logprobs.detach().requires_grad_()
+    columns = {
+        "loss_mask": torch.ones(len(policy), dtype=torch.bool),
+        "advantages": torch.zeros(len(policy)) if credits is None else credits,
+        "old_logprobs": old,
+        "rollout_logprobs": drawn_from,
+        "reference_logprobs": reference,
+    }
+    view = TokenView({"logprobs": leaf}, columns, torch.arange(len(policy)), len(policy))
+    (slopes,) = torch.autograd.grad(loss(view, aggregation="token_mean", **arguments).total, leaf)
+    (drawn_from.exp() * slopes * logprobs).sum().backward()
+    return logits.grad
+
+
+@pytest.fixture(scope="module")
+def vocabulary():
+    """Log-probabilities of eight tokens: of the policy, of it before the step, of an older one, and of a reference."""
+    generator = torch.Generator().manual_seed(5)
+    policy = torch.randn(8, generator=generator)
+
+    def near(distance):
+        return (policy + distance * torch.randn(8, generator=generator)).log_softmax(-1)
+
+    return policy.log_softmax(-1), near(0.2), near(0.3), near(1.0)
+
+
+def gradient_of_kl(policy, reference, forward=False):
+    logits = policy.clone().requires_grad_()
+    ours, theirs = logits.log_softmax(-1), reference
+    first, second = (theirs, ours) if forward else (ours, theirs)
+    (first.exp() * (first - second)).sum().backward()
+    return logits.grad
+
+
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+@pytest.mark.parametrize(("estimator", "forward"), [("k2", False), ("k3", True), ("k3_unbiased", False)])
+def test_a_kl_term_on_samples_of_older_weights_has_the_gradient_of_the_policy_as_it_is(
+    vocabulary, loss, estimator, forward
+):
+    policy, _, older, reference = vocabulary
+    term = {"kl_coefficient": 1.0, "kl_estimator": estimator}
+    exact = gradient_of_kl(policy, reference, forward)
+    gradient = expected_gradient(loss, policy, policy, older, reference, importance_cap=100.0, **term)
+    torch.testing.assert_close(gradient, exact, atol=1e-6, rtol=1e-4)
+    unweighted = expected_gradient(loss, policy, policy, older, reference, **term)
+    assert (unweighted - exact).norm() > 0.05 * exact.norm()
+
+
+def test_the_unbiased_kl_term_is_right_also_after_the_policy_has_moved(vocabulary):
+    policy, before, older, reference = vocabulary
+    term = {"kl_coefficient": 1.0, "kl_estimator": "k3_unbiased"}
+    exact = gradient_of_kl(policy, reference)
+    moved = expected_gradient(clipped_policy, policy, before, before, reference, **term)
+    torch.testing.assert_close(moved, exact, atol=1e-6, rtol=1e-4)
+    both = expected_gradient(clipped_policy, policy, before, older, reference, importance_cap=100.0, **term)
+    torch.testing.assert_close(both, exact, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("older_by", [0.05, 0.2, 0.5])
+def test_distillation_on_samples_of_older_weights_has_the_gradient_of_the_policy_as_it_is(vocabulary, older_by):
+    policy, *_, teacher = vocabulary
+    noise = torch.randn(8, generator=torch.Generator().manual_seed(6))
+    older = (policy + older_by * noise).log_softmax(-1)
+    mask = Ragged.from_list([[True]] * 8, dtype=torch.bool)
+
+    def gradient(teacher):
+        columns = {"old_logprobs": policy, "rollout_logprobs": older, "reference_logprobs": teacher}
+        batch = Batch({"loss_mask": mask, **{name: mask.like(one) for name, one in columns.items()}})
+        credits = distillation(batch)["advantages"].values
+        drawn = (policy, policy, older, teacher)  # the policy has not moved since the step began
+        return expected_gradient(policy_gradient, *drawn, credits=credits, importance_cap=100.0)
+
+    torch.testing.assert_close(gradient(teacher), gradient_of_kl(policy, teacher), atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(gradient(policy), torch.zeros(8), atol=1e-6, rtol=0)  # it is there: nothing pulls
+
+
+@pytest.mark.parametrize("loss", POLICY_LOSSES)
+@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
+@pytest.mark.parametrize("apart", [-200.0, 100.0, 1e4])
+def test_a_loss_and_its_gradient_are_finite_however_far_apart_the_logprobs_are(loss, advantage, apart):
+    view = make_view()
+    view.columns["advantages"].fill_(advantage)
+    for column in ("old_logprobs", "reference_logprobs"):
+        view.columns[column].copy_(view.outputs["logprobs"].detach() - apart)
+    view.columns["rollout_logprobs"].copy_(view.columns["old_logprobs"] - apart)
+    term = {"kl_coefficient": 0.1, "kl_estimator": "k3_unbiased"}
+    for level in ("token", "sequence"):
+        value = loss(view, importance_cap=2.0, importance_level=level, aggregation="token_mean", **term)
+        (gradient,) = torch.autograd.grad(value.total, view.outputs["logprobs"])
+        assert value.total.isfinite()
+        assert gradient.isfinite().all()
+        assert all(math.isfinite(figure.value) for figure in value.metrics.values())
 
 
 @pytest.mark.parametrize("clip", [0.1, 0.5, None])

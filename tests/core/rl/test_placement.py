@@ -104,8 +104,9 @@ def test_roles_that_share_processes_are_started_together(make: Make, started: St
 
 
 def test_a_rollout_of_its_own_is_a_fleet(make: Make, started: Started):
-    with placement.place(make("rollout.placement=separate")):
-        pass
+    came: list[str] = []
+    with placement.place(make("rollout.placement=separate"), came=came.append):
+        assert came == ["1 process of actor", "1 process of rollout", "the engine of rollout"]
     assert [list(specs) for specs in started.colocated] == [["actor"]]
     assert (started.fleets, started.launched) == ({"rollout": 1}, ["rollout"])
 

@@ -418,6 +418,22 @@ def test_a_baseline_is_played_greedily_beside_the_group_and_is_not_one_of_it(fai
     assert len({one.id for one in fleet.requests}) == 2
 
 
+def test_a_baseline_of_episodes_that_are_played_by_themselves_is_greedy_too():
+    fleet = Fleet()
+
+    class Apart:
+        async def run(self, task, policy, context):
+            async def one(index, policy):
+                await policy.generate([1])
+                return made(0.0)
+
+            return await context.each(one)
+
+    baseline = Player(Apart(), lambda _: policy(fleet).greedy(), None, 1)
+    asyncio.run(Player(Apart(), lambda _: policy(fleet), None, 2, baseline=baseline).played(TASK))
+    assert sorted(one.sampling.temperature for one in fleet.requests) == [0.0, 1.0, 1.0]
+
+
 def test_episodes_are_said_to_be_drawn_once_the_last_of_them_is_about_to_be_scored():
     drawn, said = [], []
 

@@ -100,6 +100,7 @@ def test_a_policy_learns_to_prefer_what_was_chosen(house: Path, options: tuple[s
     assert last["validation/accuracy"] > 0.9
     assert last["rewards/chosen"] > last["rewards/rejected"]
     assert ("kl" in last) == (options == KTO)
+    assert metrics[0].get("kl", 0) < 1e-4
 
 
 @pytest.mark.slow

@@ -471,6 +471,23 @@ def test_async_rewards_have_a_deadline_each_and_fail_alone(pool):
     assert scores(rewards, "a", "hang", "b", "SystemExit", "c") == [1.0, 0.0, 1.0, 0.0, 1.0]
 
 
+def test_threads_of_an_async_reward_are_as_many_as_its_rows_at_once(pool):
+    scored = pool("asks_in_a_thread", timeout_seconds=60, concurrency=12).score(rows(*"abcdefghijkl"))
+    assert {score.reward for score in scored} == {1.0}
+    assert {score.figures["limit"] for score in scored} == {60.0}
+
+
+@pytest.mark.slow
+def test_threads_that_hang_hold_up_no_rows_to_come(pool):
+    rewards = pool("asks_in_a_thread", timeout_seconds=4, concurrency=12, on_error="zero", max_failures=1.0)
+    processes = set()
+    for _ in range(4):
+        scored = rewards.score(rows(*"abcdefghijkl", *["hang"] * 6))
+        assert [score.reward for score in scored] == [1.0] * 12 + [0.0] * 6
+        processes |= {score.figures["process"] for score in scored if score.reward}
+    assert len(processes) > 1, "one whose threads hang is replaced"
+
+
 @pytest.mark.slow
 def test_an_async_reward_that_blocks_its_process_is_found(pool, monkeypatch):
     monkeypatch.setattr("enginehouse.rl.rewards.process.GRACE_SECONDS", 0.1)

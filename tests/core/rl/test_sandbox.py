@@ -34,6 +34,8 @@ HOSTILE = {
     "loops in threads": "for _ in range(8): threading.Thread(target=sum, args=(iter(int, 1),)).start()\n"
     "threading.Event().wait()",
     "starts threads without end": "while True: threading.Thread(target=time.sleep, args=(60,)).start()",
+    "starts small threads without end": "threading.stack_size(32768); hold = threading.Event().wait\n"
+    "while True: threading.Thread(target=hold).start()",
     "connects to a host": "socket.create_connection(('127.0.0.1', {port}))",
     "connects to a socket of this host": "socket.socket(socket.AF_UNIX).connect('/dev/log')",
     "asks for a name": "print(socket.getaddrinfo('example.com', 80))",

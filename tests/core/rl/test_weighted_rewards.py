@@ -125,7 +125,7 @@ def test_the_only_reward_is_a_column_too():
 )
 def test_a_reward_may_be_normalised_over_its_group_or_the_step(normalize, expected):
     both = {"a": {"function": "x", "weight": 2.0, "normalize": normalize}, "b": {"function": "y", "clip": [0, 1]}}
-    made = with_rewards(samples(*FIGURES), planned(**both))
+    made = with_rewards(samples(*FIGURES, rewards=[3.0, 6.0, 14.5, 0.0]), planned(**both))
     plain = torch.tensor([1.0, 0.0, 0.5, 0.0])
     torch.testing.assert_close(made["reward"], 2 * torch.tensor(expected) + plain, atol=1e-4, rtol=0)
     assert made["rewards"][:, 0].tolist() == [1.0, 3.0, 7.0, 0.0]
@@ -133,5 +133,24 @@ def test_a_reward_may_be_normalised_over_its_group_or_the_step(normalize, expect
 
 def test_where_all_scores_are_equal_a_normalised_one_is_zero():
     same = [{"a": 0.1}] * 4
-    made = with_rewards(samples(*same), planned(a={"function": "x", "normalize": "group"}))
+    made = with_rewards(samples(*same, rewards=[0.1] * 4), planned(a={"function": "x", "normalize": "group"}))
     assert made["reward"].tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("figures", "rewards", "expected"),
+    [
+        # an environment that adds a bonus to what it was scored; the same scores, without it
+        ([0.2, 0.1, 0.3, 0.2], [1.2, 0.1, 1.3, 0.2], [1.0, -1.2247, 2.2247, 0.0]),
+        ([0.2, 0.1, 0.3, 0.2], [0.2, 0.1, 0.3, 0.2], [0.0, -1.2247, 1.2247, 0.0]),
+        # a game that scores itself and never asks for the reward
+        ([None] * 4, [1.0, 0.0, 1.0, 0.0], [1.0, 0.0, 1.0, 0.0]),
+    ],
+)
+@pytest.mark.parametrize("normalize", ["group", "batch"])
+def test_what_the_environment_scored_itself_is_added_to_normalised_rewards(normalize, figures, rewards, expected):
+    rows = [{} if figure is None else {"a": figure} for figure in figures]
+    made = with_rewards(
+        samples(*rows, group=(0, 0, 0, 0), rewards=rewards), planned(a={"function": "x", "normalize": normalize})
+    )
+    torch.testing.assert_close(made["reward"], torch.tensor(expected), atol=1e-3, rtol=0)

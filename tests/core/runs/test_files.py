@@ -54,10 +54,10 @@ def test_appending_goes_on_after_what_is_there(tmp_path: Path):
 
 def test_lines_that_are_damaged_are_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n{"step": 2, \n\xff\xfe\n[3]\n{"step": 4}\n{"step": 5')
+    path.write_bytes(b'{"step": 1}\n{"step": 2, \n\xff\xfe\n[3]\n%b\n{"step": 4}\n{"step": 5' % (b"[" * 100_000))
     assert [row["step"] for row in read_whole_lines(path)] == [1, 4]
     assert [record.message.split(" is damaged")[0] for record in caplog.records] == [
-        f"{path}, line {number}" for number in (2, 3, 4)
+        f"{path}, line {number}" for number in (2, 3, 4, 5)
     ]
 
 

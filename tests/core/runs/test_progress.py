@@ -84,6 +84,19 @@ def test_a_task_in_another_says_that_the_other_is_done_and_what_comes_of_it_foll
     ]
 
 
+def test_what_is_started_is_said_as_it_comes(monkeypatch: pytest.MonkeyPatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    progress, stream = on_pipe()
+    with progress, progress.task("starting workers"):
+        now[0] += 12.5
+        progress.came("2 processes of actor")
+        assert progress.part == "2 processes of actor: there after 12.5 s"
+        progress.start(1)
+        assert progress.part == ""
+    assert stream.getvalue().splitlines()[:2] == ["starting workers ...", "  2 processes of actor: there after 12.5 s"]
+
+
 def test_slow_steps_get_a_line_each_minute(monkeypatch: pytest.MonkeyPatch):
     progress, stream = on_pipe()
     now = [0.0]

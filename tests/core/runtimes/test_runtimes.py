@@ -31,12 +31,14 @@ from enginehouse.runtimes import (
     make_overlay,
     make_runtime,
     making,
+    probe,
     recipe,
     remove_runtime,
     state_of,
 )  # fmt: skip
 from enginehouse.runtimes.ingredients import Recipe, ray_version
 from enginehouse.runtimes.maker import note_maker
+from enginehouse.runtimes.probe import check_worker
 from enginehouse.runtimes.store import held, runtime_at
 
 PATIENCE = 120.0
@@ -68,7 +70,7 @@ made_up = functools.partial(made_up_runtime, BACKEND)
 
 def small(**changed: Any) -> Recipe:
     """A recipe that takes nothing from an index."""
-    return dataclasses.replace(recipe(BACKEND, "cpu"), requirements=(), module="", **changed)
+    return dataclasses.replace(recipe(BACKEND, "cpu"), requirements=(), **{"module": "", "engine": "", **changed})
 
 
 # Choosing
@@ -340,6 +342,19 @@ def test_an_engine_that_cannot_be_imported_fails_the_making():
     with pytest.raises(MakingError, match="the step 'import no_such_engine' failed"):
         make_runtime(dataclasses.replace(small(), module="no_such_engine"))
     assert installed_runtimes() == []
+
+
+def test_where_no_worker_starts_no_runtime_is_made(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(probe, "WORKER", "raise ImportError('pyarrow requires NumPy 2.0')")
+    with pytest.raises(MakingError, match=r"the step 'start what a worker starts' failed(.|\n)*requires NumPy 2\.0"):
+        make_runtime(small(engine=BACKEND.engine))
+    assert installed_runtimes() == []
+
+
+def test_what_a_worker_starts_starts_here(tmp_path: Path):
+    check_worker(sys.executable, small(engine="enginehouse_torch.rollout:TorchRolloutEngine"))
+    with pytest.raises(RuntimeProblem, match=r"no worker starts in it: AttributeError: .* no attribute 'NoEngine'"):
+        check_worker(sys.executable, small(engine="enginehouse_torch.options:NoEngine"))
 
 
 def test_an_engine_that_cannot_be_imported_by_itself_is_prepared_for_first(distributions: Any):

@@ -15,6 +15,7 @@ import torch
 from enginehouse.controller import register
 from enginehouse.data import Ragged
 from enginehouse.engines.weights import WeightChunk, WeightState, WeightSyncError
+from enginehouse.errors import EnginehouseError
 from enginehouse.rl.roles import RolloutWorker, TrainWorker
 from enginehouse.weights.checksums import checksum
 from enginehouse.weights.transports.inproc import InprocTransport
@@ -117,6 +118,24 @@ class UnreadableEngine(TorchRolloutEngine):
         return WeightState((await super().weight_state()).version)
 
 
+class UnpromisingEngine(UnreadableEngine):
+    """Declares nothing, and refuses whatever it has not declared."""
+
+    async def generate(self, request):
+        sampling = request.sampling
+        if sampling.seed is not None or sampling.stop or sampling.prompt_logprobs:
+            raise EnginehouseError(f"this engine does not declare what it is asked for: {sampling}")
+        return await super().generate(request)
+
+    async def pause(self, mode="wait"):
+        if mode == "keep":
+            raise EnginehouseError("this engine does not declare pause_keep")
+        await super().pause(mode)
+
+    async def sleep(self, *tags):
+        raise EnginehouseError("this engine does not declare sleep")
+
+
 class DroppingEngine(UnreadableEngine):
     """Cannot be read back, drops updates, and says it serves them."""
 
@@ -146,6 +165,14 @@ class UnreadableRolloutWorker(RolloutWorker):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.engine = self.engine_type()
+
+
+class UnpromisingRolloutWorker(UnreadableRolloutWorker):
+    engine_type = UnpromisingEngine
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._record = dataclasses.replace(self._record, capabilities=frozenset())
 
 
 class DroppingRolloutWorker(UnreadableRolloutWorker):

@@ -16,6 +16,7 @@ from enginehouse_testing.models import tiny_model
 from enginehouse_torch.options import TorchTrainOptions
 from enginehouse_torch.train import TorchTrainEngine
 
+from .faults import UnpromisingRolloutWorker
 from .roles_for_tests import DEMONSTRATIONS, PROMPTS, dealt, logprobs, open_house
 
 SUPERVISED = LossSpec("supervised")
@@ -81,6 +82,16 @@ def test_the_rollouts_logprobs_are_the_trainers(house):
     assert torch.allclose(samples["rollout_logprobs"].values[mask], expected[mask], atol=2e-4)
     assert not samples["rollout_logprobs"].values[~mask].any()
     assert (samples["seconds"] > 0).all()
+
+
+def test_an_engine_that_declares_nothing_is_asked_for_nothing():
+    with open_house("inproc", rollout=UnpromisingRolloutWorker) as house:
+        sync = house.connect(probe=None)
+        for version in (1, 2):
+            sync.sync(version)
+            samples = house.rollout.generate(PROMPTS, SamplingParams(n=2, max_tokens=6), seed=5)
+            assert len(samples) == 2 * len(PROMPTS)
+            house.train()
 
 
 def test_a_share_without_rows_gives_no_samples(house):

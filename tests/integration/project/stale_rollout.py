@@ -1,4 +1,5 @@
-"""A plugin whose rollout engines say they serve the new weights, to the update and with every sample, and do not."""
+"""A plugin of rollout engines that say they serve the new weights, to the update and with every sample, and do not; and
+of one that declares nothing, and refuses all that it has not declared."""
 
 from __future__ import annotations
 
@@ -17,6 +18,14 @@ def enginehouse_register_backends(register):
             engine="weights.faults:LyingEngine",
             options="enginehouse_torch.options:TorchRolloutOptions",
             capabilities={COLOCATES, STOP_STRINGS, SEED, PROMPT_LOGPROBS, WEIGHT_CHECKSUMS},
+        )
+    )
+    register(
+        RolloutBackend(
+            name="unpromising",
+            summary="Declares nothing, and refuses the rest",
+            engine="weights.faults:UnpromisingEngine",
+            options="enginehouse_torch.options:TorchRolloutOptions",
         )
     )
     for name, engine, summary in (

@@ -70,8 +70,12 @@ def _lines(report: Report) -> Iterator[str]:
             yield f"  {where}: [bold]{plain(transport or 'none')}[/] ({plain(named)})"
     for finding in report.findings:
         yield from _of_finding(finding)
-    wrong, notes = report.count("wrong"), report.count("note")
-    counted = f"{wrong or 'nothing'} wrong" + (f", {notes} {'note' if notes == 1 else 'notes'}" if notes else "")
+    findings, notes = report.count("wrong"), report.count("note")
+    wrong = sum(any(one.severity == "wrong" for one in plugin.findings) for plugin in report.plugins)
+    counted = f"{wrong if findings else 'nothing'} wrong" + (
+        f" ({findings} findings)" if findings > max(wrong, 1) else ""
+    )
+    counted += f", {notes} {'note' if notes == 1 else 'notes'}" if notes else ""
     examined = "1 plugin" if len(report.plugins) == 1 else f"{len(report.plugins)} plugins"
     yield f"\n{examined} examined: {counted}"
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
 from enginehouse import __version__
+from enginehouse.cli import imports
 from enginehouse.config.device import pick_device
 from enginehouse.errors import UserError, first_line, nearest
 from enginehouse.plugin import (
@@ -269,7 +270,7 @@ class _Examination:
         )
         if plugin.status == "blocked":
             return report
-        findings = [*self._of_loading(), *self._of_distribution()]
+        findings = [*self._of_loading(), *self._of_distribution(), *self._of_imports()]
         if plugin.status == "ok":
             findings += self._of_records()
             for record in plugin.records:
@@ -350,6 +351,21 @@ class _Examination:
             cure = install_line([one], self.plugin.distribution)
             yield Finding(what=f"{self.plugin} {one}", where=self.file, cure=cure)
 
+    def _of_imports(self) -> Iterator[Finding]:
+        """What it imports of enginehouse that the contract lacks, and of others that are not required."""
+        if imports.is_own(self.plugin):
+            return
+        module = self.candidate[1].module
+        found = list(imports.imports_of(sources(module)))
+        for one in found:
+            fails, said = imports.off_contract(one)
+            if said:
+                yield Finding(severity="wrong" if fails else "note", what=said, where=one.where, cure=self.upgrading)
+        for one, distribution in imports.unrequired(self.plugin, module.partition(".")[0], found):
+            what = f"it imports {one.module}, which {self.plugin.distribution} does not require"
+            cure = f'dependencies = ["{distribution}"]'
+            yield Finding(severity="note", what=what, where=one.where, cure=f"{cure} in its pyproject.toml")
+
     def _of_records(self) -> Iterator[Finding]:
         """What is wrong with what its records name, by what was found in the other process."""
         if self.examined is None:
@@ -375,7 +391,12 @@ class _Examination:
     def _record(self, record: Any, findings: list[Finding], told: Callable[[str], None]) -> OfRecord:
         capabilities = tuple(sorted(getattr(record, "capabilities", ())))
         if not isinstance(record, Backend):
-            return OfRecord(record.kind, record.name, capabilities)
+            if missing := self.manager.missing(record):
+                what = f"{record.kind} {record.name!r} {'; '.join(map(str, missing))}"
+                findings.append(
+                    Finding(what=what, where=self.file, cure=install_line(missing, self.plugin.distribution))
+                )
+            return OfRecord(record.kind, record.name, capabilities, getattr(record, "requires", ()))
         environments = tuple(self._environments(record))
         interpreter, chosen = _choice(record, self.device)
         if interpreter is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib
+import io
 import os
 import sys
 import traceback
@@ -81,6 +82,8 @@ class LazyGroup(click.Group):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         code: object = 1
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a line for people ends no run, whatever its characters
+            sys.stdout.reconfigure(errors="replace")
         try:
             return super().main(*args, **kwargs)
         except SystemExit as end:

@@ -63,9 +63,10 @@ def prepare(name: str) -> None:
 @recipes.command("run")
 @click.argument("name")
 @click.argument("overrides", nargs=-1)
+@click.option("--model", help="A model of yours to begin from: model.path.")
 @click.option("--resume", is_flag=True, help="Go on with the run in run.directory, from its newest checkpoint.")
 @click.option("-q", "--quiet", is_flag=True, help="Say only how each run ended.")
-def run(name: str, overrides: tuple[str, ...], resume: bool, quiet: bool) -> None:
+def run(name: str, overrides: tuple[str, ...], model: str | None, resume: bool, quiet: bool) -> None:
     """Make what the recipe NAME begins from, as `prepare` does, and run it by the command that `list` names.
 
     OVERRIDES, --resume and exit codes are those of that command.
@@ -73,8 +74,11 @@ def run(name: str, overrides: tuple[str, ...], resume: bool, quiet: bool) -> Non
     \b
     enginehouse recipes run ppo
     enginehouse recipes run ppo critic.shares=null train.seed=1 run.directory=runs/recipes/ppo-apart
+    enginehouse recipes run sums --model models/SmolLM2-135M-Instruct
     """
     chosen = recipe(name)
+    if model is not None:
+        overrides = (*overrides, f"model.path={model}")
     make_beginning(chosen, overrides, quiet)
     _run(chosen, overrides, resume, quiet)
 
@@ -97,7 +101,9 @@ def make_beginning(wanted: Recipe, overrides: Sequence[str], quiet: bool = True)
             needed = recipe(name)
             make_beginning(needed, (), quiet)
             click.echo(f"{wanted.name} begins from the model of the recipe {name}: making it.")
-            _run(needed, (), can_go_on(directory), quiet)
+            resume = can_go_on(directory)
+            # What an earlier try left without a model or a checkpoint is of no use, and nobody named its directory.
+            _run(needed, () if resume else ("run.overwrite=true",), resume, quiet)
 
 
 def _make_task(directory: Path, make: str, what: str) -> None:
@@ -105,7 +111,7 @@ def _make_task(directory: Path, make: str, what: str) -> None:
         return
     from enginehouse.plugin import resolve
 
-    click.echo(f"Making {what}, and its model in {directory}.")
+    click.echo(f"Making {what}, in {directory}.")
     making = directory.with_name(f"{directory.name}.partial")
     resolve(make)(making)
     making.rename(directory)

@@ -121,7 +121,7 @@ def remove(name: str) -> None:
 @runtime.command("doctor")
 @click.argument("name", required=False)
 def doctor(name: str | None) -> None:
-    """Check the runtime NAME, or all of them, by starting their interpreters; exit code 1 if something is wrong."""
+    """Check the runtime NAME, or all of them, by starting what a worker starts; exit code 1 if something is wrong."""
     there = [named_runtime(name)] if name else installed_runtimes()
     manager = loaded_plugins()
     table = _table("name", "state", "problem", "cure")
@@ -138,15 +138,18 @@ def doctor(name: str | None) -> None:
 
 def _examined(one: Runtime, manager: PluginManager) -> State:
     """The state of a runtime, its interpreter asked as well."""
-    from enginehouse.runtimes.probe import check_interpreter
+    from enginehouse.runtimes.probe import check_interpreter, check_worker
 
-    state = state_of(one, _record(manager, one.manifest.backend if one.manifest else ""))
+    record = _record(manager, one.manifest.backend if one.manifest else "")
+    state = state_of(one, record)
     if state.word != "ok":
         return state
+    assert record is not None
+    assert one.manifest is not None
     try:
         check_interpreter(str(one.python))
+        check_worker(str(one.python), recipe(record, one.manifest.variant))
     except RuntimeProblem as error:
-        assert one.manifest is not None
         return State("broken", str(error), remaking(one, one.manifest))
     return state
 
@@ -163,7 +166,8 @@ def _record(manager: PluginManager, backend: str) -> Backend | None:
 def _without_runtime(manager: PluginManager, backend: str, error: UserError) -> UserError:
     if manager.providers("rollout", backend) or manager.providers("train", backend):
         return RuntimeProblem(f"backend {backend!r} has no runtime: it runs in this environment, or not at all yet")
-    return error
+    said, *traceback = str(error).split("\n    Traceback ")
+    return RuntimeProblem(f"{said}. See enginehouse plugins doctor") if traceback else error
 
 
 def _made_with_progress(wanted: object, name: str | None) -> Runtime:

@@ -69,7 +69,7 @@ def run_plan(plan: RunPlan, build: Callable[[RunDirectory, Progress], Trainer], 
         packages=plan.distributions,
         resumed=plan.resumed,
         checkpoints_kept=plan.config.train.checkpoints_kept,
-        models_kept=getattr(plan.config.train, "models_kept", None),
+        models_kept=plan.config.train.models_kept,
         trackers=plan.trackers,
     )
     progress = Progress(run.path.name, mode="quiet" if show == "quiet" else "json" if emit else None, emit=emit)

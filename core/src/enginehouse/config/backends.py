@@ -6,7 +6,8 @@ import ast
 import difflib
 import os
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -18,12 +19,14 @@ from safetensors import SafetensorError, safe_open
 from enginehouse.config.device import gpus_are_assumed
 from enginehouse.config.load import check
 from enginehouse.config.migration import answer_key
+from enginehouse.config.schema import RMConfig
 from enginehouse.engines.declared import protocols_of
 from enginehouse.engines.options import EngineOptions, RolloutOptions, TrainOptions
 from enginehouse.errors import ConfigError, UserError, nearest
 from enginehouse.plugin import Backend, Placement, ResolveError, RolloutBackend, TrainBackend, Transport, resolve
 from enginehouse.plugin.capabilities import (
     CROSS_HOST,
+    LORA,
     PROMPT_LOGPROBS,
     SAME_HOST,
     SAME_PROCESS,
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
     from enginehouse.config.device import Dtype
     from enginehouse.config.findings import Findings
     from enginehouse.config.roles import RolePlan
-    from enginehouse.config.schema import Config, Engine, EvaluationSampling, Sampling
+    from enginehouse.config.schema import AnyConfig, Config, Engine, EvaluationSampling, Sampling
     from enginehouse.engines.memory import MemoryDemand, MemoryUse
     from enginehouse.engines.model import Device
     from enginehouse.plugin import PluginManager
@@ -139,6 +142,55 @@ def choose_interpreter(
             f"in {chosen.name} ({chosen.reason}); set cluster.launcher=ray"
         )
     return chosen
+
+
+def check_native_names(
+    findings: Findings, record: Backend | None, options: Mapping[str, Any], runs_in: Interpreter, key: str
+) -> None:
+    """Refuse arguments of an engine (`native`) that it does not know, by its own source where that is installed.
+
+    Args:
+        record: the backend; None after a problem.
+        options: as `typed_options` gives them.
+        runs_in: what the role's workers run under.
+        key: config key of the role: `"actor"`.
+    """
+    typed = None if record is None else _typed(record, options)
+    if record is None or typed is None or not typed.native:
+        return
+    known = native_names(typed.native_sources, runs_in.python)
+    for name in typed.native if known else ():
+        if name.replace("-", "_") not in known:
+            close = difflib.get_close_matches(name, known, n=1)  # of hundreds, which nobody reads
+            hint = f"did you mean {close[0]!r}?" if close else f"{' and '.join(typed.native_sources)} name those it has"
+            findings.refuse(
+                f"{key}.engine.options.native: the engine has no argument {name!r}; {hint} (options of backend "
+                f"{record.name!r})"
+            )
+
+
+def native_names(sources: Sequence[str], python: str | None) -> set[str]:
+    """Return the names that an engine's source declares as fields of classes or as flags; none where it is not there.
+
+    Args:
+        sources: as of `EngineOptions.native_sources`.
+        python: the interpreter whose packages hold the engine; None: this process's.
+    """
+    if python is None:
+        roots = {Path(entry) for entry in sys.path}
+    else:
+        roots = set(Path(python).parents[1].glob("lib/python*/site-packages"))
+    names: set[str] = set()
+    for file in {file for root in roots for pattern in sources for file in root.glob(pattern)}:
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                names.add(node.target.id)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _FLAG.fullmatch(node.value):
+                names.add(node.value.removeprefix("--").replace("-", "_"))
+    return names
+
+
+_FLAG = re.compile(r"--[a-z0-9][a-z0-9_-]*")
 
 
 def typed_options(
@@ -339,8 +391,8 @@ def memory_of(record: Backend | None, options: Mapping[str, Any], demand: Memory
 
 
 def check_targets(findings: Findings, options: Mapping[str, Any], path: str) -> None:
-    """Note what is to get adapters (`LoraOptions.targets`) or a learning rate of its own (`lr_groups`) and is not among
-    the tensors of a model's files.
+    """Refuse layers to adapt (`LoraOptions.targets`) of which a model's files have none, and note patterns of
+    `lr_groups` that match none of their tensors.
 
     Args:
         options: of the actor, as `typed_options` gives them.
@@ -361,10 +413,37 @@ def check_targets(findings: Findings, options: Mapping[str, Any], path: str) -> 
     for target in targets if stored and not isinstance(targets, str) else ():
         if not any(layer == target or layer.endswith(f".{target}") for layer in stored):
             last = {layer.rpartition(".")[2] for layer in stored}
-            findings.note(
-                f"actor.engine.options.lora.targets: no tensor in {path} is of a layer {target!r}; "
-                f"{nearest(target.rpartition('.')[2], last)}"
-            )
+            said = f"actor.engine.options.lora.targets: no tensor in {path} is of a layer {target!r}"
+            if target.rpartition(".")[2] in last:  # a model may call the same layer otherwise than its files
+                findings.note(said)
+            else:
+                findings.refuse(f"{said}; {nearest(target.rpartition('.')[2], last)}")
+
+
+def check_export(
+    findings: Findings, config: AnyConfig, record: TrainBackend | None, options: Mapping[str, Any]
+) -> None:
+    """Check that there is an adapter where one is to be exported.
+
+    Args:
+        record: the actor's backend; None after a problem.
+        options: the actor's, as `typed_options` gives them.
+    """
+    kind = config.train.export
+    if kind == "merged" or record is None:
+        return
+    if isinstance(config, RMConfig):
+        findings.refuse(f"train.export is {kind}: an adapter cannot hold the head of a reward model; set it to merged")
+    elif LORA not in record.capabilities:
+        findings.refuse(
+            f"train.export is {kind}, and backend {record.name!r} trains no adapters (capability {LORA!r}); set it to "
+            "merged, or actor.engine to a backend that does, as fsdp, with actor.engine.options.lora"
+        )
+    elif options and not options.get("lora"):
+        findings.refuse(
+            f"train.export is {kind}, and the actor has no adapter: set actor.engine.options.lora, or train.export to "
+            "merged"
+        )
 
 
 def stored_names(directory: Path) -> list[str]:

@@ -136,3 +136,17 @@ def pick_dtype(wanted: Literal["auto"] | Dtype, device: Device) -> Dtype:
     if wanted != "auto":
         return wanted
     return "bfloat16" if device == "cuda" else "float32"
+
+
+BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
+"""What `/proc/cpuinfo` says of a CPU that multiplies bfloat16 by itself, x86 and ARM."""
+
+
+def cpu_has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Return True if this machine's CPU has instructions for bfloat16, and where that is not known."""
+    try:
+        lines = cpuinfo.read_text(errors="replace").splitlines()
+    except OSError:
+        return True
+    flags = [line.partition(":")[2].split() for line in lines if line.lower().startswith(("flags", "features"))]
+    return not flags or not BFLOAT16_FLAGS.isdisjoint(flags[0])

@@ -11,14 +11,18 @@ import ast
 import difflib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from pydantic import Field
+
+from enginehouse.config.arguments import check_values
 from enginehouse.config.migration import answer_value
 from enginehouse.engines.declared import unlike
 from enginehouse.engines.environment import Environment
@@ -44,12 +48,19 @@ def extend_path(directories: Iterable[str]) -> None:
 
 
 def find_function(
-    plugins: PluginManager, kind: type[Record], name: str, key: str, python_path: Sequence[str], *, always: bool
+    plugins: PluginManager,
+    kind: type[Record],
+    name: str,
+    key: str,
+    python_path: Sequence[str],
+    *,
+    always: bool,
+    given: Mapping[str, Any] | None = None,
 ) -> tuple[str, Callable[..., Any] | None]:
     """Find what the config calls `name`: a registered function or class, or the user's own `module:function`.
 
     The user's own is imported. A registered one is its plugin's business and may import torch: it is imported only if
-    `always` says so, or if reading its source does not show that it can be called without arguments of the config.
+    `always` says so, or if reading its source does not show that it can be called with the arguments `given` alone.
 
     Returns:
         `"module:function"`, and the function if it was imported.
@@ -67,7 +78,7 @@ def find_function(
             error.args = (f"{key}: {error}{f'. ({hint})' if hint else ''}", *error.args[1:])
             raise
         try:
-            always = always or not _needs_nothing(find_definition(reference))
+            always = always or not _takes(find_definition(reference), given or {})
         except ResolveError as error:
             raise ConfigError(f"{key}: {name!r} is registered, but {error}") from error
         return reference, import_function(reference, key, python_path) if always else None
@@ -95,6 +106,27 @@ def _needs_nothing(definition: ast.AST | None) -> bool:
     signature = definition.args
     without_default = len(signature.posonlyargs) + len(signature.args) - len(signature.defaults)
     return without_default <= 1 and None not in signature.kw_defaults
+
+
+def _takes(definition: ast.AST | None, given: Mapping[str, Any]) -> bool:
+    """True if a function can be called with `given` after one positional argument, or a class without any, by its
+    definition: each argument is keyword-only, and its annotation is of Python's own types and pydantic's `Field`."""
+    if not given or not isinstance(definition, ast.FunctionDef):
+        return _needs_nothing(definition) and not given
+    annotations = {one.arg: one.annotation for one in definition.args.kwonlyargs if one.annotation and one.arg in given}
+    names = {"Annotated": Annotated, "Field": Field, "Literal": Literal}
+    try:
+        parameters = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=eval(ast.unparse(annotation), names))
+            for name, annotation in annotations.items()
+        ]
+    except Exception:  # of its module's own names
+        return False
+
+    def as_read() -> None: ...
+
+    as_read.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return len(parameters) == len(given) and _needs_nothing(definition) and not check_values(as_read, "", given)[1]
 
 
 def _adds_defaults_only(decorator: ast.expr) -> bool:

@@ -2,7 +2,7 @@
 
 Roles of one process, or on the same devices, are one *place*. In a place each role holds something all the time and
 more while it computes, one after another; where roles take turns (`enginehouse.rl.turns`), those whose turn it is not
-hold nothing, and in a weight update all hold their weights alone.
+hold what they keep asleep, and in a weight update all hold their weights beside it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from enginehouse.config.roles import own_processes
-from enginehouse.engines.memory import PROCESS_BYTES
+from enginehouse.engines.memory import MARGIN, PROCESS_BYTES
 
 if TYPE_CHECKING:
     from enginehouse.config.device import Gpu
@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from enginehouse.engines.memory import MemoryUse
 
 GIB = 2**30
+OF_PROCESS = {
+    "cuda": ("CUDA and NCCL", PROCESS_BYTES),
+    "cpu": ("libraries and freed memory that is kept", 3 * 2**28),
+}
+"""What a process takes besides what its engines say, by the device of a run: on a CPU 0.4 to 0.9 GiB were libraries,
+and as much freed memory as an update leaves."""
 SUGGEST = ". `enginehouse plan --suggest` looks for a layout that fits"
 """What a refusal ends with."""
 
@@ -89,7 +95,13 @@ def _moments(
     """What is on a device of a place in each part of a step, and what part that is."""
     turns = any(roles[name].devices_of for name in uses)
     processes = 1 + turns
-    own = [Amount(next(iter(uses)), "CUDA and NCCL", processes * PROCESS_BYTES)] if device == "cuda" else []
+    what, size = OF_PROCESS[device]
+    own = [Amount(next(iter(uses)), what, processes * size)]
+
+    def asleep(*awake: str) -> list[Amount]:
+        sleeping = {name: use.asleep for name, use in uses.items() if turns and name not in awake}
+        return [Amount(name, "what it keeps asleep", size) for name, size in sleeping.items() if size]
+
     for computing, use in uses.items():
         held = [
             Amount(name, what, size)
@@ -99,7 +111,7 @@ def _moments(
         ]
         yield (
             f"the {computing.replace('_', ' ')} computes",
-            [*own, *held, *(Amount(computing, what, size) for what, size in use.working.items())],
+            [*own, *held, *asleep(computing), *(Amount(computing, what, size) for what, size in use.working.items())],
         )
     if any(use.updating for use in uses.values()):
         amounts = [
@@ -108,7 +120,7 @@ def _moments(
             for what, size in (*use.held.items(), *use.updating.items())
             if not turns or what == "weights" or what in use.updating
         ]
-        yield "weights are updated", [*own, *amounts]
+        yield "weights are updated", [*own, *amounts, *asleep()]
 
 
 def table(
@@ -142,9 +154,13 @@ def table(
     lines += [f"{name.replace('_', ' ')}: {use.note}" for name, use in known.items() if use.note]
     if guessed := [name.replace("_", " ") for name, use in known.items() if not use.measured]:
         lines.append(f"not compared with what is really allocated: {', '.join(guessed)}")
+    what, size = OF_PROCESS[device]
+    guess = f"in each sum {size / GIB:.1f} GiB a process are for {what}"
     if device == "cuda":
-        lines.append(f"in each sum {PROCESS_BYTES / GIB:.1f} GiB a process are for CUDA and NCCL, a guess")
-    return lines
+        asleep = max(use.asleep for use in known.values()) if any(roles[name].devices_of for name in known) else 0
+        sleeping = f", {asleep / GIB:.1f} for an engine that sleeps" if asleep else ""
+        return [*lines, f"{guess}{sleeping}, a guess; {MARGIN:.0%} of a GPU stay free"]
+    return [*lines, f"{guess}, a guess"]
 
 
 def _on_host(place: Place, roles: Mapping[str, RolePlan], uses: Mapping[str, MemoryUse]) -> int:
@@ -196,10 +212,12 @@ def check_memory(
         return
     say = findings.refuse if exact else findings.note
     for place in all_of_it:
-        if place.size > gpu.size:
+        told = all((use := uses[name]) is not None and use.limit is not None for name in place.roles)
+        if place.size > (1.0 if told else 1 - MARGIN) * gpu.size:  # one that is told its share keeps within it
+            left = f", of which {MARGIN * gpu.size / GIB:.1f} stay free" if place.size <= gpu.size else ""
             most = max(place.amounts, key=lambda amount: amount.size)
             say(
-                f"{_whose(place)}: {_sum(place, device, gpu)}; most of it: {most.what} of the "
+                f"{_whose(place)}: {_sum(place, device, gpu)}{left}; most of it: {most.what} of the "
                 f"{most.role.replace('_', ' ')}, {most.size / GIB:.1f}{SUGGEST}"
             )
     for name, use in uses.items():

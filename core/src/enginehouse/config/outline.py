@@ -37,6 +37,8 @@ def outline_rl(
     transport_reason: str,
     uses_reference: bool,
     is_single_turn: bool,
+    old_logprobs: str,
+    why_actor: str,
 ) -> Facts:
     """A reinforcement-learning run.
 
@@ -48,6 +50,8 @@ def outline_rl(
         transport_reason: why the rollout has the weight transport it has.
         uses_reference: whether something compares with a reference.
         is_single_turn: whether the environment is core's own.
+        old_logprobs: whose logprobs the loss compares with.
+        why_actor: why the actor's, where the config does not say so.
     """
     return [
         ("model", _model(config.model, model, roles["actor"])),
@@ -61,7 +65,7 @@ def outline_rl(
         ("weights", _weights(roles["rollout"], transport_reason)),
         *([("reward", _reward(config))] if config.reward.named() else []),
         *([("environment", environment)] if (environment := _environment(config, is_single_turn)) else []),
-        ("algorithm", f"{config.algorithm.advantage.name} advantages, {config.algorithm.loss.name} loss"),
+        ("algorithm", _algorithm(config, old_logprobs, why_actor)),
         ("data", _prompts(config, rows)),
         ("a step", _step(config, is_single_turn)),
         *([("schedule", schedule)] if (schedule := _schedule(config)) else []),
@@ -106,18 +110,32 @@ def outline_eval(
 
 
 def outline_sft(
-    config: SFTConfig, model: Mapping[str, Any], sources: Sequence[Source], roles: Mapping[str, RolePlan]
+    config: SFTConfig, model: Mapping[str, Any], sources: Sequence[Source], held_out: int, roles: Mapping[str, RolePlan]
 ) -> Facts:
-    """A supervised run; `model` is the model's `config.json`, `sources` what is drawn from, `roles` by name."""
+    """A supervised run.
+
+    Args:
+        model: the model's `config.json`.
+        sources: what is drawn from.
+        held_out: how many demonstrations are.
+        roles: by name.
+    """
     each, longest = config.train.rows_per_step, config.data.max_tokens
     return [
         ("model", _model(config.model, model, roles["actor"])),
         ("actor", f"{_count(config.actor.processes, 'process')} of {_engine(config.actor.engine)}"),
         ("runtimes", _runtimes(roles)),
         ("data", _drawn(sources, "demonstrations", config.data.train, config.train.steps * each)),
+        *([("validation", _held_out(config, held_out, "demonstrations"))] if config.data.validation else []),
         ("a step", f"{each} rows, at most {each * longest:,} tokens"),
         ("the run", f"{config.train.steps} steps, an optimizer step each"),
     ]
+
+
+def _held_out(config: SFTConfig | PreferenceConfig, number: int, noun: str) -> str:
+    every = config.train.validate_every
+    often = f"every {_count(every, 'step')} and " if every else ""
+    return f"{number:,} {noun}, {often}after the last step"
 
 
 def outline_preferences(
@@ -131,7 +149,7 @@ def outline_preferences(
         held_out: those of the files of held-out preferences.
         roles: by name.
     """
-    train, data, every = config.train, config.data, config.train.validate_every
+    train, data = config.train, config.data
     rated = isinstance(config, DPOConfig) and config.algorithm.loss == "kto"
     noun, each = ("rated responses", 1) if rated else ("pairs", 2)
     facts = [
@@ -144,13 +162,12 @@ def outline_preferences(
     else:
         facts.append(("algorithm", "a reward model, by the Bradley-Terry loss"))
     longest = train.rows_per_step * each * data.max_tokens
-    often = f"every {_count(every, 'step')} and " if every else ""
     return [
         *facts,
         ("runtimes", _runtimes(roles)),
         ("data", _data(rows, noun, data.train, train.steps * train.rows_per_step)),
         ("a step", f"{train.rows_per_step} {noun}, at most {longest:,} tokens, read once more to find their gradient"),
-        *([("validation", f"{held_out:,} {noun}, {often}after the last step")] if data.validation else []),
+        *([("validation", _held_out(config, held_out, noun))] if data.validation else []),
         ("the run", f"{train.steps} steps, an optimizer step each"),
     ]
 
@@ -201,6 +218,14 @@ def _evaluation(config: Config, evaluation: RolePlan) -> str:
     )
 
 
+def _algorithm(config: Config, old_logprobs: str, why_actor: str) -> str:
+    because = f" ({why_actor})" if why_actor else ""
+    return (
+        f"{config.algorithm.advantage.name} advantages, {config.algorithm.loss.name} loss; old logprobs are the "
+        f"{old_logprobs}'s{because}"
+    )
+
+
 def _reference(config: Config, reference: RolePlan | None, used: bool) -> str:
     kl = config.algorithm.kl
     if not used:
@@ -209,7 +234,7 @@ def _reference(config: Config, reference: RolePlan | None, used: bool) -> str:
     if not kl.coefficient:
         return f"{what}; for the {config.algorithm.advantage.name} advantages"
     adapted = f", adapted to a divergence of {kl.target:g}" if kl.target else ""
-    return f"{what}; {kl.coefficient:g} times the {kl.estimator} divergence in the {kl.place}{adapted}"
+    return f"{what}; {kl.coefficient:g} times the {kl.chosen_estimator} divergence in the {kl.place}{adapted}"
 
 
 def _reference_model(config: Config | DPOConfig, reference: RolePlan | None) -> str:

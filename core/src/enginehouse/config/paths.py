@@ -7,6 +7,7 @@ import fnmatch
 import json
 import os
 import re
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,12 @@ def read_model(path: str, key: str = "model.path") -> Mapping[str, Any]:
         missing.append("a tokenizer (tokenizer.json)")
     if missing and RUN_MARKER in files and (directory / "model").is_dir():
         raise ModelError(f"{key}: {path} is a run directory; its newest model is {directory / 'model'}")
+    if missing and "adapter_config.json" in files:
+        base = _json(directory / "adapter_config.json", key).get("base_model_name_or_path")
+        raise ModelError(
+            f"{key}: {path} is an adapter of {base}, and a whole model is wanted: merge it by peft "
+            "(merge_and_unload, save_pretrained), or train with train.export=both"
+        )
     if missing:
         raise ModelError(
             f"{key}: {path} is not a Hugging Face model directory; missing: {', '.join(missing)}. "
@@ -79,7 +86,7 @@ def check_run_directory(
     needed: Mapping[str, str] | None = None,
     resuming: bool = False,
 ) -> str | None:
-    """Check that a run may write to `path`. Nothing is made or deleted.
+    """Check that a run may write to `path`. Nothing is deleted, and what is made for a moment is taken away.
 
     Args:
         path: the run directory.
@@ -100,13 +107,11 @@ def check_run_directory(
         parent = next(above for above in path.parents if above.exists())
         if not parent.is_dir():
             raise ConfigError(f"run.directory: {path} cannot be made, {parent} is a file")
-        if not os.access(parent, os.W_OK):
-            raise ConfigError(f"run.directory: {path} cannot be made, {parent} may not be written to")
+        _check_writable(parent, f"run.directory: {path} cannot be made, {parent} may not be written to")
         return None
     if not path.is_dir():
         raise ConfigError(f"run.directory: {path} is a file")
-    if not os.access(path, os.W_OK):
-        raise ConfigError(f"run.directory: {path} may not be written to")
+    _check_writable(path, f"run.directory: {path} may not be written to")
     check_free(path)
     content = sorted(entry.name for entry in path.iterdir() if entry.name != LOCK_FILE)
     if not content:
@@ -134,6 +139,14 @@ def check_run_directory(
         if Path(used).resolve().is_relative_to(path.resolve()):
             raise ConfigError(f"run.overwrite: {key} ({used}) lies in {path} and would be deleted with it")
     return f"the run in {path}: {outcome(path)}"
+
+
+def _check_writable(directory: Path, said: str) -> None:
+    """Refuse a directory, by what is `said`, in which none can be made: permissions alone do not tell, as in /proc."""
+    try:
+        Path(tempfile.mkdtemp(prefix=".enginehouse-", dir=directory)).rmdir()
+    except OSError as error:
+        raise ConfigError(f"{said} ({error.strerror})") from error
 
 
 def _no_directory(path: str) -> str:

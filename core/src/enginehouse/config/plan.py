@@ -36,7 +36,9 @@ from enginehouse.config.arithmetic import (
 from enginehouse.config.backends import (
     RunsOn,
     check_capabilities,
+    check_export,
     check_model,
+    check_native_names,
     check_processes,
     check_sampling,
     check_servers,
@@ -52,7 +54,7 @@ from enginehouse.config.backends import (
     stored_names,
     typed_options,
 )
-from enginehouse.config.device import gpu_here, pick_device, pick_dtype
+from enginehouse.config.device import cpu_has_bfloat16, gpu_here, pick_device, pick_dtype
 from enginehouse.config.evaluated import Evaluated, free_directory, holds_training
 from enginehouse.config.findings import Findings
 from enginehouse.config.functions import check_environment, extend_path, find_function
@@ -64,7 +66,9 @@ from enginehouse.config.resume import check_resume, kind_of
 from enginehouse.config.rewards import RewardPlan, is_reserved, key_of
 from enginehouse.config.roles import RolePlan, beside, own_processes
 from enginehouse.config.rows import (
+    Tokenizer,
     check_by_its_own,
+    check_by_tokenizer,
     check_reward_columns,
     look_at_demonstrations,
     look_at_held_out,
@@ -75,10 +79,11 @@ from enginehouse.config.rows import (
 )
 from enginehouse.config.schema import AnyConfig, Config, DPOConfig, PreferenceConfig, RMConfig, SFTConfig
 from enginehouse.config.secrets import check_secrets
+from enginehouse.config.tokenizers import check_tokens, vocabulary
 from enginehouse.config.trackers import TrackerPlan, check_trackers
 from enginehouse.config.variables import check_agreement, check_variables
 from enginehouse.engines.memory import MemoryDemand, MemoryUse, ModelShape
-from enginehouse.engines.model import Device, ModelSpec, positions
+from enginehouse.engines.model import Device, ModelSpec, end_ids, positions
 from enginehouse.errors import ConfigError, ModelError, nearest
 from enginehouse.plugin import (
     Advantage,
@@ -96,7 +101,7 @@ from enginehouse.plugin import (
 from enginehouse.weights.effect import TOLERANCES
 
 if TYPE_CHECKING:
-    from enginehouse.config.rows import Columns
+    from enginehouse.config.rows import Columns, Rows
     from enginehouse.config.schema import Beside, Engine, NamedReward
     from enginehouse.data.preference_files import PreferenceColumns
     from enginehouse.data.rendering import TokenLimit
@@ -106,17 +111,20 @@ if TYPE_CHECKING:
 REWARD_GETS = ("prompt", "messages", "response", "response_tokens", "finish_reason")
 """What a reward may take by name, besides the data set's columns; `reward.arguments` it has to take."""
 SAMPLE_COLUMNS = (
-    *("input_ids", "loss_mask", "rollout_logprobs", "reward", "group", "response_tokens"),
+    *("input_ids", "loss_mask", "rollout_logprobs", "old_logprobs", "reward", "group", "response_tokens"),
     *("rewards", "first_version", "weight_version", "finish_reason", "reward_figures", "reward_failure"),
 )
-"""What an advantage may need of the samples, besides `old_logprobs` and `reference_logprobs` where those are computed;
-see `enginehouse.rl.episodes.batch_of`; `rewards` is of `enginehouse.rl.rewards.weighted.with_rewards`."""
-OF_ROLES = ("values", "token_rewards", "baseline")
-"""What it may need besides: a critic's values; rewards of single tokens, as of a KL term, else 0; and the reward of the
-prompt's greedy response."""
+"""What an advantage may need of the samples, besides `reference_logprobs` where those are computed; see
+`enginehouse.rl.episodes.batch_of`; `rewards` is of `enginehouse.rl.rewards.weighted.with_rewards`. `old_logprobs` are
+the actor's where it computes them anew, else the rollout's."""
+OF_ROLES = ("values", "token_rewards", "kl_penalty", "baseline")
+"""What it may need besides: a critic's values; rewards of single tokens, as of a KL term, else 0; what a KL term takes
+off the reward, which then is without it; and the reward of the prompt's greedy response."""
 IMPORTANCE_CAP, STALE_IMPORTANCE_CAP = "importance_cap", 2.0
 """An argument of losses, the largest importance weight of a token, and its value for samples of older weights where the
 config says none (`null` takes the weights away)."""
+NARROW = 0.05
+"""A clip range of less is within what engines that compute in bfloat16 are apart in single tokens, in nats."""
 SINGLE_TURN = "enginehouse.rl.environments.single_turn:SingleTurn"
 """The environment that is core's own."""
 _OVERWRITE = ("run.overwrite", "run")
@@ -168,7 +176,7 @@ class PlayPlan(RunPlan):
         rewards: what the samples are scored by.
         environment: `"module:Class"` of what makes the samples.
         environment_arguments: as it takes them.
-        vocabulary: how many tokens the model knows; None where that is not known.
+        vocabulary: how many tokens all models of the run know; None where that is not known.
         most_tokens: how long a sample may be, for every model that reads it; None where that is not known.
         advantage_needs: the columns that the advantage is given; None: all but texts.
         keep: `"module:function"` of the filter of groups; None: all are trained on.
@@ -350,6 +358,7 @@ def plan(
     model = setting.model(config)
     check_model(findings, train, actor_options, model, "actor")
     check_targets(findings, actor_options, config.model.path)
+    check_export(findings, config, train, actor_options)
     check_model(findings, rollout, rollout_options, model, "rollout")
     check_sampling(findings, config, rollout, roles["rollout"], setting.device)
     if evaluation:
@@ -366,11 +375,10 @@ def plan(
     limit = check_lengths(findings, config, roles, model)
     check_evaluation(findings, config)
     check_positions(findings, config, roles, setting.models, limit)
-    rows = look_at_prompts(findings, config, limit, bool(model))
-    if config.train.validate_every and not config.data.validation_files():
-        findings.refuse("train.validate_every is set, but there is no file to validate on (data.validation)")
+    rows = look_at_prompts(findings, config, limit, setting.tokenizer_of(model))
+    _check_validated(findings, config)
     _check_save_best(findings, config)
-    environment, environment_arguments, rewards = setting.playing(config, rows.columns)
+    environment, environment_arguments, rewards = setting.playing(config, rows.columns, setting.tokenizer_of(model))
     is_single_turn = environment == SINGLE_TURN
     advantage, advantage_arguments = setting.function(
         Advantage, algorithm.advantage.name, "algorithm.advantage", algorithm.advantage.arguments
@@ -379,7 +387,7 @@ def plan(
     keep_arguments: dict[str, Any] = {}
     if (filtered := config.rollout.keep) is not None:
         keep, keep_arguments = setting.function(Filter, filtered.name, "rollout.keep", filtered.arguments)
-    old_logprobs = algorithm.old_logprobs or ("actor" if config.train.staleness else "rollout")
+    old_logprobs, why_actor = _old_logprobs(findings, setting.plugins, config, actor.model.dtype)
     taken = _taken(findings, setting.plugins, config, old_logprobs)
     _, loss_arguments = setting.function(
         Loss, algorithm.loss.name, "algorithm.loss", algorithm.loss.arguments, _kl_arguments(config), list(taken)
@@ -389,9 +397,8 @@ def plan(
         if "critic" in roles
         else ("", {})
     )
-    _check_old_logprobs(findings, setting.plugins, config, old_logprobs)
-    _check_needs(findings, config, needs, old_logprobs, uses_reference)
-    _check_kl(findings, config)
+    _check_needs(findings, config, needs, uses_reference)
+    _check_kl(findings, config, loss_arguments | taken)
     _check_rewards_are_read(findings, config, needs)
     _check_outputs(findings, setting.plugins, config, "critic" in roles)
     directory = setting.run_directory(
@@ -410,7 +417,7 @@ def plan(
         {**backends, "rollout": rollout, "evaluation": evaluator},
         model,
         {name: -(-samples // algorithm.minibatches) if role.trained else samples for name, role in roles.items()},
-        limit.tokens + config.rollout.sampling.max_tokens,
+        *_longest(rows, limit, "rollout.sampling.max_tokens", config.rollout.sampling.max_tokens, is_single_turn),
     )
     findings.raise_problems(setting.source)
     return Plan(
@@ -419,7 +426,7 @@ def plan(
         rewards=rewards,
         environment=environment,
         environment_arguments=environment_arguments,
-        vocabulary=_vocabulary(model),
+        vocabulary=_fewest_tokens([model, *setting.models.values()]),
         most_tokens=_most_tokens(config, roles, [model, *setting.models.values()]),
         advantage=advantage,
         advantage_arguments=advantage_arguments,
@@ -432,7 +439,9 @@ def plan(
         critic_loss_arguments=critic_loss_arguments,
         prompt_limit=limit,
         **setting.common(
-            outline_rl(config, model, rows, roles, apart, reason, uses_reference, is_single_turn),
+            outline_rl(
+                config, model, rows, roles, apart, reason, uses_reference, is_single_turn, old_logprobs, why_actor
+            ),
             directory,
             (*(one.backend for one in placed.values()), rollout, evaluator),
         ),
@@ -505,8 +514,8 @@ def plan_eval(
             "there are no held-out prompts to evaluate on (data.validation): name a file, as in "
             "data.validation=held_out.jsonl, or several by name, data.validation='{aime: a.jsonl, gsm: b.jsonl}'"
         )
-    rows = look_at_held_out(findings, config, limit, bool(read))
-    environment, environment_arguments, rewards = setting.playing(config, rows.columns)
+    rows = look_at_held_out(findings, config, limit, setting.tokenizer_of(read))
+    environment, environment_arguments, rewards = setting.playing(config, rows.columns, setting.tokenizer_of(read))
     is_single_turn = environment == SINGLE_TURN
     directory = Path(place).absolute()
     if holds_training(directory):
@@ -520,8 +529,9 @@ def plan_eval(
         setting.run_directory({"model.path": config.model.path, **needed}, roles)
     answers = config.evaluation.samples_per_prompt * sum(count for _, count in rows.held_out)
     backends = {"rollout": rollout, "reward_model": scoring.backend if scoring else None}
-    longest = limit.tokens + config.evaluation.sampling.beside(config.rollout.sampling).max_tokens
-    setting.memory(roles, backends, read, dict.fromkeys(roles, answers), longest)
+    new = config.evaluation.sampling.beside(config.rollout.sampling).max_tokens
+    longest = _longest(rows, limit, "evaluation.sampling.max_tokens", new, is_single_turn)
+    setting.memory(roles, backends, read, dict.fromkeys(roles, answers), *longest)
     findings.raise_problems(setting.source)
     reads_back = rollout is not None and capabilities.WEIGHT_CHECKSUMS in rollout.capabilities
     return EvalPlan(
@@ -530,7 +540,7 @@ def plan_eval(
         rewards=rewards,
         environment=environment,
         environment_arguments=environment_arguments,
-        vocabulary=_vocabulary(read),
+        vocabulary=_fewest_tokens([read, *setting.models.values()]),
         most_tokens=_most_tokens(config, roles, [read, *setting.models.values()]),
         prompt_limit=limit,
         step=evaluated.step,
@@ -559,8 +569,13 @@ def plan_sft(
     roles = {"actor": actor.role}
     setting.check_room(config, roles)
     limit = row_limit(config, model)
-    sources = look_at_demonstrations(findings, config, limit, bool(model))
-    needed = {"model.path": config.model.path, **_by_key("data.train", config.data.train)}
+    sources, held_out = look_at_demonstrations(findings, config, limit, setting.tokenizer_of(model))
+    _check_validated(findings, config)
+    needed = {
+        "model.path": config.model.path,
+        **_by_key("data.train", config.data.train),
+        **_by_key("data.validation", config.data.validation or []),
+    }
     directory = setting.run_directory(needed, roles)
     setting.memory(roles, {"actor": actor.backend}, model, {"actor": config.train.rows_per_step}, limit.tokens)
     findings.raise_problems(setting.source)
@@ -568,7 +583,7 @@ def plan_sft(
         config=config,
         roles=roles,
         row_limit=limit,
-        **setting.common(outline_sft(config, model, sources, roles), directory, (actor.backend,)),
+        **setting.common(outline_sft(config, model, sources, held_out, roles), directory, (actor.backend,)),
     )
 
 
@@ -596,9 +611,8 @@ def plan_preferences(
     setting.check_room(config, roles)
     # A score takes a token more (`enginehouse.rl.sequence_scores`).
     limit = row_limit(config, model, further=int(isinstance(config, RMConfig)))
-    rows, held_out = look_at_preferences(findings, config, limit, bool(model))
-    if config.train.validate_every and not config.data.validation:
-        findings.refuse("train.validate_every is set, but there is no file to validate on (data.validation)")
+    rows, held_out = look_at_preferences(findings, config, limit, setting.tokenizer_of(model))
+    _check_validated(findings, config)
     directory = setting.run_directory(
         {
             "model.path": config.model.path,
@@ -670,8 +684,18 @@ class _Setting:
                 f"run is planned for {self.device}, as this machine has it, and refused at the start if the cluster "
                 f"has {'GPUs' if self.device == 'cpu' else 'none'} (set cluster.device)"
             )
+        if self.runs_on == ("cpu", "bfloat16") and not config.cluster.address and not cpu_has_bfloat16():
+            self.findings.note(
+                "model.dtype is bfloat16, and this CPU has no instructions for it: it multiplies 5 to 8 times slower "
+                "than in float32 (model.dtype=float32, which takes twice the memory)"
+            )
         self.models: dict[str, Mapping[str, Any]] = {}
+        self._tokenizer = Tokenizer(self.findings, config)
         self.trackers = check_trackers(self.findings, self.plugins, config.run.trackers, self.python_path)
+
+    def tokenizer_of(self, model: Mapping[str, Any]) -> Tokenizer | None:
+        """Return the tokenizer of the actor's model, given its `config.json`; None where there is no model."""
+        return self._tokenizer if model else None
 
     def common(
         self, facts: Facts, directory: Path, backends: Sequence[Backend | None], resumable: bool = True
@@ -708,9 +732,11 @@ class _Setting:
         """What the workers of a role run under; `key` is the role's in the config."""
         check_secrets(self.findings, f"{key}.engine.options", engine.options, read=False)
         check_variables(self.findings, f"{key}.engine.env", engine.env, self.config.cluster.launcher)
-        return choose_interpreter(
+        chosen = choose_interpreter(
             self.findings, self.plugins, record, engine, options, key, self.config.cluster.launcher, self.device
         )
+        check_native_names(self.findings, record, options, chosen, key)
+        return chosen
 
     def model_spec(self, path: str) -> ModelSpec:
         """What a role that loads the model in `path` is told of it."""
@@ -743,6 +769,7 @@ class _Setting:
         model = self.model(config)
         check_model(findings, train, options, model, "actor")
         check_targets(findings, options, config.model.path)
+        check_export(findings, config, train, options)
         return _Placed(train, actor), model
 
     def check_room(self, config: SFTConfig | PreferenceConfig, roles: Mapping[str, RolePlan]) -> None:
@@ -958,7 +985,17 @@ class _Setting:
             self.models[name] = {}
             if section.path:
                 with self.findings.collecting():
-                    self.models[name] = _read_model_of(name, section.path, model)
+                    self.models[name] = read_model(section.path, f"{name}.path")
+                    if name == "reference":
+                        _check_writes("reference.path", section.path, self.models[name])
+                    if name == "reward_model" and _pads_with_an_end(self.models[name]):
+                        self.findings.note(
+                            f"reward_model.path: {section.path} pads with its end of sequence: transformers reads the "
+                            "score of such a model at the token before the end, and here the last token is scored, as "
+                            "`enginehouse rm` trains it; one that was trained otherwise scores otherwise"
+                        )
+                    paths, models = (path, section.path), (model, self.models[name])
+                    check_tokens(self.findings, name, paths, models, config.model.trust_remote_code)
         return model
 
     def memory(
@@ -968,6 +1005,7 @@ class _Setting:
         model: Mapping[str, Any],
         rows: Mapping[str, int],
         longest: int,
+        of: str = "",
     ) -> None:
         """Add up what the engines will hold of each device, and check that it has room.
 
@@ -977,6 +1015,7 @@ class _Setting:
             model: `config.json` of the actor's model.
             rows: most rows of one call of each role.
             longest: tokens of the longest row.
+            of: what that is made of, in words.
         """
         gpu = gpu_here() if self.device == "cuda" else None
         uses: dict[str, MemoryUse | None] = {}
@@ -1002,6 +1041,8 @@ class _Setting:
             )
             uses[name] = memory_of(backends.get(name), role.options, demand)
         self.memory_lines = table(roles, uses, self.device, gpu)
+        if self.memory_lines and of:
+            self.memory_lines.append(f"rows of at most {longest:,} tokens: {of}")
         check_memory(self.findings, roles, uses, self.device, gpu, exact)
 
     def run_directory(self, needed: Mapping[str, str | None], roles: Mapping[str, RolePlan]) -> Path:
@@ -1048,17 +1089,24 @@ class _Setting:
         return RewardPlan(name, reference, arguments, given)
 
     def playing(
-        self, config: Config, columns: Sequence[Columns] | None
+        self, config: Config, columns: Sequence[Columns] | None, tokenizer: Tokenizer | None
     ) -> tuple[str, dict[str, Any], tuple[RewardPlan, ...]]:
-        """Check what plays tasks, given the columns of rows, if known: the environment, its arguments, the rewards."""
-        environment, arguments = self.environment(config, columns)
+        """Check what plays tasks: the environment, its arguments, the rewards.
+
+        Args:
+            columns: of rows; None where they are not known.
+            tokenizer: of the model; None: it is not there.
+        """
+        environment, arguments = self.environment(config, columns, tokenizer)
         _check_that_there_is_a_reward(self.findings, config, environment)
         given = columns if environment == SINGLE_TURN else None  # another one may give rewards what it likes
         rewards = tuple(self.reward(name, one, given) for name, one in config.reward.named().items())
         return environment, arguments, rewards
 
-    def environment(self, config: Config, columns: Sequence[Columns] | None) -> tuple[str, dict[str, Any]]:
-        """Check the environment and what it is made with, given the columns of rows, if known; as `function`."""
+    def environment(
+        self, config: Config, columns: Sequence[Columns] | None, tokenizer: Tokenizer | None
+    ) -> tuple[str, dict[str, Any]]:
+        """Check the environment and what it is made with; arguments as of `playing`, return as of `function`."""
         name, arguments = config.environment.name, config.environment.arguments
         key = "environment.arguments"
         check_secrets(self.findings, key, arguments)
@@ -1074,6 +1122,8 @@ class _Setting:
                 arguments = take_values(self.findings, found, name, key, arguments)
                 if len(self.findings.problems) == before:
                     check_by_its_own(found, key, arguments, columns)
+                    if tokenizer is not None:
+                        check_by_tokenizer(found, "environment", arguments, tokenizer)
             return reference, dict(arguments)
         return "", {}
 
@@ -1099,7 +1149,13 @@ class _Setting:
         check_secrets(self.findings, key, arguments, read=False)
         with self.findings.collecting():
             reference, function = find_function(
-                self.plugins, kind, name, key.replace("arguments", "name"), self.python_path, always=bool(given)
+                self.plugins,
+                kind,
+                name,
+                key.replace("arguments", "name"),
+                self.python_path,
+                always=bool(others),
+                given=arguments,
             )
             if function is not None:
                 named = key + (" and the KL term's" if kind is Loss else "")
@@ -1116,22 +1172,34 @@ def _needs_of(plugins: PluginManager, config: Config) -> tuple[str, ...] | None:
     return next((record.needs for record in records if isinstance(record, Advantage)), None)
 
 
-def _check_needs(
-    findings: Findings, config: Config, needs: Sequence[str] | None, old_logprobs: str, uses_reference: bool
-) -> None:
+def _check_needs(findings: Findings, config: Config, needs: Sequence[str] | None, uses_reference: bool) -> None:
     """Refuse a column that the samples will not have."""
-    there = [*SAMPLE_COLUMNS, *OF_ROLES]
-    there += ["old_logprobs"] * (old_logprobs == "actor") + ["reference_logprobs"] * uses_reference
+    there = [*SAMPLE_COLUMNS, *OF_ROLES, *(["reference_logprobs"] * uses_reference)]
     for column in needs or ():
         if column not in there:
             name = config.algorithm.advantage.name
             findings.refuse(f"the advantage {name!r} needs the column {column!r}: {nearest(column, there)}")
 
 
-def _vocabulary(model: Mapping[str, Any]) -> int | None:
-    """How many tokens a model, given its `config.json`, knows."""
-    number = (model.get("text_config") or model).get("vocab_size")
-    return number if isinstance(number, int) else None
+def _fewest_tokens(models: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the number of tokens that all models, given their `config.json`, have a row for."""
+    return min((number for model in models if (number := vocabulary(model)) is not None), default=None)
+
+
+def _longest(rows: Rows, limit: TokenLimit, key: str, new: int, is_single_turn: bool) -> tuple[int, str]:
+    """Tokens of the longest row, and what they are: a prompt, the longest that was read if all were, and a response.
+
+    Args:
+        rows: of the data.
+        limit: of a prompt.
+        key: the config key that says how long a response may be.
+        new: its value.
+        is_single_turn: whether a response to the prompt is all of a row.
+    """
+    prompt, said = limit.tokens, f"a prompt of {limit.option}"
+    if rows.longest is not None and is_single_turn:
+        prompt, said = rows.longest, f"the longest prompt of the data, {rows.longest:,}"
+    return prompt + new, f"{said}, and {key}={new}"
 
 
 def _most_tokens(config: Config, roles: Mapping[str, RolePlan], models: Sequence[Mapping[str, Any]]) -> int | None:
@@ -1140,6 +1208,12 @@ def _most_tokens(config: Config, roles: Mapping[str, RolePlan], models: Sequence
     limits.append(roles["rollout"].options.get("max_model_tokens"))
     known = [limit for limit in limits if isinstance(limit, int)]
     return min(known) - ("reward_model" in roles) if known else None  # that reads a token more
+
+
+def _pads_with_an_end(model: Mapping[str, Any]) -> bool:
+    """True if a model, given its `config.json`, has an end of sequence for padding."""
+    text = model.get("text_config") or model
+    return text.get("pad_token_id") is not None and text["pad_token_id"] in end_ids(text.get("eos_token_id"))
 
 
 def _check_writes(key: str, path: str, model: Mapping[str, Any]) -> None:
@@ -1152,50 +1226,79 @@ def _check_writes(key: str, path: str, model: Mapping[str, Any]) -> None:
         )
 
 
-def _read_model_of(role: str, path: str, model: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A role's own model, which has to read the actor's tokens."""
-    own = read_model(path, f"{role}.path")
-    if role == "reference":
-        _check_writes("reference.path", path, own)
-    sizes = model.get("vocab_size"), own.get("vocab_size")
-    if None not in sizes and sizes[0] != sizes[1]:
-        raise ModelError(
-            f"{role}.path: {path} has a vocabulary of {sizes[1]} tokens, model.path one of {sizes[0]}: a {role} "
-            "reads the actor's tokens, so the two have to share a tokenizer"
-        )
-    return own
-
-
 def _by_key(key: str, paths: str | Iterable[str]) -> dict[str, str]:
     """Paths by the key that names each."""
     paths = named(paths)[1]
     return {key if len(paths) == 1 else f"{key}[{number}]": path for number, path in enumerate(paths)}
 
 
-def _check_old_logprobs(findings: Findings, plugins: PluginManager, config: Config, old_logprobs: str) -> None:
-    """Check that a loss argument that compares the actor's logprobs with the rollout's gets the actor's."""
-    loss = config.algorithm.loss
-    if old_logprobs == "actor":
-        return
+def _old_logprobs(
+    findings: Findings, plugins: PluginManager, config: Config, dtype: str
+) -> tuple[Literal["rollout", "actor"], str]:
+    """Choose whose logprobs the ratio divides by, and check that a loss that needs the actor's gets them.
+
+    Returns:
+        Whose, and why the actor's where the config does not say so.
+    """
+    loss, configured = config.algorithm.loss, config.algorithm.old_logprobs
     records = [provided.record for provided in plugins.providers(Loss, loss.name)]
-    wanting = {name for record in records if isinstance(record, Loss) for name in record.needs_actor_logprobs}
+    always, narrow, wanting = False, list[str](), set[str]()
+    for record in (record for record in records if isinstance(record, Loss)):
+        always |= record.always_needs_actor_logprobs
+        bounds = {name: loss.arguments.get(name) for name in record.ratio_bounds} if dtype != "float32" else {}
+        narrow += [name for name, bound in bounds.items() if isinstance(bound, float) and bound < NARROW]
+        wanting |= {name for name in record.needs_actor_logprobs if loss.arguments.get(name) is not None}
+    reason = "its ratio is clipped nearer to 1 than the rounding of two engines leaves it" if always or narrow else ""
+    if config.train.staleness:
+        reason = "samples are of older weights"
+    chosen = configured or ("actor" if reason else "rollout")
+    if chosen == "actor":
+        return chosen, "" if configured else reason
+    cure = "set algorithm.old_logprobs=actor"
+    if always:
+        findings.refuse(f"algorithm.loss.name: {loss.name!r} needs the actor's own logprobs, as {reason}: {cure}")
+    elif narrow:
+        findings.note(
+            f"algorithm.loss.arguments.{narrow[0]} is less than {NARROW:g}, and in {dtype} the engines' rounding alone "
+            f"makes ratios that are clipped: {cure}"
+        )
     for name in sorted(wanting):
-        if loss.arguments.get(name) is not None:
-            findings.refuse(
-                f"algorithm.loss.arguments.{name} compares the actor's logprobs with the rollout's, and "
-                "algorithm.old_logprobs=rollout has only the rollout's: set algorithm.old_logprobs=actor"
-            )
+        findings.refuse(
+            f"algorithm.loss.arguments.{name} compares the actor's logprobs with the rollout's, and "
+            f"algorithm.old_logprobs=rollout has only the rollout's: {cure}"
+        )
+    return chosen, ""
 
 
 def _check_that_there_is_a_reward(findings: Findings, config: Config, environment: str) -> None:
-    """For core's own environment, and for one that says that it asks for it (`Environment.needs_reward`)."""
-    if not environment or config.reward.named() or config.reward_model.path:
+    """Check that what asks for a reward has one, and note a reward that nothing may ask for.
+
+    Core's own environment asks, and one that says so (`Environment.needs_reward`).
+    """
+    if not environment:
         return
-    wanted = "reward.function is wanted, several under reward.functions, or reward_model.path"
-    if environment == SINGLE_TURN:
-        findings.refuse(wanted)
-    elif getattr(resolve(environment), "needs_reward", False):
-        findings.refuse(f"{wanted}: the environment {config.environment.name!r} has it score what was answered")
+    name, given = config.environment.name, config.reward.named()
+    key = "reward" if "" in given else "reward.functions"
+    asks = environment == SINGLE_TURN or getattr(resolve(environment), "needs_reward", NotImplemented)
+    if given and asks is False:
+        findings.note(f"the environment {name!r} scores its episodes itself and never asks for {key}: that is unused")
+    elif given and asks is NotImplemented:
+        findings.note(
+            f"the environment {name!r} does not say whether it asks for {key}, which is unused if it does not "
+            "(context.score); its class says so by needs_reward"
+        )
+    elif asks is True and not given and not config.reward_model.path:
+        wanted = "reward.function is wanted, several under reward.functions, or reward_model.path"
+        of = "" if environment == SINGLE_TURN else f": the environment {name!r} has it score what was answered"
+        findings.refuse(wanted + of)
+
+
+def _check_validated(findings: Findings, config: AnyConfig) -> None:
+    """Note validations without anything to validate on: to take the file away is enough to have none."""
+    if config.train.validate_every and not config.data.validation:
+        findings.note(
+            "train.validate_every is set, but there is no file to validate on (data.validation): none is done"
+        )
 
 
 def _check_save_best(findings: Findings, config: Config) -> None:
@@ -1223,7 +1326,7 @@ def _check_save_best(findings: Findings, config: Config) -> None:
         findings.refuse(f"train.save_best is {metric!r}: {nearest(metric, known)}, or a figure of the reward")
 
 
-def _check_kl(findings: Findings, config: Config) -> None:
+def _check_kl(findings: Findings, config: Config, loss_arguments: Mapping[str, Any]) -> None:
     """Check that the KL term does something, and that the loss gets its arguments from there alone."""
     kl = config.algorithm.kl
     if kl.target is not None and not (kl.coefficient and kl.place == "reward"):
@@ -1234,8 +1337,20 @@ def _check_kl(findings: Findings, config: Config) -> None:
     if kl.coefficient and kl.place == "loss" and kl.estimator == "k1":
         findings.refuse(
             "algorithm.kl: k1 in the loss regularises nothing, since its gradient is zero in expectation; set "
-            "algorithm.kl.estimator to k2 (the gradient of the reverse KL) or k3 (of the forward KL), or "
+            "algorithm.kl.estimator to k3 (the gradient of the forward KL), k2 or k3_unbiased (of the reverse KL), or "
             "algorithm.kl.place=reward"
+        )
+    if kl.coefficient and kl.place == "reward" and kl.chosen_estimator != "k1":
+        findings.refuse(
+            f"algorithm.kl: {kl.estimator} in the reward does not hold the policy near its reference, and may drive it "
+            "away, since near the reference its policy gradient is zero in expectation; set algorithm.kl.estimator=k1, "
+            "or algorithm.kl.place=loss"
+        )
+    weighted = loss_arguments.get(IMPORTANCE_CAP) is not None
+    if kl.coefficient and kl.place == "loss" and config.train.staleness and not weighted:
+        findings.note(
+            "algorithm.kl: the term in the loss takes samples of older weights as if the policy had drawn them, since "
+            "algorithm.loss.arguments.importance_cap is unset"
         )
     for name, cure in KL_ARGUMENTS.items():
         if name in config.algorithm.loss.arguments:

@@ -20,9 +20,10 @@ from enginehouse.data.rendering import (
     check_length,
     is_surely_short,
     load_tokenizer,
+    most_tokens,
 )
 from enginehouse.data.sources import Source, kept_by_file, ranks, sources_of
-from enginehouse.errors import ConfigError, nearest
+from enginehouse.errors import ConfigError, UserError, nearest
 from enginehouse.plugin.records import keywords, resolve
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Rows:
         sampled: whether there was no time to look at all lengths, so that more may be left out.
         columns: what the reward gets; None where a file could not be read.
         held_out: of each file of held-out prompts what messages call it, and how many of it are used.
+        longest: tokens of the longest prompt that is used, at most; None where not all were looked at.
     """
 
     sources: Sequence[Source] = ()
@@ -71,14 +73,32 @@ class Rows:
     sampled: bool = False
     columns: tuple[Columns, ...] | None = None
     held_out: Sequence[tuple[str, int]] = ()
+    longest: int | None = None
 
 
-def look_at_prompts(findings: Findings, config: Config, limit: TokenLimit, model_found: bool) -> Rows:
+class Tokenizer:
+    """The model's tokenizer, loaded when it is first called for: that imports torch."""
+
+    def __init__(self, findings: Findings, config: AnyConfig):
+        self._findings, self._model = findings, config.model
+        self._tokenizer: Any = None
+        self._failed = False
+
+    def __call__(self) -> Any:
+        """The tokenizer; None if it cannot be loaded, which is a finding once."""
+        if self._tokenizer is None and not self._failed:
+            self._failed = True
+            with self._findings.collecting():
+                self._tokenizer = load_tokenizer(self._model.path, self._model.trust_remote_code)
+        return self._tokenizer
+
+
+def look_at_prompts(findings: Findings, config: Config, limit: TokenLimit, tokenizer: Tokenizer | None) -> Rows:
     """Read the files of prompts, and check every row as the run does when it starts.
 
     Args:
         limit: of a prompt.
-        model_found: whether the model is there, and so its tokenizer.
+        tokenizer: of the model; None: it is not there.
     """
     data, wanted = config.data, config.train.prompts_per_step
     files = [named(data.train), *validation_files(config)]
@@ -88,15 +108,16 @@ def look_at_prompts(findings: Findings, config: Config, limit: TokenLimit, model
     held = [_open(findings, paths, needed, until) for _, paths in reversed(files[1:])][::-1]
     train = _open(findings, files[0][1], [*needed, *([data.order_by] if data.order_by else [])], until)
     tables = [train, *held]
-    tokenizer = _Tokenizer(findings, config) if model_found else None
     dropped: list[int] = []
     sampled = False
+    lengths: list[int | None] = []
     held_out: list[tuple[str, int]] = []
     for (name, _), table in zip(reversed(files), reversed(tables), strict=True):
-        dropped, sampled = [], False  # of the training files, in the end
+        dropped, sampled, longest = [], False, None  # of the training files, in the end
         if table is not None and tokenizer:
             with findings.collecting():
-                dropped, sampled = _look_at_prompt_lengths(findings, config, table, name, limit, tokenizer)
+                dropped, sampled, longest = _look_at_prompt_lengths(findings, config, table, name, limit, tokenizer)
+        lengths.append(longest)
         if table is not None and table is not train:
             used = len(table) + table.unread - len(dropped)
             held_out.insert(0, (name, min(used, config.evaluation.max_prompts or used)))
@@ -135,27 +156,33 @@ def look_at_prompts(findings: Findings, config: Config, limit: TokenLimit, model
         for one in columns_of(table.shapes(), name, data.prompt, table.where)
     ]
     _check_by(findings, config, columns[len(train.shapes()) if train is not None else 0 :])
-    return Rows(sources, len(dropped), sampled, tuple(columns), held_out)
+    return Rows(sources, len(dropped), sampled, tuple(columns), held_out, _largest(lengths))
 
 
-def look_at_held_out(findings: Findings, config: Config, limit: TokenLimit, model_found: bool) -> Rows:
+def look_at_held_out(findings: Findings, config: Config, limit: TokenLimit, tokenizer: Tokenizer | None) -> Rows:
     """As `look_at_prompts`, for an evaluation, which reads the files of held-out prompts alone."""
     data, until = config.data, time.monotonic() + READ_SECONDS
-    tokenizer = _Tokenizer(findings, config) if model_found else None
-    held_out, columns = list[tuple[str, int]](), list[Columns]()
+    held_out, columns, lengths = list[tuple[str, int]](), list[Columns](), list[int | None]()
     for name, paths in validation_files(config):
         table = _open(findings, paths, [data.prompt, *([data.tools] if data.tools else [])], until)
         if table is None:
             return Rows()
-        dropped: list[int] = []
+        dropped, longest = list[int](), None
         if tokenizer:
             with findings.collecting():
-                dropped, _ = _look_at_prompt_lengths(findings, config, table, name, limit, tokenizer)
+                dropped, _, longest = _look_at_prompt_lengths(findings, config, table, name, limit, tokenizer)
+        lengths.append(longest)
         used = len(table) + table.unread - len(dropped)
         held_out.append((name, min(used, config.evaluation.max_prompts or used)))
         columns += columns_of(table.shapes(), name, data.prompt, table.where)
     _check_by(findings, config, columns)
-    return Rows(columns=tuple(columns), held_out=held_out)
+    return Rows(columns=tuple(columns), held_out=held_out, longest=_largest(lengths))
+
+
+def _largest(lengths: Sequence[int | None]) -> int | None:
+    """The largest of some lengths; None where one of them is not known."""
+    known = [length for length in lengths if length is not None]
+    return max(known, default=None) if len(known) == len(lengths) else None
 
 
 def _check_by(findings: Findings, config: Config, held_out: Sequence[Columns]) -> None:
@@ -175,17 +202,21 @@ def _sources(data: Data | SFTData, table: Table, dropped: Sequence[int]) -> list
     return sources_of(data.train, [len(one) + one.unread - out for one, out in zip(files, without, strict=True)])
 
 
-def look_at_demonstrations(findings: Findings, config: SFTConfig, limit: TokenLimit, model_found: bool) -> list[Source]:
-    """As `look_at_prompts`, for a supervised run; returns what is drawn from."""
-    data = config.data
-    name, paths = named(data.train)
-    table = _open(findings, paths, (data.prompt, data.response), time.monotonic() + READ_SECONDS)
-    if table is None:
-        return []
-    if model_found:
-        with findings.collecting():
-            _look_at_demonstration_lengths(findings, config, table, name, limit, _Tokenizer(findings, config))
-    return _sources(data, table, [])
+def look_at_demonstrations(
+    findings: Findings, config: SFTConfig, limit: TokenLimit, tokenizer: Tokenizer | None
+) -> tuple[list[Source], int]:
+    """As `look_at_prompts`, for a supervised run; returns what is drawn from, and how many are held out."""
+    data, until = config.data, time.monotonic() + READ_SECONDS
+    tables = []
+    for paths in (data.validation, data.train):  # the largest last: it gets what time the other left
+        table = _open(findings, named(paths)[1], (data.prompt, data.response), until) if paths else None
+        if table is not None and tokenizer:
+            with findings.collecting():
+                _look_at_demonstration_lengths(findings, config, table, named(paths or ())[0], limit, tokenizer)
+        tables.append(table)
+    held_out, train = tables
+    sources = _sources(data, train, []) if train is not None else []
+    return sources, 0 if held_out is None else len(held_out) + held_out.unread
 
 
 def preference_columns(config: PreferenceConfig) -> PreferenceColumns:
@@ -198,11 +229,10 @@ def preference_columns(config: PreferenceConfig) -> PreferenceColumns:
 
 
 def look_at_preferences(
-    findings: Findings, config: PreferenceConfig, limit: TokenLimit, model_found: bool
+    findings: Findings, config: PreferenceConfig, limit: TokenLimit, tokenizer: Tokenizer | None
 ) -> tuple[int, int]:
     """As `look_at_prompts`, for a run on preferences; returns the number of rows, and of those to validate on."""
     until = time.monotonic() + READ_SECONDS
-    tokenizer = _Tokenizer(findings, config) if model_found else None
     validation = config.data.validation
     held_out = _look_at_preferences(findings, config, validation, limit, tokenizer, until) if validation else 0
     rows = _look_at_preferences(findings, config, config.data.train, limit, tokenizer, until)
@@ -214,7 +244,7 @@ def _look_at_preferences(
     config: PreferenceConfig,
     paths: str | Sequence[str],
     limit: TokenLimit,
-    tokenizer: _Tokenizer | None,
+    tokenizer: Tokenizer | None,
     until: float,
 ) -> int:
     rows = 0
@@ -319,21 +349,22 @@ def check_by_its_own(
             raise
 
 
-class _Tokenizer:
-    """The model's tokenizer, loaded when it is needed: that imports torch."""
+def check_by_tokenizer(
+    function: Callable[..., Any], key: str, arguments: Mapping[str, Any], tokenizer: Tokenizer
+) -> None:
+    """Have an environment that has a `check_tokenizer` look at the model's tokenizer.
 
-    def __init__(self, findings: Findings, config: AnyConfig):
-        self._findings, self._model = findings, config.model
-        self._tokenizer: Any = None
-        self._failed = False
-
-    def __call__(self) -> Any:
-        """The tokenizer; None if it cannot be loaded, which is a finding once."""
-        if self._tokenizer is None and not self._failed:
-            self._failed = True
-            with self._findings.collecting():
-                self._tokenizer = load_tokenizer(self._model.path, self._model.trust_remote_code)
-        return self._tokenizer
+    Raises:
+        UserError: what it says, after `key`.
+    """
+    if not isinstance(getattr_static(function, "check_tokenizer", None), staticmethod):
+        return
+    if (loaded := tokenizer()) is not None:
+        try:
+            function.check_tokenizer(arguments, loaded)
+        except UserError as error:
+            error.args = (f"{key}: {error}", *error.args[1:])
+            raise
 
 
 def _open(findings: Findings, paths: Sequence[str], needed: Sequence[str], until: float) -> Table | None:
@@ -353,15 +384,21 @@ def _note_unread(findings: Findings, table: Table, name: str) -> None:
 
 
 def _look_at_prompt_lengths(
-    findings: Findings, config: Config, table: Table, name: str, limit: TokenLimit, tokenizer: _Tokenizer
-) -> tuple[list[int], bool]:
-    """Check prompts that may be too long; returns which are to be dropped, and if some were not looked at."""
+    findings: Findings, config: Config, table: Table, name: str, limit: TokenLimit, tokenizer: Tokenizer
+) -> tuple[list[int], bool, int | None]:
+    """Check prompts that may be too long.
+
+    Returns:
+        Which are to be dropped; whether some were not looked at; and how many tokens the longest of the others has at
+        most, None where some were not looked at.
+    """
     data = config.data
     prompts, tools = table.needed[data.prompt], table.needed[data.tools] if data.tools else None
     templated = data.chat_template or data.system is not None or tools is not None
     unsure = [row for row, prompt in enumerate(prompts) if templated or not is_surely_short(prompt, limit.tokens)]
+    short = max((most_tokens(prompts[row]) for row in set(range(len(prompts))).difference(unsure)), default=0)
     if not unsure or (loaded := tokenizer()) is None:
-        return [], False
+        return [], False, None if unsure or table.unread else short
     renderer = Renderer(loaded, data.chat_template, data.system)
     problems = RowProblems()
 
@@ -381,11 +418,12 @@ def _look_at_prompt_lengths(
     dropped = [row for row, length in zip(rows, lengths, strict=True) if length > limit.tokens]
     if len(dropped) == len(prompts) and not table.unread:
         raise all_too_long(len(dropped), min(lengths), limit)
-    return dropped, len(rows) < len(unsure) or table.unread > 0
+    partly = len(rows) < len(unsure) or table.unread > 0
+    return dropped, partly, None if partly else max(short, *(length for length in lengths if length <= limit.tokens), 0)
 
 
 def _look_at_demonstration_lengths(
-    findings: Findings, config: SFTConfig, table: Table, name: str, limit: TokenLimit, tokenizer: _Tokenizer
+    findings: Findings, config: SFTConfig, table: Table, name: str, limit: TokenLimit, tokenizer: Tokenizer
 ) -> None:
     data = config.data
     prompts, responses = table.needed[data.prompt], table.needed[data.response]
@@ -426,7 +464,7 @@ def _look_at_preference_lengths(
     read: PreferenceTable,
     name: str,
     limit: TokenLimit,
-    tokenizer: _Tokenizer,
+    tokenizer: Tokenizer,
 ) -> None:
     def is_short(row: int) -> bool:
         texts = read.texts(row)

@@ -61,6 +61,10 @@ def _one_path_or_several(value: Any) -> Any:
     raise ValueError("a path is wanted, or a list of paths")
 
 
+def _paths_or_none(value: Any) -> Any:
+    return value and _one_path_or_several(value)
+
+
 def _paths_or_weights(value: Any) -> Any:
     if not isinstance(value, dict):
         return _one_path_or_several(value)
@@ -421,7 +425,7 @@ class Loss(Section):
     )
 
 
-KLEstimator = Literal["k1", "k2", "k3"]
+KLEstimator = Literal["k1", "k2", "k3", "k3_unbiased"]
 
 
 class CriticLoss(Loss):
@@ -456,7 +460,11 @@ class KL(Section):
     """Divergence from the reference model."""
 
     coefficient: float = Field(default=0.0, ge=0, description="Its weight; 0: no reference model runs")
-    estimator: KLEstimator = Field(default="k3", description="Schulman's estimators from one sample")
+    estimator: KLEstimator | None = Field(
+        default=None,
+        description="Schulman's estimators from one sample: only k1 holds the policy by the reward, only k2, k3 and "
+        "k3_unbiased by the loss; unset: k1 in the reward, k3 in the loss",
+    )
     place: Literal["loss", "reward"] = Field(default="loss", description="Added to the loss, or taken off the reward")
     target: float | None = Field(
         default=None,
@@ -464,6 +472,11 @@ class KL(Section):
         description="Divergence in nats a token that the coefficient is adapted to, step by step, with place reward; "
         "unset: it stays",
     )
+
+    @property
+    def chosen_estimator(self) -> KLEstimator:
+        """The estimator that the config names, else that of the term's place."""
+        return self.estimator or ("k1" if self.place == "reward" else "k3")
 
 
 class Algorithm(Section):
@@ -481,7 +494,8 @@ class Algorithm(Section):
     old_logprobs: Literal["rollout", "actor"] | None = Field(
         default=None,
         description="What the ratio divides by: the rollout's own logprobs, or the actor's computed anew; unset: the "
-        "rollout's, with train.staleness the actor's, weighted by how far the rollout's are from them",
+        "rollout's, but the actor's for a loss that needs them, as gspo, for a clip range below 0.05 in bfloat16, and "
+        "with train.staleness, weighted by how far the rollout's are from them",
     )
 
 
@@ -517,6 +531,18 @@ _CHECKPOINT_MINUTES = Field(
 _CHECKPOINTS_KEPT = Field(
     default=2, gt=0, description="The newest checkpoints; one that is damaged is passed over for the one before it"
 )
+
+
+_SAVE_EVERY = Field(default=0, ge=0, description="Steps between model exports; 0: only at the end")
+_MODELS_KEPT = Field(
+    default=None, gt=0, description="The newest model exports, the one at the end among them; unset: all"
+)
+_EXPORT = Field(
+    default="merged",
+    description="What is saved of an actor with adapters: the merged model; the adapter, as peft reads it; or both, "
+    "the adapter in the model's directory under adapter/. Without adapters there is only the model",
+)
+Export = Literal["merged", "adapter", "both"]
 
 
 def _within_steps(profiled: list[int], info: ValidationInfo) -> list[int]:
@@ -563,15 +589,14 @@ class Train(Section):
         description="Tokens of a file of samples that are written one by one, with logprob, advantage and version: "
         "those of the first rows that have no more; about 30 bytes each. 0: none",
     )
-    save_every: int = Field(default=0, ge=0, description="Steps between model exports; 0: only at the end")
-    models_kept: int | None = Field(
-        default=None, gt=0, description="The newest model exports, the one at the end among them; unset: all"
-    )
+    save_every: int = _SAVE_EVERY
+    models_kept: int | None = _MODELS_KEPT
     save_best: str | None = Field(
         default=None,
         description="Metric of a validation, as validation/reward: the model with the largest so far is exported to "
         "models/best, besides those of save_every; that before the first step does not count",
     )
+    export: Export = _EXPORT
     checkpoint_every: int = _CHECKPOINT_EVERY
     checkpoint_minutes: float = _CHECKPOINT_MINUTES
     checkpoints_kept: int = _CHECKPOINTS_KEPT
@@ -665,6 +690,9 @@ class SFTData(Section):
         description="File of demonstrations, or a list of files; or the weight of each by its path: the share of rows "
         "that is drawn from it"
     )
+    validation: FilePath | list[FilePath] | None = Field(
+        default=None, description="File of held-out demonstrations, or a list of files; unset: none"
+    )
     prompt: str = Field(default="prompt", description="Column with the prompt: a string, or a list of chat messages")
     response: str = Field(default="response", description="Column with the response, a string; only it is learned")
     max_tokens: int = Field(default=2048, gt=0, description="Longer prompt and response together are an error")
@@ -673,6 +701,7 @@ class SFTData(Section):
     )
 
     _paths = field_validator("train", mode="before")(_paths_or_weights)
+    _held_out = field_validator("validation", mode="before")(_paths_or_none)
 
 
 class SFTTrain(Section):
@@ -681,6 +710,10 @@ class SFTTrain(Section):
     steps: int = Field(default=100, gt=0, description="Of the whole run, those before a --resume included")
     rows_per_step: int = Field(default=128, gt=0, description="Demonstrations of an optimizer step")
     seed: int = _SEED
+    validate_every: int = Field(default=0, ge=0, description="Steps between validations; 0: only after the last")
+    save_every: int = _SAVE_EVERY
+    models_kept: int | None = _MODELS_KEPT
+    export: Export = _EXPORT
     checkpoint_every: int = _CHECKPOINT_EVERY
     checkpoint_minutes: float = _CHECKPOINT_MINUTES
     checkpoints_kept: int = _CHECKPOINTS_KEPT
@@ -723,10 +756,7 @@ class PreferenceData(Section):
 
     _paths = field_validator("train", mode="before")(_one_path_or_several)
 
-    @field_validator("validation", mode="before")
-    @classmethod
-    def _held_out(cls, value: Any) -> Any:
-        return value and _one_path_or_several(value)
+    _held_out = field_validator("validation", mode="before")(_paths_or_none)
 
 
 class RMData(PreferenceData):
@@ -765,6 +795,9 @@ class PreferenceTrain(Section):
     rows_per_step: int = Field(default=64, gt=0, description="Rows of the data, pairs that is, of an optimizer step")
     seed: int = _SEED
     validate_every: int = Field(default=0, ge=0, description="Steps between validations; 0: only after the last")
+    save_every: int = _SAVE_EVERY
+    models_kept: int | None = _MODELS_KEPT
+    export: Export = _EXPORT
     checkpoint_every: int = _CHECKPOINT_EVERY
     checkpoint_minutes: float = _CHECKPOINT_MINUTES
     checkpoints_kept: int = _CHECKPOINTS_KEPT

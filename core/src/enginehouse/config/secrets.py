@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl
 
 if TYPE_CHECKING:
     from enginehouse.config.findings import Findings
@@ -29,7 +30,8 @@ _TELLING = re.compile(
     r"|.*://[^/\s@:]*:[^/\s@]+@.*",
     re.IGNORECASE | re.DOTALL,
 )
-"""A value that is a secret whatever it is called: a header, a key of a known form, a URL with a password."""
+"""A value that is a secret whatever it is called: a header, a key of a known form, a URL with a password. In a URL's
+query each value has a name of its own."""
 
 
 def from_environment(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,7 +92,10 @@ def _names_secret(name: str) -> bool:
 def _is_secret(name: str, text: str) -> bool:
     """Whether a text is one, whose name alone does not say so."""
     drawn = _KEY_OR_TOKEN.search(_words(name)) and _DRAWN.fullmatch(text)
-    return bool(drawn or _TELLING.fullmatch(text))
+    if drawn or _TELLING.fullmatch(text):
+        return True
+    query = parse_qsl(text.partition("?")[2]) if "://" in text else []
+    return any(_names_secret(part) or _is_secret(part, value) for part, value in query)
 
 
 def _words(name: str) -> str:

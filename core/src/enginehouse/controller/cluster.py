@@ -27,15 +27,17 @@ log = logging.getLogger(__name__)
 LOGICAL_CPUS = 32
 """At least so many processes of one CPU fit on a machine where Ray is started here, however few cores it has: a
 worker waits more than it computes, and four ranks must run on a laptop."""
-OBJECT_STORE_SHARE, SHARED_MEMORY_SHARE = 0.3, 0.8
-"""Of the machine's memory, and of what is free in /dev/shm: the most that Ray's object store may take. It takes a page
-when it is written to."""
+OBJECT_STORE_SHARE, AVAILABLE_SHARE, SHARED_MEMORY_SHARE = 0.3, 0.5, 0.8
+"""Of the machine's memory, of what other programs leave of it, and of what is free in /dev/shm: the most that Ray's
+object store may take. It takes a page when it is written to."""
 LEAST_OBJECT_STORE_BYTES = 80 << 20
 """Ray wants 75 MiB."""
 STARTS = 3
 """How often Ray is started at most, where its processes do not come up within the 30 s that it gives them."""
 LATE = "timed out during startup"
 """What Ray says then (2.60, `_private/node.py`)."""
+TOO_LITTLE = "memory on this node available for tasks and actors"
+"""What Ray says (2.60, `_private/resource_and_label_spec.py`) where the machine's memory is in use."""
 TURNED_AWAY = "Failed to connect to Ray cluster", "ray client connection timeout"
 """What Ray says then (2.60, `_private/worker.py` and `util/client/worker.py`) where the token is not the cluster's."""
 KNOCK_SECONDS = 10.0
@@ -44,6 +46,25 @@ LONGEST_TEMP_DIR = 40
 """Characters: Ray's unix sockets lie about 60 deeper, and a socket's path may have 107."""
 SHUTDOWN_SECONDS = 10.0
 """How long Ray gets to end its processes; then they are killed."""
+
+SETTINGS = {
+    # No usage report, no console report of errors we report ourselves.
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    # No workers in advance: ours have environment variables of their own, and take none of them.
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_enable_worker_prestart": "0",
+    # No other Ray, started by a call that comes after the end of this one.
+    "RAY_ENABLE_AUTO_CONNECT": "0",
+    # Workers get as much of a busy machine as any program: at Ray's own 15 they starve beside it.
+    "RAY_worker_niceness": "0",
+    # No record of every call: the control service (GCS) keeps 100,000 of them, and grows for as long.
+    "RAY_task_events_report_interval_ms": "0",
+    # A port that is none: Ray's monitor would serve its figures to everybody, on all addresses.
+    "AUTOSCALER_METRIC_PORT": "-1",
+}
+"""Variables that Ray starts with, unless the user has set them (2.60)."""
 
 _owned: Cluster | None = None
 
@@ -139,15 +160,8 @@ def start_ray(address: str | None = None, num_cpus: int | None = None) -> Cluste
         ControllerError: Ray could not be started or joined.
     """
     global _owned
-    # Read when ray is imported or started: no usage report, no console report of errors we report ourselves.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-    # Nor workers in advance: ours have environment variables of their own, and take none of them.
-    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    os.environ.setdefault("RAY_enable_worker_prestart", "0")
-    # Nor another Ray, started by a call that comes after the end of this one.
-    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
+    for variable, value in SETTINGS.items():  # read when ray is imported or started
+        os.environ.setdefault(variable, value)
     import ray
 
     from enginehouse.controller.ray_notices import quiet_notices
@@ -156,7 +170,8 @@ def start_ray(address: str | None = None, num_cpus: int | None = None) -> Cluste
         ray_access.open(None)
         return Cluster(owned=False)
     quiet_notices()
-    address = address or os.environ.get("RAY_ADDRESS") or None
+    of_variable = "" if address else os.environ.get("RAY_ADDRESS", "")
+    address = address or of_variable or None
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
         # put off: a connection that is only half made crashes the process at its exit
@@ -164,7 +179,11 @@ def start_ray(address: str | None = None, num_cpus: int | None = None) -> Cluste
             _owned = _join(ray, address, quiet) if address is not None else _start(ray, num_cpus, quiet)
     except Exception as error:
         where = f"join the Ray cluster at {address!r}" if address else "start Ray on this machine"
-        raise ControllerError(f"could not {where}: {error}") from error
+        if of_variable:
+            where += ", which the environment variable RAY_ADDRESS names (unset it to start Ray here)"
+        raise ControllerError(
+            f"could not {where}: {_too_little_memory() if TOO_LITTLE in str(error) else error}"
+        ) from error
     except BaseException:
         stop_ray()
         raise
@@ -346,8 +365,18 @@ def _short_temp_dir() -> str | None:
 
 
 def _object_store_bytes() -> int:
-    """A part of memory, and of what shared memory allows."""
-    size = int(psutil.virtual_memory().total * OBJECT_STORE_SHARE)
+    """A part of memory, of what is left of it, and of what shared memory allows."""
+    memory = psutil.virtual_memory()
+    size = int(min(memory.total * OBJECT_STORE_SHARE, memory.available * AVAILABLE_SHARE))
     with contextlib.suppress(OSError):
         size = min(size, int(shutil.disk_usage("/dev/shm").free * SHARED_MEMORY_SHARE))
     return max(size, LEAST_OBJECT_STORE_BYTES)
+
+
+def _too_little_memory() -> str:
+    memory = psutil.virtual_memory()
+    left, whole = memory.available / 2**30, memory.total / 2**30
+    return (
+        f"other programs leave {left:.2f} GiB of {whole:.1f} GiB of memory, too little for Ray and its object store. "
+        "End some of them, or use cluster.launcher=inline where one process is enough"
+    )

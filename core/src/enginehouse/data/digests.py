@@ -55,7 +55,7 @@ def file_digests(paths: Iterable[str | Path], *, to_disk: bool = False) -> dict[
                 name = waiting.popleft()
                 try:
                     digests[name].set_result(file_digest(name, to_disk=to_disk))
-                except Exception as error:
+                except BaseException as error:
                     digests[name].set_exception(error)
 
     # Not with an executor: its threads hold up the end of the program.

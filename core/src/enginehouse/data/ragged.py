@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
@@ -203,6 +204,19 @@ class Ragged:
     def aligned(self, other: Ragged) -> bool:
         """Whether both columns have the same rows' lengths, so that their values speak of the same tokens."""
         return self.offsets is other.offsets or torch.equal(self.offsets, other.offsets)
+
+    def to_padded(self, value: float | bool, side: Literal["left", "right"] = "right") -> Tensor:
+        """Lay the rows under each other, `(rows, longest, ...)`, filled with `value` on `side`.
+
+        Deprecated since contract 1.1: use `torch.nn.utils.rnn.pad_sequence`.
+        """
+        from enginehouse.plugin.deprecation import deprecated
+
+        instead = "torch.nn.utils.rnn.pad_sequence(list(column), batch_first=True)"
+        warnings.warn(deprecated("Ragged.to_padded", since="1.1", instead=instead), stacklevel=2)
+        if not len(self):
+            return self.values.reshape(0, 0, *self.values.shape[1:])
+        return torch.nn.utils.rnn.pad_sequence(list(self), batch_first=True, padding_value=value, padding_side=side)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Ragged:
         """Values on `device`; the offsets stay on the host."""

@@ -369,8 +369,13 @@ def _are_messages(value: Any) -> bool:
 
 
 def is_surely_short(prompt: Any, tokens: int) -> bool:
-    """Whether a string has at most so many tokens whatever the tokenizer, which gives each byte a token at most."""
-    return isinstance(prompt, str) and bool(prompt.strip()) and len(prompt.encode()) + _SPECIAL_TOKENS <= tokens
+    """Whether a string has at most so many tokens whatever the tokenizer."""
+    return isinstance(prompt, str) and bool(prompt.strip()) and most_tokens(prompt) <= tokens
+
+
+def most_tokens(text: str) -> int:
+    """How many tokens a text has at most: a tokenizer gives each byte one at most."""
+    return len(text.encode()) + _SPECIAL_TOKENS
 
 
 def check_length(lengths: Sequence[int], limit: TokenLimit, what: str, where: Where) -> None:

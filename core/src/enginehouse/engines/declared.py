@@ -74,7 +74,8 @@ def examine(plugin: Plugin) -> Iterator[dict[str, Any]]:
 def faults_of(record: Record, declared_at: str = "") -> Iterator[Fault]:
     """Yield what is wrong with the things that a record names by strings.
 
-    The engine of a backend whose requirements are missing here lives in another Python environment: it is passed over.
+    An engine whose requirements are missing here lives in another Python environment: it is passed over, as is a
+    function, of which that is said elsewhere.
 
     Args:
         record: any.
@@ -83,7 +84,7 @@ def faults_of(record: Record, declared_at: str = "") -> Iterator[Fault]:
     what = f"{record.kind} {record.name!r}"
     field, _ = PROTOCOLS.get(type(record), ("", object))
     for name in record.references:
-        if name == "engine" and isinstance(record, Backend) and any(unmet(record.requires)):
+        if name in ("engine", "function") and any(unmet(getattr(record, "requires", ()))):
             continue
         reference = getattr(record, name)
         try:

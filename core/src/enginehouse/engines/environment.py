@@ -226,8 +226,11 @@ class Environment(Protocol):
 
     A process makes one, `Class(**environment.arguments)`, and plays training and validation by it. It may have a static
     method `check(arguments, columns)`: `plan` calls it with the arguments, and with the names of the rows' columns
-    besides the prompt, None where they are not known; it raises `ConfigError` where a run could not go well. With a
-    `needs_reward` that is true, a config without a reward is refused.
+    besides the prompt, None where they are not known; it raises `ConfigError` where a run could not go well. A static
+    method `check_tokenizer(arguments, tokenizer)` is called alike, with the model's tokenizer, and raises a `UserError`
+    where that cannot render what the environment says, as tool calls. It may say by `needs_reward` whether it asks for
+    the configured reward: with True, a config without a reward is refused; with False, as it never asks, a reward is
+    noted as unused; None says that it depends.
 
     What it returns is checked (`enginehouse.rl.episode_checks`): a chosen token has to be one that `policy` drew in
     this call of `run`, after just the tokens that stand before it, with the logprob that it was drawn with, at the

@@ -157,6 +157,7 @@ class MemoryUse:
         held: from call to call, awake or not offloaded. What is called `"weights"` is there in a weight update too.
         working: beside it while the engine computes, when that is most.
         updating: beside the weights in a weight update.
+        asleep: on a GPU while others have it in turns, beside what any process takes.
         host: on a GPU's host, all the time.
         limit: the most that the engine lets itself have, of `held` and `working`; None: whatever there is.
         note: what is behind a number, where that is worth a word: how many tokens a cache holds.
@@ -166,6 +167,7 @@ class MemoryUse:
     held: Mapping[str, int]
     working: Mapping[str, int] = field(default_factory=dict)
     updating: Mapping[str, int] = field(default_factory=dict)
+    asleep: int = 0
     host: int = 0
     limit: int | None = None
     note: str = ""
@@ -208,12 +210,22 @@ def server_memory(
     if mib is not None or limit is not None:
         note = f"KV cache of {cache // each:,} tokens"
     return MemoryUse(
-        held={"weights": weights, "KV cache": cache}, working={"activations": passing}, limit=limit, note=note
+        held={"weights": weights, "KV cache": cache},
+        working={"activations": passing},
+        asleep=SERVER_ASLEEP_BYTES,
+        limit=limit,
+        note=note,
     )
 
 
 PROCESS_BYTES = 3 * 2**29
 """What a process takes on a GPU before it allocates anything: CUDA's context and libraries, and NCCL. A guess."""
+
+SERVER_ASLEEP_BYTES = 2 * 2**30
+"""What such an engine keeps on a GPU as it sleeps: CUDA graphs, workspaces, buffers of collectives. A guess."""
+
+MARGIN = 0.04
+"""The share of a GPU that a plan leaves free: what an allocator loses between blocks, and what the driver has taken."""
 
 PREFILL_TOKENS = 8192
 """About what such engines compute in one pass."""

@@ -6,7 +6,7 @@ Light to import: the config checks options before any engine is imported.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -65,6 +65,11 @@ class EngineOptions(BaseModel):
     """What all engines take."""
 
     model_config = ConfigDict(extra="forbid", validate_default=True)
+
+    native_sources: ClassVar[tuple[str, ...]] = ()
+    """Files that declare what `native` may hold, as fields of classes or as flags: patterns below a directory of
+    packages, as `"vllm/engine/arg_utils.py"`. `plan` reads them without an import, where the engine is installed, and
+    refuses what they do not name. Empty: nothing is checked."""
 
     native: dict[str, Any] = Field(default_factory=dict, description="Arguments passed to the engine itself, unchanged")
 

@@ -354,3 +354,11 @@ class WeightTransport(Protocol):
             WeightSyncError: the other end cannot be reached from this process.
         """
         ...
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str):
+        from enginehouse.plugin.moved import from_old_address  # not light enough for whoever imports engines
+
+        return from_old_address(__name__, name)

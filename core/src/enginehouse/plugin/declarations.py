@@ -44,7 +44,7 @@ def check_record(record: object, hook: str) -> records.Record:
         reference = getattr(record, field_name)
         if not (isinstance(reference, str) and REFERENCE.match(reference)):
             raise PluginError(f"{what}: {field_name} is {reference!r}, not of the form 'module:attribute'")
-    if isinstance(record, records.Backend | records.Tracker):
+    if isinstance(record, records.Backend | records.Tracker | records.Function):
         _check_requirements(what, record)
     for capability in getattr(record, "capabilities", ()):
         if capability not in capabilities.OF[record.kind]:
@@ -53,7 +53,7 @@ def check_record(record: object, hook: str) -> records.Record:
     return record
 
 
-def _check_requirements(what: str, record: records.Backend | records.Tracker) -> None:
+def _check_requirements(what: str, record: records.Backend | records.Tracker | records.Function) -> None:
     """Refuse a requirement that is none: whoever looks for what is missing would fail at it."""
     for text in record.requires:
         try:

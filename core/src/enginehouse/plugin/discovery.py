@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -61,10 +63,30 @@ def from_environment() -> Switches:
 
 def installed(entry_points: Iterable[metadata.EntryPoint] | None = None) -> list[tuple[Plugin, metadata.EntryPoint]]:
     """All plugins there are, sorted by name, none imported; `entry_points` stand in for what is installed."""
-    if entry_points is None:
-        entry_points = metadata.entry_points(group=GROUP)
-    found = [(_plugin(entry_point), entry_point) for entry_point in entry_points]
+    declared = entry_points_of_plugins() if entry_points is None else entry_points
+    found = [(_plugin(entry_point), entry_point) for entry_point in declared]
     return sorted(found, key=lambda pair: (pair[0].name, pair[0].distribution))
+
+
+def entry_points_of_plugins() -> Sequence[metadata.EntryPoint]:
+    """Return the entry points of all installed plugins.
+
+    The metadata of all distributions is read for that: once, unless a folder of the path has changed since.
+    """
+    return _entry_points(tuple((folder, _changed(folder)) for folder in sys.path))
+
+
+@functools.lru_cache(maxsize=1)
+def _entry_points(path: tuple[tuple[str, int], ...]) -> Sequence[metadata.EntryPoint]:
+    return tuple(metadata.entry_points(group=GROUP))
+
+
+def _changed(folder: str) -> int:
+    """Return when a folder's list of names last changed; 0 for none."""
+    try:
+        return os.stat(folder or os.curdir).st_mtime_ns
+    except (OSError, ValueError):
+        return 0
 
 
 def _plugin(entry_point: metadata.EntryPoint) -> Plugin:

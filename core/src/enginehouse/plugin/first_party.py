@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
-from enginehouse.plugin.loaded import Plugin, same_distribution
+from enginehouse.plugin.loaded import Plugin, canonical_name, same_distribution
 from enginehouse.plugin.requirements import installed_version
 
 CORE = "enginehouse"
@@ -21,6 +21,17 @@ TOOLS = {
     "testing": ("certify", "matrix", "new-plugin", "parity"),
 }
 """Core's extras that bring no backend, and the commands that they bring."""
+
+
+def own_distributions() -> set[str]:
+    """Return the distributions of enginehouse's own plugins, installed or not, as core's extras name them."""
+    from packaging.requirements import Requirement
+
+    try:
+        requirements = [Requirement(text) for text in metadata.requires(CORE) or ()]
+    except metadata.PackageNotFoundError:
+        return set()
+    return {canonical_name(one.name) for one in requirements if one.name.startswith(f"{CORE}-")}
 
 
 def not_installed(known: Iterable[Plugin], kind: str | None = None) -> list[str]:

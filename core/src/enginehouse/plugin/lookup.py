@@ -38,7 +38,7 @@ def ambiguous(kind: str, name: str, providers: Sequence[Provided]) -> PluginLook
 
 
 def requirements_missing(record: Record, plugin: Plugin, missing: Sequence[Missing]) -> PluginLookupError:
-    """The plugin is installed, what its engine or tracker needs is not."""
+    """The plugin is installed, what its engine, tracker or function needs is not."""
     own = f"enginehouse runtime create {record.name}" if getattr(record, "runtimes", ()) else ""
     return PluginLookupError(
         f"{label(record.kind)} {record.name!r} is installed ({plugin}), but {'; '.join(map(str, missing))}. "

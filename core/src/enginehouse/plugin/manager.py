@@ -166,9 +166,9 @@ class PluginManager:
     # State
 
     def missing(self, record: Record) -> tuple[Missing, ...]:
-        """Requirements of a backend or a tracker that this Python environment does not meet. Nothing is imported to
-        find out."""
-        if not isinstance(record, Backend | Tracker):
+        """Requirements of a backend, a tracker or a function that this Python environment does not meet. Nothing is
+        imported to find out."""
+        if not isinstance(record, Backend | Tracker | Function):
             return ()
         if id(record) not in self._missing:
             self._missing[id(record)] = tuple(unmet(record.requires))

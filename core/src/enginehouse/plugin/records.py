@@ -192,10 +192,15 @@ class Function(Record):
 
     Attributes:
         function: `"module:function"`.
+        requires: requirement strings that must be installed for it to run; checked without importing.
     """
 
     references: ClassVar[tuple[str, ...]] = ("function",)
     function: str
+    requires: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _freeze(self, "requires", tuple)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,12 +223,18 @@ class Loss(Function):
 
     Attributes:
         needs_actor_logprobs: arguments that, once set, need `old_logprobs` to be computed by the actor.
+        always_needs_actor_logprobs: whether the loss does whatever its arguments are: it clips its ratio nearer to 1
+            than the rounding of two engines leaves it.
+        ratio_bounds: arguments that say how far its ratio may be from 1 before it is clipped; less than 0.05 needs the
+            actor's logprobs in bfloat16.
         taken_from: config keys that arguments left unset are taken from, by argument: `rollout.sampling.max_tokens`.
         output: the output of an engine that it is computed from: `"logprobs"`, or a critic's `"values"`.
     """
 
     kind: ClassVar[str] = "loss"
     needs_actor_logprobs: tuple[str, ...] = ()
+    always_needs_actor_logprobs: bool = False
+    ratio_bounds: tuple[str, ...] = ()
     taken_from: Mapping[str, str] = field(default_factory=dict)
     output: str = "logprobs"
 

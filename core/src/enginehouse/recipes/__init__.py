@@ -1,8 +1,9 @@
 """Ready configs: an algorithm or an environment each, on a task that two CPU cores learn in a few minutes.
 
 A recipe is a YAML file of this folder. Its header says whose setting it is, in what it differs and which command runs
-it; its paths say what it begins from, below `runs/recipes/`: `task/` is what `sorting` makes and `chat/` what `chat`
-does, `NAME/` is the run of the recipe of that name. Read light: neither torch nor pydantic is imported.
+it; its paths say what it begins from, below `runs/recipes/`: `task/` is what `sorting` makes, `chat/` what `chat` does
+and `sums/` what `sums` does, `NAME/` is the run of the recipe of that name. Read light: neither torch nor pydantic is
+imported.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ DIRECTORY = Path("runs", "recipes")
 """Where recipes run and find what they begin from, relative to the current directory."""
 
 TASKS = {
-    "task": ("enginehouse.recipes.sorting:make_task", "the task, to sort six digits"),
-    "chat": ("enginehouse.recipes.chat:make_chat", "games of several turns"),
+    "task": ("enginehouse.recipes.sorting:make_task", "the task, to sort six digits, and its model"),
+    "chat": ("enginehouse.recipes.chat:make_chat", "games of several turns, and their model"),
+    "sums": ("enginehouse.recipes.sums:make_sums", "sums of two numbers"),
 }
-"""The folders there with a task and its model: what makes one, and what it is."""
+"""The folders there with a task, and most with its model: what makes one, and what it is."""
 
 _COMMAND = re.compile(r"^#   enginehouse (\w+) \S+\.yaml$", re.MULTILINE)
 

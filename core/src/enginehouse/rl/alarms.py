@@ -408,8 +408,9 @@ ALARMS = (
     Alarm(
         "kl_runaway",
         _kl_runaway,
-        "Raise algorithm.kl.coefficient, or let algorithm.kl.target adapt it; lower actor.engine.options.lr or "
-        "algorithm.epochs; and look in samples/ whether the reward is won by text that nobody would write",
+        "Raise algorithm.kl.coefficient (with algorithm.kl.place=reward, algorithm.kl.target adapts it); lower "
+        "actor.engine.options.lr or algorithm.epochs; and look in samples/ whether the reward is won by text that "
+        "nobody would write",
     ),
     Alarm(
         "reward_zero",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from enginehouse.engines.progress import note_progress
 from enginehouse.engines.rollout import Completion, GenerateRequest, GenerateResult, RolloutEngine
@@ -38,12 +38,14 @@ class Drawing:
         engine: a launched rollout engine.
         weights: its end of weight updates.
         where: names the engine and its worker in messages.
+        seeds: whether the engine takes seeds; one that does not declare so is never sent any.
     """
 
-    def __init__(self, engine: RolloutEngine, weights: WeightReceiver, where: str):
+    def __init__(self, engine: RolloutEngine, weights: WeightReceiver, where: str, *, seeds: bool = True):
         self._engine = engine
         self._weights = weights
         self._where = where
+        self._seeds = seeds
         self._requests: dict[str, _Request] = {}
         self._handed: set[asyncio.Task[GenerateResult]] = set()  # those whose ends are answers
         self._ended: list[asyncio.Task[GenerateResult]] = []
@@ -92,6 +94,8 @@ class Drawing:
 
     async def _generated(self, request: GenerateRequest) -> GenerateResult:
         self._drawn += 1
+        if not self._seeds:
+            request = replace(request, sampling=replace(request.sampling, seed=None))
         try:
             return await self._engine.generate(request)
         finally:

@@ -688,7 +688,7 @@ class EnvironmentWorkers:
             begun = time.perf_counter()
             try:
                 seat.group.restart()
-            except Exception as error:
+            except BaseException as error:  # also a `sys.exit()` of an environment: tasks wait for this one's place
                 seat.death = f"its restart failed: {first_line(error)}"
                 if not self.closed:
                     log.warning("%s: %s", seat.group.name, seat.death)

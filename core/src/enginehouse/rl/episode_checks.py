@@ -220,7 +220,7 @@ class EpisodeChecks:
 
     Attributes:
         environment: its name, for messages.
-        vocabulary: how many tokens the model knows. None: any.
+        vocabulary: how many tokens the models of the run know. None: any.
         most_tokens: how long a row may be. None: any.
         token_rewards: whether rewards of single tokens are read.
         temperature: at which its tokens are trained on. None: they are not, or any will do.
@@ -354,7 +354,7 @@ class EpisodeChecks:
             beyond |= tokens >= self.vocabulary
         if beyond.any():
             place = int(beyond.argmax())
-            known = "" if self.vocabulary is None else f", and the model knows 0 to {self.vocabulary - 1}"
+            known = "" if self.vocabulary is None else f", and the models of this run know 0 to {self.vocabulary - 1}"
             return f"its token {place} is {tokens[place]}{known}"
         return ""
 

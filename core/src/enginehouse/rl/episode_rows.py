@@ -16,6 +16,7 @@ from enginehouse.data import Batch, Ragged
 
 REDUCED = {
     "reward": np.add,
+    "kl_penalty": np.add,
     "response_tokens": np.add,
     "first_version": np.minimum,
     "weight_version": np.maximum,

@@ -185,7 +185,10 @@ class Evaluation:
         plan, outcome = self._plan, "failed"
         self._run.record.update(evaluated={"model": plan.config.model.path, "step": plan.step})
         try:
-            with self._progress.task("starting workers"), self._players.beside(place(plan)) as roles:
+            with (
+                self._progress.task("starting workers"),
+                self._players.beside(place(plan, came=self._progress.came)) as roles,
+            ):
                 self._run.describe({**roles.describe(), **self._players.describe()})
                 self._check_weights(roles.rollout)
                 self._progress.state = lambda: str(self._players.under_way)

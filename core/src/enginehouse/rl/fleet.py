@@ -658,7 +658,7 @@ class RolloutFleet:
                     replica.group.call("launch", timeout=self._start_timeout)
                     with self._lock:  # within: who waits for launches to end has it sleep
                         replica.state = "returned" if self._version is not None else "serving"
-            except Exception as error:
+            except BaseException as error:  # whatever it is, requests wait for this one
                 if not self._closing.is_set():
                     replica.death = f"its restart failed: {first_line(error)}"
                     log.warning("%s: %s", replica.group.name, replica.death)

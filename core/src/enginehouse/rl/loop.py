@@ -26,6 +26,7 @@ from enginehouse.errors import SaveError, SaveTooLate, first_line
 from enginehouse.plugin import capabilities, plugins
 from enginehouse.rl.alarms import Alarms, Watched
 from enginehouse.rl.checkpoint_writer import CheckpointWriter, LoopState, bytes_in, seconds_left, writing
+from enginehouse.rl.exported import compare_export
 from enginehouse.rl.profiles import Profiles
 from enginehouse.rl.turns import PARAMS
 
@@ -43,6 +44,8 @@ log = logging.getLogger(__name__)
 
 ENDING_SECONDS = 6.0
 """Of the grace of an interrupted run, what is kept for ending its processes; at most a third of it."""
+EXPORTS = {"merged": "export_hf", "adapter": "export_adapter"}
+"""By kind, the method that writes it; `train.export` says which."""
 LOST_SECONDS = 45.0
 """Longest time for saving once Ray's control service is gone: Ray ends the program a minute after it."""
 
@@ -121,10 +124,11 @@ class Loop(ABC):
         self._next_checkpoint = math.inf  # by `time.monotonic()`
         grace = plan.config.run.grace_seconds
         self._grace = grace - min(ENDING_SECONDS, grace / 3)
-        self.save_every = 0
+        self.save_every = plan.config.train.save_every
         self.resumed = plan.resumed
         self.trained_step = plan.resumed.step if plan.resumed else 0
         self._candidate: Path | None = None  # for `models/best`
+        self._compared: set[str] = set()  # kinds of exports
         self._loop_state: LoopState | None = None
         self._update: tuple[Mapping[str, Future], Mapping[str, float] | None] | None = None
         self._actor_update: tuple[int, Future] | None = None
@@ -159,6 +163,11 @@ class Loop(ABC):
             before: only what is of an earlier step than this one.
             seconds: for so long, at most, and what takes longer is lost; None: any.
         """
+
+    def validates(self, step: int) -> bool:
+        """True if what was held out is looked at after this step."""
+        every = self.config.train.validate_every
+        return step == self.steps or bool(every and step % every == 0)
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
@@ -261,14 +270,35 @@ class Loop(ABC):
         self._candidate = self._exported(step, self.run_directory.best_path())
 
     def _exported(self, step: int, staged: Path, timeout: float | None = None) -> Path:
+        kinds = {kind: staged for kind in ("merged", "adapter") if self.config.train.export in (kind, "both")}
+        if len(kinds) == 2:
+            kinds["adapter"] = staged / "adapter"
         saved = self.run_directory.saved_model
         expected = None if saved is None else bytes_in(saved)
-        with (
-            writing(f"the model of step {step}", staged, hurried=timeout is not None, expected=expected),
-            self.roles.turns.on_devices(PARAMS),
-        ):
-            self.roles.actor.call("export_hf", str(staged), timeout=timeout)
+        with self.roles.turns.on_devices(PARAMS):
+            with writing(f"the model of step {step}", staged, hurried=timeout is not None, expected=expected):
+                for kind, place in kinds.items():
+                    self.roles.actor.call(EXPORTS[kind], str(place), timeout=timeout)
+            for kind in kinds.keys() - self._compared:
+                if timeout is None and staged.is_dir():  # after SIGTERM there is no time for it
+                    self._compare(kind, kinds[kind], staged)
         return staged
+
+    def _compare(self, kind: str, place: Path, staged: Path) -> None:
+        """Compare the first export of a kind with what was trained, and say where that cannot be done.
+
+        Raises:
+            ExportDiffers: they differ; what was `staged` is deleted.
+        """
+        try:
+            why_not = compare_export(place, self.roles.actor, self.roles.plans["actor"].model)
+        except Exception:
+            shutil.rmtree(staged, ignore_errors=True)
+            raise
+        if why_not:
+            what = "adapter" if kind == "adapter" else "model"
+            self.progress.note(f"the exported {what} was not compared with the trained one: {why_not}")
+        self._compared.add(kind)
 
     def _run_steps(self) -> None:
         described = self.describe()

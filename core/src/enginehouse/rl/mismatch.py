@@ -33,7 +33,7 @@ import torch
 
 from enginehouse.engines.train import LossSpec, LossValue, Max, Mean, Metrics, TokenView, merge_metrics
 from enginehouse.plugin import plugins
-from enginehouse.rl.kl import token_kl
+from enginehouse.rl.kl import bounded, token_kl
 
 if TYPE_CHECKING:
     from enginehouse.controller import DistributedBatch
@@ -135,7 +135,7 @@ def _figures(
         return figures
     actor, rollout = actor.double(), rollout.double()
     difference = actor - rollout
-    ratio = difference.exp()
+    ratio = bounded(difference).exp()
     of_row = torch.zeros(rows, dtype=difference.dtype, device=difference.device).index_add_(0, row, difference)
     occupied = row.bincount(minlength=rows) > 0
     absolute = difference.abs()
@@ -146,7 +146,7 @@ def _figures(
         token_kl(rollout, actor, "k3").sum(),
         ratio.sum(),
         (~inside).sum(),  # a NaN is not inside
-        of_row[occupied].exp().sum(),
+        bounded(of_row[occupied]).exp().sum(),
         occupied.sum(),
     )
     # one transfer from the device

@@ -5,7 +5,7 @@ A new way of placing roles belongs here; the loop does not change.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -98,17 +98,21 @@ class Roles:
 
 
 @contextmanager
-def place(plan: RunPlan, probe: Sequence[Sequence[int]] = ()) -> Iterator[Roles]:
+def place(
+    plan: RunPlan, probe: Sequence[Sequence[int]] = (), came: Callable[[str], None] = lambda what: None
+) -> Iterator[Roles]:
     """Start every worker of a run; end them all on the way out.
 
     Args:
         plan: the checked config.
         probe: token sequences for the effect check of weight updates.
+        came: told of each role's processes once they are there, and of each rollout engine once it is loaded.
     """
     with ExitStack() as stack:
         room = None
         if plan.config.cluster.launcher == "ray":
             cluster = stack.enter_context(start_ray(plan.config.cluster.address))
+            came("Ray")
             _check_device(plan, joined=not cluster.owned)
             room = Room.of_cluster()
         started: dict[str, WorkerGroup] = {}
@@ -122,6 +126,7 @@ def place(plan: RunPlan, probe: Sequence[Sequence[int]] = ()) -> Iterator[Roles]
                 pools[name] = _pool(plan, name, room)
                 stack.callback(pools[name].shutdown)
                 started |= stack.enter_context(_colocated(plan, name, pools[name]))
+            came(_processes(plan, name, role))
         for name, role in plan.roles.items():
             if role.kind == "rollout" and name in started:
                 fleets[name] = RolloutFleet.over(started.pop(name))
@@ -133,11 +138,17 @@ def place(plan: RunPlan, probe: Sequence[Sequence[int]] = ()) -> Iterator[Roles]
             fleet.tokens_stay = tokens_stay
             if plan.roles[name].devices_of is None:
                 fleet.launch()
+                came(f"the engine of {name}")
         sync = None
         if "rollout" in fleets and "actor" in started:
             sync = _connected(plan, started["actor"], fleets["rollout"], probe, stack)
             turns.have_part_in(sync)
         yield Roles(plan.roles, started, fleets, turns, sync)
+
+
+def _processes(plan: RunPlan, host: str, role: RolePlan) -> str:
+    named = ", ".join(name for name, one in plan.roles.items() if host in (name, one.shares))
+    return f"{role.processes} process{'es' * (role.processes > 1)} of {named}"
 
 
 def _check_device(plan: RunPlan, joined: bool) -> None:

@@ -7,7 +7,7 @@ from enginehouse.plugin import Advantage, Environment, Filter, Loss, Reward, hoo
 ADVANTAGES = {
     "distillation": (
         "How much likelier a teacher finds each token (Lu et al. 2025)",
-        ("rollout_logprobs", "reference_logprobs", "loss_mask"),
+        ("old_logprobs", "reference_logprobs", "loss_mask"),
     ),
     "gae": (
         "Discounted errors of a critic's values (Schulman et al. 2016)",
@@ -19,11 +19,11 @@ ADVANTAGES = {
     ),
     "gpg": (
         "Reward against the mean of its group, by how many groups tell (Chu et al. 2025)",
-        ("reward", "group"),
+        ("reward", "kl_penalty", "group"),
     ),
     "grpo": (
         "Reward against the mean of its group, divided by the group's deviation (Shao et al. 2024)",
-        ("reward", "group"),
+        ("reward", "kl_penalty", "group"),
     ),
     "opo": (
         "Reward against the mean of its group, weighted by length (Hao et al. 2025)",
@@ -31,7 +31,7 @@ ADVANTAGES = {
     ),
     "process_rewards": (
         "Rewards of the steps from a token on, against its group's (Shao et al. 2024)",
-        ("reward", "token_rewards", "group", "loss_mask"),
+        ("reward", "kl_penalty", "token_rewards", "group", "loss_mask"),
     ),
     "reinforce_plus_plus": (
         "Discounted rewards from a token on, against all tokens (Hu et al. 2025)",
@@ -39,7 +39,7 @@ ADVANTAGES = {
     ),
     "reinforce_plus_plus_baseline": (
         "Reward against the mean of its group, over all tokens' deviation (Hu et al. 2025)",
-        ("reward", "group", "loss_mask"),
+        ("reward", "kl_penalty", "group", "loss_mask"),
     ),
     "remax": (
         "Rewards from a token on, against that of the prompt's greedy response (Li et al. 2023)",
@@ -59,6 +59,9 @@ POLICY_LOSSES = {
     "sapo": "Policy gradient through a gate that closes softly (Gao et al. 2025)",
 }
 """What is made by `enginehouse.rl.losses.policy`, each in a file of its name."""
+CLIPPED = ("cispo", "clipped_policy", "gspo")
+"""Those that clip their ratio. The mean ratio of a whole sequence, of `gspo`, is clipped at 3e-4: rounding alone, which
+makes what was sampled a little less likely, cuts half of what has a gradient."""
 OTHER_LOSSES = {
     "clipped_value": ("values", "A critic's squared error, clipped around its old values (Schulman et al. 2017)"),
     "supervised": ("logprobs", "Negative log-likelihood of the chosen tokens"),
@@ -85,6 +88,8 @@ def enginehouse_register_losses(register):
                 summary=summary,
                 function=f"enginehouse.rl.losses.{name}:{name}",
                 needs_actor_logprobs=("importance_cap",),
+                always_needs_actor_logprobs=name == "gspo",
+                ratio_bounds=("clip_low", "clip_high") if name in CLIPPED else (),
                 taken_from={"max_tokens": "rollout.sampling.max_tokens"},
             )
         )

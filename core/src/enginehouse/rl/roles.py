@@ -27,7 +27,7 @@ from enginehouse.controller.launchers.failure import WorkerFailure
 from enginehouse.data import Batch, Ragged
 from enginehouse.engines.mesh import Mesh
 from enginehouse.engines.model import ModelSpec
-from enginehouse.engines.progress import note_progress
+from enginehouse.engines.progress import note_progress, noting_files
 from enginehouse.engines.rollout import Health, PauseMode, RolloutEngine, SamplingParams
 from enginehouse.engines.sleep import sleeping
 from enginehouse.engines.train import ALL, LossSpec, Max, Mean, Metrics, Outputs, TrainEngine, merge_metrics
@@ -45,6 +45,7 @@ from enginehouse.plugin.references import lacking
 from enginehouse.plugin.requirements import installed_versions
 from enginehouse.rl.columns import Answer, Requests, assemble
 from enginehouse.rl.drawing import Drawing
+from enginehouse.rl.exported import FileScores, score_files
 from enginehouse.rl.footprint import freed_bytes, freed_bytes_of
 from enginehouse.rl.generation import make_requests, seeded_requests
 from enginehouse.rl.profiles import Profile, begin_profile, end_profile, stop_profile
@@ -206,7 +207,8 @@ class TrainWorker(Worker):
     @register
     def save(self, path: str, what: tuple[str, ...] = ALL) -> None:
         """Write a checkpoint; see `TrainEngine.save`."""
-        self.engine.save(path, what)
+        with noting_files():
+            self.engine.save(path, what)
 
     @register
     def save_in_background(self, path: str, what: tuple[str, ...] = ALL) -> None:
@@ -216,22 +218,31 @@ class TrainWorker(Worker):
     @register
     def finish_save(self) -> None:
         """Wait for a background save; see `SavesInBackground`."""
-        self._offering(capabilities.BACKGROUND_SAVE).finish_save()
+        with noting_files():
+            self._offering(capabilities.BACKGROUND_SAVE).finish_save()
 
     @register
     def load(self, path: str, what: tuple[str, ...] = ALL) -> None:
         """Load a checkpoint; see `TrainEngine.load`."""
-        self.engine.load(path, what)
+        with noting_files():
+            self.engine.load(path, what)
 
     @register
     def export_hf(self, path: str) -> None:
         """Write the model as a Hugging Face directory; see `TrainEngine.export_hf`."""
-        self.engine.export_hf(path)
+        with noting_files():
+            self.engine.export_hf(path)
 
     @register
     def export_adapter(self, path: str) -> None:
         """Write the adapters alone; see `TrainsAdapters.export_adapter`."""
-        self._offering(capabilities.LORA).export_adapter(path)
+        with noting_files():
+            self._offering(capabilities.LORA).export_adapter(path)
+
+    @register(dispatch="rank_zero")
+    def score_files(self, path: str, spec: ModelSpec) -> FileScores:
+        """Score a row by transformers from what `export_hf` or `export_adapter` wrote; see `compare_export`."""
+        return score_files(path, spec)
 
     def _offering(self, capability: str) -> Any:
         """The engine, if its backend declares a capability.
@@ -315,7 +326,8 @@ class RolloutWorker(Worker):
         if endpoint.url:
             log.info("OpenAI clients are answered at %s", endpoint.url)
         self._weights = WeightReceiver(self.engine, str(self.context), self._thread)
-        self._drawing = Drawing(self.engine, self._weights, f"{self._name} ({self.context})")
+        seeds = capabilities.SEED in self._record.capabilities
+        self._drawing = Drawing(self.engine, self._weights, f"{self._name} ({self.context})", seeds=seeds)
         return endpoint.engine
 
     @property

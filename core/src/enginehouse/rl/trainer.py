@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,7 @@ import torch
 
 from enginehouse.config.rows import named
 from enginehouse.controller import Balanced
-from enginehouse.data import Ragged
+from enginehouse.data import Batch, Ragged
 from enginehouse.data.prompts import PromptDataset, PromptSampler
 from enginehouse.data.rendering import load_tokenizer
 from enginehouse.engines.train import LossSpec, Mean, Outputs, metric_values
@@ -31,7 +31,7 @@ from enginehouse.rl.episodes import FOR_PEOPLE, TEXTS, rows_of
 from enginehouse.rl.evaluation import KIND, Evaluator, kind_of
 from enginehouse.rl.feed import Feed
 from enginehouse.rl.generation import outputs_as_sampled, row_seed, sampling_params, step_seed
-from enginehouse.rl.kl import adapted, resumed_coefficient, with_kl_in_reward
+from enginehouse.rl.kl import KL_PENALTY, adapted, resumed_coefficient, with_kl_in_reward
 from enginehouse.rl.loop import Loop, Update
 from enginehouse.rl.minibatches import assign_minibatches
 from enginehouse.rl.mismatch import measuring, mismatch
@@ -67,6 +67,24 @@ SHORT_UPDATE_SECONDS = 1.0
 """After an update that took less, the weights of the next one are asked for before it has ended."""
 
 
+def columns_for(batch: DistributedBatch, needs: Sequence[str] | None) -> Batch:
+    """Bring the columns that an advantage needs here, a row of the result for each of the batch.
+
+    Args:
+        batch: a step's samples. Without `token_rewards` these are 0; without `old_logprobs` they are the rollout's; and
+            `KL_PENALTY` is left out where no KL term made it.
+        needs: their names; None: all but texts.
+    """
+    if needs is None:
+        return with_defaults(batch.drop(list(TEXTS)).fetch())
+    if "token_rewards" in needs and "token_rewards" not in batch:
+        lengths = batch.lengths("input_ids")
+        batch = batch.with_columns(token_rewards=Ragged.from_lengths(torch.zeros(int(lengths.sum())), lengths))
+    own = "old_logprobs" if "old_logprobs" in batch else "rollout_logprobs"
+    names = (own if name == "old_logprobs" else name for name in needs if name in batch or name != KL_PENALTY)
+    return with_defaults(batch.fetch(tuple(dict.fromkeys(names))))
+
+
 class Trainer(Loop):
     """Trains the actor of a plan by reinforcement learning. Arguments as of `Loop`."""
 
@@ -77,7 +95,6 @@ class Trainer(Loop):
         super().__init__(plan, run, progress)
         self.plan = plan
         config = plan.config
-        self.save_every = config.train.save_every
         self.dropped: dict[str, int] = {}
         with progress.task("reading data"):
             self.tokenizer = load_tokenizer(config.model.path, config.model.trust_remote_code)
@@ -96,7 +113,10 @@ class Trainer(Loop):
 
     @contextmanager
     def workers(self) -> Iterator[None]:
-        with self.players.beside(place(self.plan, self.probe)) as self.roles, self.roles.sync.trainer_in_use():
+        with (
+            self.players.beside(place(self.plan, self.probe, self.progress.came)) as self.roles,
+            self.roles.sync.trainer_in_use(),
+        ):
             self.progress.state = lambda: str(self.players.under_way)
             self.progress.replicas = self.roles.rollout.seen
             self.feed = self._feed()
@@ -130,12 +150,12 @@ class Trainer(Loop):
         self.sync_weights()
         step = self.trained_step
         missed = step > self.run_directory.validated_step  # it was interrupted before it got to it
-        if self.validation is not None and (not step or (missed and self._validates_after(step))):
+        if self.validation is not None and (not step or (missed and self.validates(step))):
             with self.progress.task("validating"):
                 self.validate(step)
 
     def after_step(self, step: int) -> None:
-        due, evaluator = self._validates_after(step), self.evaluator
+        due, evaluator = self.validates(step), self.evaluator
         if evaluator is not None and (evaluator.ended or (due and evaluator.step is not None)):
             if not evaluator.ended:
                 log.warning(
@@ -145,10 +165,6 @@ class Trainer(Loop):
             self.finish_beside()
         if due:
             self.validate(step)
-
-    def _validates_after(self, step: int) -> bool:
-        every = self.config.train.validate_every
-        return step == self.steps or bool(every and step % every == 0)
 
     def state(self) -> dict[str, Any]:
         # the version is what the update's weights will be called
@@ -229,7 +245,7 @@ class Trainer(Loop):
     def begin_next(self, step: int) -> None:
         """While a step's update runs, begin the next one as far as its requests, which go out once the new weights are
         served. Not before a validation, which the rollout answers first; with `train.staleness` all is begun anyway."""
-        if self.config.train.staleness or step == self.steps or self._validates_after(step):
+        if self.config.train.staleness or step == self.steps or self.validates(step):
             return
         self.roles.rollout.hold()
         self.feed.begin(self.version + 1, self._left(step + 1))
@@ -275,7 +291,7 @@ class Trainer(Loop):
 
     def with_reference(self, batch: DistributedBatch) -> tuple[DistributedBatch, dict[str, float]]:
         """Add `reference_logprobs`, if something compares with a reference, and take the KL term, if there is one, from
-        the rewards if that is its place.
+        the rewards if that is its place, or beside them for an advantage that needs `KL_PENALTY`.
 
         Returns:
             The batch; and `kl`, the mean of the term's tokens, where the loss does not measure it.
@@ -286,8 +302,9 @@ class Trainer(Loop):
         batch = batch.joined(self.roles.score_by_reference(batch.select(["input_ids", "loss_mask"]), self._outputs()))
         if kl.place == "loss" or not kl.coefficient:
             return batch, {}
-        by_token = "token_rewards" in (self.plan.advantage_needs or ())
-        batch, mean = with_kl_in_reward(batch, self.kl_coefficient, kl.estimator, by_token)
+        needs = self.plan.advantage_needs or ()
+        into = next((name for name in (KL_PENALTY, "token_rewards") if name in needs), "reward")
+        batch, mean = with_kl_in_reward(batch, self.kl_coefficient, kl.chosen_estimator, into)
         if kl.target is None:
             return batch, {"kl": mean}
         used, self.kl_coefficient = self.kl_coefficient, adapted(self.kl_coefficient, mean, kl.target)
@@ -296,14 +313,7 @@ class Trainer(Loop):
     def with_advantages(self, batch: DistributedBatch) -> DistributedBatch:
         """Add what the advantage estimator makes of the columns it needs; no other is read here. It is given a row an
         episode."""
-        needs = self.plan.advantage_needs
-        if needs is None:
-            given = with_defaults(batch.drop(list(TEXTS)).fetch())
-        else:
-            if "token_rewards" in needs and "token_rewards" not in batch:
-                lengths = batch.lengths("input_ids")
-                batch = batch.with_columns(token_rewards=Ragged.from_lengths(torch.zeros(int(lengths.sum())), lengths))
-            given = batch.fetch(needs)
+        given = columns_for(batch, self.plan.advantage_needs)
         estimate = partial(self.advantage, **self.plan.advantage_arguments)
         made = EpisodeRows(batch["episode"]).made(estimate, given, batch.lengths("input_ids"))
         return batch.with_columns(**made)
@@ -338,7 +348,7 @@ class Trainer(Loop):
         algorithm = self.config.algorithm
         arguments = dict(self.plan.loss_arguments)
         if algorithm.kl.coefficient and algorithm.kl.place == "loss":
-            arguments |= {"kl_coefficient": algorithm.kl.coefficient, "kl_estimator": algorithm.kl.estimator}
+            arguments |= {"kl_coefficient": algorithm.kl.coefficient, "kl_estimator": algorithm.kl.chosen_estimator}
         outputs = self._outputs(entropy=bool(arguments.get("entropy_coefficient")))
         return LossSpec(algorithm.loss.name, arguments, outputs)
 

@@ -70,6 +70,18 @@ def encoded(row: Mapping[str, Any]) -> str:
         return json.dumps(finite(row), allow_nan=False, ensure_ascii=False)
 
 
+def decoded(text: str | bytes) -> Any:
+    """Return what a text says in JSON.
+
+    Raises:
+        ValueError: it is none, or too deeply nested for Python to read.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"this is nested too deeply: {error}") from error
+
+
 def write_json_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Replace the file `path` by one of rows, as `write_whole`."""
     write_whole(path, (encoded(row) + "\n" for row in rows))
@@ -96,7 +108,7 @@ def whole_lines_from(path: Path, begin: int) -> tuple[list[dict[str, Any]], int]
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
+            row = decoded(line)
         except ValueError:
             row = None
         if isinstance(row, dict):

@@ -92,6 +92,7 @@ class Progress:
         self._task_started = 0.0
         self._last_line = time.perf_counter()
         self._part = "", 0, 0  # what is counted, how many have come, of how many
+        self._came = ""
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
@@ -127,6 +128,11 @@ class Progress:
             yield
         finally:
             self._task = ""
+
+    def came(self, what: str) -> None:
+        """Show that a part of what is under way is there: in a line, or on a terminal behind the task's name."""
+        self._came = f"{what}: there after {time.perf_counter() - self._task_started:.1f} s"
+        self._line(f"  {self._came}")
 
     def counted(self, parts: Iterable[T], what: str, of: int, size: Callable[[T], int]) -> Iterator[T]:
         """The parts of something that takes a while, one by one; how much of it has come is shown meanwhile.
@@ -205,7 +211,7 @@ class Progress:
     def _task_is_done(self) -> None:
         if self._task:
             self._line(f"{self._task}: done in {time.perf_counter() - self._task_started:.1f} s")
-        self._task = ""
+        self._task = self._came = ""
 
     def _line(self, text: str) -> None:
         if self.mode == "lines":
@@ -238,9 +244,9 @@ class Progress:
 
     @property
     def part(self) -> str:
-        """How much has come of what is counted, in words; empty if nothing is."""
+        """How much has come of what is under way, in words; empty if nothing says so."""
         what, come, of = self._part
-        return ", ".join(filter(None, (f"{come:,} of {of:,} {what}", self.under_way))) if of else ""
+        return ", ".join(filter(None, (f"{come:,} of {of:,} {what}", self.under_way))) if of else self._came
 
     @property
     def under_way(self) -> str:

@@ -83,7 +83,9 @@ def next_steps(run: RunDirectory, steps: int) -> list[str]:
 
 
 def _auto_class(model: Path) -> str:
-    """What of transformers loads a model: a reward model is a classifier."""
+    """What of transformers loads a model, of `peft` an adapter: a reward model is a classifier."""
+    if (model / "adapter_config.json").is_file():
+        return "AutoPeftModelForCausalLM"
     config = model / "config.json"
     (architecture, *_) = (json.loads(config.read_text()) if config.is_file() else {}).get("architectures") or [""]
     return f"AutoModelFor{'SequenceClassification' if architecture.endswith('Classification') else 'CausalLM'}"

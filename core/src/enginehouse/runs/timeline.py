@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from enginehouse.runs.jsonlines import decoded
+
 FLUSH_SECONDS = 1.0
 """Spans are written at most this often."""
 MOST_SPANS = 500_000
@@ -178,7 +180,7 @@ def read_events(path: Path, seconds: float = math.inf) -> list[dict[str, Any]]:
     kept = []
     for line in path.read_bytes().split(b"\n") if path.exists() else ():
         try:
-            event = json.loads(line.removesuffix(b","))
+            event = decoded(line.removesuffix(b","))
         except ValueError:
             continue
         if _is_event(event) and event.get("ts", 0.0) <= seconds * 1e6:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from importlib import metadata, resources
 from pathlib import Path
 
-from enginehouse.plugin.discovery import GROUP
+from enginehouse.plugin.discovery import entry_points_of_plugins
 from enginehouse.plugin.first_party import CORE
 from enginehouse.plugin.loaded import canonical_name
 from enginehouse.plugin.records import Backend
@@ -37,6 +37,7 @@ class Recipe:
         platform: `sysconfig.get_platform()`.
         ray: version of Ray, the driver's own.
         prepare: `"module:function"` of the plugin, called before the engine's module is imported; empty: none.
+        engine: `"module:Class"` of the plugin's engine, which workers import; empty: no worker is to start.
     """
 
     backend: str
@@ -48,11 +49,12 @@ class Recipe:
     platform: str
     ray: str
     prepare: str = ""
+    engine: str = ""
 
     @property
     def key(self) -> str:
         """Stands for all that is installed; hexadecimal."""
-        installed = {name: value for name, value in asdict(self).items() if name != "prepare"}
+        installed = {name: value for name, value in asdict(self).items() if name not in ("prepare", "engine")}
         return hashlib.sha256(json.dumps(installed, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -92,6 +94,7 @@ def recipe(record: Backend, variant: str) -> Recipe:
         platform=sysconfig.get_platform(),
         ray=ray,
         prepare=wanted.prepare,
+        engine=record.engine,
     )
 
 
@@ -108,7 +111,7 @@ def ray_version() -> str:
 def plugin_of(record: Backend) -> str | None:
     """The distribution of the plugin a backend's engine lies in; None for core's own."""
     package = record.engine.partition(":")[0].partition(".")[0]
-    for entry_point in metadata.entry_points(group=GROUP):
+    for entry_point in entry_points_of_plugins():
         if entry_point.value.partition(".")[0].partition(":")[0] == package and entry_point.dist is not None:
             return entry_point.dist.name
     return None
@@ -136,7 +139,7 @@ def _third_party(distribution: str) -> list[str]:
     """What a distribution of ours requires without an extra, but for distributions of ours and what no worker needs."""
     from packaging.requirements import Requirement
 
-    ours = {CORE, *(canonical_name(one.dist.name) for one in metadata.entry_points(group=GROUP) if one.dist)}
+    ours = {CORE, *(canonical_name(one.dist.name) for one in entry_points_of_plugins() if one.dist)}
     try:
         found = [Requirement(text) for text in metadata.requires(distribution) or ()]
     except metadata.PackageNotFoundError:  # run from its source, not installed

@@ -24,6 +24,7 @@ from enginehouse.runtimes.errors import MakingError
 from enginehouse.runtimes.ingredients import Recipe
 from enginehouse.runtimes.maker import END_SECONDS, end_left_step, forget_maker, maker_of, note_maker
 from enginehouse.runtimes.overlay import make_overlay
+from enginehouse.runtimes.probe import worker_command
 from enginehouse.runtimes.store import Manifest, Runtime, clear, folder, has_module, held, runtime_at
 
 Progress = Callable[[str, str], None]
@@ -130,6 +131,8 @@ def _make(path: Path, wanted: Recipe, steps: _Steps) -> None:
             f"import {wanted.module}", [python, "-P", "-c", _IMPORT, wanted.module, wanted.prepare], overlay
         )
         versions["engine"] = json.loads(said[-1])
+    if wanted.engine:
+        steps.run("start what a worker starts", worker_command(python, wanted), str(make_overlay().path))
     packages = [str(runtime_at(path).packages)]
     for name in ("ray", "torch", "transformers"):
         if (version := installed_version(name, packages)) is not None:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from enginehouse.runtimes.errors import RuntimeProblem
-from enginehouse.runtimes.ingredients import python_of_this_process, ray_version
+from enginehouse.runtimes.ingredients import Recipe, python_of_this_process, ray_version
+from enginehouse.runtimes.overlay import make_overlay
 
 PROBE_SECONDS = 60.0
 """Longest an interpreter may take to answer; it takes a tenth of a second."""
@@ -24,6 +25,21 @@ def version(name):
         return "absent"
 python = "%s %d.%d" % (platform.python_implementation().lower(), sys.version_info[0], sys.version_info[1])
 print(json.dumps({"python": python, "ray": version("ray"), "path": [one for one in sys.path if one]}))
+"""
+
+
+WORKER_SECONDS = 300.0
+"""Longest what a worker starts may take to start: an engine's libraries are read from a disk."""
+
+WORKER = """
+import importlib, sys, types
+engine, prepare = (one.partition(":") for one in sys.argv[1:])
+importlib.import_module("enginehouse.controller.launchers.host")
+from ray._private.serialization import SerializationContext
+SerializationContext(types.SimpleNamespace())  # as each worker of Ray's (2.60) begins
+if prepare[0]:
+    getattr(importlib.import_module(prepare[0]), prepare[2])()
+getattr(importlib.import_module(engine[0]), engine[2])
 """
 
 
@@ -82,3 +98,28 @@ def check_interpreter(python: str) -> Found:
             "environment with `enginehouse runtime create BACKEND`, or install that version there"
         )
     return found
+
+
+def worker_command(python: str, wanted: Recipe) -> list[str]:
+    """Return the command that starts what a worker of a runtime starts; an overlay has to be on its `PYTHONPATH`."""
+    return [python, "-P", "-c", WORKER, wanted.engine, wanted.prepare]
+
+
+def check_worker(python: str, wanted: Recipe) -> None:
+    """Start what a worker of a runtime starts.
+
+    Raises:
+        RuntimeProblem: it does not start; with the last line it said, which is the exception.
+    """
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    variables["PYTHONPATH"] = str(make_overlay().path)
+    try:
+        ran = subprocess.run(
+            worker_command(python, wanted),
+            capture_output=True, text=True, timeout=WORKER_SECONDS, env=variables, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RuntimeProblem(f"no worker starts in it: {error}") from error
+    if ran.returncode:
+        last = (ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"])[-1]
+        raise RuntimeProblem(f"no worker starts in it: {last}")

@@ -20,6 +20,7 @@ from enginehouse.engines.environment import Scored
 from enginehouse.errors import ConfigError, EnginehouseError, UserError, nearest
 from enginehouse.plugin import ResolveError, resolve
 from enginehouse_environments.calls import FORMATS
+from enginehouse_environments.dialogue import ChatTemplate
 from enginehouse_environments.endpoint import MODEL, Endpoint, Served
 from enginehouse_environments.recording import Limits, Recording, Templates
 from enginehouse_environments.threads import in_thread
@@ -88,12 +89,19 @@ class OpenAIAgent:
         self._agent, self._arguments = found(agent, arguments or {}), dict(arguments or {})
         self._agents = RecordedAgents(Limits(max_calls, max_tokens, max_row_tokens), ignored, format, template)
 
+    needs_reward = None  # a text that an agent returns is scored, a reward is not
+
     @staticmethod
     def check(arguments: Mapping[str, Any], columns: object) -> None:
         """Refuse an agent that there is not or that cannot be called so, and a form of calls that there is not."""
         found(arguments["agent"], arguments.get("arguments") or {})
         if (name := arguments.get("format", "auto")) not in ("auto", *FORMATS):
             raise ConfigError(f"format: there is none {name!r}: {nearest(name, ['auto', *FORMATS])}")
+
+    @staticmethod
+    def check_tokenizer(arguments: Mapping[str, Any], tokenizer: Any) -> None:
+        """Refuse a tokenizer without a chat template."""
+        ChatTemplate(tokenizer, None, arguments.get("template"))
 
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
         """See the protocol."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import secrets
 import socket
 import time
@@ -18,10 +19,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi.responses import Response, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from enginehouse_environments.recording import Asked, Refused
 
@@ -30,6 +32,15 @@ if TYPE_CHECKING:
 
 MODEL = "policy"
 """What the model is called, by `/v1/models`. Requests may call it anything."""
+
+HEAD_SECONDS = 10.0
+"""Longest time for the head of a request; how long it may be, h11 says."""
+
+BODY_BYTES = 2**25
+"""Longest body of a request."""
+
+BACKLOG, MOST_CONNECTIONS = 128, 4096
+"""Connections that wait to be taken, and that are held; these are also at most half of the files a process may open."""
 
 UNHEEDED = {
     *("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "reasoning_effort"),
@@ -130,7 +141,7 @@ class Endpoint:
         self.app.add_api_route("/v1/models", self._models, methods=["GET"])
         self.app.add_api_route("/v1/models/{name:path}", self._model, methods=["GET"])
         self.app.add_api_route("/v1/chat/completions", self._completions, methods=["POST"], response_model=None)
-        for kind in (Refused, RequestValidationError, HTTPException):
+        for kind in (Refused, ValidationError, HTTPException):
             self.app.add_exception_handler(kind, _as_openai)
 
     @contextmanager
@@ -172,8 +183,9 @@ class Endpoint:
         self._of(request)
         return _model(name)
 
-    async def _completions(self, request: Request, chat: ChatRequest) -> Response:
-        recording, trained = self._of(request)
+    async def _completions(self, request: Request) -> Response:
+        recording, trained = self._of(request)  # before anything of the body is held
+        chat = ChatRequest.model_validate(await _body(request))
         asked = replace(chat.asked(self._ignored), trained=trained)
         answers = await _while_connected(request, recording, asked)
         head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": chat.model}
@@ -190,7 +202,7 @@ class Endpoint:
             }
             for number, answer in enumerate(answers)
         ]
-        return JSONResponse({**head, "object": "chat.completion", "choices": choices, "usage": _usage(answers)})
+        return _json({**head, "object": "chat.completion", "choices": choices, "usage": _usage(answers)})
 
     async def _chunks(
         self, head: Mapping[str, Any], chat: ChatRequest, answers: Sequence[Answer], with_usage: bool
@@ -225,6 +237,25 @@ class Endpoint:
         }
 
 
+async def _body(request: Request) -> Any:
+    """Return what a request's body says.
+
+    Raises:
+        Refused: it is too long, or no JSON.
+    """
+    body = bytearray()
+    try:
+        async for piece in request.stream():
+            body += piece
+            if len(body) > BODY_BYTES:
+                raise Refused(413, f"a request has at most {BODY_BYTES} bytes", "request_too_large")
+        return json.loads(body)
+    except ClientDisconnect as error:
+        raise Refused(499, "nobody waits for this any more", "client_closed_request") from error
+    except (ValueError, RecursionError) as error:
+        raise Refused(400, f"the body is no JSON that can be read: {error}", "invalid_json") from error
+
+
 async def _while_connected(request: Request, recording: Recording, asked: Asked) -> Sequence[Answer]:
     """The answers, unless whoever asked goes away: then they are given up."""
     answering = asyncio.create_task(recording.answer(asked))
@@ -253,9 +284,9 @@ async def _as_openai(request: Request, error: Exception) -> Response:
         what = f"{request.method} {request.url.path}: {error.detail}"
         cure = "; there is /v1/chat/completions: have it ask by chat completions" if error.status_code == 404 else ""
         error = Refused(error.status_code, what + cure, "unknown_url")
-    if isinstance(error, RequestValidationError):
+    if isinstance(error, ValidationError):
         first = error.errors()[0]
-        param = ".".join(map(str, first["loc"][1:]))
+        param = ".".join(map(str, first["loc"]))
         error = Refused(400, f"{param}: {first['msg']}" if param else first["msg"], "invalid_value", param or None)
     assert isinstance(error, Refused)
     kind = {401: "authentication_error", 403: "permission_error", 500: "server_error"}
@@ -265,7 +296,12 @@ async def _as_openai(request: Request, error: Exception) -> Response:
         "param": error.param,
         "code": error.code,
     }
-    return JSONResponse({"error": said}, error.status, {"x-should-retry": "false"})
+    return _json({"error": said}, error.status, {"x-should-retry": "false"})
+
+
+def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return an answer in ASCII: half a character, which a client may have sent, has no UTF-8."""
+    return Response(json.dumps(value), status, headers, "application/json")
 
 
 def _model(name: str) -> dict[str, Any]:
@@ -293,10 +329,10 @@ class Served:
     """
 
     def __init__(self, app: Any):
-        self._socket = socket.create_server(("127.0.0.1", 0), backlog=4096)
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/v1"
-        options: dict[str, Any] = {"log_config": None, "lifespan": "off", "timeout_keep_alive": 60}
-        self._server = _Server(uvicorn.Config(app, access_log=False, **options))
+        options: dict[str, Any] = {"log_config": None, "lifespan": "off", "timeout_keep_alive": 60, "ws": "none"}
+        self._server = _Server(uvicorn.Config(app, access_log=False, http=_Connection, backlog=BACKLOG, **options))
         self._serving = asyncio.get_running_loop().create_task(self._serve())
 
     async def _serve(self) -> None:
@@ -315,3 +351,40 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Signals are the run's."""
         yield
+
+
+class _Connection(H11Protocol):
+    """A connection that is to say what it wants, in time. Of too many the one is closed that has waited longest."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._since = self.loop.time()
+        self._due = self.loop.call_later(HEAD_SECONDS, transport.abort)
+        held = [one for one in self.connections if isinstance(one, _Connection) and not one.transport.is_closing()]
+        if len(held) > _most_connections():
+            min((one for one in held if not one._at_work), key=lambda one: one._since).transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._at_work:
+            self._due.cancel()
+        elif self._due.cancelled():  # the next head has begun, or what it answered goes on to send its body
+            self._due = self.loop.call_later(HEAD_SECONDS, self.transport.abort)
+
+    def on_response_complete(self) -> None:
+        self._since = self.loop.time()
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._due.cancel()
+        super().connection_lost(exc)
+
+    @property
+    def _at_work(self) -> bool:
+        """True while a request is answered."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+
+def _most_connections() -> int:
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST_CONNECTIONS if files == resource.RLIM_INFINITY else min(MOST_CONNECTIONS, files // 2)

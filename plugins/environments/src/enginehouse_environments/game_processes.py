@@ -13,10 +13,13 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
 from enginehouse.errors import EnginehouseError
+
+START_SECONDS = 300.0
+"""Longest time a process may take to import what it plays."""
 
 Call = tuple[str, int, Any]
 """What is to be done, to which game, with what."""
@@ -126,7 +129,7 @@ class _Process:
         self.games = 0
         self._make, self._step_seconds = make, step_seconds
         self._executor: ProcessPoolExecutor | None = None
-        self._pid: int | None = None
+        self._started: set[BaseProcess] = set()
         self._waiting: list[tuple[Call, asyncio.Future[Any]]] = []
         self._working: asyncio.Task[None] | None = None
 
@@ -139,16 +142,23 @@ class _Process:
         return done
 
     async def _work(self) -> None:
-        while self._waiting:
-            asked, self._waiting = self._waiting, []
-            try:
-                results = await self._done([call for call, _ in asked])
-            except Exception as error:
-                results = [error] * len(asked)
-            for (_, done), result in zip(asked, results, strict=True):
-                if done.done() or done.get_loop().is_closed():  # nobody waits any more
-                    continue
-                done.set_exception(result) if isinstance(result, Exception) else done.set_result(result)
+        """Do what is asked for, until nothing is. However this ends, nobody is left to wait."""
+        asked: list[tuple[Call, asyncio.Future[Any]]] = []
+        try:
+            while self._waiting:
+                asked, self._waiting = self._waiting, []
+                try:
+                    results = await self._done([call for call, _ in asked])
+                except Exception as error:
+                    results = [error] * len(asked)
+                for (_, done), result in zip(asked, results, strict=True):
+                    if done.done() or done.get_loop().is_closed():  # nobody waits any more
+                        continue
+                    done.set_exception(result) if isinstance(result, BaseException) else done.set_result(result)
+        finally:
+            for _, done in [*asked, *self._waiting]:
+                if not done.get_loop().is_closed():
+                    done.cancel()
 
     async def _done(self, calls: Sequence[Call]) -> Sequence[Any]:
         try:
@@ -168,18 +178,30 @@ class _Process:
             raise
 
     async def _start(self) -> None:
+        others = {*multiprocessing.active_children()}
         here = multiprocessing.get_context("spawn")
-        self._executor = ProcessPoolExecutor(1, here, _set_up, (self._make,))
-        self._pid = await asyncio.get_running_loop().run_in_executor(self._executor, os.getpid)
+        try:
+            self._executor = ProcessPoolExecutor(1, here, _set_up, (self._make,))
+            ready = asyncio.get_running_loop().run_in_executor(self._executor, os.getpid)
+            self._started = {*multiprocessing.active_children()} - others
+            await asyncio.wait_for(ready, START_SECONDS)
+        except TimeoutError as error:
+            self._stop()
+            raise GameLost(
+                f"a process for games did not start within {START_SECONDS:g} s: does a module that the game imports "
+                "wait for something in a new process?"
+            ) from error
+        except BaseException:
+            self._stop()
+            raise
 
     def _stop(self) -> None:
         executor, self._executor = self._executor, None
         if executor is not None:
-            if self._pid is not None:
-                with suppress(ProcessLookupError):
-                    os.kill(self._pid, signal.SIGKILL)
+            for process in self._started:
+                process.kill()
             executor.shutdown(wait=False, cancel_futures=True)
-        self._pid = None
+        self._started = set()
 
 
 # In a process of its own
@@ -202,12 +224,14 @@ def _end_with_parent() -> None:
 
 
 def _serve(calls: Sequence[Call]) -> list[Any]:
-    """Do all of them; an exception stands for what raised one."""
+    """Do all of them; an exception stands for what raised one, whatever a game raises."""
     assert _held is not None
     results: list[Any] = []
     for call in calls:
         try:
             results.append(_held.do(call))
-        except Exception as error:
+        except StopIteration as error:  # no future takes one
+            results.append(RuntimeError(f"the game raised {error!r}"))
+        except BaseException as error:
             results.append(error)
     return results

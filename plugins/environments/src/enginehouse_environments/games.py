@@ -30,12 +30,19 @@ class GuessingGame:
     def __init__(self, turns: Annotated[int, Field(ge=1)] = 2, later: float = 1.0):
         self.turns, self.later = turns, later
 
+    needs_reward = False
+
     @staticmethod
     def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
         """Raises `ConfigError` where rows have no secret."""
         if columns is not None and "secret" not in columns:
             near = nearest("secret", columns)
             raise ConfigError(f"the data has no column 'secret', the number to guess: {near}")
+
+    @staticmethod
+    def check_tokenizer(arguments: Mapping[str, Any], tokenizer: Any) -> None:
+        """Refuse a tokenizer without a chat template."""
+        ChatTemplate(tokenizer)
 
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
         """See the protocol."""

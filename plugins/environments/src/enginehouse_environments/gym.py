@@ -61,6 +61,8 @@ class Gym:
         self._games = GameProcesses(rules.begin, processes, step_seconds) if processes else InPlace(rules.begin)
         self._names = itertools.count()
 
+    needs_reward = False
+
     @staticmethod
     def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
         """Raises `ConfigError` where gymnasium knows no such environment, or a function or a column is not there."""
@@ -79,6 +81,11 @@ class Gym:
                     resolve(arguments[key])
                 except ResolveError as error:
                     raise ConfigError(f"{key}: {error}") from error
+
+    @staticmethod
+    def check_tokenizer(arguments: Mapping[str, Any], tokenizer: Any) -> None:
+        """Refuse a tokenizer without a chat template."""
+        ChatTemplate(tokenizer)
 
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
         """See the protocol."""

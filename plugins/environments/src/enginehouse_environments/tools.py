@@ -67,6 +67,12 @@ class Tools:
         if (name := arguments.get("format", "auto")) not in ("auto", *FORMATS):
             raise ConfigError(f"format: there is none {name!r}: {nearest(name, ['auto', *FORMATS])}")
 
+    @staticmethod
+    def check_tokenizer(arguments: Mapping[str, Any], tokenizer: Any) -> None:
+        """Refuse a chat template that writes no calls, or not what a tool says."""
+        schemas = [tool.schema for tool in make_tools(arguments["tools"])]
+        _chat(tokenizer, schemas, arguments.get("template"), arguments.get("format", "auto"))
+
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
         """See the protocol."""
         template, form = self._chat_of(policy.tokenizer)
@@ -100,11 +106,7 @@ class Tools:
         """What renders chats, and what reads calls; a process has one tokenizer."""
         if self._chat is None or self._chat[0].tokenizer is not tokenizer:
             schemas = [tool.schema for tool in self._tools.values()]
-            template = ChatTemplate(tokenizer, schemas, self._template_arguments)
-            form = call_format(template, self._format)
-            if "a result" not in tokenizer.decode(template.continuation([_result(_NO_CALL, "a result")], [])):
-                raise UserError("the chat template of the model's tokenizer leaves out what a tool says")
-            self._chat = template, form
+            self._chat = _chat(tokenizer, schemas, self._template_arguments, self._format)
         return self._chat
 
     def _most(self, prompt_tokens: int, context: EpisodeContext) -> float:
@@ -167,6 +169,21 @@ class Tools:
             return text
         kept = tokenizer.decode(tokens[:most], clean_up_tokenization_spaces=False).rstrip("\ufffd")
         return f"{kept}\n[cut after {most} tokens]"
+
+
+def _chat(
+    tokenizer: Any, schemas: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any] | None, format: str
+) -> tuple[ChatTemplate, CallFormat]:
+    """Return what renders chats in which these tools may be called, and what reads their calls.
+
+    Raises:
+        UserError: the tokenizer has no template, or its template writes no calls, or not what a tool says.
+    """
+    template = ChatTemplate(tokenizer, schemas, arguments)
+    form = call_format(template, format)
+    if "a result" not in tokenizer.decode(template.continuation([_result(_NO_CALL, "a result")], [])):
+        raise UserError("the chat template of the model's tokenizer leaves out what a tool says")
+    return template, form
 
 
 _NO_CALL = Call("000000000", "tool_call", {})

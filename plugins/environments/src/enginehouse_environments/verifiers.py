@@ -14,6 +14,7 @@ from pydantic import Field
 
 from enginehouse.errors import ConfigError, EnginehouseError, UserError, nearest
 from enginehouse_environments.agents import RecordedAgents
+from enginehouse_environments.dialogue import ChatTemplate
 from enginehouse_environments.recording import Limits
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ class Verifiers:
         self._agents = RecordedAgents(Limits(max_calls, max_tokens, max_row_tokens), ignored)
         self._serving: tuple[Any, asyncio.Future[None]] | None = None
 
+    needs_reward = False
+
     @staticmethod
     def check(arguments: Mapping[str, Any], columns: Sequence[str] | None) -> None:
         """Refuse a taskset that there is not, and rows that name no task."""
@@ -62,6 +65,11 @@ class Verifiers:
                 f"column: the data has no column {column!r}, the place of a task in the taskset: "
                 f"{nearest(column, columns or ())}"
             )
+
+    @staticmethod
+    def check_tokenizer(arguments: Mapping[str, Any], tokenizer: Any) -> None:
+        """Refuse a tokenizer without a chat template."""
+        ChatTemplate(tokenizer)
 
     async def run(self, task: Task, policy: Policy, context: EpisodeContext) -> Sequence[Episode]:
         """See the protocol."""
@@ -98,7 +106,7 @@ class Verifiers:
             async with self._environment.serving():
                 ready.set_result(None)
                 await asyncio.Event().wait()  # until the loop ends
-        except Exception as error:
+        except BaseException as error:
             if ready.done():
                 raise
             ready.set_exception(error)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from enginehouse.errors import ConfigError, ModelError, nearest
+from enginehouse_torch.modeling.export import share_weights
 from enginehouse_torch.modeling.files import CheckpointError
 from enginehouse_torch.modeling.loading import VALUE_HEAD
 from enginehouse_torch.modeling.schedule import lr_factors
@@ -254,6 +255,7 @@ def write_adapter(
     modules = [name for name, _ in model.named_modules()]
     exact = {name for name in modules if name.rpartition(".")[2] in endings} == set(adapted)
     _peft_config(lora, sorted(endings) if exact else adapted, base, inference=True).save_pretrained(str(directory))
+    share_weights(directory, directory / "adapter_config.json")
 
 
 # Checkpoints

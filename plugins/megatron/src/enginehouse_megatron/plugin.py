@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enginehouse.plugin import DispatchMode, Layout, TrainBackend, capabilities, hookimpl
 
-enginehouse_protocol = "1.0"
+enginehouse_protocol = "1.1"
 
 
 @hookimpl

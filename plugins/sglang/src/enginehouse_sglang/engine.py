@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import itertools
 import json
+import logging
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from enginehouse.engines.model import TOKENIZER_FILES, ModelSpec, ProcessContext, end_ids
+from enginehouse.engines.progress import note_progress
 from enginehouse.engines.requests import check_request
 from enginehouse.engines.rollout import (
     Endpoint,
@@ -39,6 +41,8 @@ from enginehouse_sglang.server import SGLangServer
 from enginehouse_sglang.turns import Kind, Turns, kind_of
 from enginehouse_sglang.weights import SGLangWeights
 
+logger = logging.getLogger(__name__)
+
 LOOK_SECONDS = 0.2
 """How often a server that starts is asked whether it answers; and after which rows that are to end are named again."""
 
@@ -47,6 +51,9 @@ MOST_CONNECTIONS = 256
 
 LONGEST_LOOK_SECONDS = 5.0
 """Of the time after which they are named again, which doubles."""
+
+PROGRESS_SECONDS = 10.0
+"""How often SGLang is asked whether it gets on with what it draws: a long answer is answered whole, at its end."""
 
 
 @dataclass(eq=False, slots=True)
@@ -86,6 +93,7 @@ class SGLangRollout:
         self._new: list[_Call] = []  # not handed over yet: of this turn of the loop, or come while paused
         self._scheduled = False
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._watching = False
         self._turns = Turns()
         self._paused = False
         self._held = False
@@ -221,6 +229,9 @@ class SGLangRollout:
         call = self._calls[serial] = _Call(request, drawings(request, self._labels.label(serial)))
         self._new.append(call)
         self._hand_over_soon()
+        if not self._watching:
+            self._watching = True
+            self._do(self._note_progress())
         try:
             return await asyncio.shield(call.done)
         except asyncio.CancelledError:
@@ -252,6 +263,22 @@ class SGLangRollout:
         for sampling, calls in groups.items():
             for begin in range(0, len(calls), together):
                 self._do(self._serve(sampling, calls[begin : begin + together]))
+
+    async def _note_progress(self) -> None:
+        """Note that SGLang gets on while it has requests and what it holds changes; a scheduler that hangs says nothing
+        new."""
+        before = None
+        try:
+            while self._calls:
+                await asyncio.sleep(PROGRESS_SECONDS)
+                now = await self.server.load_now()
+                if before not in (None, now):
+                    note_progress()
+                before = now
+        except (EnginehouseError, LookupError) as error:  # those whose requests these are hear of a lost server
+            logger.debug("%s: sglang does not tell its load: %s", self._where, error)
+        finally:
+            self._watching = False
 
     def _do(self, work: Awaitable[Any]) -> None:
         self._tasks.add(task := asyncio.ensure_future(work))  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -52,6 +52,8 @@ CPU_KV_CACHE_MIB = 1024
 class SGLangOptions(SplitRolloutOptions):
     """Options of the `sglang` rollout engine. `native` goes to SGLang's server: `{"schedule_policy": "lpm"}` is
     `--schedule-policy lpm`, true a flag without a value."""
+
+    native_sources: ClassVar[tuple[str, ...]] = ("sglang/srt/server_args.py", "sglang/srt/arg_groups/fields/*.py")
 
     endpoint: list[str] = Field(
         default_factory=list,

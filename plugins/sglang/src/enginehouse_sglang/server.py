@@ -93,6 +93,11 @@ class SGLangServer:
         body: dict[str, Any] = {name: [row[name] for row in rows] for name in rows[0]}
         return list(await self.ask("POST", "/generate", {**body, "return_logprob": True}))
 
+    async def load_now(self) -> list[tuple[Any, Any]]:
+        """Return tokens whose keys and values it holds, and rows that run, as each of its schedulers told them last."""
+        loads = (await self.ask("GET", "/v1/loads?include=core"))["loads"]
+        return [(load.get("num_used_tokens"), load.get("num_running_reqs")) for load in loads]
+
     async def abort(self, rid: str) -> None:
         """End a row, if it is there."""
         await self.ask("POST", "/abort_request", {"rid": rid})

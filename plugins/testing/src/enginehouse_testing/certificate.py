@@ -15,7 +15,7 @@ from enginehouse.atomic import write_whole
 from enginehouse.plugin.requirements import installed_versions, parsed
 from enginehouse_testing.origin import Commit, Origin, required_plugins
 
-Outcome = Literal["passed", "failed", "not declared", "not run"]
+Outcome = Literal["passed", "failed", "warning", "not declared", "not run"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Result:
             check belongs to no layout, because it is not declared.
         tolerance: largest error that passes.
         measured: the error found; None where nothing was measured. Not finite where something is wrong without a size.
-        outcome: how it ended.
+        outcome: how it ended; `"warning"`: it failed, and came with a later contract than its plugin is written for.
         detail: what and where, in words.
     """
 
@@ -92,13 +92,13 @@ class Certificate:
             if check["measured"] is not None and not math.isfinite(check["measured"]):
                 check["measured"] = str(check["measured"])
         return {
+            "commit": None if self.commit is None else asdict(self.commit),
+            "written": datetime.now(UTC).isoformat(timespec="seconds"),
             "backend": self.backend,
             "kind": self.kind,
             "device": self.device,
             "plugin": None if self.origin is None else asdict(self.origin),
-            "commit": None if self.commit is None else asdict(self.commit),
             "passed": self.passed,
-            "written": datetime.now(UTC).isoformat(timespec="seconds"),
             "interrupted": not self.finished,
             "whole": self.whole,
             "checks": checks,
@@ -120,6 +120,7 @@ class Certificate:
         lines = [
             f"# {self.backend} ({self.kind}): {self.verdict()}",
             "",
+            *([f"Commit: {self.commit}", ""] if self.commit else []),
             *([f"Plugin: {self.origin}", ""] if self.origin else []),
             *([f"Device: {self._on()}", ""] if self.device else []),
             *([f"Runtime: {ran_with}", ""] if ran_with else []),
@@ -137,7 +138,7 @@ class Certificate:
 
     def verdict(self) -> str:
         """In words, how it stands."""
-        counts = dict.fromkeys(("passed", "failed", "not run", "not declared"), 0)
+        counts = dict.fromkeys(("passed", "failed", "warning", "not run", "not declared"), 0)
         for check in self.checks:
             counts[check.outcome] += 1
         said = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count) or "nothing run"

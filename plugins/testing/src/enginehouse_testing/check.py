@@ -69,6 +69,7 @@ class Check:
         device: `"cuda"`: not run where there is no GPU for each process.
         also: another capability that it takes; empty: none.
         reads: it reads back what was written, and is not run where its author did not say how (`Given.read`).
+        since: the contract version it came in; of a plugin written for an older one it warns, and fails nothing.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Check:
     device: Literal["cpu", "cuda"] = "cpu"
     also: str = ""
     reads: bool = False
+    since: str = "1.0"
 
     def declared(self, capabilities: Collection[str]) -> bool:
         """Whether it is to be passed by who declares these."""

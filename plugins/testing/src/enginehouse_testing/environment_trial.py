@@ -28,7 +28,7 @@ class ScriptedPolicy(BySamples):
 
     Args:
         replies: what it says, as text.
-        delay: seconds that the call of a name takes.
+        delay: turns of the event loop that the call of a name takes: which of two ends first does not depend on time.
         error: raised by every call but the first of a branch.
         name: of the branch.
     """
@@ -49,7 +49,10 @@ class ScriptedPolicy(BySamples):
     ) -> Sequence[Completion]:
         """See `Policy`."""
         name, self._calls = f"{self._name}/{self._calls}", self._calls + 1
-        await asyncio.sleep(self._delay(name))
+        turns = self._delay(name)
+        while turns > 0:
+            await asyncio.sleep(0)
+            turns -= 1
         if self._error is not None:
             raise self._error
         return [self._completion(f"{name}#{number}") for number in range(n)]
@@ -127,7 +130,7 @@ class EnvironmentTrial:
         environment: Environment,
         task: Task,
         drawn: Drawn | None = None,
-        delay: Callable[[str], float] = lambda name: 0.0,
+        delay: Callable[[str], float] = lambda name: 1,
         error: Exception | None = None,
     ) -> Sequence[Episode]:
         """The episodes of a task; `drawn` remembers what the policy drew."""

@@ -16,6 +16,8 @@ SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
 CHARACTERS = "0123456789abcdefghijklmn=+-. "
 VOCABULARY_SIZE = len(SPECIAL_TOKENS) + len(CHARACTERS)
 PAD_ID, EOS_ID = 0, 1
+LEAST_HEAD = 16
+"""The smallest heads that `flex_attention` has kernels for on GPUs."""
 
 Family = Literal["qwen3", "llama"]
 
@@ -43,8 +45,8 @@ def tiny_model(
 ) -> str:
     """Directory of a tiny fp32 model with random weights and a character tokenizer.
 
-    By default two query heads share one key-value head. The large `initializer_range` makes distributions far from
-    uniform, so that a wrong mask or position shows in a logprob.
+    By default two query heads share one key-value head; heads are no smaller than GPU kernels take. The large
+    `initializer_range` makes distributions far from uniform, so that a wrong mask or position shows in a logprob.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -175,7 +177,7 @@ def _config(
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=key_value_heads,
-        head_dim=hidden // heads,
+        head_dim=max(LEAST_HEAD, hidden // heads),
         max_position_embeddings=max_positions,
         tie_word_embeddings=tied,
         initializer_range=initializer_range,

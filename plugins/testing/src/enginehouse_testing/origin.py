@@ -67,6 +67,9 @@ class Commit:
     hash: str
     changed: bool
 
+    def __str__(self) -> str:
+        return f"{self.hash[:8]}{', and files that differ from it' * self.changed}"
+
 
 def commit_of(record: Record) -> Commit | None:
     """The commit that a record's code is of; None where it lies in no git checkout, or git is not there."""
@@ -75,6 +78,11 @@ def commit_of(record: Record) -> Commit | None:
         return None  # not there, or in an environment within somebody's checkout
     found, changed = _git(files[0].parent, "rev-parse", "HEAD"), _git(files[0].parent, "status", "--porcelain")
     return None if not found or changed is None else Commit(found, bool(changed))
+
+
+def head() -> str:
+    """Return the commit of the checkout that this program was started in; empty where it was in none."""
+    return _git(Path.cwd(), "rev-parse", "HEAD") or ""
 
 
 def _git(folder: Path, *words: str) -> str | None:
@@ -88,6 +96,12 @@ def _git(folder: Path, *words: str) -> str | None:
 def required_plugins(record: Record) -> list[str]:
     """Distributions of other plugins whose code is part of a record's. Nothing of them is imported."""
     return [plugin.distribution for plugin in _stands_on(_owner(record, _modules(record)))]
+
+
+def protocol_of(record: Record) -> str:
+    """Return the contract version that a record's plugin is written for; empty where it is of no plugin."""
+    owner = _owner(record, _modules(record))
+    return "" if owner is None else owner.protocol
 
 
 def _modules(record: Record) -> list[str]:

@@ -27,6 +27,7 @@ from enginehouse.engines.rollout import (
     SamplingParams,
 )
 from enginehouse.engines.weights import WeightChunk, WeightUpdate
+from enginehouse.errors import EnginehouseError
 from enginehouse.plugin import Layout, RolloutBackend, capabilities, resolve
 from enginehouse.plugin.requirements import installed_versions
 from enginehouse_testing.check import RolloutCheck, Seen
@@ -78,6 +79,7 @@ class Replica:
         serving: name of the model whose weights it serves.
         version: newest weight version it was sent.
         requests: how many were made; the newest is `certify-<requests>`.
+        newest: of the requests of the act.
     """
 
     record: RolloutBackend
@@ -92,6 +94,7 @@ class Replica:
     version: int = field(default=0, init=False)
     _others: frozenset[int] = field(default=frozenset(), init=False)
     requests: int = field(default=0, init=False)
+    newest: GenerateRequest | None = field(default=None, init=False)
 
     # The engine's life
 
@@ -127,9 +130,12 @@ class Replica:
     # Requests
 
     async def request(self, prompt: Sequence[int], **sampling: Any) -> GenerateResult:
-        """One request."""
+        """Make one request, without a seed where the backend does not declare that it takes any."""
         self.requests += 1
+        if capabilities.SEED not in self.record.capabilities:
+            sampling.pop("seed", None)
         request = GenerateRequest(f"certify-{self.requests}", list(prompt), SamplingParams(**sampling))
+        self.newest = request
         return await soon(self.engine.generate(request))
 
     async def draw(self, *prompts: Sequence[int], **sampling: Any) -> list[Drawn]:
@@ -256,10 +262,15 @@ class ReplicaUnderTest(Worker):
             self._used_up = self._used_up or bool(replica.processes())
         replica = self._replica
         await replica.at_rest()
-        replica.directory = directory
+        replica.directory, replica.newest = directory, None
         if check.breaks:
             self._replica = None
-        return Seen(0, 1, True, await check.acts[0](replica))
+        try:
+            return Seen(0, 1, True, await check.acts[0](replica))
+        except Exception as error:
+            if replica.newest is None:
+                raise
+            raise EnginehouseError(f"{type(error).__name__}: {error} (the act's newest: {replica.newest})") from error
 
     @register
     async def forget(self) -> bool:

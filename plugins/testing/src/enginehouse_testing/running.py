@@ -18,7 +18,7 @@ from enginehouse_testing.check import PROTOCOL, Check, Seen
 from enginehouse_testing.checks import checks_of
 from enginehouse_testing.given import Given
 from enginehouse_testing.naming import check_given
-from enginehouse_testing.origin import commit_of, origin_of
+from enginehouse_testing.origin import commit_of, origin_of, protocol_of
 from enginehouse_testing.sites import (
     ACT_SECONDS,
     FUNCTION_SECONDS,
@@ -203,14 +203,21 @@ class Certifier:
                 seen.append(self._once(case.check, number, layout, directory))
             measured = case.check.judge(*seen)
         except Exception as error:
-            self._site.failed(case.layouts[0])
-            return case.result("failed", detail=f"{type(error).__name__}: {error}")
+            return self._failed(case, None, f"{type(error).__name__}: {error}")
         finally:
             shutil.rmtree(directory, ignore_errors=True)
-        passed = measured.error <= case.check.tolerance  # False for nan
-        if not passed:
-            self._site.failed(case.layouts[0])
-        return case.result("passed" if passed else "failed", measured.error, measured.detail)
+        if not measured.error <= case.check.tolerance:  # also where it is nan
+            return self._failed(case, measured.error, measured.detail)
+        return case.result("passed", measured.error, measured.detail)
+
+    def _failed(self, case: Case, measured: float | None, detail: str) -> Result:
+        """Return the result of a case that failed: a warning where the check is newer than what the plugin promised."""
+        self._site.failed(case.layouts[0])
+        written_for, since = protocol_of(self.record), case.check.since
+        if not written_for or _version(written_for) >= _version(since):
+            return case.result("failed", measured, detail)
+        newer = f"this check came with contract {since}, and the plugin is written for {written_for}"
+        return case.result("warning", measured, f"{newer}: {detail}" if detail else newer)
 
     def versions(self) -> dict[str, str]:
         """Versions of what a rollout engine stands on in its runtime, once a check has run there; else empty."""
@@ -225,6 +232,10 @@ class Certifier:
         if key not in self._seen:
             self._seen[key] = self._site.act(self.record, check, number, layout, directory)
         return self._seen[key]
+
+
+def _version(contract: str) -> tuple[int, ...]:
+    return tuple(map(int, contract.split(".")))
 
 
 def device_of(record: Any, wanted: Device | None = None) -> Device:

@@ -77,6 +77,7 @@ def samples(columns: Mapping[str, ColumnOf], groups: int = GROUPS, size: int = G
     for name, of in columns.items():
         values = torch.rand(shapes[of], generator=generator)
         made[name] = by_token(values) if of == "token" else values
+    made.setdefault("kl_penalty", torch.rand(rows, generator=generator))
     return Batch(made)
 
 

@@ -23,8 +23,10 @@ def _none(native: dict[str, Any]) -> dict[str, Any]:
 Native = Annotated[dict[str, Any], AfterValidator(_none)]
 
 
-AttentionChoice = Literal["auto", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"]
-"""What rows attend by; the names are transformers'."""
+AttentionChoice = Literal[
+    "auto", "sdpa", "flex_attention", "varlen_attention", "flash_attention_2", "flash_attention_3"
+]
+"""What rows attend by: transformers' names, and `varlen_attention`, which is torch's own flash-attention."""
 
 FLASH = {
     "flash_attention_2": ("flash-attn", "flash_attn"),
@@ -42,7 +44,8 @@ class PackingOptions(GroupedTrainOptions):
     attention: AttentionChoice = Field(
         "auto",
         description="sdpa: rows are padded, shared prompts have a mask; flex_attention: shared prompts have none; "
-        "flash_attention_2, _3: nor are rows padded; auto: on cuda what is installed, on a CPU sdpa",
+        "flash_attention_2, _3, varlen_attention (torch's own): nor are rows padded; auto: on cuda what is "
+        "installed, on a CPU sdpa",
     )
 
     def check_device(self, device: Device, dtype: str) -> None:
@@ -52,12 +55,12 @@ class PackingOptions(GroupedTrainOptions):
             return
         if device != "cuda":
             raise ConfigError(f"{asked} has kernels for cuda alone, and this run is on {device}; use attention=auto")
+        if self.attention != "flex_attention" and dtype == "float32":
+            raise ConfigError(
+                f"{asked} has no kernels for float32; use model.dtype=bfloat16, or attention=flex_attention"
+            )
         if self.attention in FLASH:
             package, module = FLASH[self.attention]
-            if dtype == "float32":
-                raise ConfigError(
-                    f"{asked} has no kernels for float32; use model.dtype=bfloat16, or attention=flex_attention"
-                )
             if importlib.util.find_spec(module) is None:
                 raise ConfigError(
                     f"{asked} needs {package}, which is not installed here; install it, or use attention=auto, which "

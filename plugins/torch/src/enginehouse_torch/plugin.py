@@ -18,7 +18,7 @@ from enginehouse.plugin.capabilities import (
     WEIGHT_CHECKSUMS,
 )  # fmt: skip
 
-enginehouse_protocol = "1.0"
+enginehouse_protocol = "1.1"
 
 
 @hookimpl

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -46,6 +46,8 @@ V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
 class VLLMOptions(SplitRolloutOptions):
     """Options of the `vllm` rollout engine. `native` goes to vLLM's `AsyncEngineArgs`."""
+
+    native_sources: ClassVar[tuple[str, ...]] = ("vllm/engine/arg_utils.py",)
 
     kv_cache_mib: int | None = Field(
         None,

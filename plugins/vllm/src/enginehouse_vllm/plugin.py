@@ -13,7 +13,7 @@ from enginehouse.plugin.capabilities import (
     STOP_STRINGS,
 )
 
-enginehouse_protocol = "1.0"
+enginehouse_protocol = "1.1"
 
 
 @hookimpl

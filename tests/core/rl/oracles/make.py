@@ -258,13 +258,14 @@ def trl_losses() -> None:
     policy("clipped_policy", OUR_CLIP, loss_type="dapo")
     policy("clipped_policy", {**OUR_CLIP, "dual_clip": 1.5}, loss_type="dapo", delta=1.5)
     policy("clipped_policy", {**OUR_CLIP, "kl_coefficient": 0.3}, loss_type="dapo", beta=0.3)
+    ours = {**OUR_CLIP, "kl_coefficient": 0.3, "kl_estimator": "k3_unbiased"}
+    policy("clipped_policy", ours, loss_type="dapo", beta=0.3, use_bias_correction_kl=True)
     policy("clipped_policy", {**OUR_CLIP, "entropy_coefficient": 0.2}, loss_type="dapo", entropy=0.2)
     policy("gspo", OUR_CLIP, by_row=True, loss_type="grpo", level="sequence")
     policy("cispo", {"clip_high": 0.2}, loss_type="cispo", epsilon_high=1.2)
     policy("sapo", {"tau_positive": 0.7, "tau_negative": 1.4}, loss_type="sapo")
     weights = (b["old_logprobs"] - b["rollout_logprobs"]).exp().clamp(max=1.1)
-    ours = {**OUR_CLIP, "importance_cap": 1.1, "kl_coefficient": 0.3}
-    policy("clipped_policy", ours, loss_type="dapo", beta=0.3, weights=weights)
+    policy("clipped_policy", {**OUR_CLIP, "importance_cap": 1.1}, loss_type="dapo", weights=weights)
 
 
 def trl_distillation() -> None:

@@ -6,6 +6,7 @@ Started only when a call has failed; every step here has a deadline of its own.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import time
@@ -26,8 +27,13 @@ CONTROL_SECONDS = 2.0
 """How long a process gets to answer on its control lane."""
 PROGRESS_SECONDS = 5.0
 """How long it gets to say whether it got on: it may be busy, and without an answer its call has failed."""
+MOST_SAID = 600
+"""Characters of Ray's text of a death in a message; the whole of a longer one is behind the error."""
 LOG_LINES = 20
 LOG_TAIL_BYTES = 32 * 1024
+
+_RAISED = re.compile(r"^[\w.]*(?:Error|Exception|Exit|Interrupt)\b", re.MULTILINE)
+"""How the last lines of a traceback begin."""
 
 
 class Diagnosis:
@@ -169,7 +175,7 @@ class Diagnosis:
                 ray.exceptions.NodeDiedError,
                 ray.exceptions.OutOfMemoryError,  # Ray killed it
             ) as error:
-                deaths[rank] = _how_it_died(error)
+                deaths[rank] = str(error)
             except ray.exceptions.GetTimeoutError:  # it ended, and its output is on its way
                 continue
             except Exception as error:
@@ -178,7 +184,7 @@ class Diagnosis:
 
     def _failure_in(self, error: Any, rank: int) -> WorkerFailure:
         if isinstance(error.cause, SourceDied):
-            error.cause.text = _how_it_died(error.cause.text)
+            error.cause.text = how_it_died(error.cause.text)
         if isinstance(error.cause, WorkerFailure):
             return error.cause
         # raised by Ray itself in the worker: arguments that do not unpickle, a result that does not pickle
@@ -210,7 +216,7 @@ class Diagnosis:
             try:
                 ray.get(ref, timeout=0)
             except ray.exceptions.RayActorError as error:
-                deaths[rank] = _how_it_died(error)
+                deaths[rank] = str(error)
             except Exception:  # it is busy, or does not answer for another reason
                 continue
         return deaths
@@ -248,15 +254,18 @@ class Diagnosis:
 
     # Saying it
 
-    def _died(self, rank: int, how: str, raised: Mapping[int, WorkerFailure]) -> WorkerDied:
+    def _died(self, rank: int, text: str, raised: Mapping[int, WorkerFailure]) -> WorkerDied:
         if self._ended is not None:
             return cut_off(self._ended, **self._facts(rank))
         lines = _log_tail(self._places[rank])
-        message = f"{self._where(rank)}: the process died during {self.method!r}: {how}"
+        message = f"{self._where(rank)}: the process died during {self.method!r}: {how_it_died(text)}"
         for other, failure in raised.items():
             if other != rank:
                 message += f"\nThen rank {other} raised {failure.type_name}: {failure.text}"
-        return WorkerDied(message + _quoted(lines), **self._facts(rank), log_lines=lines)
+        error = WorkerDied(message + _quoted(lines), **self._facts(rank), log_lines=lines)
+        if len(text) > MOST_SAID:
+            error.__cause__ = RemoteTraceback(text)
+        return error
 
     def _unexplained(self, seen: Exception) -> RemoteError:
         rank = next(iter(self._refs))
@@ -302,17 +311,21 @@ def _at_work(stacks: str) -> str:
     return "\n".join(kept)
 
 
-def _how_it_died(error: Exception | str) -> str:
-    """What Ray says of a death, without its advice."""
-    text = " ".join(str(error).split())
-    if "is temporarily unavailable:" in text:  # what a connection looks like whose other end is gone, for a while
-        text = text.split("is temporarily unavailable:", 1)[1].split(" The task may or may not", 1)[0].strip()
-        return f"the connection to it broke, maybe with its node: {text}"[:600]
+def how_it_died(text: str) -> str:
+    """Return in short what Ray says of a death, without its advice: of a traceback the exception at its end, too."""
+    text = text.split("Some common causes", 1)[0].strip()
+    said = " ".join(text.split())
+    if "is temporarily unavailable:" in said:  # what a connection looks like whose other end is gone, for a while
+        said = said.split("is temporarily unavailable:", 1)[1].split(" The task may or may not", 1)[0].strip()
+        return f"the connection to it broke, maybe with its node: {said}"[:MOST_SAID]
     for start in ("Worker exit detail:", "The actor is dead because", "The actor died because"):
-        if start in text:
-            text = text.split(start, 1)[1].strip()
+        if start in said:
+            said = said.split(start, 1)[1].strip()
             break
-    return text.split(" Some common causes", 1)[0][:600]
+    if len(said) <= MOST_SAID:
+        return said
+    raised = [match.start() for match in _RAISED.finditer(text)] or [text.rfind("\n") + 1]
+    return f"{said[: MOST_SAID // 3]} ... {' '.join(text[raised[-1] :].split())[: MOST_SAID * 2 // 3]}"
 
 
 def _log_tail(place: Place) -> tuple[str, ...]:

@@ -80,7 +80,7 @@ class WorkerFailure(Exception):
         return error
 
 
-def error_here(error: Exception, role: str, node: str, pid: int, method: str) -> WorkerError:
+def error_here(error: BaseException, role: str, node: str, pid: int, method: str) -> WorkerError:
     """The error for what a worker in this process raised: as for one that travelled, the very exception behind it.
 
     Args:

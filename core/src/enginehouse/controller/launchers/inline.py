@@ -36,7 +36,11 @@ class InlineCall:
     deadline = float("inf")
 
     def __init__(
-        self, result: futures.Future[Any], keep: bool, origin: str | None, failed: Callable[[Exception], WorkerError]
+        self,
+        result: futures.Future[Any],
+        keep: bool,
+        origin: str | None,
+        failed: Callable[[BaseException], WorkerError],
     ):
         self._result = result
         self._keep = keep
@@ -49,7 +53,7 @@ class InlineCall:
         if not self._result.done():
             raise StillRunning(f"the call still runs after {limit} s")
         error = futures.CancelledError() if self._result.cancelled() else self._result.exception()
-        if isinstance(error, Exception):
+        if error is not None:  # also a SystemExit: who waits on an event loop would not be told of it
             raise self._failed(error)
         value = self._result.result()
         if self._keep and self._origin is not None:
@@ -184,7 +188,7 @@ class InlineProcesses:
         self._broken = f"{self.options.name} was restarted"
         return fresh
 
-    def _error(self, role: str, method: str, error: Exception) -> WorkerError:
+    def _error(self, role: str, method: str, error: BaseException) -> WorkerError:
         place = self.places[0]
         if isinstance(error, futures.CancelledError) and self._broken is not None:
             return cut_off(self._broken, role, 0, place.node, place.pid, method)

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+
+from enginehouse.rl.kl import KL_PENALTY
+
+if TYPE_CHECKING:
+    from enginehouse.data import Batch
 
 
 def group_statistics(rewards: torch.Tensor, group: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -35,3 +42,17 @@ def group_sums(values: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
     """For each row the sum of float `values` `(rows,)` over its group."""
     labels, index = group.unique(return_inverse=True)
     return torch.zeros(len(labels), dtype=values.dtype).index_add(0, index, values)[index]
+
+
+def kl_distances(batch: Batch) -> torch.Tensor:
+    """For each row, how far what its KL term costs is above its group's mean, float64 `(rows,)`; 0 without a term.
+
+    It is taken off the advantage as it is. Among the rewards it would be divided by their deviation, and so count the
+    more the less they differ; and where all are equal, fully, however small its coefficient.
+
+    Args:
+        batch: `group` int64 `(rows,)`, and `KL_PENALTY` float32 `(rows,)` where there is a KL term in the reward.
+    """
+    if KL_PENALTY not in batch:
+        return torch.zeros(len(batch), dtype=torch.float64)
+    return group_statistics(batch[KL_PENALTY], batch["group"])[1]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from enginehouse.rl.advantages.groups import group_statistics
+from enginehouse.rl.advantages.groups import group_statistics, kl_distances
 from enginehouse.rl.advantages.tokens import CountedTokens
 
 if TYPE_CHECKING:
@@ -21,13 +21,14 @@ def process_rewards(batch: Batch, *, epsilon: Annotated[float, Field(gt=0)] = 1e
     """Add `advantages` float32 by token.
 
     A step ends at each token whose reward is not 0, and at a row's last counted token, whatever its reward: without
-    `token_rewards` this is `grpo`. So a step that is worth nothing needs a reward other than 0, and a KL term is
-    better in the loss, as it would make a step of each token.
+    `token_rewards` this is `grpo`. So a step that is worth nothing needs a reward other than 0. A KL term in the reward
+    is none of a step's: as in `grpo`, all tokens of a row are credited with it.
 
     Args:
         batch: the samples of a step: `reward` float32 and `group` int64 `(rows,)`; by token `token_rewards` float32
-            and `loss_mask`.
-        epsilon: added to the standard deviation. A group of equal step rewards has advantages of exactly 0.
+            and `loss_mask`. `kl_penalty`: see `kl_distances`.
+        epsilon: added to the standard deviation. A group of equal step rewards has advantages of exactly 0, but for a
+            KL term's.
     """
     tokens = CountedTokens(batch.ragged("loss_mask"))
     rewards = tokens.rewards(batch)
@@ -35,4 +36,5 @@ def process_rewards(batch: Batch, *, epsilon: Annotated[float, Field(gt=0)] = 1e
     ends[tokens.last] = True
     _, distances, deviations = group_statistics(rewards[ends], batch["group"][tokens.row[ends]])
     rewards[ends] = distances / (deviations + epsilon)
-    return batch.with_columns(advantages=tokens.column(tokens.sums_to_the_end(rewards, 1.0)))
+    credits = tokens.sums_to_the_end(rewards, 1.0) - kl_distances(batch)[tokens.row]
+    return batch.with_columns(advantages=tokens.column(credits))

@@ -1,7 +1,8 @@
 """REINFORCE++: a token is credited with the rewards from there on, against those of all tokens of the step.
 
 Source: Hu et al. 2025, "REINFORCE++": the return of token t is the discounted sum of the rewards from t on,
-each token's KL term among them; advantages are the returns of the whole batch, normalised.
+each token's KL term among them; advantages are the returns of the whole batch, normalised. In a step whose rewards are
+all equal the KL term alone is made of that size, whatever its coefficient.
 """
 
 from __future__ import annotations

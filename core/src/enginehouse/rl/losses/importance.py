@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 
 from enginehouse.errors import ConfigError, nearest
+from enginehouse.rl.kl import bounded
 
 if TYPE_CHECKING:
     from enginehouse.rl.losses.policy import PolicyTokens
@@ -51,6 +52,6 @@ def importance_weights(
         log_ratio = tokens.old_logprobs - tokens.column("rollout_logprobs")
         if level == "sequence":
             log_ratio = log_ratio.new_zeros(tokens.rows).index_add_(0, tokens.row, log_ratio)[tokens.row]
-        ratio = log_ratio.exp()
+        ratio = bounded(log_ratio).exp()
         outside = ratio > cap
         return ratio.masked_fill(outside, cap if mode == "truncate" else 0.0), outside

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from enginehouse.config.schema import KLEstimator
 from enginehouse.engines.train import LossValue, Mean, TokenView
-from enginehouse.rl.kl import token_kl
+from enginehouse.rl.kl import bounded, token_kl
 from enginehouse.rl.losses.aggregate import Aggregation, aggregate
 from enginehouse.rl.losses.importance import ImportanceLevel, ImportanceMode, importance_weights
 
@@ -53,8 +53,8 @@ class PolicyTokens:
 
     @property
     def log_ratio(self) -> torch.Tensor:
-        """Log of how much likelier a token is than before the step."""
-        return self.logprobs - self.old_logprobs
+        """Log of how much likelier a token is than before the step, at most `LARGEST_LOG_RATIO`."""
+        return bounded(self.logprobs - self.old_logprobs)
 
     def row_means(self, values: torch.Tensor) -> torch.Tensor:
         """For each token the mean of `values` over the tokens of its row."""
@@ -113,7 +113,7 @@ def finished(
     and `importance_capped`, the part of the tokens whose weight was cut or that were masked.
 
     Args:
-        importance_cap: weigh each token's loss, not the KL term or the entropy bonus, by how much likelier the actor
+        importance_cap: weigh each token's loss and KL term, not the entropy bonus, by how much likelier the actor
             finds it than the rollout did, at most this; see `enginehouse.rl.losses.importance`. Needs
             `algorithm.old_logprobs=actor`: with the rollout's own the weight is 1 everywhere.
         importance_level: the ratio of each `token`, or of its whole `sequence`.
@@ -121,17 +121,19 @@ def finished(
         aggregation: the mean over tokens and sequences; see `enginehouse.rl.losses.aggregate`.
         max_tokens: for the aggregation that divides by it; in a run, unset: `rollout.sampling.max_tokens`.
         kl_coefficient: weight of the divergence from the reference.
-        kl_estimator: `"k1"`, `"k2"` or `"k3"`.
+        kl_estimator: `"k2"`, `"k3"`, or `"k3_unbiased"`, which is multiplied by the ratio; see `enginehouse.rl.kl`.
         entropy_coefficient: weight of the entropy bonus.
     """
     extra: dict[str, torch.Tensor] = {}
+    if kl_coefficient:
+        extra["kl"] = token_kl(tokens.logprobs, tokens.column("reference_logprobs"), kl_estimator)
+        if kl_estimator == "k3_unbiased":
+            extra["kl"] = extra["kl"] * tokens.log_ratio.exp()
+        losses = losses + kl_coefficient * extra["kl"]
     if importance_cap is not None:
         weights, cut = importance_weights(tokens, importance_cap, importance_level, importance_mode)
         losses = losses * weights
         extra |= {"importance_weight": weights, "importance_capped": cut}
-    if kl_coefficient:
-        extra["kl"] = token_kl(tokens.logprobs, tokens.column("reference_logprobs"), kl_estimator)
-        losses = losses + kl_coefficient * extra["kl"]
     if entropy_coefficient:
         extra["entropy"] = tokens.output("entropy")
         losses = losses - entropy_coefficient * extra["entropy"]

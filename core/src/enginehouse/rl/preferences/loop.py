@@ -62,7 +62,7 @@ class PreferenceTrainer(Loop):
 
     @contextmanager
     def workers(self) -> Iterator[None]:
-        with place(self.plan) as self.roles:
+        with place(self.plan, came=self.progress.came) as self.roles:
             yield
 
     @abstractmethod
@@ -81,8 +81,7 @@ class PreferenceTrainer(Loop):
             tokens = {"tokens": float(rows["input_ids"].tokens)}
             update = Update(with_weights(rows, found.slopes), self.loss)
             metrics = self.update(step, {"actor": update}, lambda: {**tokens, **figures})
-        every = self.plan.config.train.validate_every
-        if self.held_out is not None and (step == self.steps or (every and step % every == 0)):
+        if self.held_out is not None and self.validates(step):
             with self.clock.phase("validation"):
                 metrics |= {f"validation/{name}": value for name, value in self.validate(self.held_out).items()}
         return metrics

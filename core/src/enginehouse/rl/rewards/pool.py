@@ -77,8 +77,8 @@ WAKE_BYTES = 4096
 class RewardPool:
     """Scores rows with one function in `processes` processes.
 
-    A process that is gone or stopped while it has nothing to do is replaced. One that dies or stops at work is too, and
-    its row is tried once more.
+    A process that is gone or stopped while it has nothing to do is replaced, and one of an `async` reward after some
+    rows that timed out. One that dies or stops at work is too, and its row is tried once more.
 
     Args:
         function: `"module:function"`. It gets, by name, what it takes of a row's values, and `arguments`; what it may
@@ -114,7 +114,7 @@ class RewardPool:
         self._policy = FailurePolicy(self._named, timeout_seconds, on_error, max_failures)
         self._concurrency = concurrency
         self._record = record
-        self._setup = SetUp(function, dict(arguments or {}), list(python_path), timeout_seconds)
+        self._setup = SetUp(function, dict(arguments or {}), list(python_path), timeout_seconds, concurrency)
         self._mark = uuid.uuid4().hex
         self._started = 0
         self._failed_starts = 0
@@ -293,7 +293,7 @@ class RewardPool:
     def _hand_out(self, process: RewardProcess) -> None:
         """Give a process rows of the oldest batch that has some waiting."""
         batch = next((batch for batch in self._batches if batch.alone or batch.waiting), None)
-        if batch is None or process.style is None:
+        if batch is None or process.style is None or process.spent:
             return
         if process.style == "async" and not (batch.alone or any(self._at_work[n].alone for n in process.outstanding)):
             size = self._concurrency - len(process.outstanding)
@@ -361,6 +361,8 @@ class RewardPool:
                 self._ended(process)
         elif process.deadline is not None and time.monotonic() > process.deadline:
             self._late(process)
+        elif process.spent and not process.outstanding:
+            self._remove(process)
 
     def _ended(self, process: RewardProcess) -> None:
         process.wait(time.monotonic() + CLOSE_SECONDS)

@@ -23,7 +23,9 @@ from enginehouse.rl.rewards.program import (
     AT_WORK,
     HEAD,
     MARK,
+    TIMEOUT,
     Answers,
+    Failure,
     Rows,
     SetUp,
     Style,
@@ -62,7 +64,8 @@ class RewardProcess:
         self.style: Style | None = None
         self.outstanding: dict[int, float] = {}
         self.seconds_per_answer = 0.0
-        self._timeout = setup.timeout_seconds
+        self._timeout, self._concurrency = setup.timeout_seconds, setup.concurrency
+        self._late = 0  # rows, each of which may have left a thread behind
         self._since = time.monotonic()
         self._incoming, self._outgoing = bytearray(), bytearray(framed(setup))
         self.line, theirs = socket.socketpair()
@@ -80,7 +83,7 @@ class RewardProcess:
                 stdout=self._output,
                 stderr=self._output,
                 pass_fds=descriptors,
-                env={"OMP_NUM_THREADS": "1", **os.environ, MARK: mark},
+                env={"OMP_NUM_THREADS": "1", **os.environ, MARK: mark, TIMEOUT: str(setup.timeout_seconds)},
                 start_new_session=True,  # a Ctrl-C is for the run to answer
             )
 
@@ -103,6 +106,11 @@ class RewardProcess:
     def sending(self) -> bool:
         """Whether something waits to be sent."""
         return bool(self._outgoing)
+
+    @property
+    def spent(self) -> bool:
+        """Whether what late rows left running may soon hold up others."""
+        return 4 * self._late >= self._concurrency
 
     @property
     def deadline(self) -> float | None:
@@ -158,10 +166,11 @@ class RewardProcess:
                 break
             messages.append(pickle.loads(self._incoming[HEAD.size : end]))
             del self._incoming[:end]
-        answers = sum(len(message.results) for message in messages if isinstance(message, Answers))
+        results = [one for message in messages if isinstance(message, Answers) for one in message.results.values()]
+        self._late += sum(isinstance(one, Failure) and one.late for one in results)
         if messages:
             now = time.monotonic()
-            self.seconds_per_answer, self._since = (now - self._since) / max(answers, 1), now
+            self.seconds_per_answer, self._since = (now - self._since) / max(len(results), 1), now
         return None if closed and not messages else messages
 
     def output(self) -> str:

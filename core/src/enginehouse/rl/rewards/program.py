@@ -22,6 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -29,6 +30,9 @@ from enginehouse.plugin.records import is_batched, keywords, resolve
 
 MARK = "ENGINEHOUSE_REWARD_PROCESS"
 """Environment variable of a pool process, and so of all that a reward starts: what has it ends with the process."""
+
+TIMEOUT = "ENGINEHOUSE_REWARD_TIMEOUT_SECONDS"
+"""Environment variable of a pool process: the longest time for one row, of which a function's own limits are a part."""
 
 CLOSE_SECONDS = 2.0
 """Longest time a process gets to end by itself."""
@@ -59,6 +63,7 @@ class SetUp(NamedTuple):
     arguments: Mapping[str, Any]
     python_path: Sequence[str]
     timeout_seconds: float
+    concurrency: int
 
 
 class Ready(NamedTuple):
@@ -92,12 +97,14 @@ class Score(NamedTuple):
 class Failure(NamedTuple):
     """Why a row has no score, the traceback, and the end of what it printed.
 
-    Plain text: an exception may not survive its way to another process.
+    Plain text: an exception may not survive its way to another process. `late`: a row of an async function whose time
+    was up; a thread that it waited for may run on.
     """
 
     what: str
     trace: str = ""
     output: str = ""
+    late: bool = False
 
 
 class Answers(NamedTuple):
@@ -211,6 +218,7 @@ class Judge:
             asyncio.run(self._serve_async(inbox, answer))
         elif self.style == "batched":
             with asyncio.Runner() as runner:
+                runner.get_loop().set_default_executor(self._threads())
                 for message in iter(inbox.get, None):
                     self._serve_batch(message, answer, runner)
         else:
@@ -234,13 +242,19 @@ class Judge:
         async def one(number: int, row: Mapping[str, Any]) -> None:
             answer({number: await self._one_async(row)})
 
-        while (message := await asyncio.to_thread(inbox.get)) is not None:
+        loop, inboxes = asyncio.get_running_loop(), ThreadPoolExecutor(1)  # those of rows may all hang
+        loop.set_default_executor(self._threads())
+        while (message := await loop.run_in_executor(inboxes, inbox.get)) is not None:
             if not running:  # what rows print at once cannot be told apart
                 self._output.clear()
             for number, row in zip(message.numbers, message.rows, strict=True):
                 task = asyncio.create_task(one(number, row))
                 running.add(task)
                 task.add_done_callback(running.discard)
+
+    def _threads(self) -> ThreadPoolExecutor:
+        """What `asyncio.to_thread` takes: a thread for each row, and some for those that hang after their row."""
+        return ThreadPoolExecutor(2 * self._setup.concurrency)
 
     async def _one_async(self, row: Mapping[str, Any]) -> Score | Failure:
         timeout = asyncio.timeout(self._setup.timeout_seconds)
@@ -250,7 +264,7 @@ class Judge:
             return self._judged(returned)
         except BaseException as error:
             if timeout.expired():
-                return Failure(overdue(self._setup.timeout_seconds), output=self._output.tail())
+                return Failure(overdue(self._setup.timeout_seconds), output=self._output.tail(), late=True)
             return self._raised(error)
 
     def _serve_batch(self, message: Rows, answer: Answer, runner: asyncio.Runner) -> None:

@@ -27,6 +27,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+import psutil
+
 from enginehouse.errors import EnginehouseError
 from enginehouse.rl.rewards import sandboxed
 from enginehouse.rl.rewards.program import MARK, end_marked, named_exit
@@ -35,8 +37,10 @@ OUTPUT_BYTES = 2**20
 """A program that prints more than this is ended."""
 FILE_BYTES, DISK_BYTES, FILES, OPEN_FILES = 2**24, 2**26, 256, 64
 """Most bytes of a file, bytes of all, files at a time, and open files."""
+MOST_THREADS = 256
+"""A program with more is ended: of small stacks its memory would hold as many as a machine has room for processes."""
 LOOK_SECONDS = 0.05
-"""How often its directory is looked at."""
+"""How often its directory and its threads are looked at."""
 START_SECONDS = 20.0
 """Longest time until it is about to run a program."""
 STALE_SECONDS = 300.0
@@ -56,7 +60,8 @@ class Ended:
     """What became of a program.
 
     Attributes:
-        how: `"exit code 0"`, `"killed by SIGSEGV"`; or the limit that it was ended for: `"time"`, `"output"`, `"disk"`.
+        how: `"exit code 0"`, `"killed by SIGSEGV"`; or the limit that it was ended for: `"time"`, `"output"`, `"disk"`,
+            `"threads"`.
         output: what it printed to its standard output.
     """
 
@@ -223,6 +228,8 @@ class Sandbox:
             self._end("time")
         elif self._uses_too_much():
             self._end("disk")
+        elif self._has_too_many_threads():
+            self._end("threads")
         elif not self._selector.get_map() or self._process.poll() is not None:
             left = max(0.0, self._until - time.monotonic())
             try:
@@ -254,6 +261,12 @@ class Sandbox:
                 if number > FILES or used > DISK_BYTES:
                     return True
         return False
+
+    def _has_too_many_threads(self) -> bool:
+        try:
+            return psutil.Process(self._process.pid).num_threads() > MOST_THREADS
+        except psutil.Error:  # it has ended
+            return False
 
     def _end(self, why: str) -> None:
         self._process.kill()

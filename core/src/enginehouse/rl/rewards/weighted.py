@@ -86,7 +86,8 @@ class WeightedRewards:
 
 def with_rewards(samples: DistributedBatch, rewards: Sequence[RewardPlan]) -> DistributedBatch:
     """Add `rewards` float32 `(rows, k)`, each clipped, in the order of the config; and where one is to be normalised
-    over its group or the batch, make `reward` anew of them. As `reward`, they are 0 but in an episode's last row.
+    over its group or the batch, make `reward` anew of them and of what the environment scored besides. As `reward`,
+    they are 0 but in an episode's last row.
 
     Args:
         samples: all of a step, their groups whole, as of `rows_of`.
@@ -104,10 +105,13 @@ def with_rewards(samples: DistributedBatch, rewards: Sequence[RewardPlan]) -> Di
         return samples
     last = EpisodeRows(samples["episode"]).last
     groups = {"group": samples["group"][last], "batch": torch.zeros(len(last), dtype=torch.int64)}
-    total = torch.zeros(len(last), dtype=torch.float64)
+    total, plain = torch.zeros(2, len(last), dtype=torch.float64)
     for one, values in zip(rewards, each[last].unbind(1), strict=True):
+        plain += one.given.weight * values
         if one.given.normalize != "none":
             _, distances, deviations = group_statistics(values, groups[one.given.normalize])
             values = distances / (deviations + EPSILON)
         total += one.given.weight * values
+    # Rounded as `reward` was, so that it is exactly 0 where an environment adds nothing of its own.
+    total += samples["reward"][last] - plain.float()
     return samples.with_columns(reward=torch.zeros(len(samples)).index_copy_(0, last, total.float()))

@@ -85,14 +85,14 @@ class BroadcastGroup:
         failure: BaseException | None = None
         try:
             group = self._join()
-        except Exception as error:
+        except BaseException as error:
             failure = error
         while (asked := self._asked.get()) is not None:
             buffer, deadline, future = asked
             if failure is None:
                 try:
                     self._move(group, buffer, deadline)
-                except Exception as error:
+                except BaseException as error:
                     failure = error.with_traceback(None)  # which would keep the group
                     group = None  # closes its connections: nobody is to wait for this rank any more
             if failure is None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from enginehouse.engines.rollout import Completion, FinishReason, GenerateRequest, GenerateResult, SamplingParams
+from enginehouse.engines import Completion, FinishReason, GenerateRequest, GenerateResult, SamplingParams
 from transformers import DynamicCache
 
 

@@ -16,11 +16,22 @@ from typing import Any, TypeVar
 
 import torch
 import transformers
-from enginehouse.engines.model import ModelSpec, ProcessContext, end_ids, positions
-from enginehouse.engines.requests import check_request
-from enginehouse.engines.rollout import Endpoint, GenerateRequest, GenerateResult, Health, PauseMode
-from enginehouse.engines.train import ALL
-from enginehouse.engines.weights import WeightChunk, WeightState, WeightUpdate
+from enginehouse.engines import (
+    ALL,
+    Endpoint,
+    GenerateRequest,
+    GenerateResult,
+    Health,
+    ModelSpec,
+    PauseMode,
+    ProcessContext,
+    WeightChunk,
+    WeightState,
+    WeightUpdate,
+    check_request,
+    end_ids,
+    positions,
+)
 from enginehouse.errors import EnginehouseError, ModelError
 from enginehouse.quiet import quiet_transformers
 

@@ -7,11 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from enginehouse.engines.weights import HostMemory, WeightState, WeightUpdate
-from enginehouse.weights.checksums import checksum
-from enginehouse.weights.form import ModelForm
-from enginehouse.weights.names import stored_names, tied_names, unique_state
-from enginehouse.weights.staged_update import StagedUpdate
+from enginehouse.engines import HostMemory, WeightState, WeightUpdate
+from enginehouse.weights import ModelForm, StagedUpdate, checksum, stored_names, tied_names, unique_state
 
 
 class Staged:

@@ -13,13 +13,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from enginehouse.data import Batch
-from enginehouse.engines.mesh import Mesh
-from enginehouse.engines.model import ModelSpec, ProcessContext
-from enginehouse.engines.train import ALL, LossSpec, Metrics, Outputs
-from enginehouse.engines.weights import ParamMeta
+from enginehouse.engines import ALL, LossSpec, Mesh, Metrics, ModelSpec, Outputs, ParamMeta, ProcessContext
 from enginehouse.errors import ModelError
 from enginehouse.quiet import quiet_transformers
-from enginehouse.weights.names import stored_names, unique_state
+from enginehouse.weights import stored_names, unique_state
 from enginehouse_torch.modeling import checkpoint
 from enginehouse_torch.modeling.export import write_companions
 from enginehouse_torch.modeling.files import parts_of

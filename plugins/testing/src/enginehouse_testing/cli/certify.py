@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 ARROW = " -> "
 """Between the names of two layouts, of what went from one to the other."""
+COLOURS = {"warning": "yellow", "failed": "red"}
+"""Of the outcomes that are told in full, the worse last."""
 
 
 @click.command()
@@ -290,8 +292,9 @@ def _run(
         nonlocal said
         certificate.write(directory)
         for result in certificate.checks[said:]:
-            if result.outcome == "failed":
-                console.print(f"    failed: {result.detail}", style="red", markup=False, highlight=False)
+            if result.outcome in COLOURS:
+                told = f"    {result.outcome}: {result.detail}"
+                console.print(told, style=COLOURS[result.outcome], markup=False, highlight=False)
         said = len(certificate.checks)
 
     return run(
@@ -321,7 +324,14 @@ def _show(certificate: Certificate, console: Console) -> None:
         cells = [_cell(at.get(layout, at.get(""))) for layout in layouts]
         if between:
             moved = [one for one in found if ARROW in one.layout]
-            worst = max(moved, key=lambda one: (one.outcome == "failed", one.measured or 0.0), default=None)
+            worst = max(
+                moved,
+                key=lambda one: (
+                    list(COLOURS).index(one.outcome) if one.outcome in COLOURS else -1,
+                    one.measured or 0.0,
+                ),
+                default=None,
+            )
             cells.append(_cell(worst))
         tolerance = found[0].tolerance
         table.add_row(name, f"{tolerance:g}" if tolerance else "exact", *cells)
@@ -333,6 +343,6 @@ def _cell(result: Result | None) -> str:
         return ""
     if result.outcome == "passed":
         return f"[green]{result.measured:.1e}[/]" if result.measured else "[green]equal[/]"
-    if result.outcome == "failed":
-        return "[bold red]FAILED[/]"
+    if result.outcome in COLOURS:
+        return f"[bold {COLOURS[result.outcome]}]{result.outcome.upper()}[/]"
     return f"[dim]{result.outcome}[/]"

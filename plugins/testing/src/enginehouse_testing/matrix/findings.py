@@ -15,6 +15,7 @@ from enginehouse_testing.certificate import machine
 from enginehouse_testing.matrix.combination import KINDS, Combination
 from enginehouse_testing.matrix.page import render
 from enginehouse_testing.matrix.row import Row
+from enginehouse_testing.origin import head
 
 FORM = 1
 """The form of the file."""
@@ -31,7 +32,8 @@ class Findings:
         command: what writes the page anew.
         plugin: whose backends and transports alone are on the page; empty: all that there are.
         machine: where, as in a certificate.
-        written: when it was last written, ISO 8601 in UTC.
+        commit: of the checkout that it was last written in; empty where it was in none.
+        written: when, ISO 8601 in UTC.
         certificates: each in short, as of `certified`, by `(kind, name)`.
         rows: by combination.
     """
@@ -39,6 +41,7 @@ class Findings:
     command: str = ""
     plugin: str = ""
     machine: Mapping[str, Any] = field(default_factory=machine)
+    commit: str = ""
     written: str = ""
     certificates: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
     rows: dict[Combination, Row] = field(default_factory=dict)
@@ -60,6 +63,7 @@ class Findings:
 
     def write(self, page: Path) -> None:
         """Write the page, and beside it the JSON it is made of; each replaced in one step."""
+        self.commit = head()
         self.written = datetime.now(UTC).isoformat(timespec="seconds")
         page.parent.mkdir(parents=True, exist_ok=True)
         write_whole(json_beside(page), json.dumps(self.as_json(), indent=1, allow_nan=False) + "\n")
@@ -68,11 +72,12 @@ class Findings:
     def as_json(self) -> dict[str, Any]:
         """Plain data."""
         return {
+            "commit": self.commit,
+            "written": self.written,
             "form": FORM,
             "command": self.command,
             "plugin": self.plugin,
             "machine": dict(self.machine),
-            "written": self.written,
             "certificates": list(self.certificates.values()),
             "rows": [row.as_json() for row in self.rows.values()],
         }
@@ -84,6 +89,7 @@ class Findings:
             command=content["command"],
             plugin=content.get("plugin", ""),
             machine=content["machine"],
+            commit=content.get("commit", ""),
             written=content["written"],
         )
         for one in (*content["certificates"], *map(Row.from_json, content["rows"])):

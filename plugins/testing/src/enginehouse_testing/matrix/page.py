@@ -41,6 +41,8 @@ def _introduction(found: Findings, data: str) -> list[str]:
     return [
         f"# Compatibility{found.plugin and f' of {found.plugin}'}",
         "",
+        f"Of commit {found.commit[:8] or 'unknown'}, written {found.written}.",
+        "",
         *([f"![certified or not]({data.removesuffix('.json')}.svg)", ""] if found.plugin else []),
         "Which training engine works with which rollout engine by which weight transport, and how far apart the two "
         "compute. One command measured every figure of this page, by the conformance suite and a short real run of "
@@ -51,8 +53,7 @@ def _introduction(found: Findings, data: str) -> list[str]:
         found.command,
         "```",
         "",
-        "That makes what is missing, or was found with other versions, and keeps the rest; `--again` makes all anew. "
-        f"Last written {found.written}.",
+        "That makes what is missing, or was found with other versions, and keeps the rest; `--again` makes all anew.",
     ]
 
 

@@ -1,8 +1,9 @@
 """Attention over rows that are packed into one sequence, by transformers' own functions, without a dense mask.
 
-Rows that share nothing go through flash-attention, which is told where each ends; trees of rows (`packing`) through
-`flex_attention`, which is told which blocks of tokens may attend to which. Elsewhere rows are padded, and trees masked,
-as `scaled_dot_product_attention` wants it. Which is used depends on the device and on what is installed.
+Rows that share nothing go through flash-attention, which is told where each ends, or torch's own copy of it; trees of
+rows (`packing`) through `flex_attention`, which is told which blocks of tokens may attend to which. Elsewhere rows are
+padded, and trees masked, as `scaled_dot_product_attention` wants it. Which is used depends on the device and on what is
+installed.
 
 Not yet run on a GPU.
 """
@@ -10,6 +11,7 @@ Not yet run on a GPU.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -34,8 +36,10 @@ PADDED_ATTENTION = "sdpa"
 """What is not packed attends by this, whatever else a model uses."""
 BLOCK = 128
 """Tokens of a block: what the kernels of `flex_attention` are written for."""
-HOPPER = 9
-"""Major compute capability of the devices that flash-attention 3 is for."""
+AMPERE, HOPPER = 8, 9
+"""Major compute capabilities: the least that flash-attention is for, and that of the devices version 3 is for."""
+VARLEN = "varlen_attention"
+"""torch's own flash-attention (`torch.nn.attention.varlen`), made known to transformers by this name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,20 +82,49 @@ def choose_attention(wanted: AttentionChoice, device: torch.device, dtype: torch
         dtype: what it computes in; flash-attention has no kernels for float32.
     """
     if wanted == "auto":
-        flash = _installed_flash(device) if dtype in (torch.bfloat16, torch.float16) else None
-        return Attention(flash, "flex_attention") if device.type == "cuda" else PADDED
+        if device.type != "cuda":
+            return PADDED
+        return Attention(_flash(device) if dtype in (torch.bfloat16, torch.float16) else None, "flex_attention")
     if wanted == "sdpa":
         return PADDED
     return Attention(None if wanted == "flex_attention" else wanted, "flex_attention")
 
 
-def _installed_flash(device: torch.device) -> str | None:
-    """The newest flash-attention that is installed and made for `device`; transformers finds none without a GPU."""
+def _flash(device: torch.device) -> str | None:
+    """The newest flash-attention that is installed and made for `device`, else torch's own; transformers finds none
+    without a GPU."""
     from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
     if is_flash_attn_3_available() and torch.cuda.get_device_capability(device)[0] == HOPPER:
         return "flash_attention_3"
-    return "flash_attention_2" if is_flash_attn_2_available() else None
+    if is_flash_attn_2_available():
+        return "flash_attention_2"
+    major = torch.cuda.get_device_capability(device)[0]
+    return VARLEN if major >= AMPERE and importlib.util.find_spec("torch.nn.attention.varlen") else None
+
+
+def varlen_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    *,
+    scaling: float,
+    cu_seq_lens_q: torch.Tensor,
+    max_length_q: int,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend causally within each row by torch's own kernels; called by transformers as its flash-attention is."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    query, key, value = (states.transpose(1, 2).squeeze(0) for states in (query, key, value))
+    ends, longest = cu_seq_lens_q, max_length_q
+    found: Any = varlen_attn(
+        query, key, value, ends, ends, longest, longest, scale=scaling, window_size=(-1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    return found[None], None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +229,12 @@ def attend_by(model: PreTrainedModel, name: str) -> None:
         ValueError: the model does not support it.
     """
     if model.config.get_text_config()._attn_implementation != name:
+        if name == VARLEN:
+            from transformers import AttentionInterface, AttentionMaskInterface
+            from transformers.masking_utils import flash_attention_mask
+
+            AttentionInterface.register(VARLEN, varlen_attention)
+            AttentionMaskInterface.register(VARLEN, flash_attention_mask)
         with quiet_transformers():  # it warns of float32 parameters, which are computed with in another dtype
             model.set_attn_implementation(name)
 

@@ -7,7 +7,7 @@ import copy
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from enginehouse.engines.model import TOKENIZER_COMPANIONS, TOKENIZER_FILES, end
 from enginehouse.weights.buckets import pack_buckets
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedConfig
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
     from enginehouse.engines.model import ModelSpec
     from enginehouse.engines.weights import ParamMeta
@@ -109,23 +109,26 @@ def write_companions(
     """
     config.dtype = dtype
     config.architectures = [architecture]
+    _copy_tokenizer(Path(spec.path), directory)
     if spec.head == "value":
-        config, generation = _as_sequence_classifier(config, architecture, spec), None
+        config, generation = _as_sequence_classifier(config, architecture), None
+        config.get_text_config().pad_token_id = _give_padding(directory, config, spec)
     config.save_pretrained(directory)
+    share_weights(directory, directory / "config.json")
     if generation is not None:
         generation.save_pretrained(directory)
     else:
         (directory / "generation_config.json").unlink(missing_ok=True)
-    _copy_tokenizer(Path(spec.path), directory)
 
 
-def _as_sequence_classifier(config: PreTrainedConfig, architecture: str, spec: ModelSpec) -> PreTrainedConfig:
-    """A config with one label, and with a padding token: by it transformers finds the last token, whose score counts.
+def share_weights(directory: Path, like: Path) -> None:
+    """Let whoever may read a file beside them read the weights too: safetensors writes files for their owner alone."""
+    for file in directory.glob("*.safetensors"):
+        file.chmod(like.stat().st_mode)
 
-    That is the model's own, else the tokenizer's, else an end of sequence; a class that transformers does not have is
-    called as it would be.
-    """
-    from transformers import AutoTokenizer
+
+def _as_sequence_classifier(config: PreTrainedConfig, architecture: str) -> PreTrainedConfig:
+    """A config with one label; a class that transformers does not have is called as it would be."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
     config = copy.deepcopy(config)
@@ -133,14 +136,57 @@ def _as_sequence_classifier(config: PreTrainedConfig, architecture: str, spec: M
     named = f"{kind}ForSequenceClassification"
     config.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type, named)]
     config.num_labels = 1
-    text = config.get_text_config()
-    if getattr(text, "pad_token_id", None) is None:
-        with contextlib.suppress(OSError, ValueError):  # it has no tokenizer
-            tokenizer = AutoTokenizer.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
-            text.pad_token_id = tokenizer.pad_token_id
-    if getattr(text, "pad_token_id", None) is None:
-        text.pad_token_id = next(iter(end_ids(text.eos_token_id)), None)
     return config
+
+
+def _give_padding(directory: Path, config: PreTrainedConfig, spec: ModelSpec) -> int | None:
+    """Choose the padding token of a classifier's export, and name it in the tokenizer that lies there.
+
+    Transformers reads the score at the last token that is not padding. So padding is a token that ends no text: with
+    an end of sequence as padding it would read the token before it.
+
+    Returns:
+        The token's id. None where there is none, or no tokenizer to name it: transformers then reads the last token of
+        a text, and refuses several texts at once.
+    """
+    from transformers import AutoTokenizer
+
+    text = config.get_text_config()
+    ends = set(end_ids(getattr(text, "eos_token_id", None)))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(spec.path, trust_remote_code=spec.trust_remote_code)
+    except (OSError, ValueError):  # it has none
+        own = getattr(text, "pad_token_id", None)
+        return None if own in ends else own
+    padding = _padding(tokenizer, getattr(text, "pad_token_id", None), ends)
+    if padding != tokenizer.pad_token:
+        named = [directory / name for name in ("tokenizer_config.json", "special_tokens_map.json")]
+        for file in named[:1] + [file for file in named[1:] if file.exists()]:
+            settings = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+            settings["pad_token"] = padding
+            file.write_text(json.dumps(settings, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+    return None if padding is None else tokenizer.convert_tokens_to_ids(padding)
+
+
+def _padding(tokenizer: PreTrainedTokenizerBase, of_model: int | None, ends: Set[int]) -> str | None:
+    """Return a token that ends no text: the tokenizer's padding, else the model's, else a special token; None: none."""
+    ends = {*ends, tokenizer.eos_token_id}
+    if tokenizer.chat_template:
+        with contextlib.suppress(Exception):  # templates raise what they like
+            chat = [{"role": role, "content": "."} for role in ("user", "assistant")]
+            ends.update(tokenizer.apply_chat_template(chat, return_dict=False)[-1:])
+    special = [number for number, token in sorted(tokenizer.added_tokens_decoder.items()) if token.special]
+    named = (tokenizer.pad_token_id, of_model, tokenizer.unk_token_id, tokenizer.bos_token_id)
+    for number in (*named, *special):
+        if number is not None and number not in ends:
+            token: str | None = tokenizer.convert_ids_to_tokens(number)
+            if token is not None and (number in named or not _OF_MEDIA.search(token)):
+                return token
+    return None
+
+
+_OF_MEDIA = re.compile("image|video|audio|vision", re.IGNORECASE)
+"""Names of tokens in whose place a model puts something else."""
 
 
 def _copy_tokenizer(source: Path, directory: Path) -> None:

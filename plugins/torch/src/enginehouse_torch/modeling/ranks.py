@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -67,6 +69,9 @@ class Ranks:
         if context.world_size == 1:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         else:
+            if interface := interface_of(context.node):
+                # By itself gloo is reached where the host's name leads to, which on Debian and its like is loopback.
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             dist.init_process_group(backend)
         return cls(context.rank, context.world_size, owns_group=True)
 
@@ -115,6 +120,14 @@ class Ranks:
             # while a group is held: once the other ranks have left they spin on the closed connections.
             gc.collect()
         self.owns_group = False
+
+
+def interface_of(address: str) -> str | None:
+    """Return the network interface of this host that has an address; None where none has, as of a name."""
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address for one in addresses):
+            return interface
+    return None
 
 
 def gather(value: Any) -> list[Any]:

@@ -11,6 +11,7 @@ import torch
 from enginehouse.engines.train import Outputs
 from enginehouse.errors import ConfigError
 from enginehouse_torch.modeling.attention import (
+    BLOCK,
     PADDED,
     PADDED_ATTENTION,
     Attention,
@@ -127,7 +128,8 @@ def _computes_the_same(
     kernel = attention.rows if what == "rows" else attention.trees
     level, said = (logging.WARNING, kernel) if kernel else (logging.DEBUG, f"{PADDED_ATTENTION} with a mask")
     try:
-        difference, mistake = _probe(model, config.vocab_size, attention, what)
+        long = BLOCK if model.device.type == "cuda" else 3
+        difference, mistake = _probe(model, config.vocab_size, attention, what, long)
     except Exception as error:
         logger.log(level, "%s are not computed by %s: %s: %s", what, said, type(error).__name__, error)
         logger.debug("the same with where it was raised", exc_info=True)
@@ -142,10 +144,14 @@ def _computes_the_same(
 
 @torch.no_grad()
 def _probe(
-    model: PreTrainedModel, vocabulary: int, attention: Attention, what: Literal["rows", "trees"]
+    model: PreTrainedModel, vocabulary: int, attention: Attention, what: Literal["rows", "trees"], long: int
 ) -> tuple[float, float]:
-    """Largest difference of a logprob of two rows apart and, first, as `what`; second, as one row."""
-    prompt, first, second = [1, 2, 3, 4], [5, 6, 7], [8, 9, 10, 11]
+    """Largest difference of a logprob of two rows apart and, first, as `what`; second, as one row.
+
+    The first row's response has `long` tokens: below a block `flex_attention` has other kernels on a GPU than it
+    trains by.
+    """
+    prompt, first, second = [1, 2, 3, 4], list(range(12, 12 + long)), [8, 9, 10, 11]
     has_values = hasattr(model, VALUE_HEAD)
     outputs = Outputs(logprobs=not has_values, values=has_values)
 
@@ -160,12 +166,13 @@ def _probe(
         (column,) = packed_token_outputs(model, given, outputs).values()  # of the responses
         return column
 
-    both = [*prompt, *first, *prompt, *second], [(0, 4), (7, 11)], [0, 7, 15]
-    rows = [Tree((0,), 0, 6), Tree((1,), 0, 7)]
+    one = 4 + long
+    both = [*prompt, *first, *prompt, *second], [(0, 4), (one, one + 4)], [0, one, one + 8]
+    rows = [Tree((0,), 0, one - 1), Tree((1,), 0, 7)]
     apart = scores(*both, rows)
     if what == "rows":
         found = scores(*both, rows, packed=True)
     else:
-        found = scores(*both, [Tree((0, 1), 4, 4 + 2 + 3)], packed=attention.trees is not None)
-    joined = scores([*prompt, *first, *second], [(0, 4)], [0, 11], [Tree((0,), 0, 10)])
-    return float((apart - found).abs().max()), float((apart[3:] - joined[3:]).abs().max())
+        found = scores(*both, [Tree((0, 1), 4, 4 + long - 1 + 3)], packed=attention.trees is not None)
+    joined = scores([*prompt, *first, *second], [(0, 4)], [0, one + 4], [Tree((0,), 0, one + 3)])
+    return float((apart - found).abs().max()), float((apart[long:] - joined[long:]).abs().max())

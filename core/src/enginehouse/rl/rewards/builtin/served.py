@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import time
 import urllib.error
 import urllib.request
 from typing import Any, Literal
+
+from enginehouse.rl.rewards.program import TIMEOUT
+
+SHARE = 0.9
+"""Of the time for a row, what a server has to answer in: who asks it then says so, and leaves no thread behind."""
+
+ANSWER_BYTES = 2**20
+"""How long an answer may be; a score's has some hundred bytes."""
 
 
 async def served(
@@ -41,13 +51,21 @@ async def served(
 
 
 def _asked(place: str, body: dict[str, Any]) -> Any:
-    """What a server answers to a POST of JSON; the reward pool says how long it may take."""
+    """Return what a server answers to a POST of JSON."""
     request = urllib.request.Request(place, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    limit = SHARE * float(os.environ.get(TIMEOUT, "60"))
+    until, text = time.monotonic() + limit, bytearray()
     try:
-        with urllib.request.urlopen(request) as answer:
-            return json.load(answer)
+        with urllib.request.urlopen(request, timeout=limit) as answer:
+            while piece := answer.read1(2**16):
+                text += piece
+                if len(text) > ANSWER_BYTES:
+                    raise ValueError(f"its answer is longer than {ANSWER_BYTES} bytes")
+                if time.monotonic() > until:
+                    raise TimeoutError(f"its answer did not end within {limit:.3g} s")
+        return json.loads(text)
     except urllib.error.HTTPError as error:
         said = error.read(300).decode(errors="replace")
         raise RuntimeError(f"{place} refuses with status {error.code}: {said}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RuntimeError(f"{place} cannot be asked: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
@@ -15,6 +16,8 @@ from enginehouse_testing.environment_trial import SAMPLES, EnvironmentTrial, num
 BLOCKED_SECONDS = 0.25
 """Longest time an environment may keep the event loop, on the best of `TRIES` plays."""
 TRIES = 3
+TURNS_APART = 100
+"""So many turns of the event loop lie between requests that are to end one after the other."""
 CANCEL_SECONDS = 5.0
 """Longest time an environment may take to end once it is cancelled."""
 
@@ -92,7 +95,7 @@ def _loop(trial: EnvironmentTrial) -> Measured:
 
 def _cancelled(trial: EnvironmentTrial) -> Measured:
     async def cancel() -> bool:
-        playing = asyncio.create_task(trial.play(trial.environment(), trial.tasks()[0], None, lambda name: 3600.0))
+        playing = asyncio.create_task(trial.play(trial.environment(), trial.tasks()[0], None, lambda name: math.inf))
         await asyncio.sleep(0.05)
         playing.cancel()
         await asyncio.wait([playing], timeout=CANCEL_SECONDS)
@@ -122,7 +125,7 @@ def _rows(episodes: Sequence[Episode]) -> list[list[list[int]]]:
 
 
 def _delay(seed: int, name: str) -> float:
-    return number_of(f"{seed} {name}") % 5 / 500
+    return 1 + number_of(f"{seed} {name}") % 7 * TURNS_APART
 
 
 CHECKS: tuple[Check, ...] = tuple(

@@ -114,6 +114,7 @@ def _judge(found: tuple[list[str], list[Drawn]]) -> Measured:
 
 COLOCATES = RolloutCheck(
     name="colocates",
+    since="1.1",
     capability=capabilities.COLOCATES,
     claim="In a trainer's process it leaves threads, seeds, devices and the process group as they are, and every loss",
     tolerance=LOGPROB_TOLERANCE,

@@ -211,6 +211,7 @@ def _judge_said(said: str) -> Measured:
 
 OVERTAKING = RolloutCheck(
     name="overtaking",
+    since="1.1",
     capability=PROTOCOL,
     claim="A short request that came later is answered while a long one still runs: requests are batched continuously",
     tolerance=0.0,

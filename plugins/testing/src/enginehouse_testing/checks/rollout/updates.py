@@ -233,6 +233,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     RolloutCheck(
         name="small_updates",
+        since="1.1",
         capability=capabilities.PROMPT_LOGPROBS,
         claim="Each update of a step at a learning rate of 1e-6 is taken: logprobs of prompts change as the oracle's; "
         "the part of the change that is missing",

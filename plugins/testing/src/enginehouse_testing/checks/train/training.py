@@ -145,6 +145,7 @@ CHECKS = (
     ),
     Check(
         name="finite_weights",
+        since="1.1",
         capability=PROTOCOL,
         claim="A step that takes one weight beyond float32 raises NonFiniteWeights on every rank, and names it",
         tolerance=0.0,

@@ -126,6 +126,7 @@ CHECKS = (
     ),
     Check(
         name="value_head_files",
+        since="1.1",
         capability=capabilities.VALUE_HEAD,
         claim="Transformers loads the export as a classifier of one label, and scores as the engine and its checkpoint",
         tolerance=1e-5,

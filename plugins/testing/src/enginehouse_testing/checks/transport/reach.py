@@ -26,6 +26,7 @@ def _cross_host(link: Link) -> str:
 CHECKS = (
     Check(
         name="same_process",
+        since="1.1",
         capability=capabilities.SAME_PROCESS,
         claim="Weights arrive whole where both ends are in one process",
         tolerance=EXACT,
@@ -34,6 +35,7 @@ CHECKS = (
     ),
     Check(
         name="same_host",
+        since="1.1",
         capability=capabilities.SAME_HOST,
         claim="Weights arrive whole in another process",
         tolerance=EXACT,
@@ -42,6 +44,7 @@ CHECKS = (
     ),
     Check(
         name="cross_host",
+        since="1.1",
         capability=capabilities.CROSS_HOST,
         claim="Weights arrive whole in a process that cannot open what processes of one host share",
         tolerance=EXACT,

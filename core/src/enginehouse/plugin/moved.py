@@ -1,0 +1,31 @@
+"""Names that plugins of contract 1.0 imported from where they no longer are: their old addresses work, and warn.
+
+A module that had such a name ends with a `__getattr__` that asks `from_old_address`; `enginehouse plugins doctor` reads
+`MOVED`. What moves from an address of docs/contract.md says so as `enginehouse.plugin.deprecation` has it.
+"""
+
+import warnings
+from typing import Any
+
+from enginehouse.plugin.deprecation import deprecated
+from enginehouse.plugin.records import resolve
+
+_SUITES = ("Certificate", "Result", "RolloutEngineSuite", "TrainEngineSuite", "WeightTransportSuite", "certify")
+MOVED = {
+    "enginehouse.engines.weights.checksum": "enginehouse.weights.checksum",
+    **{f"enginehouse.testing.{name}": f"enginehouse_testing.{name}" for name in _SUITES},
+}
+"""The address of each today, by its old one."""
+
+
+def from_old_address(module: str, name: str) -> Any:
+    """Return what a module no longer has, with a warning that says where it is.
+
+    Raises:
+        AttributeError: the module never had it.
+    """
+    address = f"{module}.{name}"
+    if address not in MOVED:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    warnings.warn(deprecated(address, since="1.1", instead=MOVED[address]), stacklevel=3)
+    return resolve(":".join(MOVED[address].rsplit(".", 1)))

@@ -1,0 +1,31 @@
+"""Whole runs in the process of a test, by a config as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from enginehouse.config.load import load_config
+from enginehouse.config.plan import plan
+from enginehouse.rl.trainer import Trainer
+from enginehouse.runs import Progress, RunDirectory
+
+
+def run_inline(config: Mapping[str, Any], here: Path, trainer: type[Trainer] = Trainer) -> Any:
+    """Train as a config says, without a process beside this one; returns the trainer at its end.
+
+    Args:
+        config: what it says, but for the launcher and the run directory, which is `here`/run.
+        here: a directory.
+        trainer: what runs it.
+    """
+    path = here / "run.yaml"
+    cluster, run = {"launcher": "inline", "device": "cpu"}, {"directory": str(here / "run")}
+    path.write_text(yaml.safe_dump({**config, "cluster": cluster, "run": run}))
+    planned = plan(load_config(path), config_path=path)
+    made = trainer(planned, RunDirectory.create(planned.run_directory, ""), Progress("inline", mode="quiet"))
+    made.run()
+    return made

@@ -1,0 +1,491 @@
+"""Single lines of the code made wrong, each of which a quick test has to find.
+
+    python -m tools.mutants                # all of them: a few minutes
+    python -m tools.mutants a12 cosine     # those
+
+Each is a wrong result that nobody would see in a run: reviewers wrote them, to ask of the tests what they see. A line
+is replaced in a copy of its distribution's sources, which comes first on the path; the checkout stays as it is. It
+exits with 1 if one lives, or if its line or its test is not there any more.
+
+The tests are run in processes that are forked from one that has imported what is not ours, and takes seconds to import.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RL = "core/src/enginehouse/rl"
+TORCH = "plugins/torch/src/enginehouse_torch"
+IMPORTED_BEFORE = (
+    "torch",
+    "transformers",
+    "transformers.models.auto",
+    "hypothesis",
+    "pytest",
+    "pydantic",
+    "yaml",
+    "ray",
+)
+LONGEST_SECONDS = 600.0
+"""What takes longer is taken for killed: it hangs."""
+
+ORACLES = "tests/core/rl/test_oracles.py"
+BY_HAND = "tests/core/rl/test_step_by_hand.py"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A wrong line.
+
+    Attributes:
+        name: as the review that wrote it calls it.
+        what: goes wrong.
+        file: below the checkout.
+        old: the text that is replaced; it is there once.
+        new: what stands in its place.
+        tests: what has to find it, as pytest names tests.
+    """
+
+    name: str
+    what: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    @property
+    def sources(self) -> Path:
+        """The folder of its distribution that is on the path, below the checkout."""
+        parts = Path(self.file).parts
+        return Path(*parts[: parts.index("src") + 1])
+
+    @property
+    def module(self) -> str:
+        """The module that it changes."""
+        return ".".join(Path(self.file).relative_to(self.sources).with_suffix("").parts)
+
+    def applied(self, text: str) -> str:
+        """The file's text with the wrong line.
+
+        Raises:
+            ValueError: the line is not there once.
+        """
+        if (count := text.count(self.old)) != 1:
+            raise ValueError(f"{self.name}: {self.file} has its text {count} times, and has to have it once")
+        return text.replace(self.old, self.new)
+
+
+MUTANTS = (
+    Mutant(
+        "a01",
+        "GAE takes the next row's first state for the next one",
+        f"{RL}/advantages/tokens.py",
+        "values[1:] * (self.row[1:] == self.row[:-1])",
+        "values[1:]",
+        (f"{ORACLES}::test_an_advantage_is_theirs",),
+    ),
+    Mutant(
+        "a02",
+        "the critic learns returns of normalised advantages",
+        f"{RL}/advantages/gae.py",
+        "returns=tokens.column(advantages + values)",
+        "returns=tokens.column(credits + values)",
+        (f"{ORACLES}::test_an_advantage_is_theirs",),
+    ),
+    Mutant(
+        "a03",
+        "the last token of a row ends no step where its reward is 0",
+        f"{RL}/advantages/process_rewards.py",
+        "ends[tokens.last] = True",
+        "ends[tokens.last] &= True",
+        ("tests/core/rl/test_advantages.py::test_process_rewards_without_any_are_grpo",),
+    ),
+    Mutant(
+        "a04",
+        "the KL term is weighed by importance",
+        f"{RL}/losses/policy.py",
+        "losses = losses + kl_coefficient * ",
+        "losses = losses + (1.0 if importance_cap is None else weights) * kl_coefficient * ",
+        (f"{ORACLES}::test_a_loss_and_its_gradient_are_theirs",),
+    ),
+    Mutant(
+        "a05",
+        "GSPO's ratio has the gradient of the whole sequence, too",
+        f"{RL}/losses/gspo.py",
+        "tokens.row_means(tokens.log_ratio).detach()",
+        "tokens.row_means(tokens.log_ratio)",
+        (f"{ORACLES}::test_a_loss_and_its_gradient_are_theirs",),
+    ),
+    Mutant(
+        "a06",
+        "CISPO's weight has a gradient",
+        f"{RL}/losses/cispo.py",
+        "tokens.log_ratio.detach().exp()",
+        "tokens.log_ratio.exp()",
+        (f"{ORACLES}::test_a_loss_and_its_gradient_are_theirs",),
+    ),
+    Mutant(
+        "a07",
+        "rows of older weights count as the engines' difference",
+        f"{RL}/mismatch.py",
+        '(columns["first_version"] == version) & (columns["weight_version"] == version)',
+        '(columns["first_version"] <= version) & (columns["weight_version"] <= version)',
+        ("tests/core/rl/test_mismatch.py::test_samples_of_another_version_are_not_compared",),
+    ),
+    Mutant(
+        "a08",
+        "the KL term in the reward goes by the rollout's logprobs",
+        f"{RL}/kl.py",
+        'old = "old_logprobs" if "old_logprobs" in batch else "rollout_logprobs"',
+        'old = "rollout_logprobs"',
+        (BY_HAND,),
+    ),
+    Mutant(
+        "a09",
+        "every end but stop counts as cut",
+        f"{RL}/trainer.py",
+        'reason == "length" for reason',
+        'reason != "stop" for reason',
+        (BY_HAND,),
+    ),
+    Mutant(
+        "a10",
+        "the critic warms up for a step less",
+        f"{RL}/trainer.py",
+        "step > critic.warmup_steps",
+        "step >= critic.warmup_steps",
+        (BY_HAND,),
+    ),
+    Mutant(
+        "a11",
+        "the actor's old logprobs are of temperature 1",
+        f"{RL}/trainer.py",
+        "replace(self._outputs(entropy=True), entropy_gradient=False)",
+        "replace(self._outputs(entropy=True), entropy_gradient=False, temperature=1.0)",
+        (BY_HAND,),
+    ),
+    Mutant(
+        "a12",
+        "the reference's logprobs are of temperature 1",
+        f"{RL}/trainer.py",
+        'batch.select(["input_ids", "loss_mask"]), self._outputs()',
+        'batch.select(["input_ids", "loss_mask"]), replace(self._outputs(), temperature=1.0)',
+        (BY_HAND,),
+    ),
+    Mutant(
+        "a13",
+        "the mismatch is measured in each update, the later ones of other weights",
+        f"{RL}/roles.py",
+        "first_loss if first_loss is not None and not steps else loss",
+        "first_loss if first_loss is not None else loss",
+        (
+            "tests/core/weights/test_mismatch_of_replicas.py"
+            "::test_an_update_measures_before_it_changes_a_weight_and_then_no_more",
+        ),
+    ),
+    Mutant(
+        "a14",
+        "rows that are not to be trained on are",
+        f"{RL}/roles.py",
+        "mask.values & batch[TRAINED][mask.row]",
+        "mask.values",
+        ("tests/core/rl/test_advantages.py::test_no_token_counts_of_a_row_that_is_not_trained_on",),
+    ),
+    Mutant(
+        "a15",
+        "KTO's z0 is against the reference of other rows",
+        f"{RL}/preferences/loop.py",
+        "policy[number:] - reference[number:]",
+        "policy[number:] - reference[:number]",
+        ("tests/core/rl/test_preference_training.py::test_a_policy_learns_to_prefer_what_was_chosen",),
+    ),
+    Mutant(
+        "a16",
+        "KTO's mismatched responses are to their own prompts",
+        "core/src/enginehouse/data/preferences.py",
+        "following = [*range(1, len(rows)), 0]",
+        "following = [*range(len(rows))]",
+        ("tests/core/data/test_preferences.py::test_mismatched_rows_have_the_response_of_the_next_row",),
+    ),
+    Mutant(
+        "a17",
+        "groups that no step may take any more are not given up",
+        f"{RL}/feed.py",
+        "self._schedule.overdue(self.version + 1)",
+        "self._schedule.overdue(self.version)",
+        ("tests/core/rl/test_feed.py::test_extra_groups_are_left_over_with_staleness_0_and_their_tasks_ended",),
+    ),
+    Mutant(
+        "a18",
+        "a baseline is sampled in environments that play episodes by themselves",
+        f"{RL}/player.py",
+        "return self._branch(name, self._is_greedy)",
+        "return self._branch(name, False)",
+        ("tests/core/rl/test_player.py::test_a_baseline_of_episodes_that_are_played_by_themselves_is_greedy_too",),
+    ),
+    Mutant(
+        "a19",
+        "a token is chosen in two rows",
+        f"{RL}/episode_checks.py",
+        "times[:count] += chosen[:count]",
+        "times[:count] += 0",
+        (
+            "tests/core/rl/test_episode_checks.py"
+            "::test_a_token_that_was_drawn_once_is_chosen_in_one_of_the_rows_that_begin_alike",
+        ),
+    ),
+    Mutant(
+        "a20",
+        "an episode is as new as its oldest row",
+        f"{RL}/episode_rows.py",
+        '"weight_version": np.maximum',
+        '"weight_version": np.minimum',
+        (
+            "tests/core/rl/test_episode_rows.py"
+            "::test_rows_of_an_episode_are_adjacent_and_what_is_the_episodes_stands_in_the_last",
+        ),
+    ),
+    Mutant(
+        "a21",
+        "the reward model scores an episode that failed",
+        f"{RL}/rewards/model.py",
+        'samples["weight_version"][last] >= 0',
+        'samples["weight_version"][last] >= -1',
+        (BY_HAND,),
+    ),
+    Mutant(
+        "a22",
+        "the first update that changes weights is not checked for its effect",
+        "core/src/enginehouse/weights/sync.py",
+        "(changed and (blind or not self._change_seen))",
+        "(changed and blind)",
+        ("tests/core/weights/test_sync.py::test_a_new_connection_replaces_the_old_one_and_checks_the_effect_again",),
+    ),
+    Mutant(
+        "a23",
+        "what a replica computed last is not kept, so that one dropped update is not seen",
+        "core/src/enginehouse/weights/sync.py",
+        "        self._scored[key] = now, sums\n        if share",
+        "        if share",
+        ("tests/core/weights/test_sync.py::test_one_dropped_update_of_many_is_found_below_bfloat16",),
+    ),
+    Mutant(
+        "a24",
+        "a step's reward goes to the last token, chosen or not",
+        "core/src/enginehouse/engines/transcript.py",
+        "last = len(self._mask) - 1 - self._mask[::-1].index(True)",
+        "last = len(self._mask) - 1",
+        (BY_HAND,),
+    ),
+    Mutant(
+        "a25",
+        "what a branch draws is not remembered, so that none of it may be trained on",
+        f"{RL}/episode_checks.py",
+        "return _Remembered(self._policy.branch(name), self._drawn)",
+        "return self._policy.branch(name)",
+        (
+            "tests/core/rl/test_episode_checks.py::test_a_part_of_a_completion_and_drawn_tokens_that_are_not_chosen_will_do",
+        ),
+    ),
+    Mutant(
+        "a26",
+        "the gradient of logprobs lacks the temperature",
+        f"{TORCH}/modeling/scores.py",
+        "slopes / outputs.temperature)",
+        "slopes)",
+        ("tests/torch/modeling/test_scores.py::test_masked_logits_have_no_share_and_no_gradient",),
+    ),
+    Mutant(
+        "a27",
+        "a response passes above the threshold only",
+        f"{RL}/validation.py",
+        "rewards >= self.pass_threshold",
+        "rewards > self.pass_threshold",
+        ("tests/core/rl/test_validation.py::test_majority_at_k_is_the_share_of_prompts_that_agree_on_a_right_answer",),
+    ),
+    Mutant(
+        "a28",
+        "groups under way at a checkpoint are not drawn again after a resume",
+        f"{RL}/tasks.py",
+        '"again": [*under_way, *self._again]',
+        '"again": [*self._again]',
+        ("tests/core/rl/test_feed.py::test_what_was_drawn_and_not_trained_on_is_drawn_again_after_a_resume",),
+    ),
+    Mutant(
+        "a29",
+        "the KL coefficient is adapted from the config's each step",
+        f"{RL}/trainer.py",
+        "adapted(self.kl_coefficient, mean, kl.target)",
+        "adapted(kl.coefficient, mean, kl.target)",
+        (BY_HAND,),
+    ),
+    Mutant(
+        "a30",
+        "all turns of an episode draw by one seed",
+        f"{RL}/player.py",
+        "return self._mixed(number) if number else self._seed",
+        "return self._seed",
+        ("tests/core/rl/test_player.py::test_an_episodes_seeds_depend_on_its_number_and_try_alone",),
+    ),
+    Mutant(
+        "a31",
+        "rows have baselines of other groups",
+        f"{RL}/episodes.py",
+        "np.repeat(np.array(baselines, np.float32), sizes)",
+        "np.resize(np.array(baselines, np.float32), sizes.sum())",
+        (
+            "tests/core/rl/test_episode_rows.py"
+            "::test_a_token_of_an_episode_cut_into_rows_has_the_credit_that_it_has_uncut",
+        ),
+    ),
+    Mutant(
+        "a32",
+        "with a critic the actor's old logprobs, the reference's and the KL term are lost",
+        f"{RL}/trainer.py",
+        "batch = batch.joined(values.result())",
+        "batch = samples.joined(values.result())",
+        (BY_HAND,),
+    ),
+    Mutant(
+        "b01",
+        "tokens that were drawn at another temperature are trained on",
+        f"{RL}/episode_checks.py",
+        "math.isclose(draw.temperature, temperature, rel_tol=1e-6)",
+        "True",
+        (
+            "tests/core/rl/test_episode_checks.py"
+            "::test_chosen_tokens_of_another_temperature_than_they_are_trained_at_are_refused",
+        ),
+    ),
+    Mutant(
+        "b02",
+        "an answer without an action costs nothing",
+        "plugins/environments/src/enginehouse_environments/gym.py",
+        "step.reward if step.is_action else self._unparsed or 0.0",
+        "step.reward if step.is_action else 0.0",
+        ("tests/environments/test_games.py",),
+    ),
+    Mutant(
+        "b03",
+        "an answer that was cut counts as one that closed itself",
+        "plugins/environments/src/enginehouse_environments/dialogue.py",
+        'self._stopped = completion.finish_reason == "stop"',
+        "self._stopped = True",
+        (
+            "tests/environments/test_dialogue.py"
+            "::test_an_answer_that_was_cut_has_not_closed_itself_whatever_its_last_token",
+        ),
+    ),
+    Mutant(
+        "b04",
+        "a reward is normalised over its group where the whole step is asked for",
+        f"{RL}/rewards/weighted.py",
+        '"batch": torch.zeros(len(last), dtype=torch.int64)}',
+        '"batch": samples["group"][last]}',
+        ("tests/core/rl/test_weighted_rewards.py::test_a_reward_may_be_normalised_over_its_group_or_the_step",),
+    ),
+    Mutant(
+        "cosine",
+        "the cosine schedule is the linear one",
+        f"{TORCH}/modeling/schedule.py",
+        "(1.0 + math.cos(math.pi * progress)) / 2",
+        "1.0 - progress",
+        ("tests/torch/test_torch_train_schedule.py::test_cosine_decay_is_half_way_down_in_the_middle",),
+    ),
+    Mutant(
+        "trust",
+        "a tokenizer's code is run unasked",
+        "core/src/enginehouse/data/rendering.py",
+        "trust_remote_code=trust_remote_code",
+        "trust_remote_code=True",
+        ("tests/core/rl/test_code_of_models.py::test_whatever_loads_a_model_runs_its_code_only_if_asked",),
+    ),
+)
+
+
+def run(mutant: Mutant, log: Path) -> str:
+    """Run a mutant's tests in a process of its own.
+
+    Returns:
+        "killed", "alive", or what is wrong with the mutant.
+    """
+    with tempfile.TemporaryDirectory(prefix=f"mutant-{mutant.name}-") as folder:
+        sources = Path(folder, "src")
+        shutil.copytree(ROOT / mutant.sources, sources)
+        changed = sources / Path(mutant.file).relative_to(mutant.sources)
+        try:
+            changed.write_text(mutant.applied(changed.read_text()))
+        except ValueError as error:
+            return str(error)
+        process = get_context("fork").Process(target=_test, args=(mutant, sources, log))
+        process.start()
+        process.join(LONGEST_SECONDS)
+        if process.exitcode is None:
+            process.kill()
+            return "killed"
+        return {0: "alive", 1: "killed"}.get(process.exitcode, f"its tests ended with {process.exitcode}: {log}")
+
+
+def _test(mutant: Mutant, sources: Path, log: Path) -> None:
+    """Run its tests, in this process, which ends with pytest's exit code, or with 9 where another module was tested."""
+    import pytest
+
+    os.setsid()
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(ROOT)
+    sys.path.insert(0, str(sources))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(sources), *filter(None, [os.environ.get("PYTHONPATH")])])
+    options = ("-q", "-x", "-n0", "-m", "not slow", "-p", "no:cacheprovider", "--tb=short", "--hypothesis-seed=0")
+    code = int(pytest.main([*options, *mutant.tests]))
+    file_tested = Path(importlib.import_module(mutant.module).__file__ or "")
+    sys.stdout.flush()
+    os._exit(code if file_tested.is_relative_to(sources) else 9)
+
+
+def run_all(mutants: Sequence[Mutant], jobs: int) -> bool:
+    """Run mutants, so many at a time, and print a table; returns whether all were killed."""
+    for name in IMPORTED_BEFORE:
+        importlib.import_module(name)
+    logs = Path(tempfile.mkdtemp(prefix="mutants-"))
+    outcomes: dict[str, str] = {}
+
+    def tell(mutant: Mutant) -> None:
+        begun = time.monotonic()
+        outcomes[mutant.name] = outcome = run(mutant, logs / f"{mutant.name}.log")
+        print(f"{mutant.name:7}{outcome:8}{time.monotonic() - begun:6.1f} s  {mutant.what}", flush=True)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(tell, mutants))
+    left = {name: outcome for name, outcome in outcomes.items() if outcome != "killed"}
+    print(f"{len(outcomes) - len(left)} of {len(outcomes)} killed; what pytest said: {logs}")
+    for name, outcome in sorted(left.items()):
+        print(f"  {name}: {outcome}")
+    return not left
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(description="See whether quick tests find lines that are wrong.")
+    parser.add_argument("names", nargs="*", metavar="NAME", choices=[[], *(one.name for one in MUTANTS)])
+    parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 4), help="so many at a time")
+    given = parser.parse_args(arguments)
+    chosen = [one for one in MUTANTS if not given.names or one.name in given.names]
+    return 0 if run_all(chosen, given.jobs) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
